@@ -216,7 +216,7 @@ def test_a_node_that_is_cut_off_knows_its_request_ids(tmp_path: Path) -> None:
 def test_a_node_without_an_address_for_other_hosts_says_so_and_tells_none(tmp_path: Path) -> None:
     with fleet(tmp_path, nodes=1) as (cluster, _):
         node = FleetNode(cluster, "alone", addresses=[])
-        node.start().allowed_trouble.append("no directory names this node")
+        node.start().allowed_trouble.append("directories can't offer this node")
         try:
             node.wait_until_joined()
             assert "directories can't offer this node to tenants: add a tls: address to listen" in node.logs()

@@ -161,7 +161,7 @@ def test_who_waits_at_a_daemon_that_is_stopped_goes_on_at_another(
     own, others = (daemon.builder(size_bytes).acquire() for daemon in (stopped, other))
     with ThreadPoolExecutor() as pool, own:
         waiting = pool.submit(fleet_builder(directory, size_bytes=size_bytes).timeout(600).acquire)
-        wait_until(lambda: "waits in line" in stopped.log(), "the acquire waits at the node that is to be stopped")
+        wait_until(lambda: "waits in the queue" in stopped.log(), "the acquire waits at the node that is to be stopped")
         os.kill(stopped.process.pid, signal.SIGSTOP)
         try:
             others.free()

@@ -1,4 +1,4 @@
-"""SIGKILL of a gateway before each of its steps, then the request once more: one effect, or "unknown, not retried".
+"""SIGKILL of a gateway before each of its steps, then the request once more: one effect, or an unknown outcome.
 
 The effects are counted from outside: the launches that the daemon has seen in any lease.
 """
@@ -122,7 +122,7 @@ def test_a_gateway_that_is_killed_before_each_step(gateways: Gateways) -> None:
             assert (answer, again) == ({"output": OUTPUT.hex(), "is_replayed": False}, 1), request_id
         elif number < COMPLETED:
             assert (answer["error"], again) == ("OutcomeUnknown", 0), request_id
-            assert "unknown, not retried" in answer["message"]
+            assert "the outcome is unknown, so it is not retried" in answer["message"]
         else:
             assert (answer, before, again) == ({"output": OUTPUT.hex(), "is_replayed": True}, 1, 0), request_id
 

@@ -151,7 +151,7 @@ def test_an_endless_kernel_of_a_named_lease_ends_at_the_horizon(
     with pytest.raises(Revoked):
         lease.renew(10)
     anonymous.free()
-    lasting.now.allowed_trouble.append("the broker has not ended it in time")
+    lasting.now.allowed_trouble.append("the broker did not end it in time")
     lasting.check_idle()
 
 

@@ -73,7 +73,9 @@ def test_who_is_killed_without_a_broker_is_told_by_its_lease(lasting: LastingDae
         os.kill(pid, signal.SIGSTOP)
         lasting.kill()
         wait_until(lambda: not lasting.workers(), "both workers are gone", seen=lasting.processes)
-        told = [line for line in killed.log().splitlines() if "killed by its zygote" in line and f"={pid}" in line]
+        told = [
+            line for line in killed.log().splitlines() if "the zygote killed the worker" in line and f"={pid}" in line
+        ]
         assert [f"lease_id={lease.lease_id:032x}" in line for line in told] == [True]
         lasting.start()
     lasting.check_idle()

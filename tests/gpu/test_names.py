@@ -58,7 +58,7 @@ def test_an_endless_kernel_of_a_named_lease_ends_at_the_horizon(
     with capsys.disabled():
         print(f"broker {broker}: off the card {late_s:.3f} s after the horizon at the latest")
     anonymous.free()
-    lasting.now.allowed_trouble.append("the broker has not ended it in time")
+    lasting.now.allowed_trouble.append("the broker did not end it in time")
     lasting.check_idle()
 
 

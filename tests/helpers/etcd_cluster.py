@@ -154,8 +154,8 @@ class EtcdCluster:
     def restore(self, backup: Path, command: str) -> None:
         """Put all members back to a backup, each by a shell command in its folder; return once they answer.
 
-        The command finds the backup as `backup.db` and makes a data folder `restored`, for the member NAME at PEER of
-        the cluster CLUSTER.
+        The command finds the backup in backup.db and makes the data folder restored, for the member NAME at PEER of the
+        cluster CLUSTER.
         """
         for member in self.members:
             self.kill(member)

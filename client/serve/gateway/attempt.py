@@ -244,8 +244,6 @@ def _reserve(effects: Effects, request: InferenceRequest) -> Reservation | Infer
             case Unknown():
                 raise OutcomeUnknown(
                     f"{key}: an attempt ended after it may have been executed: the outcome is unknown, so it is not "
-                    ""
-                    ""
                     "retried"
                 )
             case InFlight(remaining_s=remaining_s):

@@ -401,7 +401,7 @@ def test_the_page_in_a_browser(scene: Scene, tmp_path: Any, monkeypatch: pytest.
                 browser.screenshot(tmp_path / f"decode-{width}-{scheme}.png")
         browser.run("document.querySelector('.card .revoke').focus()")
         browser.press("\ue007")
-        browser.wait_for("#revoke-about", "What is under way (1 sequence) is computed again")
+        browser.wait_for("#revoke-about", "Work in progress (1 sequence) is computed again")
         browser.screenshot(tmp_path / "decode-dialog.png")
         assert not browser.run(CONTRAST)
         browser.press("\ue007")

@@ -28,7 +28,7 @@ def test_memory_that_the_card_shows_free_is_asked_for_until_it_is_given() -> Non
 
 def test_a_card_that_shows_no_room_for_a_while_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(refused_memory, "SHORTAGE_S", 0.01)
-    with pytest.raises(MemoryRefused, match="no; it shows 99 bytes free"):
+    with pytest.raises(MemoryRefused, match="no; it reported 99 bytes free"):
         take_once_given(Taker(1 << 30), SIZE, lambda: SIZE - 1, keep_waiting)
 
 

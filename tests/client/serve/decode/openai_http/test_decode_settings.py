@@ -62,9 +62,9 @@ def test_the_engine_s_settings_are_the_decoder_s(tmp_path: Path) -> None:
         (MODEL, "tenants is missing"),
         (TENANT, "model is missing"),
         (MODEL + "colour = 1\n" + TENANT, "unknown setting 'colour'"),
-        ("model = 5\n" + TENANT, "model = 5 must be of type str"),
+        ("model = 5\n" + TENANT, "model must be of type str, not 5"),
         (MODEL + "[engine]\nmax_rows = 0\n" + TENANT, "engine: max_rows is 0; 1 to 1024"),
-        (MODEL + "[engine]\npreempts = 1\n" + TENANT, "preempts = 1 must be of type bool"),
+        (MODEL + "[engine]\npreempts = 1\n" + TENANT, "preempts must be of type bool, not 1"),
         (MODEL + "[engine]\nregion_life_secs = 0.05\n" + TENANT, "region_life_secs is 0.05; 0.1 to 86400 is taken"),
         (MODEL + "[engine]\ntext_processes = 0\n" + TENANT, "text_processes is 0; 1 to 64 is taken"),
         (MODEL + "[engine]\nregion_life_secs = nan\n" + TENANT, "region_life_secs is nan; 0.1 to 86400 is taken"),
@@ -81,7 +81,7 @@ def test_the_engine_s_settings_are_the_decoder_s(tmp_path: Path) -> None:
         (MODEL + TENANT + TENANT.replace("ann", "bob"), "ann and bob have one key"),
         (
             MODEL + TENANT.replace("max_concurrent = 2", "max_concurrent = true"),
-            "max_concurrent = True must be of type int",
+            "max_concurrent must be of type int, not True",
         ),
     ],
 )

@@ -454,7 +454,7 @@ def test_requests_that_fail_write_no_more_lines_than_their_tenant_has(
         patch.setattr(rig.decoder, "submit", fail)
         # No line comes back while this test runs.
         patch.setattr(decode_log, "LINE_EVERY_S", 1e9)
-        patch.setattr(rig.decoder.log, "_rates", {})
+        patch.setattr(rig.decoder.log, "_budgets", {})
         for _ in range(decode_log.LINES_AT_ONCE + 3):
             with pytest.raises(openai.InternalServerError) as refused:
                 complete(client)
