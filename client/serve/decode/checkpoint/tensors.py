@@ -117,8 +117,6 @@ def row_bytes(kind: TensorType, columns: int, name: str) -> int:
     if columns % values:
         raise ModelRejected(
             f"{name}: the number of columns must be a multiple of {values}, the values in a block of {kind}, not "
-            ""
-            ""
             f"{columns}"
         )
     return columns // values * nbytes
