@@ -6,8 +6,8 @@ from pathlib import Path
 
 from helpers.daemon import python_environment
 
-BASE = ("click", "construct", "msgpack", "numpy")
-"""What a bare `pip install .` brings, by the names of imports."""
+BASE = ("gpulease", "click", "construct", "msgpack", "numpy")
+"""What a bare `pip install .` installs, by the names of imports; `gpulease` may itself lie in site-packages."""
 
 _SITE = """
 import sys
