@@ -65,6 +65,31 @@ def _lease(address: str, size: int) -> Opening[GpuLease]:
     return GpuBuilder(address).min_vram(size).lease_secs(LEASE_S).acquire()
 
 
+def warm_load_figures(address: str, shape: str) -> dict[str, float]:
+    """Return GB/s of loading a shape's files out of the page cache, and of copying ordinary memory: best of ROUNDS."""
+
+    async def measure_both(path: Path) -> dict[str, float]:
+        checkpoint = open_model(path)
+        moved = sum(file.stat().st_size for file in _files(path))
+        for file in _files(path):
+            _prepare(file, is_cold=False)
+        loads = [await _load_rate(address, checkpoint, path) for _ in range(ROUNDS)]
+        async with _lease(address, moved) as lease, GpuSession(lease) as session:
+            buffer, ordinary = await session.mem_alloc(moved), np.ones(moved, np.uint8)
+
+            async def write() -> None:
+                await session.mem_write(buffer, 0, ordinary)
+                await session.sync()
+
+            await write()
+            copies = [await _rate(write, moved) for _ in range(ROUNDS)]
+        best = [max(one["gb_per_s"] for one in rates) for rates in (loads, copies)]
+        return dict(zip(("gb_per_s", "copy_gb_per_s"), best, strict=True))
+
+    with written(shape) as path:
+        return asyncio.run(measure_both(path))
+
+
 async def _print_copies(address: str) -> None:
     """Print the rates of copies of memory, through the arena and in it."""
     async with _lease(address, COPIED_BYTES) as lease, GpuSession(lease) as session:
@@ -107,6 +132,10 @@ def print_reads(path: Path) -> None:
 
 async def _print_load(address: str, checkpoint: Checkpoint, path: Path, state: str) -> None:
     """Print the rate of one load, on a lease of its own."""
+    print_figures({"figure": "load", "state": state, **await _load_rate(address, checkpoint, path)})
+
+
+async def _load_rate(address: str, checkpoint: Checkpoint, path: Path) -> dict[str, float]:
     size = size_bytes(checkpoint, positions=POSITIONS)
     async with _lease(address, size) as lease, GpuSession(lease) as session:
 
@@ -115,7 +144,7 @@ async def _print_load(address: str, checkpoint: Checkpoint, path: Path, state: s
             await session.sync()
 
         moved = sum(file.stat().st_size for file in _files(path))
-        print_figures({"figure": "load", "state": state, "bytes": moved} | await _rate(load, moved))
+        return {"bytes": moved} | await _rate(load, moved)
 
 
 async def _rate(work: Callable[[], Awaitable[None]], size: int) -> dict[str, float]:
@@ -142,7 +171,7 @@ def _prepare(path: Path, *, is_cold: bool) -> None:
 
 
 @contextlib.contextmanager
-def _written(shape: str) -> Iterator[Path]:
+def written(shape: str) -> Iterator[Path]:
     """Write a folder of random weights of a shape."""
     checkpoint = RandomCheckpoint(SHAPES[shape], 1)
     with tempfile.TemporaryDirectory(prefix="gpulease-") as name:
@@ -186,7 +215,7 @@ def _said(config: ModelConfig) -> dict[str, object]:
 def main(words: Sequence[str]) -> None:
     """Print the figures of the model that the one word names."""
     with contextlib.ExitStack() as stack:
-        path = stack.enter_context(_written(words[0])) if words[0] in SHAPES else Path(words[0])
+        path = stack.enter_context(written(words[0])) if words[0] in SHAPES else Path(words[0])
         address = running_address() or stack.enter_context(private_daemon("auto"))
         asyncio.run(measure(address, path))
 

@@ -151,10 +151,9 @@ class _Service:
 FIGURES: Final = ("throughput", "survivors", "rebinds", "shares")
 
 
-async def measure(
-    checkpoint: Checkpoint, address: str, for_s: float, most: int, wanted: Collection[str] = FIGURES
-) -> None:
-    """Print the wanted figures, of `for_s` seconds each, with at most `most` live sequences."""
+@contextlib.asynccontextmanager
+async def _serving(checkpoint: Checkpoint, address: str, most: int) -> AsyncIterator[tuple[_Service, list[str]]]:
+    """Open a decoder of TENANTS tenants with at most `most` live sequences; yields it and the tenants' names."""
     names = [f"tenant-{number}" for number in range(TENANTS)]
     blocks = most // TENANTS * POSITIONS // PAGE
     weights = [1.0] * (TENANTS - 1) + [3.0]
@@ -165,9 +164,23 @@ async def measure(
     prefill_rows = min(128, most)
     settings = DecoderSettings(most + prefill_rows, prefill_rows, most, POSITIONS, rebinds_at_once=1_000_000)
     times = Times()
-    opened = Decoder.open(checkpoint, tenants, settings, address=address, observers=[times])
-    async with opened as decoder:
-        service = _Service(decoder, times)
+    async with Decoder.open(checkpoint, tenants, settings, address=address, observers=[times]) as decoder:
+        yield _Service(decoder, times), names
+
+
+async def measure_throughput(
+    checkpoint: Checkpoint, address: str, for_s: float, batches: Sequence[int]
+) -> list[dict[str, Any]]:
+    """Return the figures of `throughput` for each batch, of `for_s` seconds each."""
+    async with _serving(checkpoint, address, max(TENANTS, *batches)) as (service, names):
+        return [await throughput(service, names, batch, for_s) for batch in batches]
+
+
+async def measure(
+    checkpoint: Checkpoint, address: str, for_s: float, most: int, wanted: Collection[str] = FIGURES
+) -> None:
+    """Print the wanted figures, of `for_s` seconds each, with at most `most` live sequences."""
+    async with _serving(checkpoint, address, most) as (service, names):
         for batch in (batch for batch in BATCHES if batch <= most and "throughput" in wanted):
             print_figures(await throughput(service, names, batch, for_s / 4))
         if "survivors" in wanted:

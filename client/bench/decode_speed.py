@@ -71,11 +71,15 @@ class DecodePlan:
         shapes: Names of SHAPES.
         batches: Sequences of a step.
         contexts: Positions of the sequences.
+        other_ways: Those of OTHER_WAYS that are timed beside it.
+        times_kernels: Whether kernels are timed alone, and linears by other tiles.
     """
 
     shapes: tuple[str, ...]
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
+    other_ways: tuple[str, ...] = OTHER_WAYS
+    times_kernels: bool = True
 
 
 FULL: Final = DecodePlan(("qwen3-0.6b", "llama-1b", "llama-8b"), (1, 8, 64, 256), (128, 1024))
@@ -95,11 +99,11 @@ def measure_decode(address: str, plan: DecodePlan, tell: Tell, say: Callable[[st
     """Tell all figures of a plan, on the daemon at this address and beside it."""
     for shape in plan.shapes:
         say(f"{shape}: the decode engine on a lease")
-        target, steps = asyncio.run(measure(address, shape, plan.batches, plan.contexts, tell))
+        target, steps = asyncio.run(measure(address, shape, plan, tell))
         say(f"{shape}: the same engine and kernels on the driver in a process of its own")
         for figure in _told_by("decode_direct", shape, target, plan):
             tell(_beside(figure, steps))
-        for module in OTHER_WAYS:
+        for module in plan.other_ways:
             say(f"{shape}: {module.removeprefix('decode_')}")
             for figure in _told_by(module, shape, "", plan):
                 tell(_beside(figure, steps))
@@ -139,10 +143,9 @@ def _told_by(module: str, shape: str, target: str, plan: DecodePlan) -> Iterator
         yield why | {"skipped": (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]}
 
 
-async def measure(
-    address: str, shape: str, batches: Sequence[int], contexts: Sequence[int], tell: Tell = print_figures
-) -> tuple[str, Steps]:
+async def measure(address: str, shape: str, plan: DecodePlan, tell: Tell = print_figures) -> tuple[str, Steps]:
     """Tell the figures of a shape on a lease. Returns the architecture whose kernels ran, and the steps' times."""
+    batches, contexts = plan.batches, plan.contexts
     config, limits = SHAPES[shape], limits_of(batches, contexts)
     count = max(batches) * limits.table_blocks
     checkpoint, copied = RandomCheckpoint(config, SEED), min(weight_bytes(config), MAX_COPIED_BYTES)
@@ -167,7 +170,8 @@ async def measure(
             took_s = (await step_time(engine, prompt, [pool])).took_s
             prefill = {"figure": "prefill", "shape": shape, "rows": len(prompt), "ms": took_s * 1e3}
             tell(prefill | {"tokens_per_s": len(prompt) / took_s})
-            await _tell_kernels(engine, blocks, shape, steps, tell)
+            if plan.times_kernels:
+                await _tell_kernels(engine, blocks, shape, steps, tell)
             return engine.forward.target, steps
         finally:
             await engine.close()

@@ -4,12 +4,15 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
+from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import click
 
+from gpulease.client.bench.bounds import Outcome
+from gpulease.client.bench.check import check_promises, fallen, measure_promises, read_earlier
 from gpulease.client.bench.core import LEASES as CORE_LEASES
 from gpulease.client.bench.core import measure_core, reaches_all_goals
 from gpulease.client.bench.figures import Figures, Say, print_figures
@@ -20,6 +23,7 @@ from gpulease.client.bench.peers import CALLERS, LEASED, NOTES, ROWS
 from gpulease.client.bench.region_times import keeps_the_pin, measure_regions
 from gpulease.client.bench.suite import Plan, measure_beside_direct_calls, measure_requests, measure_round_trips
 from gpulease.client.cli.demo import transform_ptx
+from gpulease.client.cli.exit_status import CannotStart
 from gpulease.client.cli.private_daemon import private_daemon, running_address
 from gpulease.client.cli.reports import first_card
 from gpulease.client.cli.tables import seconds_text, table
@@ -99,6 +103,21 @@ _POSITIVE: Final = click.IntRange(min=1)
 @click.option(
     "--round-trips", is_flag=True, help="Instead, round trips alone, beside C, cuda-bindings and pycuda in turn."
 )
+@click.option(
+    "--check",
+    is_flag=True,
+    help="Instead, everything that has a bound (client/bench/bounds.toml): minutes. Fails if one is missed.",
+)
+@click.option(
+    "--against", type=click.Path(path_type=Path), help="Of --check: an earlier run's file, to show what has fallen."
+)
+@click.option(
+    "--to",
+    type=click.Path(path_type=Path),
+    default=Path("gpulease-check.json"),
+    show_default=True,
+    help="Of --check: the file to write.",
+)
 @click.option("--peers", is_flag=True, help="Instead, print how to run other remoting systems beside it.")
 @click.option("--minutes", type=click.FloatRange(min=0.01), help="Of --load or --storm: 10, or 1 with --quick.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
@@ -120,6 +139,9 @@ def bench(
     horizon_secs: int | None,
     nodes: int | None,
     round_trips: bool,
+    check: bool,
+    against: Path | None,
+    to: Path,
     peers: bool,
     minutes: float | None,
     as_json: bool,
@@ -131,6 +153,10 @@ def bench(
         return
     if core and quick:
         raise click.UsageError("--core takes --leases, not --quick")
+    if check:
+        _run_check(driver, against, to, say, as_json)
+    if against is not None:
+        raise click.UsageError("--against goes with --check")
     minutes = minutes or (QUICK_MINUTES if quick else LOAD_MINUTES)
     if load:
         given = {"leases": leases} if leases else {}
@@ -196,6 +222,68 @@ def _run_decode(driver: str, quick: bool, say: Say, as_json: bool) -> None:
         measure_decode(address, plan, figures.append if as_json else print_figures, say)
     if as_json:
         click.echo(json.dumps({"title": title, "figures": figures}, indent=2))
+
+
+def _run_check(driver: str, against: Path | None, to: Path, say: Say, as_json: bool) -> NoReturn:
+    report = measure_promises(driver, say, lambda text: click.echo(text, err=True))
+    # First of all: whatever is wrong with the rest, the figures are kept.
+    try:
+        to.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise CannotStart(f"{to}: {error.strerror}") from None
+    now = check_promises(report)
+    earlier = None if against is None else read_earlier(against, report)
+    before = {} if earlier is None else {one.bound.name: one for one in check_promises(earlier)}
+    missed = [one for one in now if one.is_kept is False]
+    if as_json:
+        rows = {
+            one.bound.name: {
+                "value": one.value,
+                "unit": one.bound.unit,
+                "bound": one.bound.limit,
+                "kept": one.is_kept,
+                "goal": one.bound.goal,
+            }
+            for one in now
+        }
+        click.echo(json.dumps({"title": report["title"], "bounds": rows}, indent=2))
+    else:
+        click.echo(f"{report['title']}\n\n{check_table(now, before)}\n\nWritten to {to}.")
+        for bound in fallen(now, before):
+            click.echo(f"Fallen since {earlier['title'] if earlier else ''}: {bound.text}.")
+        for one in missed:
+            click.echo(f"MISSED: {missed_text(one)}")
+    sys.exit(1 if missed else 0)
+
+
+def missed_text(outcome: Outcome) -> str:
+    """Return what is wrong with a missed bound."""
+    bound, value = outcome.bound, outcome.value
+    if value is None:
+        return f"{bound.text}: not measured ({bound.figure}{f' / {bound.of}' if bound.of else ''})."
+    ratio = bound.limit / value if bound.is_least else value / bound.limit
+    return f"{bound.text}: {value:.3g} {bound.unit}, {ratio:.2f} times beyond {bound.limit:g}."
+
+
+def check_table(now: Sequence[Outcome], before: Mapping[str, Outcome]) -> str:
+    """Return a row for each bound; with a column of an earlier run's values where there are any."""
+    head = ["promise", "value", *(["earlier"] if before else []), "unit", "beside", "bound", "kept", "goal", "reached"]
+    words = {True: "yes", False: "NO", None: ""}
+    rows = []
+    for one in now:
+        sign = ">=" if one.bound.is_least else "<="
+        earlier = before.get(one.bound.name)
+        cells = [one.bound.text, _value_text(one)]
+        cells += [_value_text(earlier) if earlier else ""] if before else []
+        cells += [one.bound.unit, one.bound.beside, f"{sign} {one.bound.limit:g}"]
+        cells.append(words[one.is_kept] if one.is_kept is not None else f"no {one.bound.needs} here")
+        goal = one.bound.goal
+        rows.append([*cells, "" if goal is None else f"{sign} {goal:g}", words[one.has_reached_goal].lower()])
+    return table(head, rows)
+
+
+def _value_text(outcome: Outcome) -> str:
+    return "" if outcome.value is None else f"{outcome.value:.3g}"
 
 
 def _run_core(leases: int, as_json: bool) -> NoReturn:

@@ -13,6 +13,7 @@ import pytest
 
 from gpulease.client.bench import decode_direct, decode_speed, decode_steps
 from gpulease.client.bench.decode_direct import DirectSession, DriverFailed
+from gpulease.client.bench.decode_speed import DecodePlan
 from gpulease.daemon.drivers.ptx.driver import CpuDriver
 from helpers.daemon import Daemon
 
@@ -117,20 +118,16 @@ class CudaOnCpu:
             self.captured.append(step)
 
 
-async def no_kernels(*_: object) -> None:
-    """Measure none."""
-
-
 @pytest.mark.exhaustive
 def test_the_engine_on_the_driver_itself_has_the_leased_engine_s_results(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("PREFILL", "STEPS"):
         monkeypatch.setattr(decode_steps, name, 4)
-    # Kernels alone are another test's, and take most of the time.
-    monkeypatch.setattr(decode_speed, "_tell_kernels", no_kernels)
     told: list[Any] = []
-    target, steps = asyncio.run(decode_speed.measure(daemon.address, "two-layers", (1, 4), (20,), told.append))
+    # Kernels alone are another test's, and take most of the time.
+    plan = DecodePlan(("two-layers",), (1, 4), (20,), times_kernels=False)
+    target, steps = asyncio.run(decode_speed.measure(daemon.address, "two-layers", plan, told.append))
     api = CudaOnCpu()
     try:
         asyncio.run(decode_direct.measure(api, "two-layers", target, (1, 4), (20,)))

@@ -1,0 +1,144 @@
+"""Bounds of the figures that users are promised, and how a run keeps them. Pure: `check` measures.
+
+`bounds.toml` has a table for each promise. Under the name of a driver it says which figure is looked at, by its path in
+the run's report, and what bounds it:
+
+- `figure`: the path, such as `bench.leased.sync_p50_us`.
+- `of` and `beside`: another path, and its short name. The bound is then one of `figure / of`, which a faster host or
+  card leaves as it is.
+- `at_most` or `at_least`: the bound.
+- `goal`: a better value that is not reached yet.
+- `needs`: what a host may lack. Without it the row is left out; any other figure that is missing is a bound missed.
+"""
+
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any, Final
+
+DRIVERS: Final = ("cuda", "cpu")
+
+FALL: Final = 1.25
+"""A value that is worse than an earlier one by this factor is shown as a fall. Values of two runs on the same kind of
+card differ by some tenths."""
+
+_KEYS: Final = frozenset({"figure", "of", "beside", "at_most", "at_least", "goal", "needs"})
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """One promise on one driver.
+
+    Attributes:
+        name: Its table's name.
+        text: Head of its row.
+        unit: Unit of the value; "x" for a ratio.
+        figure, of: Paths in the report; `of` is "" where the value is the figure itself.
+        beside: Short name of `of`.
+        limit: The bound.
+        is_least: The value must be at least the bound, as a rate; else at most.
+        goal: A better bound that is not reached yet; None for none.
+        needs: What the host may lack; "" for nothing.
+    """
+
+    name: str
+    text: str
+    unit: str
+    figure: str
+    of: str
+    beside: str
+    limit: float
+    is_least: bool
+    goal: float | None
+    needs: str
+
+    def holds(self, value: float, limit: float) -> bool:
+        """Return whether a value keeps a limit of this bound's direction."""
+        return value >= limit if self.is_least else value <= limit
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A bound and the value that was measured for it; None if there is none.
+
+    Attributes:
+        is_kept: False if the value is beyond the bound, or missing though the host lacks nothing; None if left out.
+    """
+
+    bound: Bound
+    value: float | None
+    is_kept: bool | None
+
+    @property
+    def has_reached_goal(self) -> bool | None:
+        """Return None where there is no goal or no value."""
+        goal = self.bound.goal
+        return None if goal is None or self.value is None else self.bound.holds(self.value, goal)
+
+
+def load_bounds(driver: str) -> list[Bound]:
+    """Return the bounds of a driver, in the file's order."""
+    return parse_bounds(files("gpulease.client.bench").joinpath("bounds.toml").read_text(encoding="utf-8"), driver)
+
+
+def parse_bounds(text: str, driver: str) -> list[Bound]:
+    """Return a driver's bounds of a file. Raises ValueError, naming the table, for what is no bound."""
+    return [
+        _bound(name, promise, promise[driver]) for name, promise in tomllib.loads(text).items() if driver in promise
+    ]
+
+
+def _bound(name: str, promise: Mapping[str, Any], given: Mapping[str, Any]) -> Bound:
+    if unknown := set(given) - _KEYS or set(promise) - {"text", "unit", *DRIVERS}:
+        raise ValueError(f"{name}: {', '.join(sorted(unknown))} must be one of {', '.join(sorted(_KEYS))}")
+    limits = [key for key in ("at_most", "at_least") if key in given]
+    if len(limits) != 1:
+        raise ValueError(f"{name}: it must have either at_most or at_least")
+    is_least, limit, goal = limits == ["at_least"], float(given[limits[0]]), given.get("goal")
+    unit = "x" if "of" in given else str(promise["unit"])
+    bound = Bound(
+        name,
+        str(promise["text"]),
+        unit,
+        str(given["figure"]),
+        str(given.get("of", "")),
+        str(given["beside"]) if "of" in given else "",
+        limit,
+        is_least,
+        None if goal is None else float(goal),
+        str(given.get("needs", "")),
+    )
+    if bound.goal is not None and not bound.holds(bound.goal, limit):
+        raise ValueError(f"{name}: its goal of {bound.goal:g} must be better than its bound of {limit:g}")
+    return bound
+
+
+def flat(report: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the path and the value of each number of a nested report."""
+    for key, value in report.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{key}.")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield f"{prefix}{key}", float(value)
+
+
+def outcomes(bounds: Sequence[Bound], report: Mapping[str, Any]) -> list[Outcome]:
+    """Return how a report keeps each bound."""
+    figures = dict(flat(report))
+    return [_outcome(bound, figures) for bound in bounds]
+
+
+def _outcome(bound: Bound, figures: Mapping[str, float]) -> Outcome:
+    value = figures.get(bound.figure)
+    if value is not None and bound.of:
+        divisor = figures.get(bound.of)
+        value = value / divisor if divisor else None
+    if value is None:
+        return Outcome(bound, None, None if bound.needs else False)
+    return Outcome(bound, value, bound.holds(value, bound.limit))
+
+
+def has_fallen(bound: Bound, value: float, earlier: float) -> bool:
+    """Return whether a value is worse than an earlier one by FALL or more."""
+    return value * FALL <= earlier if bound.is_least else value >= earlier * FALL

@@ -1,0 +1,154 @@
+"""Every promised figure in one run, for `bounds` to look at. `gpulease bench --check` prints what it finds.
+
+The whole bench runs first, then regions, the decode engine, the lease core and the gateway. A ratio's two figures come
+from the same run; `host` stands for the host's speed where nothing else does.
+"""
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+from gpulease.client.bench.bounds import Bound, Outcome, has_fallen, load_bounds, outcomes
+from gpulease.client.bench.core import core_figures
+from gpulease.client.bench.figures import Figures, Say
+from gpulease.client.bench.gateway_load import request_figures
+from gpulease.client.bench.region_times import measure_regions
+from gpulease.client.bench.suite import REQUEST_CONTEXTS, Plan, measure_beside_direct_calls
+from gpulease.client.cli.demo import transform_ptx
+from gpulease.client.cli.exit_status import CannotStart
+from gpulease.client.cli.private_daemon import private_daemon, running_address
+
+ROUNDS: Final = {"cuda": 3, "cpu": 1}
+LAUNCHES: Final = {"cuda": 10_000, "cpu": 5_000}
+LEASES: Final = 10
+FLIPS: Final = 100
+REGION_SAMPLES: Final = {"cuda": 100, "cpu": 20}
+CORE_LEASES: Final = {"cuda": 10_000, "cpu": 2_000}
+REQUEST_S: Final = 2.0
+REBIND_TOKENS: Final = 512
+SHAPES: Final = {"cuda": "llama-1b", "cpu": "two-layers"}
+BATCHES: Final = {"cuda": (1, 8, 64, 256), "cpu": (1, 8)}
+DECODER_BATCHES: Final = {"cuda": (8, 64), "cpu": (8,)}
+DECODER_S: Final = 2.0
+CONTEXT: Final = 128
+"""Sizes of a run: five minutes on a card, one on the embedded driver."""
+
+PYTHON_STEPS: Final = 1000
+PYTHON_SAMPLES: Final = 50
+
+MAX_FILE_BYTES: Final = 1 << 20
+"""Longest earlier file that is read. Stops a wrong path from filling the memory; a run's file has 20 KiB."""
+
+
+def measure_promises(driver: str, say: Say, warn: Say) -> dict[str, Any]:
+    """Measure everything that has a bound, on the daemon that runs or on private ones, and return the report.
+
+    Raises CannotStart if the running daemon has another driver, or a prerequisite is missing.
+    """
+    report: dict[str, Any] = {"host": _host()}
+    # Whether "auto" finds a card is known once a daemon runs: a card's sizes are right for the embedded driver, too.
+    size = "cpu" if driver == "cpu" else "cuda"
+    bench = measure_beside_direct_calls(Plan(driver, ROUNDS[size], LAUNCHES[size], LEASES, FLIPS, "", ""), say, warn)
+    found = bench["driver"]
+    report |= {"title": bench["title"], "driver": found, "card": bench["card"], "bench": bench}
+    with contextlib.ExitStack() as stack:
+        address = running_address() or stack.enter_context(private_daemon(found))
+        report["regions"] = measure_regions(address, transform_ptx(), REGION_SAMPLES[found], say)
+        report |= _decode(address, found, say)
+    say("the lease core with its journal, audit log and log")
+    report["core"] = core_figures(CORE_LEASES[found], ("journal", "audit", "log"))
+    say("requests of one lease each, the tenant's own contexts used again")
+    with private_daemon(found, warm_contexts=REQUEST_CONTEXTS, settings='recycle = "same-tenant"\n') as address:
+        report["gateway"] = request_figures(address, REQUEST_S, has_pool=True)
+    return report
+
+
+def _host() -> Figures:
+    """Return the time of PYTHON_STEPS writes into a dictionary, the best of some: the speed of the interpreter here."""
+    best_s = float("inf")
+    for _ in range(PYTHON_SAMPLES):
+        kept: dict[int, int] = {}
+        began = time.perf_counter()
+        for number in range(PYTHON_STEPS):
+            kept[number & 63] = number
+        best_s = min(best_s, time.perf_counter() - began)
+    return {"python_us": best_s * 1e6, "python_ms": best_s * 1e3}
+
+
+def _decode(address: str, driver: str, say: Say) -> dict[str, Any]:
+    # Only here: a decoder is of an extra. Without it nothing was checked, so it is demanded.
+    try:
+        from gpulease.client.bench.checkpoint_load import warm_load_figures
+        from gpulease.client.bench.decode_service import measure_throughput
+        from gpulease.client.bench.decode_shapes import SHAPES as CONFIGS
+        from gpulease.client.bench.decode_speed import DecodePlan, measure_decode
+        from gpulease.client.bench.rebind_times import measure_rebinds
+        from gpulease.client.serve.decode import RandomCheckpoint
+    except ImportError as error:
+        raise CannotStart(f"the decode engine's promises need the extra `decode`: {error}") from None
+    shape = SHAPES[driver]
+    checkpoint = RandomCheckpoint(CONFIGS[shape], 1)
+    steps: dict[str, dict[str, Figures]] = {"step": {}, "direct": {}, "torch": {}}
+
+    def keep(figure: Mapping[str, object]) -> None:
+        kind, batch, took_ms = (figure.get(key) for key in ("figure", "batch", "ms"))
+        if kind in steps and batch is not None and isinstance(took_ms, float):
+            steps[str(kind)][str(batch)] = {"ms": took_ms}
+
+    plan = DecodePlan((shape,), BATCHES[driver], (CONTEXT,), ("decode_torch",), times_kernels=False)
+    measure_decode(address, plan, keep, say)
+    say(f"{shape}: a decoder beside its engine")
+    served = asyncio.run(measure_throughput(checkpoint, address, DECODER_S, DECODER_BATCHES[driver]))
+    say(f"{shape}: a rebind behind {REBIND_TOKENS} tokens")
+    (rebind,) = asyncio.run(measure_rebinds(address, checkpoint, (REBIND_TOKENS,)))
+    say(f"{shape}: its files loaded from the page cache")
+    return {
+        "decode": steps,
+        "decoder": {str(one["sequences"]): one for one in served},
+        "rebind": asdict(rebind),
+        "load": warm_load_figures(address, shape),
+    }
+
+
+def check_promises(report: Mapping[str, Any]) -> list[Outcome]:
+    """Return how a report keeps the bounds of its driver."""
+    return outcomes(load_bounds(report["driver"]), report)
+
+
+def read_earlier(path: Path, report: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an earlier run's report. Raises CannotStart if it is none, or one of another kind of card."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise CannotStart(f"{path}: {error.strerror}") from None
+    try:
+        earlier = json.loads(text) if len(text) <= MAX_FILE_BYTES else None
+    except (ValueError, RecursionError):
+        earlier = None
+    if not isinstance(earlier, dict) or not {"driver", "card", "title"} <= set(earlier):
+        raise CannotStart(f"{path} must be a file that `gpulease bench --check` has written")
+    for key in ("driver", "card"):
+        if earlier[key] != report[key]:
+            raise CannotStart(
+                f"{path} is of {earlier['card']} ({earlier['driver']}), this run of {report['card']}"
+                f" ({report['driver']}): only runs on the same kind of card are compared"
+            )
+    return earlier
+
+
+def fallen(now: list[Outcome], before: Mapping[str, Outcome]) -> list[Bound]:
+    """Return the bounds whose value is worse than the earlier run's, by `bounds.FALL` at least."""
+    return [
+        one.bound
+        for one in now
+        if one.value is not None
+        and (earlier := before.get(one.bound.name)) is not None
+        and earlier.value is not None
+        and has_fallen(one.bound, one.value, earlier.value)
+    ]

@@ -1,0 +1,123 @@
+"""Bounds of promised figures: their file, what keeps them, what a run beside an earlier one shows."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpulease.client.bench.bounds import DRIVERS, FALL, Outcome, flat, has_fallen, load_bounds, outcomes, parse_bounds
+from gpulease.client.bench.check import fallen, read_earlier
+from gpulease.client.cli.bench import check_table, missed_text
+from gpulease.client.cli.exit_status import CannotStart
+
+FILE = """
+[launch]
+text = "a launch"
+unit = "us"
+cuda = { figure = "a.launch_us", of = "c.launch_us", beside = "C", at_most = 0.5, goal = 0.25 }
+
+[copy]
+text = "a copy"
+unit = "GB/s"
+cuda = { figure = "a.copy_gb_s", at_least = 40.0, goal = 50 }
+cpu = { figure = "a.copy_gb_s", at_least = 4.0 }
+
+[torch]
+text = "a step"
+unit = "ms"
+cuda = { figure = "a.step_ms", of = "torch.step_ms", beside = "torch", at_most = 1.0, needs = "torch" }
+"""
+KEPT = {"a": {"launch_us": 1.0, "copy_gb_s": 45.0, "step_ms": 3.0, "name": "x"}, "c": {"launch_us": 4}}
+
+
+def test_a_report_keeps_or_misses_each_bound_of_its_driver() -> None:
+    launch, copy, torch = outcomes(parse_bounds(FILE, "cuda"), KEPT)
+    assert (launch.value, launch.bound.unit, launch.is_kept, launch.has_reached_goal) == (0.25, "x", True, True)
+    assert (copy.value, copy.bound.unit, copy.is_kept, copy.has_reached_goal) == (45.0, "GB/s", True, False)
+    assert (torch.value, torch.is_kept, torch.has_reached_goal) == (None, None, None)
+    (copy,) = outcomes(parse_bounds(FILE, "cpu"), {"a": {"copy_gb_s": 3.9}})
+    assert copy.is_kept is False
+    assert missed_text(copy) == "a copy: 3.9 GB/s, 1.03 times beyond 4."
+
+
+@pytest.mark.parametrize("report", [{}, {"a": {"launch_us": 1.0}}, {"a": {"launch_us": 1.0}, "c": {"launch_us": 0.0}}])
+def test_a_figure_that_was_not_measured_is_a_bound_missed(report: dict[str, dict[str, float]]) -> None:
+    launch, *_ = outcomes(parse_bounds(FILE, "cuda"), report)
+    assert (launch.value, launch.is_kept) == (None, False)
+    assert missed_text(launch) == "a launch: not measured (a.launch_us / c.launch_us)."
+
+
+def test_the_table_shows_bounds_goals_and_what_a_host_lacks() -> None:
+    now = outcomes(parse_bounds(FILE, "cuda"), KEPT)
+    before = {one.bound.name: one for one in outcomes(parse_bounds(FILE, "cuda"), {"a": {"copy_gb_s": 60.0}})}
+    _, launch, copy, torch = check_table(now, before).splitlines()
+    assert launch.split() == ["a", "launch", "0.25", "x", "C", "<=", "0.5", "yes", "<=", "0.25", "yes"]
+    assert copy.split() == ["a", "copy", "45", "60", "GB/s", ">=", "40", "yes", ">=", "50", "no"]
+    assert torch.split() == ["a", "step", "x", "torch", "<=", "1", "no", "torch", "here"]
+    assert [bound.name for bound in fallen(now, before)] == ["copy"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "to", "error"),
+    [
+        ("at_most = 0.5, goal = 0.25", "goal = 0.25", "launch: it must have either at_most or at_least"),
+        ("at_most = 0.5", "at_most = 0.5, at_least = 0.1", "launch: it must have either at_most or at_least"),
+        ("goal = 0.25", "goal = 0.75", "its goal of 0.75 must be better than its bound of 0.5"),
+        ("goal = 0.25", "gaol = 0.25", "launch: gaol must be one of"),
+    ],
+)
+def test_what_is_no_bound_is_refused(changed: str, to: str, error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        parse_bounds(FILE.replace(changed, to, 1), "cuda")
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_the_file_has_bounds_of_each_driver_with_units_and_divisors_named(driver: str) -> None:
+    bounds = load_bounds(driver)
+    assert len({bound.name for bound in bounds}) == len(bounds) > 25
+    assert all(bound.unit and bool(bound.of) == bool(bound.beside) for bound in bounds)
+    kinds = {bound.figure.partition(".")[0] for bound in bounds}
+    assert kinds == {"bench", "regions", "core", "gateway", "decode", "decoder", "rebind", "load"}
+
+
+@given(value=st.floats(1e-6, 1e6), worse=st.floats(1.0, 10.0))
+def test_a_value_has_fallen_if_it_is_worse_by_the_factor(value: float, worse: float) -> None:
+    launch, copy, _ = parse_bounds(FILE, "cuda")
+    if abs(worse - FALL) > 1e-6:
+        assert has_fallen(launch, value * worse, value) == (worse > FALL)
+        assert has_fallen(copy, value / worse, value) == (worse > FALL)
+    assert not has_fallen(launch, value / worse, value)
+    assert not has_fallen(copy, value * worse, value)
+
+
+def test_a_report_is_flattened_to_its_numbers() -> None:
+    assert dict(flat({"a": {"b": 1, "c": "x", "d": {"e": 2.5}}, "f": True, "g": None})) == {"a.b": 1.0, "a.d.e": 2.5}
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("{", "must be a file that `gpulease bench --check` has written"),
+        ("[]", "must be a file that"),
+        ("[" * 100_000, "must be a file that"),
+        ('{"driver": "cuda"}', "must be a file that"),
+        (" " * (1 << 21), "must be a file that"),
+        ('{"driver": "cuda", "card": "NVIDIA H100", "title": "t"}', "only runs on the same kind of card are compared"),
+    ],
+)
+def test_an_earlier_file_of_another_kind_is_refused(tmp_path: Path, text: str, error: str) -> None:
+    file = tmp_path / "earlier.json"
+    file.write_text(text)
+    with pytest.raises(CannotStart, match=error):
+        read_earlier(file, {"driver": "cuda", "card": "NVIDIA H200", "title": "now"})
+
+
+def test_an_earlier_file_that_is_not_there_is_said(tmp_path: Path) -> None:
+    with pytest.raises(CannotStart, match="No such file"):
+        read_earlier(tmp_path / "none.json", {"driver": "cpu", "card": "c", "title": "t"})
+
+
+def test_an_outcome_without_a_value_is_left_out_or_missed() -> None:
+    bound, *_ = parse_bounds(FILE, "cuda")
+    assert Outcome(bound, None, None).has_reached_goal is None
