@@ -1,7 +1,8 @@
 """The broker's metrics: counters fed by events, gauges read at a scrape, and the text of both.
 
-The event loop belongs to leases. Counting one event takes a microsecond or two. A scrape's text is made one family at a
-time, and the loop runs between two families. However many peers ask, one text is made at a time.
+The event loop belongs to leases. Counting one event takes a microsecond or two. A scrape adds up leases, a few hundred
+at a time, then makes its text one family at a time, and the loop runs in between. However many peers ask, one text is
+made at a time.
 """
 
 import asyncio
@@ -15,14 +16,14 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from gpulease.daemon.broker.health import Health
 from gpulease.daemon.gpus.source import CardSource, CardsUnavailable
 from gpulease.daemon.host.version import VERSION
-from gpulease.daemon.leases import LeaseTable
+from gpulease.daemon.leases import LeaseState, LeaseTable
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.record.audit.recorder import Recorder
 from gpulease.daemon.record.lease_facts import Fact
 from gpulease.daemon.record.metrics import families
 from gpulease.daemon.record.metrics.families import CONTENT_TYPE, Content, NodeCollector, chunks
-from gpulease.daemon.record.metrics.gauges import AuditFacts, FleetFacts, NodeFacts, gauges
+from gpulease.daemon.record.metrics.gauges import AuditFacts, FleetFacts, NodeFacts, TenantTotals, gauges
 from gpulease.daemon.record.metrics.lease_counters import LeaseCounters
 from gpulease.daemon.workers.registry import Workers
 from gpulease.daemon.workers.worker import Worker, counter_increments, held_bytes, skip_counts
@@ -36,6 +37,10 @@ LAG_CHECK_S: Final = 1.0
 LOOK_TIMEOUT_S: Final = 1.0
 """For the cards to report stray memory. A driver that hangs costs the scrape one family, and is not asked again until
 it has answered."""
+
+LEASES_AT_ONCE: Final = 256
+WORKERS_AT_ONCE: Final = 64
+"""Leases and workers that a scrape adds up before the loop runs again: a millisecond or so of each."""
 
 OnText = Callable[[Metrics | Failure], None]
 
@@ -65,6 +70,7 @@ class NodeMetrics:
         self._scraping: asyncio.Task[None] | None = None
         self._look: asyncio.Task[dict[str, int]] | None = None
         self._stray_bytes: dict[str, int] = {}
+        self._tenants = TenantTotals()
         self._lag_check: asyncio.TimerHandle | None = None
         workers.set_end_listener(self._on_worker_end)
 
@@ -141,6 +147,7 @@ class NodeMetrics:
     async def _text(self) -> Metrics | Failure:
         parts = []
         try:
+            self._tenants = await self._add_up()
             for chunk in chunks(self._registry):
                 parts.append(chunk)
                 await asyncio.sleep(0)
@@ -168,29 +175,39 @@ class NodeMetrics:
                 found[uuid] = self._table.stray_bytes(uuid, reading.unowned_bytes)
         return found
 
-    def _content(self) -> Content:
-        leases, regions = self._table.snapshots(), self._table.regions.snapshots()
-        pair_of = {lease.lease_id: self._counters.pair(lease) for lease in (*leases, *regions)}
-        charged = {lease.lease_id: self._table.charge_bytes(lease.lease_id) for lease in leases}
+    async def _add_up(self) -> TenantTotals:
+        """Count what workers did since the last scrape, and sum up all leases and regions."""
+        # Step 1: what each lease's sessions hold. A lease's two workers together hold no more than it is charged.
         allocated: dict[int, int] = {}
-        for worker in self._workers.serving():
+        for number, worker in enumerate(self._workers.serving(), 1):
             lease_id = worker.spec.submit_of or worker.spec.lease_id
-            if (pair := pair_of.get(lease_id)) is not None:
-                self._counters.worked(pair, counter_increments(worker))
-                # A lease's two workers together hold no more than it is charged.
-                most_bytes = charged[lease_id] - allocated.get(lease_id, 0)
-                allocated[lease_id] = allocated.get(lease_id, 0) + held_bytes(worker, most_bytes)
+            lease = self._table.get(lease_id)
+            # One that ended in a turn between was counted as it ended.
+            if lease is not None and self._workers.worker(worker.spec.lease_id) is worker and not worker.is_killed:
+                self._counters.worked(self._counters.pair(lease), counter_increments(worker))
+                held = allocated.get(lease_id, 0)
+                allocated[lease_id] = held + held_bytes(worker, self._table.charge_bytes(lease_id) - held)
+            if number % WORKERS_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        # Step 2: the leases and regions themselves.
+        totals = TenantTotals()
+        for number, lease_id in enumerate(self._table.live_ids(), 1):
+            lease = self._table.get(lease_id)
+            if lease is not None and lease.state is not LeaseState.TORNDOWN:
+                totals.add(self._counters.pair(lease), lease, allocated.get(lease_id, 0))
+            if number % LEASES_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        return totals
+
+    def _content(self) -> Content:
         facts = NodeFacts(
             now_ns=time.monotonic_ns(),
-            leases=leases,
-            regions=regions,
+            tenants=self._tenants,
             cards=self._table.cards(),
             warm=self._table.warming(),
             waiting=self._table.waiting(),
-            pair_of=pair_of,
             pairs=self._counters.pairs,
-            allocated_bytes=allocated,
-            charged_bytes=charged,
+            booked_bytes=self._table.booked_bytes(),
             stray_bytes=self._stray_bytes,
             checks={check.name: check.is_met for check in self._health.checks()},
             is_draining=self._table.drain_ns is not None,

@@ -75,6 +75,11 @@ class RegionViews:
         going = (region for region in self._store.regions.values() if region.state is not RegionState.RETURNED)
         return tuple(region.snapshot() for region in going)
 
+    def open_ids(self) -> tuple[int, ...]:
+        """Return the ids of every region that is not returned, oldest first."""
+        regions = self._store.regions
+        return tuple(number for number, region in regions.items() if region.state is not RegionState.RETURNED)
+
     def of(self, lease_id: int) -> tuple[LeaseSnapshot, ...]:
         """Return the regions of a live lease that are not returned, by slot."""
         lease = self._store.live.get(lease_id)

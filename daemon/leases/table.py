@@ -183,6 +183,17 @@ class LeaseTable:
         lease = self._store.live.get(lease_id)
         return 0 if lease is None else lease.charge_bytes
 
+    def booked_bytes(self) -> dict[str, int]:
+        """Return the bytes that all live leases together are charged, by card, without cards that have none."""
+        booked: dict[str, int] = {}
+        for lease in self._store.live.values():
+            booked[lease.card_uuid] = booked.get(lease.card_uuid, 0) + lease.charge_bytes
+        return booked
+
+    def live_ids(self) -> tuple[int, ...]:
+        """Return the ids of all live leases, oldest first, and then those of their regions that are not returned."""
+        return (*self._store.live, *self.regions.open_ids())
+
     def stray_bytes(self, card_uuid: str, unowned_bytes: int) -> int:
         """Return a card's unowned bytes that the table has not booked; 0 within the card's slack."""
         unowned = self._store.account_by_uuid[card_uuid].others.unowned

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from gpulease.daemon.leases import CardSnapshot, LeaseSnapshot, LeaseState, WaiterSnapshot, WarmSnapshot, WarmState
@@ -17,16 +17,45 @@ RECYCLED: Final = "recycled"
 Values = Mapping[Labels, float]
 
 
+@dataclass(slots=True)
+class TenantTotals:
+    """Sums over live leases and open regions, by card and tenant.
+
+    They may be added up over several turns of the broker's loop: ten thousand leases take tens of milliseconds. A lease
+    counts as it is in its own turn.
+
+    Attributes:
+        fenced: Leases that are fenced, by card.
+    """
+
+    active: Counter[Labels] = field(default_factory=Counter)
+    leased_bytes: Counter[Labels] = field(default_factory=Counter)
+    held_bytes: Counter[Labels] = field(default_factory=Counter)
+    open_regions: Counter[Labels] = field(default_factory=Counter)
+    region_bytes: Counter[Labels] = field(default_factory=Counter)
+    fenced: Counter[str] = field(default_factory=Counter)
+
+    def add(self, pair: Labels, one: LeaseSnapshot, held_bytes: int = 0) -> None:
+        """Add a lease, whose sessions hold so many bytes, or a region."""
+        if one.parent_id:
+            self.open_regions[pair] += one.state is LeaseState.ACTIVE
+            self.region_bytes[pair] += one.size_bytes
+            return
+        self.active[pair] += one.state is LeaseState.ACTIVE
+        if one.state in (LeaseState.PENDING, LeaseState.ACTIVE):
+            self.leased_bytes[pair] += one.size_bytes
+        self.held_bytes[pair] += held_bytes
+        self.fenced[one.card_uuid] += one.state is LeaseState.FENCED
+
+
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
     """The node at one moment.
 
     Attributes:
-        pair_of: The labels of each live lease and region: card and tenant.
+        tenants: Sums over leases and regions.
         pairs: Every card and tenant that had a lease at any time: their gauges are 0 when they have none.
-        allocated_bytes: Bytes that sessions hold, by lease.
-        charged_bytes: Bytes that the lease table has booked for live leases, by lease.
-        regions: Every region that is not given back.
+        booked_bytes: Bytes that the lease table has booked for live leases, by card, of the same moment as `cards`.
         stray_bytes: Bytes that no process holds and nothing has booked, by card, without cards that gave no answer.
         checks: The readiness checks, by name.
         audit: The audit log's figures; None if none is kept.
@@ -34,15 +63,12 @@ class NodeFacts:
     """
 
     now_ns: int
-    leases: Sequence[LeaseSnapshot]
-    regions: Sequence[LeaseSnapshot]
+    tenants: TenantTotals
     cards: Sequence[CardSnapshot]
     warm: Sequence[WarmSnapshot]
     waiting: Sequence[WaiterSnapshot]
-    pair_of: Mapping[int, Labels]
     pairs: Iterable[Labels]
-    allocated_bytes: Mapping[int, int]
-    charged_bytes: Mapping[int, int]
+    booked_bytes: Mapping[str, int]
     stray_bytes: Mapping[str, int]
     checks: Mapping[str, bool]
     is_draining: bool
@@ -89,36 +115,18 @@ def gauges(facts: NodeFacts) -> dict[Family, Values]:
 
 
 def _of_tenants(facts: NodeFacts) -> dict[Family, Values]:
-    active: Counter[Labels] = Counter()
-    leased: Counter[Labels] = Counter()
-    held: Counter[Labels] = Counter()
-    for lease in facts.leases:
-        pair = facts.pair_of[lease.lease_id]
-        active[pair] += lease.state is LeaseState.ACTIVE
-        if lease.state in (LeaseState.PENDING, LeaseState.ACTIVE):
-            leased[pair] += lease.size_bytes
-        held[pair] += facts.allocated_bytes.get(lease.lease_id, 0)
-    open_regions: Counter[Labels] = Counter()
-    region_bytes: Counter[Labels] = Counter()
-    for region in facts.regions:
-        pair = facts.pair_of[region.lease_id]
-        open_regions[pair] += region.state is LeaseState.ACTIVE
-        region_bytes[pair] += region.size_bytes
+    of = facts.tenants
     return {
-        families.REGIONS_ACTIVE: {pair: open_regions[pair] for pair in facts.pairs},
-        families.REGIONS_BYTES: {pair: region_bytes[pair] for pair in facts.pairs},
-        families.LEASES_ACTIVE: {pair: active[pair] for pair in facts.pairs},
-        families.LEASES_BYTES: {pair: leased[pair] for pair in facts.pairs},
-        families.SESSION_ALLOCATED_BYTES: {pair: held[pair] for pair in facts.pairs},
+        families.REGIONS_ACTIVE: {pair: of.open_regions[pair] for pair in facts.pairs},
+        families.REGIONS_BYTES: {pair: of.region_bytes[pair] for pair in facts.pairs},
+        families.LEASES_ACTIVE: {pair: of.active[pair] for pair in facts.pairs},
+        families.LEASES_BYTES: {pair: of.leased_bytes[pair] for pair in facts.pairs},
+        families.SESSION_ALLOCATED_BYTES: {pair: of.held_bytes[pair] for pair in facts.pairs},
     }
 
 
 def _of_cards(facts: NodeFacts) -> dict[Family, Values]:
-    booked: Counter[str] = Counter()
-    fenced: Counter[str] = Counter()
-    for lease in facts.leases:
-        booked[lease.card_uuid] += facts.charged_bytes.get(lease.lease_id, 0)
-        fenced[lease.card_uuid] += lease.state is LeaseState.FENCED
+    fenced = facts.tenants.fenced.copy()
     for context in facts.warm:
         fenced[context.card_uuid] += context.state is WarmState.FENCED
     cards = facts.cards
@@ -137,7 +145,7 @@ def _of_cards(facts: NodeFacts) -> dict[Family, Values]:
         families.FENCED_SLICES: {(card.uuid,): fenced[card.uuid] for card in cards},
         families.FENCED_BYTES: {(card.uuid,): card.fenced_bytes for card in cards},
         families.LEAKED_BYTES: {
-            (card.uuid,): abs(card.held_bytes - booked[card.uuid]) + facts.stray_bytes[card.uuid]
+            (card.uuid,): abs(card.held_bytes - facts.booked_bytes.get(card.uuid, 0)) + facts.stray_bytes[card.uuid]
             for card in cards
             if card.uuid in facts.stray_bytes
         },

@@ -18,7 +18,7 @@ from gpulease.daemon.broker.peer import Peer
 from gpulease.daemon.broker.refusal import Refused
 from gpulease.daemon.gpus.emulated_cards import EmbeddedCards
 from gpulease.daemon.gpus.source import CardReading, CardsUnavailable
-from gpulease.daemon.leases import Card, LeaseTable
+from gpulease.daemon.leases import AcquireRequested, Card, CoreLimits, LeaseTable, LeaseTerms, WorkerReady
 from gpulease.daemon.log.writer import ATTRIBUTE
 from gpulease.daemon.record.audit.recorder import Recorder
 from gpulease.daemon.record.journal import Journal
@@ -26,7 +26,7 @@ from gpulease.daemon.workers.registry import Workers
 from gpulease.protocol.connection import Request
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.messages import Empty, Metrics
-from gpulease.protocol.opcodes import Status
+from gpulease.protocol.opcodes import Exclusivity, Status
 
 OPERATOR = Peer("root", is_operator=True, is_known=True)
 REQUEST = cast(Request, None)
@@ -35,8 +35,12 @@ REQUEST = cast(Request, None)
 class Scene:
     """A node of one card. `look` is what the card's driver does when it is asked."""
 
-    def __init__(self, look: Callable[[], int] = lambda: 0) -> None:
-        table = LeaseTable([Card("GPU-a", 0, "Test", 100, 10)])
+    def __init__(self, look: Callable[[], int] = lambda: 0, leases: int = 0) -> None:
+        limits = CoreLimits(max_leases=leases + 1, max_leases_per_tenant=leases + 1)
+        table = LeaseTable([Card("GPU-a", 0, "Test", 100 + 11 * leases, 10)], limits)
+        for number in range(1, leases + 1):
+            table.handle(AcquireRequested(number, "ann", number, LeaseTerms(1, 10_000, Exclusivity.SHARED), None, 0), 0)
+            table.handle(WorkerReady(number), 0)
         workers = Workers("cpu")
         reserve = MemoryReserve()
         reserve.close()
@@ -79,6 +83,33 @@ def test_who_asks_meanwhile_is_answered_by_the_next_text() -> None:
         assert last is not first
         assert "gpulease_ready 0.0" in text_of(last)
         await scene.metrics.stop()
+
+    asyncio.run(run())
+
+
+def test_the_loop_runs_between_a_few_hundred_leases_of_a_scrape() -> None:
+    leases = 5 * node_metrics.LEASES_AT_ONCE + 1
+    turns = 0
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    async def run() -> None:
+        scene = Scene(leases=leases)
+        turning = asyncio.create_task(count_turns())
+        await asyncio.sleep(0)
+        before = turns
+        totals = await scene.metrics._add_up()
+        assert turns - before == 5
+        turning.cancel()
+        assert totals.active == {("GPU-a", "ann"): leases}
+        scene.metrics.scrape(scene.answers.append)
+        text = text_of((await scene.answered(1))[0])
+        assert f'gpu_lease_active{{UUID="GPU-a",tenant="ann"}} {leases}.0' in text
+        assert 'gpu_lease_leaked_bytes{UUID="GPU-a"} 0.0' in text
 
     asyncio.run(run())
 

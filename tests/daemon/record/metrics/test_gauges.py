@@ -6,7 +6,7 @@ from dataclasses import replace
 from gpulease.client.serve.models import model_metrics as models
 from gpulease.daemon.leases import FreeRequested, ReclaimFailed, RevokeRequested
 from gpulease.daemon.record.metrics import families
-from gpulease.daemon.record.metrics.gauges import AuditFacts, NodeFacts, gauges
+from gpulease.daemon.record.metrics.gauges import AuditFacts, NodeFacts, TenantTotals, gauges
 
 from ...leases.scenario import OVERHEAD, Scenario  # noqa: TID252  # the core's own scenarios
 
@@ -14,18 +14,19 @@ ANN, BOB, CID = (("GPU-a", name) for name in ("ann", "bob", "cid"))
 
 
 def facts_of(s: Scenario) -> NodeFacts:
-    leases, regions = s.table.snapshots(), s.table.regions.snapshots()
+    totals = TenantTotals()
+    for lease in s.table.snapshots():
+        totals.add((lease.card_uuid, lease.tenant), lease, 3)
+    for region in s.table.regions.snapshots():
+        totals.add((region.card_uuid, region.tenant), region)
     return NodeFacts(
         now_ns=s.now_ns,
-        leases=leases,
-        regions=regions,
+        tenants=totals,
         cards=s.table.cards(),
         warm=s.table.warming(),
         waiting=s.table.waiting(),
-        pair_of={lease.lease_id: (lease.card_uuid, lease.tenant) for lease in (*leases, *regions)},
         pairs=[ANN, BOB, CID],
-        allocated_bytes={lease.lease_id: 3 for lease in leases},
-        charged_bytes={lease.lease_id: s.table.charge_bytes(lease.lease_id) for lease in leases},
+        booked_bytes=s.table.booked_bytes(),
         stray_bytes={"GPU-a": 0},
         checks={"journal": True, "zygote": False},
         is_draining=s.table.drain_ns is not None,
@@ -71,9 +72,10 @@ def test_cards_and_the_line() -> None:
 def test_bytes_that_the_books_hold_for_nobody_are_leaked() -> None:
     facts = facts_of(busy())
     assert gauges(facts)[families.LEAKED_BYTES] == {("GPU-a",): 0}
-    forgotten = replace(facts, leases=facts.leases[1:])
+    booked = facts.booked_bytes["GPU-a"]
+    forgotten = replace(facts, booked_bytes={"GPU-a": booked - 20 - OVERHEAD})
     assert gauges(forgotten)[families.LEAKED_BYTES] == {("GPU-a",): 20 + OVERHEAD}
-    held_too_little = replace(facts, charged_bytes={**facts.charged_bytes, 1: 20 + OVERHEAD + 7})
+    held_too_little = replace(facts, booked_bytes={"GPU-a": booked + 7})
     assert gauges(held_too_little)[families.LEAKED_BYTES] == {("GPU-a",): 7}
     on_the_card = replace(facts, stray_bytes={"GPU-a": 5})
     assert gauges(on_the_card)[families.LEAKED_BYTES] == {("GPU-a",): 5}
