@@ -1,9 +1,9 @@
 """Bounds of the figures that users are promised, and how a run keeps them. Pure: `check` measures.
 
-`bounds.toml` has a table for each promise. Under the name of a driver it says which figure is looked at, by its path in
-the run's report, and what bounds it:
+The file bounds.toml here has a table for each promise. Under a driver's name it says which figure of a run's report
+counts, and what bounds it:
 
-- `figure`: the path, such as `bench.leased.sync_p50_us`.
+- `figure`: its path in the report, keys with dots between them.
 - `of` and `beside`: another path, and its short name. The bound is then one of `figure / of`, which a faster host or
   card leaves as it is.
 - `at_most` or `at_least`: the bound.
