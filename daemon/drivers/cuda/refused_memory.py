@@ -11,9 +11,10 @@ from typing import Final, TypeVar
 
 from gpulease.daemon.drivers.interface import OutOfMemory, Poll
 
-REFUSAL_WAIT_S: Final = 2.0
+REFUSAL_WAIT_S: Final = 5.0
 """Longest time, in seconds, for which refused memory is asked for again. Bounds how long one allocation keeps a session
-from its other requests where the card's figure stays wrong."""
+from its other requests where the card's figure stays wrong. A card of 141 GB zeroes what a request has given back in
+some seconds; whoever asks the session for a region waits for ten."""
 
 SHORTAGE_S: Final = 0.1
 """Time, in seconds, for which the card must show too few free bytes until that is believed: right after a request that
