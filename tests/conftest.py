@@ -8,6 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from typing import Any, Final
 
+# OpenBLAS ends its threads as a process forks, and the next large product starts others: a test that multiplies behind
+# one that forks would have started threads that stay. And tests run beside one another, not each on all cores.
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
+
 import pytest
 
 from gpulease.client import GpuSession
