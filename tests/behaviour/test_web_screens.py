@@ -220,6 +220,32 @@ def test_plots_span_what_was_sampled(browser: Browser, rig: WebRig) -> None:
         assert label.startswith("GPU utilisation over the last 12 minutes: ")
 
 
+HISTORY_FIRST = """
+const ask = window.fetch;
+let taken;
+const isTaken = new Promise((resolve) => (taken = resolve));
+window.fetch = async (path, options) => {
+  if (path.endsWith("/events")) await isTaken;
+  const answer = await ask(path, options);
+  if (path.endsWith("/history")) {
+    answer.json = async () => {
+      setTimeout(taken);
+      return Response.prototype.json.call(answer);
+    };
+  }
+  return answer;
+};
+"""
+"""Has a page take the history before it knows of any card."""
+
+
+def test_plots_span_what_was_sampled_whichever_comes_first(browser: Browser, rig: WebRig) -> None:
+    browser.devtools("Page.addScriptToEvaluateOnNewDocument", source=HISTORY_FIRST)
+    browser.open(rig.url)
+    browser.wait_for("#totals", "5 leases of 4 tenants")
+    assert browser.texts(".plot .x")[1].split("\n") == ["60 min", "45", "30", "15", "now"]
+
+
 @pytest.mark.exhaustive
 def test_the_filter_and_copying_an_id(browser: Browser, rig: WebRig) -> None:
     def shown() -> list[str]:

@@ -3,7 +3,7 @@
 import { askToClearFences, askToRevoke } from "./actions.js";
 import { paint } from "./colours.js";
 import { arrange, by, copyOf, dress, label, say } from "./elements.js";
-import { drawPlots, lookAtSpan } from "./plots.js";
+import { drawPlots } from "./plots.js";
 import { count, ID_CHARS, rate, size, span, stateOf } from "./format.js";
 
 const DENSE = 60; // A bar with so many slices has no room between them.
@@ -25,7 +25,6 @@ export function drawCards(list, isWanted) {
 }
 
 export function drawHistory() {
-  lookAtSpan();
   for (const { element, card } of cards.values()) drawPlots(element.querySelector(".plots"), card);
 }
 

@@ -21,6 +21,7 @@ export async function keepHistory(onNew) {
       const answer = await fetch("/api/v1/history", { headers: bearer(), cache: "no-store" });
       if (answer.ok) {
         history = await answer.json();
+        lookAtSpan();
         onNew();
       }
     } catch {
@@ -33,7 +34,7 @@ export async function keepHistory(onNew) {
 }
 
 /** Takes the shortest span that holds all samples: the plots of all cards have the same. */
-export function lookAtSpan() {
+function lookAtSpan() {
   const oldestS = Math.max(0, ...Object.values(history?.cards ?? {}).map((lines) => lines.age_s[0] ?? 0));
   spanS = 60 * (SPANS_MIN.find((minutes) => oldestS <= 60 * minutes) ?? (history?.span_s ?? 3600) / 60);
 }
