@@ -46,21 +46,43 @@ async def ask(op: Opcode, body: Body, address: str | None = None) -> Any:
     return await drive(ask_once(address_of(address), op, body, CONTROL_REPLY_LIMIT_S))
 
 
+class ConnectionLock(asyncio.Lock):
+    """The lock of a connection, which also knows the operations on it that go on though their callers are gone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._abandoned: set[asyncio.Task[Any]] = set()
+
+    def abandon(self, task: asyncio.Task[Any]) -> None:
+        """Count a task in until it ends."""
+        self._abandoned.add(task)
+        task.add_done_callback(self._abandoned.discard)
+
+    async def wait_for_abandoned(self) -> None:
+        """Wait until all of them have ended, and what they made is given back."""
+        while self._abandoned:
+            await asyncio.wait(self._abandoned)
+
+
 async def undisturbed(
-    work: Coroutine[Any, Any, T], give_back: Callable[[T], Coroutine[Any, Any, None]] | None = None
+    work: Coroutine[Any, Any, T],
+    give_back: Callable[[T], Coroutine[Any, Any, None]] | None = None,
+    lock: ConnectionLock | None = None,
 ) -> T:
     """Run a coroutine in a task of its own, which goes on to its end if the caller is cancelled.
 
     Args:
         work: The coroutine.
         give_back: Gives its result back where nobody gets that any more; None if it takes no more than being dropped.
+        lock: Counts what goes on behind the cancelled caller; None: the connection's end ends it.
     """
     task = _kept(work)
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
-        if give_back is not None:
-            task.add_done_callback(lambda done: _give_back(done, give_back))
+        left = task if give_back is None else _kept(_given_back(task, give_back))
+        if lock is not None:
+            lock.abandon(left)
         raise
     except GpuLeaseError as error:
         raise error.with_traceback(None)  # noqa: B904  # the same error, without the task's frames
@@ -75,9 +97,10 @@ def _kept(work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
     return task
 
 
-def _give_back(done: "asyncio.Task[T]", give_back: Callable[[T], Coroutine[Any, Any, None]]) -> None:
-    if not done.cancelled() and done.exception() is None:
-        _kept(give_back(done.result()))
+async def _given_back(making: "asyncio.Task[T]", give_back: Callable[[T], Coroutine[Any, Any, None]]) -> None:
+    await asyncio.wait((making,))
+    if not making.cancelled() and making.exception() is None:
+        await give_back(making.result())
 
 
 def _end_undisturbed(task: "asyncio.Task[Any]") -> None:

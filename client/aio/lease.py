@@ -1,13 +1,12 @@
 """Leases of the asyncio face."""
 
-import asyncio
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from gpulease.client.aio.driver import Opening, ask, drive, undisturbed
+from gpulease.client.aio.driver import ConnectionLock, Opening, ask, drive, undisturbed
 from gpulease.client.aio.events import KeepAlive, LeaseEvents, RegionWatch, WarningWatch, keep_alive
 from gpulease.client.aio.regions import Region
 from gpulease.client.aio.submits import Submission
@@ -34,7 +33,7 @@ class GpuBuilder(LeaseRequest):
         return Opening(self._acquired())
 
     async def _acquired(self) -> "GpuLease":
-        return GpuLease(await drive(acquire(self._where(), self._request(), asyncio.Lock())))
+        return GpuLease(await drive(acquire(self._where(), self._request(), ConnectionLock())))
 
 
 class GpuLease(LeaseView):
@@ -57,7 +56,7 @@ class GpuLease(LeaseView):
         return Opening(self._reacquired())
 
     async def _reacquired(self) -> "GpuLease":
-        return GpuLease(await drive(reacquire(self._state, asyncio.Lock())))
+        return GpuLease(await drive(reacquire(self._state, ConnectionLock())))
 
     async def note(self, data: Mapping[str, Any]) -> None:
         """Write a record about it to the node's audit log, like `gpulease.client.GpuLease.note`."""
@@ -95,7 +94,7 @@ class GpuLease(LeaseView):
 
     async def _region(self, size: int | str, tenant: str | None, ttl_secs: float | None) -> Region:
         opening = self._drive(open_region(self._state, size, tenant, ttl_secs))
-        return Region(await undisturbed(opening, lambda state: self._drive(state.give_up())))
+        return Region(await undisturbed(opening, lambda state: self._drive(state.give_up()), self._state.lock))
 
     def watch_regions(self) -> RegionWatch:
         """Subscribe to the launches that any of its regions refuses."""
@@ -133,9 +132,10 @@ class GpuLease(LeaseView):
     ) -> None:
         with suppress(*(() if kind is None else (GpuLeaseError,))):
             await self._run(self._state.free_at_exit())
+        await self._state.lock.wait_for_abandoned()
 
     async def _run(self, procedure: Procedure[T]) -> T:
-        return await undisturbed(self._drive(procedure))
+        return await undisturbed(self._drive(procedure), lock=self._state.lock)
 
     async def _drive(self, procedure: Procedure[T]) -> T:
         # A method, because a task that goes on must keep the lease from being dropped under it.

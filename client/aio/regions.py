@@ -78,4 +78,4 @@ class Region(RegionView):
             await self.close()
 
     async def _run(self, procedure: Procedure[T]) -> T:
-        return await undisturbed(drive(procedure))
+        return await undisturbed(drive(procedure), lock=self._state.lock)

@@ -319,6 +319,45 @@ def test_an_interrupt_at_any_point_of_an_attach_leaves_the_lease_to_the_next(dae
                 session.sync()
 
 
+@pytest.mark.parametrize("name", ["region", "closed region"])
+def test_a_lease_s_block_leaves_no_task_of_a_cancelled_await(
+    name: str, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a cancelled caller has asked for is answered, and given back, before the block is left."""
+    count, target, task = 0, -1, None
+
+    def cancelling(wait: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        async def waiting(step: Any) -> Any:
+            nonlocal count
+            number, count = count, count + 1
+            if number == target and task is not None:
+                task.cancel()
+            return await wait(step)
+
+        return waiting
+
+    async def interrupted(at: int) -> bool:
+        nonlocal count, target, task
+        async with aio.GpuBuilder(daemon.address).min_vram(SLICE_BYTES).acquire() as lease:
+            region = await lease.region(REGION_BYTES)
+            making: Any = lease.region(REGION_BYTES) if name == "region" else region.close()
+            count, target, task = 0, at, asyncio.ensure_future(making)
+            await asyncio.wait((task,))
+            target = -1
+            return count > at
+
+    async def main() -> None:
+        at = 0
+        while await interrupted(at):
+            assert asyncio.all_tasks() == {asyncio.current_task()}
+            at += 1
+        assert at, "it waited for nothing, so nothing was cancelled"
+
+    for step, wait in list(aio_driver._WAIT_BY_STEP.items()):
+        monkeypatch.setitem(aio_driver._WAIT_BY_STEP, step, cancelling(wait))
+    asyncio.run(main())
+
+
 # --- frees that nobody sends ---
 
 

@@ -528,7 +528,7 @@ class Decoder:
 
     def engine_failed(self, serving: ServingEngine, error: Exception) -> None:
         """Hear of a lease that is lost, outside of any step; the lease's renewals and the regions call this."""
-        if serving is not self._serving or self._loss is not None:
+        if serving is not self._serving or self._loss is not None or self._failure is not None:
             return
         if isinstance(error, Drained) and serving.lease.is_alive:
             if not serving.is_of_fleet:
