@@ -28,9 +28,14 @@ with suppress(ImportError):
     uvloop.new_event_loop().close()
 
 
-DEFAULT_MINUTES: Final = 5
+DEFAULT_MINUTES: Final = 4
 EVERYTHING_MINUTES: Final = 15
 BUSY_LOAD_PER_CORE: Final = 0.5
+PROCESSES_PER_CORE: Final = 3
+"""Many tests wait for a deadline or another process: others run then."""
+
+MOST_WAITING_PROCESSES: Final = 24
+"""`-n auto` starts no more than this, or one for each core: each collects all tests first."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -39,6 +44,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="also run the tests marked `exhaustive`: sweeps, campaigns, kills at random moments, bounds in time",
     )
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """How many processes `-n auto` stands for."""
+    cores = len(os.sched_getaffinity(0))
+    return max(cores, min(PROCESSES_PER_CORE * cores, MOST_WAITING_PROCESSES))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Let processes that are done take tests from others: a file's take a moment, or minutes."""
+    if getattr(config.option, "numprocesses", None) and config.option.dist == "no":
+        config.option.dist = "worksteal"
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
