@@ -125,11 +125,17 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(FormsMet())
 
 
+def pytest_collection() -> None:
+    """Let no garbage collection go through the tests as they are found: a quarter of that time."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """What is there by now stays to the end: the collections behind each test need not go through it again and again.
 
     They look for what a test has left, and would take longer than most tests.
     """
+    gc.enable()
     gc.collect()
     gc.freeze()
 
