@@ -51,9 +51,11 @@ def lease_of(daemon: Daemon, *, is_shared: bool = False) -> GpuLease:
     return (builder.exclusivity(GpuExclusivityClass.SHARED) if is_shared else builder).acquire()
 
 
-@pytest.mark.parametrize("is_shared", [False, True], ids=["exclusive", "shared"])
 @pytest.mark.parametrize(
-    "end", ["kill", "close", *(pytest.param(end, marks=pytest.mark.exhaustive) for end in ("exit", "raise"))]
+    "is_shared", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["exclusive", "shared"]
+)
+@pytest.mark.parametrize(
+    "end", ["kill", *(pytest.param(end, marks=pytest.mark.exhaustive) for end in ("close", "exit", "raise"))]
 )
 def test_a_program_in_a_crash_loop_finds_the_memory_free(
     daemon: Daemon, tmp_path: Any, end: str, *, is_shared: bool

@@ -51,7 +51,7 @@ def stop_daemon(node: FleetNode) -> None:
     os.kill(node.now.process.pid, signal.SIGSTOP)
 
 
-@pytest.mark.parametrize("fault", [kill_daemon, stop_daemon])
+@pytest.mark.parametrize("fault", [kill_daemon, pytest.param(stop_daemon, marks=pytest.mark.exhaustive)])
 def test_a_dead_nodes_name_lives_on_elsewhere(tmp_path: Path, fault: Callable[[FleetNode], None]) -> None:
     """With the daemon killed or stopped no claimed lease runs past its horizon, and no name lives twice."""
     with fleet(tmp_path) as (_, (first, second)):
@@ -174,6 +174,7 @@ def test_a_node_that_is_stopped_gives_its_names_to_the_others_at_once(tmp_path: 
         del leases
 
 
+@pytest.mark.exhaustive
 def test_leases_that_go_on_without_their_daemon_stay_claimed(tmp_path: Path) -> None:
     """The horizon is far: a busy host takes seconds to start a daemon."""
     with fleet(tmp_path, nodes=1, horizon_s=120) as (cluster, (node,)):

@@ -118,7 +118,8 @@ async def abandoned(decoder: Decoder, node: FleetNode) -> None:
         await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("lose", [kill_node, pytest.param(stop_node, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("lose", [kill_node, stop_node])
 def test_a_node_that_is_lost_is_replaced_by_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lose: Callable[[FleetNode], None]
 ) -> None:
@@ -145,6 +146,7 @@ def test_a_node_that_is_lost_is_replaced_by_another(
     assert heard.rebinds
 
 
+@pytest.mark.exhaustive
 def test_a_node_whose_daemon_stays_away_is_left_while_its_session_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,6 +200,7 @@ def test_a_killed_node_s_share_of_a_quota_is_waited_for(tmp_path: Path, monkeypa
     assert [report.is_planned for report in heard.rebuilt] == [False]
 
 
+@pytest.mark.exhaustive
 def test_nodes_that_share_no_memory_with_the_decoder_give_the_same_tokens(
     start_daemon: Callable[..., Daemon], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

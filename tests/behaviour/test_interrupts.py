@@ -218,7 +218,11 @@ def test_an_interrupt_at_any_wait_of_an_attach_leaves_the_lease_to_the_next(
                 session.sync()
 
 
-@pytest.mark.parametrize("is_behind", [False, True], ids=["before the wait", "behind the wait"])
+@pytest.mark.parametrize(
+    "is_behind",
+    [False, pytest.param(True, marks=pytest.mark.exhaustive)],
+    ids=["before the wait", "behind the wait"],
+)
 @pytest.mark.parametrize("name", [*ASYNC, "region", "acquire"])
 def test_a_cancelled_await_at_any_wait_leaves_nothing(
     name: str, is_behind: bool, daemon: Daemon, monkeypatch: pytest.MonkeyPatch

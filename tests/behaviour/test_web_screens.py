@@ -156,6 +156,7 @@ def test_a_tenants_colour_is_its_names(browser: Browser, scene: Scene) -> None:
     assert {name: colours()[name] for name in ("ann", "dora")} == {name: before[name] for name in ("ann", "dora")}
 
 
+@pytest.mark.exhaustive
 def test_twenty_tenants_have_twenty_colours(browser: Browser, scene: Scene) -> None:
     scene.leases = [lease(number << 100, f"tenant-{number}") for number in range(1, 21)]
     browser.wait_for("#totals", "20 leases of 20 tenants")
@@ -180,6 +181,7 @@ def test_regions_are_in_the_bar_in_their_shares(browser: Browser, scene: Scene) 
     assert title == "ann, 20 GiB, 13 GiB used, active, region of 5 GiB, region of 10 GiB"
 
 
+@pytest.mark.exhaustive
 def test_an_event_names_id_size_and_card(browser: Browser, rig: WebRig, scene: Scene) -> None:
     scene.leases.append(lease(0xE1 << 120, "ann", parent=f"{0xA1 << 120:032x}", size_bytes=3 * GIB))
     browser.wait_for("tbody", "3 GiB")
@@ -189,6 +191,7 @@ def test_an_event_names_id_size_and_card(browser: Browser, rig: WebRig, scene: S
     assert browser.texts("#events .of") == ["e1000000region of 3 GiB on GPU 0", "c100000010 GiB on GPU 0"]
 
 
+@pytest.mark.exhaustive
 def test_a_list_that_is_cut_says_how_many_rows_are_left(browser: Browser, scene: Scene) -> None:
     scene.leases = [lease(number << 100, "ann") for number in range(1, 31)]
     browser.wait_for("#totals", "30 leases of 1 tenant")
@@ -206,6 +209,7 @@ def test_a_list_that_is_cut_says_how_many_rows_are_left(browser: Browser, scene:
     assert browser.texts(".card:first-child .more")[0].strip() == "Show fewer"
 
 
+@pytest.mark.exhaustive
 def test_plots_span_what_was_sampled(browser: Browser, rig: WebRig) -> None:
     assert browser.texts(".plot .x")[1].split("\n") == ["60 min", "45", "30", "15", "now"]
     minutes = Scene()
