@@ -72,7 +72,7 @@ async def kill_worker(daemon: Daemon, decoder: Decoder) -> None:
     os.kill(daemon.worker_pid(decoder._serving.lease.lease_id), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("lose", [revoke_lease, free_lease, kill_worker])
+@pytest.mark.parametrize("lose", [revoke_lease, pytest.param(free_lease, marks=pytest.mark.exhaustive), kill_worker])
 def test_everybody_goes_on_with_the_same_tokens_after_the_loss_of_the_engine(
     daemon: Daemon, alone: Outputs, lose: Loss
 ) -> None:
@@ -108,7 +108,7 @@ def test_a_killed_worker_is_nobody_s_fault_and_everybody_goes_on_together(
     assert lost["under_way"] != 0
 
 
-@pytest.mark.parametrize("lose", [revoke_lease, kill_worker])
+@pytest.mark.parametrize("lose", [revoke_lease, pytest.param(kill_worker, marks=pytest.mark.exhaustive)])
 def test_an_engine_that_is_lost_as_soon_as_it_is_there_is_followed_by_another_each_time(
     daemon: Daemon, alone: Outputs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lose: Loss
 ) -> None:
@@ -394,7 +394,9 @@ REFUSALS = [
 """What may keep an engine from being opened: the daemon, the fleet, the host, the model's files."""
 
 
-@pytest.mark.parametrize("kind", REFUSALS)
+@pytest.mark.parametrize(
+    "kind", [REFUSALS[0], *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in REFUSALS[1:])]
+)
 def test_another_engine_is_asked_for_longer_than_every_limit_whatever_refuses_it(
     daemon: Daemon,
     alone: Outputs,
