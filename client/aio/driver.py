@@ -80,9 +80,7 @@ async def undisturbed(
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
-        left = task if give_back is None else _kept(_given_back(task, give_back))
-        if lock is not None:
-            lock.abandon(left)
+        _abandon(task, give_back, lock)
         raise
     except GpuLeaseError as error:
         raise error.with_traceback(None)  # noqa: B904  # the same error, without the task's frames
@@ -95,6 +93,17 @@ def _kept(work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
     _undisturbed.add(task)
     task.add_done_callback(_end_undisturbed)
     return task
+
+
+def _abandon(
+    task: "asyncio.Task[T]",
+    give_back: Callable[[T], Coroutine[Any, Any, None]] | None,
+    lock: ConnectionLock | None,
+) -> None:
+    # A function of its own: the frame that raises keeps no task, and so no result that is to be dropped.
+    left: asyncio.Task[Any] = task if give_back is None else _kept(_given_back(task, give_back))
+    if lock is not None:
+        lock.abandon(left)
 
 
 async def _given_back(making: "asyncio.Task[T]", give_back: Callable[[T], Coroutine[Any, Any, None]]) -> None:
