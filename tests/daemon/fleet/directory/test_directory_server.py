@@ -29,6 +29,7 @@ from gpulease.protocol.framing import MAGIC, build_frame
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
 from gpulease.protocol.messages import Body, Empty, Hello, LeaseRef, Metrics, Ping, Place, Placement, Report
 from helpers.remote import Pki
+from helpers.waiting import PATIENCE_S
 
 NODE = NodeRecord("n", ("tls:gpu.example:7443",), {}, (CardRecord("GPU-1", "a card", 8 << 30, 4 << 30, 0, False),))
 PLACE = Place(1 << 30, 0, "", (), None, ())
@@ -257,7 +258,7 @@ async def test_over_tcp_names_are_shown_to_nobody_and_only_loopback_is_served(sc
 
 
 async def _until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110  # what it looks at tells nobody
             await asyncio.sleep(0.005)
 
