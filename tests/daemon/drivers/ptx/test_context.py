@@ -78,11 +78,12 @@ def rig(context: CpuContext, vector: Vector) -> Rig:
 
 
 def test_no_thread_before_the_first_launch(context: CpuContext, vector: Vector) -> None:
-    before = len(own_threads())
+    # An earlier test's may end meanwhile.
+    before = set(own_threads())
     rig = Rig(context, vector("faults.sm75.ptx"))
-    assert len(own_threads()) == before
+    assert set(own_threads()) <= before
     rig.fill(1)
-    assert len(own_threads()) == before + 1
+    assert len(set(own_threads()) - before) == 1
 
 
 def test_copies_go_through(rig: Rig) -> None:
