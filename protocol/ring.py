@@ -56,6 +56,10 @@ LOOKS_PER_CLOCK: Final = 16
 NO_DATA: Final = memoryview(bytearray())
 """No buffer, for `take_if` with a frame that has no data behind its expected bytes."""
 
+LOOK_BYTES: Final = 16 << 10
+"""The bytes after which a writer looks whether the reader is still there (`RingWriter`): some 130 launches. A look
+takes half a microsecond."""
+
 _WORDS_PER_LINE: Final = 64 // 8
 _TAIL, _HEAD, _READER_SLEEPS, _WRITER_SLEEPS = (line * _WORDS_PER_LINE for line in range(4))
 _WORDS_PER_RING: Final = 4 * _WORDS_PER_LINE
@@ -112,22 +116,42 @@ class RingWriter:
         ring: The number of the ring's first word, and the offset and capacity of its data.
         barrier: The memory barrier that the module describes.
         wake: Wakes the reader; may raise OSError if the reader is gone.
+        look: Called at least once for LOOK_BYTES put in; may raise OSError if the reader is gone. A reader that was
+            killed while it was awake is never woken, so `wake` alone would notice that once the ring is full.
 
     Attributes:
         tail: The counter of bytes put in. Code that moves the shared counter by other means moves this one too.
         head: The reader's counter, as this side last read it.
     """
 
-    __slots__ = ("_acquire", "_capacity", "_data", "_lap", "_limit", "_release", "_wake", "_words", "head", "tail")
+    __slots__ = (
+        "_acquire",
+        "_capacity",
+        "_data",
+        "_lap",
+        "_limit",
+        "_look",
+        "_release",
+        "_wake",
+        "_words",
+        "head",
+        "tail",
+    )
 
     def __init__(
-        self, memory: memoryview, ring: tuple[int, int, int], barrier: Barrier, wake: Callable[[], object]
+        self,
+        memory: memoryview,
+        ring: tuple[int, int, int],
+        barrier: Barrier,
+        wake: Callable[[], object],
+        look: Callable[[], object] | None = None,
     ) -> None:
         first, data_at, self._capacity = ring
         self._words = memory[:DATA_AT].cast("Q")[first : first + _WORDS_PER_RING]
         self._data = memory[data_at : data_at + self._capacity]
         self._acquire, self._release = barrier.acquire, barrier.release
         self._wake = wake
+        self._look = look
         self.tail = self.head = 0
         # The counter up to which one piece has room, as last found out; and the counter of the data's start.
         self._limit = self._lap = 0
@@ -223,8 +247,14 @@ class RingWriter:
         """Return the counter up to which one piece of bounded size has room."""
         room, tail = self.room(), self.tail
         self._lap = tail & -self._capacity
-        self._limit = tail + min(room, self._capacity // PIECES_PER_RING, self._lap + self._capacity - tail)
-        return self._limit
+        limit = tail + min(room, self._capacity // PIECES_PER_RING, self._lap + self._capacity - tail)
+        if self._look is not None:
+            self._look()
+            # A smaller piece may go without another look; a larger one is looked at each time.
+            self._limit = min(limit, tail + LOOK_BYTES)
+        else:
+            self._limit = limit
+        return limit
 
     def _wake_reader(self) -> None:
         self._words[_READER_SLEEPS] = 0  # before the wake: the reader may set the word again
@@ -419,11 +449,15 @@ class SyncWords:
 
 
 def client_ends(
-    memory: memoryview, layout: RingLayout, barriers: tuple[Barrier, Barrier], wake: Callable[[], object]
+    memory: memoryview,
+    layout: RingLayout,
+    barriers: tuple[Barrier, Barrier],
+    wake: Callable[[], object],
+    look: Callable[[], object] | None = None,
 ) -> tuple[RingReader, RingWriter]:
     """Return the client's ends: the replies' reader and the requests' writer."""
     requests, replies = _places(layout)
-    return RingReader(memory, replies, barriers[0], wake), RingWriter(memory, requests, barriers[1], wake)
+    return RingReader(memory, replies, barriers[0], wake), RingWriter(memory, requests, barriers[1], wake, look)
 
 
 def worker_ends(

@@ -317,9 +317,12 @@ class Operations:
                     raise
 
     def send_noting(self, frames: bytes, note: Callable[[], None]) -> Procedure[None]:
-        """`put_noting`, or wait for room for them: they go whole or not at all."""
+        """`put_noting`, or wait for room for them: they go whole or not at all. Raises LinkEnded."""
         channel = self.attachment.channel
         while not self.put_noting(frames, note):
+            # Nothing more goes, and `send` has nothing to find that out by.
+            if channel.link.end is not None:
+                raise LinkEnded(channel.link.end)
             yield from send(channel, (), self.limit)
             yield from wait_for_room(channel, self.limit)
 
@@ -388,9 +391,9 @@ class Operations:
         def note() -> None:
             handle.owner = None
 
-        yield from self.send_noting(frame, note)
-        yield from send(attachment.channel, (), self.limit)
         try:
+            yield from self.send_noting(frame, note)
+            yield from send(attachment.channel, (), self.limit)
             result = yield from receive(attachment.channel, request_id, self.limit)
         except (LinkEnded, GpuLeaseError):
             handle.owner = attachment  # as the session's end finds it

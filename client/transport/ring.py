@@ -4,9 +4,11 @@ The socket stays. A byte on it, a bell, wakes this side; its end means that the 
 """
 
 import contextlib
+import errno
 import mmap
 import os
 import platform
+import select
 import socket
 import threading
 import time
@@ -78,10 +80,13 @@ class RingChannel(Channel):
     def __init__(self, channel: Channel, fd: int, layout: RingLayout, spin: SpinPolicy) -> None:
         """Raises OSError or ValueError if the memory can't be mapped; then `channel` is unchanged."""
         super().__init__(channel.sock, channel.address, channel.link)
+        self._peer = select.poll()
+        self._peer.register(self.sock, select.POLLRDHUP)
         self._map = mmap.mmap(fd, layout.total_bytes)
         with memoryview(self._map) as memory:
             barriers = (threading.Lock(), threading.Lock())
-            self._replies, self._requests = client_ends(memory, layout, barriers, partial(_ring, self.sock))
+            wake, look = partial(_ring, self.sock), partial(_check_peer, self._peer)
+            self._replies, self._requests = client_ends(memory, layout, barriers, wake, look)
             self._sync_words = SyncWords(memory, barriers[1])
         self._spin_ns, self._yields = spin.spin_ns, spin.yields
         self._is_dozing = False
@@ -232,3 +237,9 @@ def _ring(sock: socket.socket) -> None:
     # No room for another bell: the worker has not received the earlier ones yet.
     with contextlib.suppress(BlockingIOError):
         sock.send(b"\0", socket.MSG_NOSIGNAL)
+
+
+def _check_peer(peer: select.poll) -> None:
+    """Raises OSError if the worker has closed its end, whatever bells it has left behind."""
+    if peer.poll(0):
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
