@@ -22,7 +22,7 @@ from typing import Final
 
 import numpy as np
 
-from gpulease.client.aio import GpuBuilder, GpuLease, GpuSession
+from gpulease.client.aio import Buffer, GpuBuilder, GpuLease, GpuSession
 from gpulease.client.aio.driver import Opening
 from gpulease.client.bench.decode_shapes import SHAPES
 from gpulease.client.bench.figures import print_figures
@@ -76,13 +76,7 @@ def warm_load_figures(address: str, shape: str) -> dict[str, float]:
         loads = [await _load_rate(address, checkpoint, path) for _ in range(ROUNDS)]
         async with _lease(address, moved) as lease, GpuSession(lease) as session:
             buffer, ordinary = await session.mem_alloc(moved), np.ones(moved, np.uint8)
-
-            async def write() -> None:
-                await session.mem_write(buffer, 0, ordinary)
-                await session.sync()
-
-            await write()
-            copies = [await _rate(write, moved) for _ in range(ROUNDS)]
+            copies = [await _copy_rate(session, buffer, ordinary) for _ in range(ROUNDS)]
         best = [max(one["gb_per_s"] for one in rates) for rates in (loads, copies)]
         return dict(zip(("gb_per_s", "copy_gb_per_s"), best, strict=True))
 
@@ -97,14 +91,19 @@ async def _print_copies(address: str) -> None:
         ordinary, shared = np.ones(COPIED_BYTES, np.uint8), session.empty(ARENA_BYTES, np.uint8)
         shared[:] = 1
         for name, values in (("ordinary memory", ordinary), ("the arena", shared)):
-
-            async def write(values: "np.typing.NDArray[np.uint8]" = values) -> None:
-                await session.mem_write(buffer, 0, values)
-                await session.sync()
-
-            await write()
             figure = {"figure": "mem_write", "of": name, "bytes": values.nbytes}
-            print_figures(figure | await _rate(write, values.nbytes))
+            print_figures(figure | await _copy_rate(session, buffer, values))
+
+
+async def _copy_rate(session: GpuSession, buffer: Buffer, values: "np.typing.NDArray[np.uint8]") -> dict[str, float]:
+    """Return the rate of one copy to the card, behind one that pins staging memory."""
+
+    async def write() -> None:
+        await session.mem_write(buffer, 0, values)
+        await session.sync()
+
+    await write()
+    return await _rate(write, values.nbytes)
 
 
 def print_reads(path: Path) -> None:

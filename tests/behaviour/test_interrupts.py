@@ -191,6 +191,36 @@ class Interrupt:
         raise AssertionError("it waits and waits")
 
 
+class Cancel:
+    """Cancels a task at one of the waits of the asyncio face's operations: as the wait begins, or once it has ended."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, is_behind: bool = False) -> None:
+        self.is_behind = is_behind
+        self.at, self.count = -1, 0
+        self.task: asyncio.Future[Any] | None = None
+        for step, wait in list(aio_driver._WAIT_BY_STEP.items()):
+            monkeypatch.setitem(aio_driver._WAIT_BY_STEP, step, self.cancelling(wait))
+
+    def cancelling(self, wait: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        async def waiting(step: Any) -> Any:
+            number, self.count = self.count, self.count + 1
+            if number == self.at and not self.is_behind and self.task is not None:
+                self.task.cancel()
+            answer = await wait(step)
+            if number == self.at and self.is_behind and self.task is not None:
+                self.task.cancel()
+            return answer
+
+        return waiting
+
+    async def reaches(self, at: int, making: Any) -> bool:
+        """Run the operation in a task that is cancelled at that wait; whether it had so many."""
+        self.count, self.at, self.task = 0, at, asyncio.ensure_future(making)
+        await asyncio.wait((self.task,))
+        self.at = -1
+        return self.count > at
+
+
 @pytest.mark.parametrize("name", SYNC)
 def test_an_interrupt_at_any_wait_leaves_nothing(name: str, daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     with blocking(daemon, GpuWaiting.BLOCK, shared_memory=False) as scene:
@@ -227,20 +257,7 @@ def test_an_interrupt_at_any_wait_of_an_attach_leaves_the_lease_to_the_next(
 def test_a_cancelled_await_at_any_wait_leaves_nothing(
     name: str, is_behind: bool, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    count, target, task = 0, -1, None
-
-    def cancelling(wait: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        async def waiting(step: Any) -> Any:
-            nonlocal count
-            number, count = count, count + 1
-            if number == target and not is_behind and task is not None:
-                task.cancel()
-            answer = await wait(step)
-            if number == target and is_behind and task is not None:
-                task.cancel()
-            return answer
-
-        return waiting
+    cancel = Cancel(monkeypatch, is_behind=is_behind)
 
     async def made(scene: Scene) -> None:
         if name == "acquire":
@@ -251,7 +268,6 @@ def test_a_cancelled_await_at_any_wait_leaves_nothing(
             await ASYNC[name](scene)
 
     async def main() -> None:
-        nonlocal count, target, task
         builder = aio.GpuBuilder(daemon.address).min_vram(SLICE_BYTES).lease_secs(60).waiting(GpuWaiting.BLOCK)
         scene = Scene()
         async with builder.acquire() as scene.lease, aio.GpuSession(scene.lease, shared_memory=False) as scene.session:
@@ -272,19 +288,13 @@ def test_a_cancelled_await_at_any_wait_leaves_nothing(
 
             before = await left()
             for at in range(MOST_WAITS):
-                count, target = 0, at
-                task = asyncio.create_task(made(scene))
-                await asyncio.wait((task,))
-                has_ended, target = count <= at, -1
-                if has_ended:
+                if not await cancel.reaches(at, made(scene)):
                     assert at, "it waited for nothing, so nothing was cancelled"
                     break
                 async with asyncio.timeout(20):
                     while await left() != before:  # noqa: ASYNC110  # the daemon tells by answers alone
                         await asyncio.sleep(0.01)
 
-    for step, wait in list(aio_driver._WAIT_BY_STEP.items()):
-        monkeypatch.setitem(aio_driver._WAIT_BY_STEP, step, cancelling(wait))
     asyncio.run(main())
 
 
@@ -328,27 +338,13 @@ def test_a_lease_s_block_leaves_no_task_of_a_cancelled_await(
     name: str, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a cancelled caller has asked for is answered, and given back, before the block is left."""
-    count, target, task = 0, -1, None
-
-    def cancelling(wait: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        async def waiting(step: Any) -> Any:
-            nonlocal count
-            number, count = count, count + 1
-            if number == target and task is not None:
-                task.cancel()
-            return await wait(step)
-
-        return waiting
+    cancel = Cancel(monkeypatch)
 
     async def interrupted(at: int) -> bool:
-        nonlocal count, target, task
         async with aio.GpuBuilder(daemon.address).min_vram(SLICE_BYTES).acquire() as lease:
             region = await lease.region(REGION_BYTES)
             making: Any = lease.region(REGION_BYTES) if name == "region" else region.close()
-            count, target, task = 0, at, asyncio.ensure_future(making)
-            await asyncio.wait((task,))
-            target = -1
-            return count > at
+            return await cancel.reaches(at, making)
 
     async def main() -> None:
         at = 0
@@ -357,8 +353,6 @@ def test_a_lease_s_block_leaves_no_task_of_a_cancelled_await(
             at += 1
         assert at, "it waited for nothing, so nothing was cancelled"
 
-    for step, wait in list(aio_driver._WAIT_BY_STEP.items()):
-        monkeypatch.setitem(aio_driver._WAIT_BY_STEP, step, cancelling(wait))
     asyncio.run(main())
 
 
