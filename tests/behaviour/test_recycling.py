@@ -194,7 +194,7 @@ def test_a_card_that_shows_more_than_before(start_daemon: Callable[..., Daemon],
     inflated.touch()
     assert not is_running(freed(daemon, lease))
     inflated.unlink()
-    assert "the card shows" in daemon.log()
+    assert "the card reports" in daemon.log()
 
 
 @pytest.mark.exhaustive

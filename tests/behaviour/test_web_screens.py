@@ -287,7 +287,7 @@ def test_an_operator_drains_and_clears_a_fence(browser: Browser, scene: Scene) -
         assert not browser.run("return document.getElementById('act-dialog').open"), "Enter closes it"
         return said
 
-    assert "6 GiB of GPU 0 could not be proved free" in do(".clear", "2 fenced slices were let go.")
+    assert "6 GiB of GPU 0 could not be proved free" in do(".clear", "2 fenced slices were cleared.")
     assert scene.cleared == [CARD]
     assert "Minutes until what is left is ended" in do("#drain-begin", "5 leases are left, and ended in")
     for one in scene.cards:

@@ -109,7 +109,7 @@ def test_a_full_disk_stops_grants_and_not_leases(
         with pytest.raises(Busy, match=CAN_NOT_BE_WRITTEN):
             lease.renew(90)
         check_main_job(session)
-        with pytest.raises(Busy, match=f"was given back, but {CAN_NOT_BE_WRITTEN}"):
+        with pytest.raises(Busy, match=f"was freed, but {CAN_NOT_BE_WRITTEN}"):
             other.free()
         daemon.wait_for_end(other.lease_id)
         disk.empty()

@@ -181,7 +181,7 @@ def test_claims_of_many_tenants_wait_for_a_process_that_does_not_read_and_none_i
             "h1:2379: permission denied",
             "refuses .* record: .* permission denied: give the user",
         ),
-        ("beat_unknown", "h1:2379: certificate has expired", "not answered in time: .* has expired: look at ca"),
+        ("beat_unknown", "h1:2379: certificate has expired", "not answered in time: .* has expired: check ca"),
         ("beat_unknown", "h1:2379: it did not answer", "not answered in time: h1:2379: it did not answer$"),
     ],
 )

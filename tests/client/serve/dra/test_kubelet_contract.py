@@ -408,15 +408,15 @@ def test_a_uid_that_kubernetes_would_not_make_reaches_no_file(node: Node) -> Non
     for uid in ("", "../../../etc/passwd", "a/b", "A" * 36, "0" * 36, good.upper() + "A", f"{good}\n", f"{good}/.."):
         claim = Claim({"gpu": (device_of(node.daemon), "1Mi")}, uid=uid)
         node.api.add(claim)
-        assert "no claim's uid" in str(node.kubelet.prepare(claim)), uid
-        assert "no claim's uid" in node.kubelet.unprepare(claim), uid
+        assert "is not a claim's uid" in str(node.kubelet.prepare(claim)), uid
+        assert "is not a claim's uid" in node.kubelet.unprepare(claim), uid
     assert sorted(node.folder.rglob("*")) == before
     assert node.api.asked == []
 
 
 def test_a_hostile_name_reaches_no_api(node: Node) -> None:
     for claim in (Claim({}, name="../secrets/x"), Claim({}, namespace="a?b=c"), Claim({}, name="x" * 300)):
-        assert "no claim's name" in str(node.kubelet.prepare(claim))
+        assert "is not a claim's name" in str(node.kubelet.prepare(claim))
     assert node.api.asked == []
 
 

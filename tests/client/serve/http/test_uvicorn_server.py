@@ -116,7 +116,7 @@ def test_a_socket_that_was_removed_is_made_anew(
 
     asyncio.run(body())
     assert not path.exists()
-    assert [message for message in caplog.messages if "made anew" in message] == [
+    assert [message for message in caplog.messages if "made again" in message] == [
         f"the socket's file {path} was removed: the socket was made again"
     ] * 2
 

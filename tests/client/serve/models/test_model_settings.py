@@ -100,5 +100,5 @@ def test_what_is_wrong_with_all(tmp_path: Path, tables: list[str], said: str) ->
 def test_an_empty_module(tmp_path: Path) -> None:
     path = write(tmp_path, model("one"))
     (tmp_path / "kernel").write_bytes(b"")
-    with pytest.raises(InvalidRequest, match="has no bytes"):
+    with pytest.raises(InvalidRequest, match="is empty"):
         load_settings(path)

@@ -143,7 +143,7 @@ def test_nobody_listens(tmp_path: Path) -> None:
         pytest.raises(Disconnected, match="serve models"),
     ):
         client.call(ECHO, b"", timeout_s=0.05)
-    with pytest.raises(InvalidRequest, match="one host"):
+    with pytest.raises(InvalidRequest, match="within a host"):
         RpcClient("tcp:127.0.0.1:1")
     with pytest.raises(InvalidRequest):
         RpcClient("nowhere")
