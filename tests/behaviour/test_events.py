@@ -15,7 +15,7 @@ N = 1 << 16
 
 @pytest.fixture(scope="module")
 def session(shared_daemon: Daemon) -> Iterator[GpuSession]:
-    lease = shared_daemon.builder(16 << 20).exclusivity(GpuExclusivityClass.SHARED).acquire()
+    lease = shared_daemon.builder(16 << 20, seconds=600).exclusivity(GpuExclusivityClass.SHARED).acquire()
     with lease, GpuSession(lease) as session:
         yield session
 

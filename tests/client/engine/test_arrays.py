@@ -19,7 +19,7 @@ from helpers.nvrtc import needs_nvrtc
 
 @pytest.fixture(scope="module")
 def session(shared_daemon: Daemon) -> Iterator[GpuSession]:
-    with shared_daemon.builder(32 << 20).acquire() as lease, GpuSession(lease) as session:
+    with shared_daemon.builder(32 << 20, seconds=600).acquire() as lease, GpuSession(lease) as session:
         yield session
 
 
