@@ -583,7 +583,8 @@ def test_a_claim_that_was_asked_before_the_generation_changed_fails(etcd: ModelE
     assert host.claims() == ""
 
 
-def test_a_restarted_member_knows_its_leases_under_a_base_of_epochs(etcd: ModelEtcd) -> None:
+def claimed_under_a_base_of_epochs(etcd: ModelEtcd) -> tuple[Host, Claimed]:
+    """Have a member claim under a renewed generation."""
     host = Host(etcd).begin()
     etcd.do(Transaction(writes=(Put(GENERATION, b"second"),)))
     host.run(6)
@@ -591,6 +592,11 @@ def test_a_restarted_member_knows_its_leases_under_a_base_of_epochs(etcd: ModelE
     host.ask_for(wait_s=100)
     host.run(40)
     (claimed,) = host.take(Claimed)
+    return host, claimed
+
+
+def test_a_restarted_member_knows_its_leases_under_a_base_of_epochs(etcd: ModelEtcd) -> None:
+    host, claimed = claimed_under_a_base_of_epochs(etcd)
     assert claimed.epoch > EPOCH_GAP
     again = Host(etcd, now=host.now, run=2, **host.left()).begin({"m": claimed.epoch})
     again.run(40)
@@ -617,13 +623,7 @@ def test_a_lost_or_foreign_record_of_epochs_is_written_anew_and_ends_nothing(
 
 def test_a_node_that_joins_sets_no_base_of_epochs_in_place_of_one_that_it_can_t_read(etcd: ModelEtcd) -> None:
     """A member writes what it knows. Where there is none, the base rises once no lease of before lives."""
-    host = Host(etcd).begin()
-    etcd.do(Transaction(writes=(Put(GENERATION, b"second"),)))
-    host.run(6)
-    host.send(LiveClaims())
-    host.ask_for(wait_s=100)
-    host.run(40)
-    (claimed,) = host.take(Claimed)
+    host, claimed = claimed_under_a_base_of_epochs(etcd)
     host.take(EndClaimed)
     etcd.do(Transaction(writes=(Put(EPOCHS, b"?"),)))
     other = Host(etcd, "b", now=host.now).begin()
