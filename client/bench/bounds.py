@@ -63,6 +63,12 @@ class Bound:
         """The aim in words for a table: "<= 0.5 of C"."""
         return f"{'>=' if self.is_least else '<='} {self.aim:g}{f' of {self.beside}' if self.of else ''}"
 
+    def value(self, figure: float | None, divisor: float | None) -> float | None:
+        """Return what is bounded: the figure, or its ratio to the other one; None if one of them is missing."""
+        if figure is None or not self.of:
+            return figure
+        return figure / divisor if divisor else None
+
     def holds(self, value: float, limit: float) -> bool:
         """Return whether a value keeps a limit of this bound's direction."""
         return value >= limit if self.is_least else value <= limit
@@ -145,10 +151,7 @@ def keeps_bounds(driver: str, report: Mapping[str, Any]) -> bool:
 
 
 def _outcome(bound: Bound, figures: Mapping[str, float]) -> Outcome:
-    value = figures.get(bound.figure)
-    if value is not None and bound.of:
-        divisor = figures.get(bound.of)
-        value = value / divisor if divisor else None
+    value = bound.value(figures.get(bound.figure), figures.get(bound.of))
     if value is None:
         return Outcome(bound, None, None if bound.needs else False)
     return Outcome(bound, value, bound.holds(value, bound.limit))

@@ -222,9 +222,6 @@ def _goals(found: Mapping[str, Figures]) -> dict[str, dict[str, Any]]:
     goals = {}
     for row in ROWS:
         bound, name = bounds[row.promise], row.figure(50)
-        value = found[LEASED].get(name)
-        if value is not None and bound.of:
-            divisor = found.get(bound.beside, {}).get(name)
-            value = value / divisor if divisor else None
+        value = bound.value(found[LEASED].get(name), found.get(bound.beside, {}).get(name))
         goals[row.stem] = {"goal": bound.aim_text, "is_met": None if value is None else bound.holds(value, bound.aim)}
     return goals
