@@ -60,9 +60,7 @@ from gpulease.daemon.host.ipc import ChannelClosed, Outbox, close_all, receive_m
 from gpulease.daemon.host.periodic_task import PeriodicTask
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
-
-NS_PER_S: Final = 1_000_000_000
-NS_PER_MS: Final = 1_000_000
+from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
 
 MESSAGES_PER_TURN: Final = 64
 """Messages of the broker's that are taken in one turn of the loop: a turn for each was slower than tenants ask."""

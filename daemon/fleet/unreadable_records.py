@@ -6,6 +6,7 @@ from typing import Final
 
 from gpulease.daemon.fleet.etcd.transactions import KeyValue
 from gpulease.protocol.counts import counted
+from gpulease.protocol.foreign_text import printable
 
 MAX_REMEMBERED: Final = 64
 """Keys that are remembered. Stops a foreign writer of many keys from filling memory."""
@@ -75,4 +76,4 @@ class UnreadableRecords:
 def shown_key(key: bytes) -> str:
     """Return a key as an operator may read it: a foreign writer's moves no cursor, and is cut."""
     text = key[:MAX_KEY_CHARS].decode(errors="backslashreplace")
-    return "".join(char if char.isprintable() else "?" for char in text)[:MAX_KEY_CHARS]
+    return printable(text, instead="?")[:MAX_KEY_CHARS]

@@ -9,7 +9,6 @@ import ipaddress
 import os
 import socket
 import ssl
-import struct
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
@@ -37,6 +36,7 @@ from gpulease.protocol.failures import Failure
 from gpulease.protocol.limits import MAX_CONTROL_PAYLOAD_BYTES
 from gpulease.protocol.messages import Body, HelloReply, Metrics
 from gpulease.protocol.opcodes import Opcode, Status
+from gpulease.protocol.peer_credentials import UCRED_BYTES, parse_ucred
 
 MAX_CONNECTIONS: Final = 2048
 """Connections at a time. Each holds a descriptor and, by TLS, some 100 KiB; tenants leave after one answer."""
@@ -70,8 +70,6 @@ NO_DESCRIPTORS_PAUSE_S: Final = 0.1
 """After the host had no descriptor for a connection, until the next accept."""
 
 NO_TENANTS: Final[Mapping[str, str]] = MappingProxyType({})
-
-_UCRED: Final = struct.Struct("3i")
 
 
 class CannotServe(Exception):
@@ -497,7 +495,7 @@ def _source(sock: socket.socket) -> Hashable:
 
 
 def _uid(sock: socket.socket) -> int:
-    _, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    uid = parse_ucred(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED_BYTES)).uid
     return int(uid)
 
 

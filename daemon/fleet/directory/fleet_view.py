@@ -28,14 +28,13 @@ from gpulease.daemon.fleet.record_reader import Unreadable
 from gpulease.daemon.fleet.unreadable_records import UnreadableRecords
 from gpulease.protocol.address import parse_address
 from gpulease.protocol.limits import MAX_NODE_ADDRESSES, MAX_TEXT_BYTES
+from gpulease.protocol.time_units import NS_PER_S
 
 MAX_NODES: Final = 50_000
 """Most nodes of a view, some 6 KiB each. Stops whoever can write to etcd from filling the directory's memory."""
 
 MAX_NAMES: Final = 500_000
 """Most claims of a view, some 500 bytes each; the reason is that of MAX_NODES."""
-
-NS_PER_S: Final = 1_000_000_000
 
 NO_ROOM: Final = Unreadable("the directory has no room for it")
 

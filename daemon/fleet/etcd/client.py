@@ -41,6 +41,7 @@ from gpulease.daemon.fleet.etcd.transactions import (
     WatchBatch,
     WatchRefused,
 )
+from gpulease.protocol.foreign_text import printable
 
 _Reply = TypeVar("_Reply")
 
@@ -500,7 +501,7 @@ def _words(error: grpc.aio.AioRpcError) -> str:
 
 
 def _clean(text: str) -> str:
-    return "".join(char if char.isprintable() else " " for char in text)[:MAX_REASON_CHARS]
+    return printable(text, instead=" ")[:MAX_REASON_CHARS]
 
 
 def _left_s(until: float) -> float:

@@ -21,7 +21,8 @@ from zlib import crc32
 from gpulease.daemon.fleet.etcd.transactions import Get, KeyValue, ModRevisionIs, Put, Transaction
 from gpulease.daemon.fleet.fleet_records import CLOCKS
 from gpulease.daemon.fleet.record_reader import Number, Text, Unreadable, read_record
-from gpulease.daemon.fleet.rules.membership import NS_PER_S, Membership
+from gpulease.daemon.fleet.rules.membership import Membership
+from gpulease.protocol.time_units import NS_PER_S
 
 SLOTS: Final = 16
 """Clocks that all nodes compare theirs with. Bounds what a beat reads."""

@@ -92,11 +92,12 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     TimerFired,
     Why,
 )
-from gpulease.daemon.fleet.rules.membership import CUT_OFF, NS_PER_S, Membership, node_removal
+from gpulease.daemon.fleet.rules.membership import CUT_OFF, Membership, node_removal
 from gpulease.daemon.fleet.rules.node_claims import NodeClaims
 from gpulease.daemon.fleet.rules.node_fences import NodeFences
 from gpulease.daemon.fleet.rules.quota_shards import QuotaShards
 from gpulease.daemon.fleet.rules.store_history import StoreHistory
+from gpulease.protocol.time_units import NS_PER_S
 
 _AFTER: Final = "an operator waits until no named lease of before runs anywhere, then"
 

@@ -20,8 +20,7 @@ from gpulease.daemon.fleet.record_reader import Unreadable
 from gpulease.daemon.fleet.rules.fleet_events import Ask, Effect, FleetTerms, RecordsUnreadable, Why
 from gpulease.daemon.fleet.rules.revision_dates import RevisionDates
 from gpulease.daemon.fleet.unreadable_records import UnreadableRecords
-
-NS_PER_S: Final = 10**9
+from gpulease.protocol.time_units import NS_PER_S
 
 SILENT_PART: Final = 0.5
 """Part of the horizon after which a record that did not change is nobody's that is sure to live."""

@@ -8,7 +8,8 @@ Each beat reads the mark before it looks at its age, so that others seldom try o
 from gpulease.daemon.fleet.etcd.transactions import Answer, Get, KeyValue, ModRevisionIs, Outcome, Put, Transaction
 from gpulease.daemon.fleet.fleet_records import COMPACTION
 from gpulease.daemon.fleet.rules.fleet_events import Compact
-from gpulease.daemon.fleet.rules.membership import NS_PER_S, Membership
+from gpulease.daemon.fleet.rules.membership import Membership
+from gpulease.protocol.time_units import NS_PER_S
 
 
 class StoreHistory:
