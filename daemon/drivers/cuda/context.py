@@ -26,7 +26,7 @@ from gpulease.daemon.drivers.cuda.memory import (
     LocalMemory,
     block_bytes,
 )
-from gpulease.daemon.drivers.cuda.refused_memory import MemoryRefused, take_once_given
+from gpulease.daemon.drivers.cuda.refused_memory import MemoryRefused, take_if_shown, take_once_given
 from gpulease.daemon.drivers.cuda.region_pages import Regions
 from gpulease.daemon.drivers.cuda.streams import Markers, Streams, StreamTicket, TimedEvent, streams_bytes
 from gpulease.daemon.drivers.interface import (
@@ -212,7 +212,7 @@ class CudaContext:
         """Take memory of the card for which the cached blocks make room. Raises MemoryRefused."""
         self.trim(spare_bytes, poll)
         try:
-            return take()
+            return take_if_shown(take, size_bytes, self._regions.free_bytes)
         except MemoryRefused:
             # The cached blocks may be all that is missing, or lie where one large piece would fit.
             self.trim(0, poll)

@@ -1,8 +1,9 @@
 """Memory that the card has and the driver refuses for a moment.
 
-After a request for more than the card had, the driver refused 64 MiB although cuMemGetInfo had shown nearly all of the
-card free (H200, driver 580.159). That was seen behind the work of many other processes, never alone on the card. In one
-such run it still refused after half a second.
+A request for more than the card has makes the driver take all that is free before it refuses, and give it back page by
+page after that: on a card of 80 GB, cuMemGetInfo showed 6 MB free for 0.1 s behind such requests, and 64 MiB were
+refused (H100 and H200, driver 580.159). So a large request is made only once the card shows enough free bytes, and one
+that was refused is made again while it does.
 """
 
 import time
@@ -16,11 +17,15 @@ REFUSAL_WAIT_S: Final = 5.0
 from its other requests where the card's figure stays wrong. A card of 141 GB zeroes what a request has given back in
 some seconds; whoever asks the session for a region waits for ten."""
 
-SHORTAGE_S: Final = 0.1
-"""Time, in seconds, for which the card must show too few free bytes until that is believed: right after a request that
-was too large, the figure may be of what that request had taken for a moment."""
+SHORTAGE_S: Final = 0.5
+"""Time, in seconds, for which the card must show too few free bytes until that is believed: another process' request
+that was too large may hold them for a moment."""
 
 RETRY_S: Final = 0.001
+
+SMALL_BYTES: Final = 1 << 30
+"""Size, in bytes, up to which the driver is asked whatever the card shows: a refusal takes little from the card for a
+moment, and asking cuMemGetInfo first would cost each allocation some microseconds."""
 
 
 class MemoryRefused(OutOfMemory):
@@ -28,6 +33,16 @@ class MemoryRefused(OutOfMemory):
 
 
 _Taken = TypeVar("_Taken")
+
+
+def take_if_shown(take: Callable[[], _Taken], size_bytes: int, free_bytes: Callable[[], int]) -> _Taken:
+    """Return what `take` returns. Raises MemoryRefused, for a large size also where the card shows too little free."""
+    if size_bytes > SMALL_BYTES and (shown_bytes := free_bytes()) < size_bytes:
+        raise MemoryRefused(
+            f"the card can't give {size_bytes} bytes: it has {shown_bytes} bytes free",
+            hint="Free something or ask for less.",
+        )
+    return take()
 
 
 def take_once_given(take: Callable[[], _Taken], size_bytes: int, free_bytes: Callable[[], int], poll: Poll) -> _Taken:
@@ -45,7 +60,7 @@ def take_once_given(take: Callable[[], _Taken], size_bytes: int, free_bytes: Cal
     began_s = enough_s = time.monotonic()
     while True:
         try:
-            return take()
+            return take_if_shown(take, size_bytes, free_bytes)
         except MemoryRefused as refused:
             shown_bytes, now_s = free_bytes(), time.monotonic()
             if shown_bytes >= size_bytes:

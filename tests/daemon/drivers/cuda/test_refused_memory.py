@@ -3,7 +3,7 @@
 import pytest
 
 from gpulease.daemon.drivers.cuda import refused_memory
-from gpulease.daemon.drivers.cuda.refused_memory import MemoryRefused, take_once_given
+from gpulease.daemon.drivers.cuda.refused_memory import SMALL_BYTES, MemoryRefused, take_if_shown, take_once_given
 from gpulease.daemon.drivers.interface import keep_waiting
 
 SIZE = 100
@@ -52,3 +52,19 @@ def test_a_poll_ends_the_wait() -> None:
 
     with pytest.raises(Over):
         take_once_given(Taker(1 << 30), SIZE, lambda: SIZE, poll)
+
+
+@pytest.mark.parametrize(("size_bytes", "calls"), [(SMALL_BYTES + 1, 0), (SMALL_BYTES, 1)])
+def test_the_driver_is_not_asked_for_a_large_piece_that_the_card_does_not_show(size_bytes: int, calls: int) -> None:
+    take = Taker(1 << 30)
+    with pytest.raises(MemoryRefused):
+        take_if_shown(take, size_bytes, lambda: size_bytes - 1)
+    assert take.calls == calls
+
+
+def test_a_large_piece_is_asked_for_once_the_card_shows_it() -> None:
+    size_bytes = SMALL_BYTES + 1
+    shown = iter([size_bytes - 1, size_bytes - 1, size_bytes])
+    take = Taker(0)
+    assert take_once_given(take, size_bytes, lambda: next(shown), keep_waiting) == "memory"
+    assert take.calls == 1
