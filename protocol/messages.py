@@ -718,6 +718,20 @@ class RegionSet(Body):
 
 
 @dataclass(frozen=True, slots=True)
+class RegionRefusal(Body):
+    """Report that the client refused a launch or copy because of a region's word, so that others are notified.
+
+    `slot` and `number` name the region as `RegionRef` does; `kernel` is "" for a copy and for a graph of several
+    kernels; `position` is what the launch says of itself.
+    """
+
+    slot: int = wire(U16)
+    number: int = wire(U32)
+    kernel: str = wire(text(limits.MAX_KERNEL_NAME_BYTES))
+    position: int = wire(U64)
+
+
+@dataclass(frozen=True, slots=True)
 class LaunchIn(Body):
     """A `Launch` that begins only while every region of the set goes on. `position` comes back if it does not begin."""
 

@@ -105,6 +105,7 @@ class Opcode(IntEnum):
     MEM_KEEP = 0x0622
     MEM_KEPT = 0x0623
     MEM_RESET = 0x0624
+    REGION_REFUSED = 0x0625
 
 
 class Flag(IntFlag):
@@ -214,6 +215,7 @@ class SessionOption(IntEnum):
     SYNC_WORD = 41
     MEM_REUSE = 42
     OWN_MEMORY = 43
+    REGION_REFUSED = 44
 
 
 class LaunchFlag(IntFlag):

@@ -741,6 +741,16 @@ _ALL: Final = (
         ability=SessionOption.OWN_MEMORY,
         driver_failure=Status.SESSION_FAILED,
     ),
+    _session(
+        Opcode.REGION_REFUSED,
+        m.RegionRefusal,
+        m.Empty,
+        _ANY_OF_SESSION,
+        Trait.NONE,
+        "reports a launch or copy that the client [refused](#refused-launches) because of a region",
+        ability=SessionOption.REGION_REFUSED,
+        driver_failure=Status.SESSION_FAILED,
+    ),
 )
 
 

@@ -24,8 +24,12 @@ refused. No state leads back to ACTIVE but CANCELLED, and none leads from an end
 """
 
 import struct
+from collections.abc import Mapping
 from enum import IntEnum
+from types import MappingProxyType
 from typing import Final
+
+from gpulease.protocol.opcodes import Status
 
 SESSION_WORDS_VERSION: Final = 1
 """The version of the layout above."""
@@ -61,6 +65,27 @@ class RegionWord(IntEnum):
 
 ENDED_WORDS: Final = frozenset({RegionWord.REVOKED, RegionWord.EXPIRED, RegionWord.FREED})
 """Words from which a region does not come back."""
+
+STATUS_OF_WORD: Final[Mapping[RegionWord, Status]] = MappingProxyType(
+    {
+        RegionWord.CANCELLED: Status.CANCELLED,
+        RegionWord.REVOKED: Status.REVOKED,
+        RegionWord.EXPIRED: Status.LEASE_EXPIRED,
+        RegionWord.FREED: Status.LEASE_FREED,
+    }
+)
+"""The status of the first launch that is refused because of a word; every later one gets FENCED."""
+
+REFUSAL_TEXTS: Final[Mapping[Status, tuple[str, str]]] = MappingProxyType(
+    {
+        Status.REVOKED: ("was revoked", "Ask why it was revoked; open another region, and name that one."),
+        Status.LEASE_EXPIRED: ("has expired", "Open another region, and renew it in time."),
+        Status.LEASE_FREED: ("was freed", "Name it in no region set any more."),
+        Status.CANCELLED: ("is cancelled", "Leave it out of the region set until its cancel is taken back."),
+        Status.FENCED: ("has ended or never began", "Make a region set without it."),
+    }
+)
+"""By the refusal's status: what is said of the region, and the hint."""
 
 NUMBER_SHIFT: Final = 32
 

@@ -15,7 +15,7 @@ from gpulease.client.transport.arena import Arena
 from gpulease.client.transport.channel import Channel, FrameWriter
 from gpulease.client.transport.link import LinkEnded
 from gpulease.client.transport.ring import share
-from gpulease.client.transport.session_words import NO_WORD
+from gpulease.client.transport.session_words import NO_WORD, SessionWords
 from gpulease.client.transport.spin_policy import SpinPolicy
 from gpulease.protocol import Connection, Failure, Opcode, Status
 from gpulease.protocol.capabilities import AttachOption
@@ -173,6 +173,9 @@ class Attachment:
         end: How the session ended; None while it lives.
         arena: Memory shared with the worker; None if there is none.
         lease_word: The lease's word, which the broker writes; not 0 once the lease is over.
+        words: The session's words, by which the client refuses what names an ended region; None if the worker gives
+            none, or is too old to be told of such a refusal.
+        regions_epoch: Their epoch alone, which is raised after each change of a region's word.
         last_raised: The last failure of a reply, or end of the session, that was raised.
         dropped: Handles without a reference, which the next operation frees.
         held: Buffers that were freed, and that the next allocation of their size gets.
@@ -201,7 +204,8 @@ class Attachment:
         self.served: frozenset[Opcode] = frozenset()
         self.end: Failure | None = _NOT_OPEN
         self.arena: Arena | None = None
-        self.lease_word = NO_WORD
+        self.lease_word = self.regions_epoch = NO_WORD
+        self.words: SessionWords | None = None
         self.last_raised: Failure | None = None
         self.dropped: list[tuple[Opcode, int]] = []
         self.held = HeldBuffers()
@@ -294,6 +298,8 @@ class Attachment:
         self.channel, self.arena, words = share(self.channel, reply.options, self._spin)
         if words is not None:
             self.lease.words, self.lease_word = words, words.lease
+            if Opcode.REGION_REFUSED in self.served:
+                self.words, self.regions_epoch = words, words.epoch
         self.connection, self.writer = self.channel.link.connection, self.channel.writer
         self.has_sync_word = self.told(SessionOption.SYNC_WORD) is not None
         if self.has_sync_word and Opcode.MEM_REUSE in self.served:
@@ -348,7 +354,8 @@ class Attachment:
         if self.lease.words is not None and self.lease.words.lease is self.lease_word:
             self.lease.look()
             self.lease.words = None
-        self.lease_word = NO_WORD
+        self.lease_word = self.regions_epoch = NO_WORD
+        self.words = None
         # Without the arena nobody hands out the lent arrays' memory again.
         self.arena = None
         self.lent.take_back()

@@ -13,6 +13,7 @@ from gpulease.client.engine.exchange import receive, send
 from gpulease.client.engine.fast_request import Done, FastRequest, NotSent, Outcome, SmallRead
 from gpulease.client.engine.memory_views import readable_bytes, writable_bytes
 from gpulease.client.engine.operations import Operations
+from gpulease.client.engine.refused_regions import RefusedRegions
 from gpulease.client.engine.staged_copies import STAGED_FROM_BYTES, Staging
 from gpulease.client.engine.streams import StreamHandle, Streams
 from gpulease.client.engine.waits import Begun, Procedure
@@ -54,8 +55,9 @@ class CopyCommands(Protocol):
 class Copies(CopyCommands):
     """The copies of one session."""
 
-    def __init__(self, operations: Operations, streams: Streams) -> None:
+    def __init__(self, operations: Operations, streams: Streams, refused: RefusedRegions) -> None:
         self._operations = operations
+        self._refused = refused
         self._attachment = operations.attachment
         self._streams = streams
         self._arena_write = FastRequest(operations, Opcode.ARENA_WRITE, ARENA_COPY.size)
@@ -92,6 +94,7 @@ class Copies(CopyCommands):
 
     def _write_checked(self, buffer: Buffer, offset: int, data: Any, stream: StreamHandle | None) -> Procedure[None]:
         self._operations.check(buffer, Buffer, "mem_write")
+        self._refused.check_copy(buffer, "mem_write")
         view = readable_bytes(data, "mem_write")
         check_range(buffer, offset, len(view), "mem_write")
         if view:
@@ -153,6 +156,7 @@ class Copies(CopyCommands):
     ) -> Procedure[Any]:
         """Copy bytes from the device, to `into`, or to new bytes; the result is either."""
         self._operations.check(buffer, Buffer, "mem_read")
+        self._refused.check_copy(buffer, "mem_read")
         check_range(buffer, offset, nbytes, "mem_read")
         owned = bytearray(nbytes) if into is None else None
         target = writable_bytes(into if owned is None else owned, nbytes, "mem_read")

@@ -6,6 +6,7 @@ from typing import Any, Final, Self
 
 from gpulease.client.engine.attachment import Attachment
 from gpulease.client.engine.operations import Operations
+from gpulease.client.engine.refused_regions import RefusedRegions
 from gpulease.client.engine.region_sets import RegionSet, regions_named
 from gpulease.client.engine.streams import StreamHandle, Streams
 from gpulease.client.engine.waits import Begun, Procedure
@@ -33,12 +34,14 @@ class GraphRecord:
         parameters: Its parameters by name, in the order of the body's.
         handles: Buffers and modules that the graph needs.
         arrays: Arrays of the arena that the graph copies from and to.
+        kernel: The kernel of its only launch; "" for a graph of several, or of copies alone.
     """
 
     body: GraphCreate
     parameters: Mapping[ParameterName, BoundParameter]
     handles: tuple[Handle, ...]
     arrays: tuple[Any, ...]
+    kernel: str
 
 
 class GraphHandle(Handle):
@@ -99,19 +102,23 @@ class GraphHandle(Handle):
 
     def frame(
         self, attachment: Attachment, values: Mapping[str, Any], regions: RegionSet | None, position: int
-    ) -> tuple[int, bytes]:
-        """(number, frame) of a quiet launch of it. Raises InvalidHandle or InvalidRequest; nothing is sent then."""
+    ) -> tuple[int, bytes, bool]:
+        """(number, frame, whether its regions are active) of a quiet launch of it.
+
+        Raises InvalidHandle, InvalidRequest or RegionFailed; nothing is sent then.
+        """
         record = self._record
         assert record is not None
         for handle in record.handles:
             if handle.owner is not attachment:
                 handle.check(attachment, _LAUNCH)
         args = self._bound(attachment, record, values) if values else self._args
-        head, trailer = self._head, b""
+        head, trailer, are_active = self._head, b"", True
         if regions is not None:
             head, trailer = self._head_in, REGIONS.pack(*regions_named(regions, position, attachment, _LAUNCH))
+            are_active = self._graphs.refused.check_set(regions, position, record.kernel, _LAUNCH)
         number = attachment.connection.next_request_id()
-        return number, b"".join((head, number.to_bytes(8, "big"), self._middle, args, trailer))
+        return number, b"".join((head, number.to_bytes(8, "big"), self._middle, args, trailer)), are_active
 
     def _bound(self, attachment: Attachment, record: GraphRecord, values: Mapping[str, Any]) -> bytes:
         unknown = values.keys() - record.parameters.keys()
@@ -160,10 +167,12 @@ class Graphs:
 
     Attributes:
         attachment: The session's connection.
+        refused: The check of the regions that a launch names.
     """
 
-    def __init__(self, operations: Operations, streams: Streams) -> None:
+    def __init__(self, operations: Operations, streams: Streams, refused: RefusedRegions) -> None:
         self.attachment = operations.attachment
+        self.refused = refused
         self._operations = operations
         self._streams = streams
 
@@ -192,10 +201,11 @@ class Graphs:
         if attachment.recording is not None:
             raise InvalidRequest(f"{_LAUNCH}: the session is recording another", "Launch it before or after the block")
         try:
-            number, frame = graph.frame(attachment, values, regions, position)
+            number, frame, are_active = graph.frame(attachment, values, regions, position)
         except GpuLeaseError as error:
             raise error.with_traceback(None)  # noqa: B904  # its traceback begins at the caller's line, as a driver's
-        return self._streams.hand_over(stream, number, frame, _LAUNCH)
+        begun = self._streams.hand_over(stream, number, frame, _LAUNCH)
+        return begun if are_active else self.refused.confirmed(begun, _LAUNCH)
 
     def close(self, graph: GraphHandle) -> Procedure[None]:
         """Free a graph; queued launches of it run to their end."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from gpulease.client.engine.operations import Operations
+from gpulease.client.engine.refused_regions import RefusedRegions
 from gpulease.client.engine.region_sets import RegionSet, regions_named
 from gpulease.client.engine.streams import StreamHandle, Streams
 from gpulease.client.engine.waits import Begun
@@ -143,8 +144,9 @@ class _LatestLaunch:
 class Launches(LaunchCommands):
     """The launches of one session."""
 
-    def __init__(self, operations: Operations, streams: Streams) -> None:
+    def __init__(self, operations: Operations, streams: Streams, refused: RefusedRegions) -> None:
         self._attachment = operations.attachment
+        self._refused = refused
         self._streams = streams
 
     def launch(
@@ -239,7 +241,10 @@ class Launches(LaunchCommands):
                 and type(position) is int
                 and module.owner is regions.owner is attachment
                 and all([buffer.owner is attachment for buffer in args.buffers])  # type: ignore[union-attr]  # noqa: C419  # a generator costs more
-                and attachment.over is None
+                and regions.epoch == attachment.regions_epoch[0]
+                and attachment.end is None
+                and attachment.lease.over is None
+                and not attachment.lease_word[0]
                 and not attachment.dropped
                 and not self._streams.selected
             ):
@@ -253,7 +258,9 @@ class Launches(LaunchCommands):
             pass  # a wrong type or value, the first launch, or no peer: found out below
         try:
             attachment.check_open("launch")
-            named = regions_named(regions, position, attachment, f"launch of {quoted(kernel)}")
+            doing = f"launch of {quoted(kernel)}"
+            named = regions_named(regions, position, attachment, doing)
+            are_active = self._refused.check_set(regions, position, kernel, doing)
             args = in_order(module, kernel, args)
             template, data = self._prepared(
                 Opcode.LAUNCH_IN, module, kernel, grid, block, args, arg_sizes, shared_bytes
@@ -261,7 +268,8 @@ class Launches(LaunchCommands):
             if isinstance(args, KernelArgs):
                 module.latest_in = _LatestLaunch(template, kernel, grid, block, args.kinds, shared_bytes)
             number = attachment.connection.next_request_id()
-            return self._streams.hand_over(stream, number, template.frame(number, data, *named), "launch")
+            begun = self._streams.hand_over(stream, number, template.frame(number, data, *named), "launch")
+            return begun if are_active else self._refused.confirmed(begun, doing)
         except GpuLeaseError as error:
             raise error.with_traceback(None)  # noqa: B904  # its traceback begins at the caller's line, as a driver's
 
@@ -283,14 +291,16 @@ class Launches(LaunchCommands):
         attachment = self._attachment
         attachment.check_open("launch")
         attachment.require(Opcode.LAUNCH_WITH, "launch")
-        named = (0, 0)
+        doing, named, are_active = f"launch of {quoted(kernel)}", (0, 0), True
         if regions is not None:
-            named = regions_named(regions, position, attachment, f"launch of {quoted(kernel)}")
+            named = regions_named(regions, position, attachment, doing)
+            are_active = self._refused.check_set(regions, position, kernel, doing)
         args = in_order(module, kernel, args)
         template, data = self._prepared(Opcode.LAUNCH_WITH, module, kernel, grid, block, args, arg_sizes, shared_bytes)
         trailer = (*named, *wanted.trailer(kernel))
         number = attachment.connection.next_request_id()
-        return self._streams.hand_over(stream, number, template.frame(number, data, *trailer), "launch")
+        begun = self._streams.hand_over(stream, number, template.frame(number, data, *trailer), "launch")
+        return begun if are_active else self._refused.confirmed(begun, doing)
 
     def frame(
         self,

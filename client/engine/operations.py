@@ -206,14 +206,29 @@ class Operations:
 
     # --- requests that are answered ---
 
-    def ask(self, op: Opcode, payload: bytes = b"", limit: Limit | None = None, doing: str = "") -> Procedure[Any]:
-        """Send a request and wait for its reply's body. Args: doing: The operation that the request is a part of."""
+    def ask(
+        self,
+        op: Opcode,
+        payload: bytes = b"",
+        limit: Limit | None = None,
+        doing: str = "",
+        own_requests: Container[int] = (),
+    ) -> Procedure[Any]:
+        """Send a request and wait for its reply's body.
+
+        Args:
+            op: The request's operation.
+            payload: Its payload.
+            limit: Longest to wait; None: as long as any operation.
+            doing: The operation that the request is a part of.
+            own_requests: Numbers of the quiet requests that this operation is made of (`error_of`).
+        """
         attachment, limit = self.attachment, limit or self.limit
         request_id = attachment.channel.link.expect(op)
         frame = build_frame(op, payload, request_id=request_id, session_id=attachment.session_id)
         yield from send(attachment.channel, (frame,), limit)
         result: Body | Failure = yield from receive(attachment.channel, request_id, limit)
-        self.settle(result, doing or doing_of(op))
+        self.settle(result, doing or doing_of(op), own_requests)
         self.acknowledge(op, request_id)
         return result
 

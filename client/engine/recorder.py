@@ -58,6 +58,7 @@ class Recording(LaunchCommands, CopyCommands):
         self._arrays: list[Any] = []
         self._parameters: dict[ParameterName, BoundParameter] = {}
         self._places: list[GraphPlace] = []
+        self._kernels: list[str] = []
 
     def begin(self) -> None:
         """Record from now on. Raises InvalidRequest if the session records already, or the error of its end."""
@@ -93,7 +94,8 @@ class Recording(LaunchCommands, CopyCommands):
         )
         body = GraphCreate(tuple(self._nodes), tuple(sorted(self._used)), parameters, tuple(self._places))
         handles = (*self._buffers.values(), *self._modules.values())
-        return GraphRecord(body, self._parameters, handles, tuple(self._arrays))
+        kernel = self._kernels[0] if len(self._kernels) == 1 else ""
+        return GraphRecord(body, self._parameters, handles, tuple(self._arrays), kernel)
 
     # --- launches and copies ---
 
@@ -117,6 +119,7 @@ class Recording(LaunchCommands, CopyCommands):
         if isinstance(args, KernelArgs):
             self._add_parameters(kernel, number, args)
         self._add(Opcode.LAUNCH, frame[HEADER_BYTES:])
+        self._kernels.append(kernel)
         self._modules[id(module)] = module
         if isinstance(args, KernelArgs):
             rebound = {id(bound.buffer) for _, _, bound in args.parameters}

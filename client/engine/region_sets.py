@@ -25,15 +25,17 @@ class RegionSet(Handle):
 
     Attributes:
         regions: The regions.
+        epoch: The epoch of the session's words at which all of them were active; -1 if none is known.
     """
 
-    __slots__ = ("regions",)
+    __slots__ = ("epoch", "regions")
 
     _free_op = Opcode.REGION_SET_FREE
 
     def __init__(self, handle: int, regions: tuple[RegionView, ...]) -> None:
         super().__init__(None, handle)
         self.regions = regions
+        self.epoch = -1
 
     def __repr__(self) -> str:
         return f"<RegionSet {self.handle} of {counted(len(self.regions), 'region')}{'' if self.is_alive else ', gone'}>"

@@ -47,6 +47,7 @@ class RegionState(LeaseState):
         address_on_card: Its device address.
         slot: With `number`, its name in region sets.
         number: The slot's number.
+        is_end_raised: An error has said how it ended; later ones say FENCED.
         dropped: Never used: as the owner of a buffer that no session has used yet, it has nothing to free.
     """
 
@@ -55,6 +56,7 @@ class RegionState(LeaseState):
         self.tenant = tenant
         self.address_on_card = granted.address
         self.slot, self.number = granted.slot, granted.number
+        self.is_end_raised = False
         self.dropped: list[tuple[Opcode, int]] = []
         grant = LeaseGrant(
             granted.lease_id,
@@ -102,7 +104,10 @@ class RegionState(LeaseState):
         """Take note of a failure that is about it; its lease goes on."""
         if said.status not in over and said.region is None:
             return said
-        said = replace(said, region=self.grant.lease_id)
+        if said.region is None:
+            said = replace(said, region=self.grant.lease_id)
+        if said.status in over and said.flipped_ns is not None:
+            self.is_end_raised = True
         if said.status in over and self.over is None:
             self.over = said
         return said

@@ -16,6 +16,7 @@ from gpulease.client.engine.launch import LaunchCommands, Launches
 from gpulease.client.engine.lease import LeaseState
 from gpulease.client.engine.lease_request import MAX_WIRE_BYTES, whole
 from gpulease.client.engine.operations import Operations
+from gpulease.client.engine.refused_regions import RefusedRegions
 from gpulease.client.engine.region_sets import RegionSets
 from gpulease.client.engine.resources import Resources
 from gpulease.client.engine.streams import PrintedCallback, Streams
@@ -73,9 +74,10 @@ class Session:
         self.operations = Operations(self.attachment)
         self.streams = Streams(self.operations)
         self.resources = Resources(self.operations)
-        self.copies = Copies(self.operations, self.streams)
-        self.launches = Launches(self.operations, self.streams)
-        self.graphs = Graphs(self.operations, self.streams)
+        refused = RefusedRegions(self.operations)
+        self.copies = Copies(self.operations, self.streams, refused)
+        self.launches = Launches(self.operations, self.streams, refused)
+        self.graphs = Graphs(self.operations, self.streams, refused)
         self.region_sets = RegionSets(self.operations)
         self.kept = KeptBuffers(self.operations)
 

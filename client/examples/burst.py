@@ -25,10 +25,10 @@ def run(bursts: int = 5, launches: int = 20) -> tuple[float, int]:
         callers = [(region, session.region_set([region])) for region in (stays, leaves)]
         for burst in range(bursts):
             for region, regions in callers:
-                for position in range(launches):
-                    args = [region, n]
-                    session.launch(module, "add_one", [4], [256], args, regions=regions, position=position)
                 try:
+                    for position in range(launches):
+                        args = [region, n]
+                        session.launch(module, "add_one", [4], [256], args, regions=regions, position=position)
                     session.sync()
                     done += region is leaves
                 except RegionFailed as error:

@@ -5,7 +5,10 @@ from typing import Final
 
 from gpulease.protocol.limits import MAX_REGIONS
 from gpulease.protocol.session_words import (
+    EPOCH_AT,
+    FLIPPED_AT,
     LEASE_WORD_AT,
+    NUMBER_SHIFT,
     SESSION_WORDS_BYTES,
     WORDS_AT,
     RegionWord,
@@ -15,7 +18,7 @@ from gpulease.protocol.session_words import (
 )
 
 NO_WORD: Final = memoryview(bytes(8)).cast("Q")
-"""A lease's word that never changes, for a session without a page."""
+"""A lease's word, or an epoch, that never changes, for a session without a page."""
 
 
 class SessionWords:
@@ -26,6 +29,7 @@ class SessionWords:
 
     Attributes:
         lease: The lease's word alone; not 0 once the lease is over.
+        epoch: The epoch alone, which is raised after each change of a region's word.
 
     Raises:
         OSError, ValueError: The descriptor is no such page.
@@ -35,14 +39,32 @@ class SessionWords:
         self._page = mmap.mmap(fd, SESSION_WORDS_BYTES, prot=mmap.PROT_READ)
         words = memoryview(self._page).cast("Q")
         self.lease = words[LEASE_WORD_AT // 8 : LEASE_WORD_AT // 8 + 1]
+        self.epoch = words[EPOCH_AT // 8 : EPOCH_AT // 8 + 1]
         self._regions = words[WORDS_AT // 8 : WORDS_AT // 8 + MAX_REGIONS]
+        self._flipped_ns = words[FLIPPED_AT // 8 : FLIPPED_AT // 8 + MAX_REGIONS]
 
     def is_refused(self, slot: int, number: int) -> bool:
         """Return whether launches that name a region are refused, as far as this page says.
 
         A broker that took the worker over writes another page: a region that it opened is never refused by this one.
         """
-        return 0 <= slot < MAX_REGIONS and self._regions[slot] > word_of(number, RegionWord.ACTIVE)
+        return self.refusing_word(slot, number) is not None
+
+    def refusing_word(self, slot: int, number: int) -> tuple[RegionWord, int] | None:
+        """Return the word for which launches that name a region are refused, and when it was written.
+
+        The time is the host's monotonic clock in ns. The word is NONE, and the time 0, where the slot has another
+        region. None: the region is active, or this page does not say that it is not (`is_refused`).
+        """
+        # One load: between two, a cancel may be taken back.
+        word = self._regions[slot] if 0 <= slot < MAX_REGIONS else 0
+        if word <= word_of(number, RegionWord.ACTIVE):
+            return None
+        if word >> NUMBER_SHIFT != number:
+            return RegionWord.NONE, 0
+        state = word & ((1 << NUMBER_SHIFT) - 1)
+        # A state that only a newer broker knows is an end, too.
+        return RegionWord(state) if state in _STATES else RegionWord.NONE, self._flipped_ns[slot]
 
     def lease_end(self) -> dict[str, object] | None:
         """The end of the lease, as a LEASE_QUERY reports it; None while it lives."""
@@ -50,3 +72,6 @@ class SessionWords:
             return None
         page = bytes(self._page)
         return {"cause": cause_of(page), "reason": reason_of(page)}
+
+
+_STATES: Final = frozenset(map(int, RegionWord))

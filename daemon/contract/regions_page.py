@@ -37,15 +37,6 @@ REGION_GRANULE_BYTES: Final = 2 << 20
 cuMemGetAllocationGranularity)."""
 
 
-STATUS_OF_WORD: Final = {
-    RegionWord.CANCELLED: Status.CANCELLED,
-    RegionWord.REVOKED: Status.REVOKED,
-    RegionWord.EXPIRED: Status.LEASE_EXPIRED,
-    RegionWord.FREED: Status.LEASE_FREED,
-}
-"""The status of the first launch that is refused because of a word; every later one gets FENCED."""
-
-
 class BrokerRegionsPage:
     """The broker's view of a session's regions page, which it writes.
 

@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 
 from gpulease.daemon.contract.message_fields import Message
 from gpulease.daemon.contract.messages import ForwardRevoked, RegionReleased
-from gpulease.daemon.contract.regions_page import STATUS_OF_WORD, WorkerRegions
+from gpulease.daemon.contract.regions_page import WorkerRegions
 from gpulease.daemon.drivers.interface import Ticket
 from gpulease.daemon.session.holders import Holder
 from gpulease.daemon.session.ledger import Refused, invalid_handle
@@ -32,9 +32,9 @@ from gpulease.protocol.errors import BodyError
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.fastpath import HANDLE, parse_fixed
 from gpulease.protocol.framing import Frame
-from gpulease.protocol.messages import Handle, RegionSet
+from gpulease.protocol.messages import Handle, RegionRefusal, RegionSet
 from gpulease.protocol.opcodes import Opcode, Status
-from gpulease.protocol.session_words import ENDED_WORDS, RegionWord, word_of
+from gpulease.protocol.session_words import ENDED_WORDS, REFUSAL_TEXTS, STATUS_OF_WORD, RegionWord, word_of
 
 MAX_REGION_SETS: Final = 4096
 """Most region sets of a session. Stops a loop that makes sets and never lets go of them."""
@@ -57,13 +57,6 @@ NO_EPOCH: Final = (1 << 64) - 1
 """An epoch that no page reaches: a set that was never compared, or no set at all."""
 
 _U32_MASK: Final = (1 << 32) - 1
-_SAID: Final = {
-    Status.REVOKED: ("was revoked", "Ask why it was revoked; open another region, and name that one."),
-    Status.LEASE_EXPIRED: ("has expired", "Open another region, and renew it in time."),
-    Status.LEASE_FREED: ("was freed", "Name it in no region set any more."),
-    Status.CANCELLED: ("is cancelled", "Leave it out of the region set until its cancel is taken back."),
-    Status.FENCED: ("has ended or never began", "Make a region set without it."),
-}
 
 
 class Flip(NamedTuple):
@@ -256,7 +249,7 @@ class RegionGate:
         if self._may_tell(now_ns, is_first=flip.word in ENDED_WORDS and not is_repeat):
             told = ForwardRevoked(region.region_id, -status, kernel, site, position or 0, flip.flipped_ns, now_ns)
             self.outbox.append(told)
-        said, hint = _SAID[status]
+        said, hint = REFUSAL_TEXTS[status]
         return Refused(
             Failure(
                 status,
@@ -319,7 +312,7 @@ class RegionGate:
 
 
 class RegionOperations(Operations):
-    """REGION_SET, REGION_SET_FREE and REGION_RELEASE."""
+    """REGION_SET, REGION_SET_FREE, REGION_RELEASE and REGION_REFUSED."""
 
     def __init__(self, resources: SessionResources, gate: RegionGate, forget: Callable[[int], None]) -> None:
         super().__init__(resources)
@@ -373,6 +366,19 @@ class RegionOperations(Operations):
         self._member_count -= len(gone.regions)
         if gone is self._gate.current:
             self._gate.forget_current()
+
+    @serves(Opcode.REGION_REFUSED)
+    def note_refusal(self, frame: Frame) -> bytes:
+        """REGION_REFUSED: report a client's refusal to the broker as one of the worker's own.
+
+        The worker's page decides, not the client: where that region is active here, nothing is reported.
+        """
+        refusal, gate, now_ns = parse_body(RegionRefusal, frame.payload), self._gate, time.monotonic_ns()
+        region = gate.regions.get((refusal.slot, refusal.number))
+        flip = None if region is None else gate.flip_of(region, now_ns)
+        if region is not None and flip is not None:
+            gate.refuse(region, flip, refusal.kernel, refusal.position, now_ns)
+        return empty(frame)
 
     @serves(Opcode.REGION_RELEASE)
     def release(self, frame: Frame) -> bytes:

@@ -11,7 +11,6 @@ from typing import Final
 
 from gpulease.daemon.contract import messages
 from gpulease.daemon.contract.message_fields import U64_MAX, Message
-from gpulease.daemon.contract.regions_page import STATUS_OF_WORD
 from gpulease.daemon.leases import (
     Cause,
     EndRegion,
@@ -34,6 +33,7 @@ from gpulease.daemon.workers.region_link import RegionLink
 from gpulease.daemon.workers.registry import MAX_REASON_CHARS, Workers
 from gpulease.protocol.limits import MAX_KERNEL_NAME_BYTES
 from gpulease.protocol.opcodes import Status
+from gpulease.protocol.session_words import STATUS_OF_WORD
 
 U32_MAX: Final = 2**32 - 1
 

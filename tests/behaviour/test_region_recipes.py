@@ -87,9 +87,9 @@ def refusal(scene: Scene, launch: Callable[[int], object], began: threading.Even
     """Launch bursts until a region refuses a launch: `launch` takes its number, from 0. What the region said."""
     numbers_of_all = itertools.count()
     while True:
-        for _ in range(BURST):
-            launch(next(numbers_of_all))
         try:
+            for _ in range(BURST):
+                launch(next(numbers_of_all))
             scene.session.sync()
         except RegionFailed as error:
             return error
@@ -344,9 +344,9 @@ def test_graphs_that_are_queued_end_and_none_begins_after_the_refusal(start_daem
             lambda: launches(scene) == begun + 1 + QUEUED * STEPS, "all are queued", seen=lambda: launches(scene)
         )
         region.revoke()
-        graph.launch(regions=regions, position=QUEUED)
         with pytest.raises(RegionRevoked) as refused:
-            scene.session.sync()
+            graph.launch(regions=regions, position=QUEUED)
+        scene.session.sync()
         assert refused.value.position == QUEUED
         assert counted(scene.session, counter) == QUEUED * STEPS
 

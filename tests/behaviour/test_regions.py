@@ -1,9 +1,13 @@
 """Regions of a real daemon: each ends by itself, its session goes on, and its bytes come back to the slice."""
 
+import itertools
+import threading
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 
+from gpulease.client import GpuSession
 from gpulease.client.errors import (
     CapacityExceeded,
     RegionCancelled,
@@ -15,7 +19,7 @@ from gpulease.client.errors import (
 )
 from gpulease.client.sync.regions import Region
 from helpers.daemon import Daemon
-from helpers.kernels import numbers
+from helpers.kernels import BLOCK, TRANSFORM, grid_for, numbers
 from helpers.region_scene import REGION_BYTES, SLICE_BYTES, N, Scene, scene_of
 from helpers.waiting import wait_until
 
@@ -120,6 +124,79 @@ def test_a_watch_is_told_of_the_first_launch_that_is_refused(scene: Scene) -> No
     assert told is not None
     assert (told.lease_id, told.kernel, told.position) == (region.lease_id, "scale", 77)
     assert told.flipped_ns <= told.seen_ns
+
+
+def test_a_launch_behind_a_wait_is_refused_by_a_load_before_it_is_sent(scene: Scene) -> None:
+    region, other = scene.region(), scene.region()
+    mine, others = scene.session.region_set([region]), scene.session.region_set([other])
+    with scene.session.record() as graph:
+        scene.session.launch(scene.module, "scale", grid_for(N), BLOCK, [other, N, np.float32(2)])
+    scene.double_in(mine, region)
+    with region.watch() as watch:
+        scene.daemon.revoke(region.lease_id)
+        launches = int(scene.daemon.query(scene.lease.lease_id)["launches"])
+        for position, kind in ((5, RegionRevoked), (6, RegionFenced)):
+            with pytest.raises(kind) as refused:
+                scene.session.launch(
+                    scene.module,
+                    "scale",
+                    grid_for(N),
+                    BLOCK,
+                    [region, N, np.float32(2)],
+                    regions=mine,
+                    position=position,
+                )
+            error = refused.value
+            assert (error.lease_id, error.kernel, error.site) == (region.lease_id, "scale", 0)
+            assert error.position == position
+            scene.session.sync()
+        with pytest.raises(RegionFenced):
+            graph.launch(regions=scene.session.region_set([region, other]), position=7)
+        scene.session.sync()
+        with pytest.raises(RegionFenced):
+            scene.session.mem_write(region, 0, numbers(N))
+        told = iter(watch)
+        assert [(event.position, event.kernel) for event in itertools.islice(told, 4) if event is not None] == [
+            (5, "scale"),
+            (6, "scale"),
+            (7, "scale"),
+            (0, ""),
+        ]
+    scene.double_in(others, other)
+    assert int(scene.daemon.query(scene.lease.lease_id)["launches"]) == launches + 1
+    scene.check(other, 2)
+
+
+def test_a_refusal_in_a_burst_names_its_first_launch_that_did_not_begin(scene: Scene) -> None:
+    """The worker may have refused one that the client had sent: others' launches behind it were skipped."""
+    region, other = scene.region(), scene.region()
+    mine, others = scene.session.region_set([region]), scene.session.region_set([other])
+    revoking = threading.Thread(target=scene.daemon.revoke, args=(region.lease_id,))
+    begun = 0
+    with pytest.raises(RegionRevoked) as refused:  # noqa: PT012  # whichever of these calls finds it
+        for position in itertools.count():
+            args = [other, N, np.float32(1)]
+            scene.session.launch(scene.module, "scale", grid_for(N), BLOCK, args, regions=mine, position=position)
+            begun += 1
+            if position == 20:
+                revoking.start()
+    revoking.join()
+    assert refused.value.position is not None
+    assert refused.value.position <= begun
+    scene.double_in(others, other)
+    scene.check(other, 2)
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_a_session_without_the_words_learns_of_the_end_from_the_worker(daemon: Daemon, shared_memory: bool) -> None:
+    with daemon.builder(SLICE_BYTES).acquire() as lease, GpuSession(lease, shared_memory=shared_memory) as session:
+        region = lease.region(REGION_BYTES)
+        module, regions = session.module_load(TRANSFORM), session.region_set([region])
+        daemon.revoke(region.lease_id)
+        with pytest.raises(RegionRevoked) as refused:  # noqa: PT012  # whichever of these calls finds it
+            session.launch(module, "scale", grid_for(N), BLOCK, [region, N, np.float32(2)], regions=regions)
+            session.sync()
+    assert (refused.value.failure.failed_request_id is None) == shared_memory
 
 
 def test_a_lease_grows_for_a_region_and_shrinks(scene: Scene) -> None:

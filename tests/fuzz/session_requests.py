@@ -154,6 +154,11 @@ def region_set(tenant: Tenant, draws: Draws) -> m.RegionSet:
     )
 
 
+def region_refusal(tenant: Tenant, draws: Draws) -> m.RegionRefusal:
+    slot, number = draws.pick((0, 1, 255, 65535)), draws.below(3)
+    return m.RegionRefusal(slot, number, draws.pick(("", "scale", "k" * 256)), draws.number(8))
+
+
 def handle(tenant: Tenant, draws: Draws) -> m.Handle:
     return m.Handle(tenant.number(draws))
 
@@ -175,6 +180,7 @@ BODIES: dict[int, Body] = {
     Opcode.GRAPH_CREATE: graph_create,
     Opcode.GRAPH_LAUNCH: graph_launch,
     Opcode.REGION_SET: region_set,
+    Opcode.REGION_REFUSED: region_refusal,
     Opcode.LAUNCH_IN: launch_in,
     Opcode.LAUNCH_WITH: launch_with,
     Opcode.GRAPH_LAUNCH_IN: graph_launch_in,

@@ -459,6 +459,7 @@ _DEFAULTS: dict[Opcode, Any] = {
     Opcode.REGION_SET: ScriptedPeer._stream_create,
     Opcode.REGION_SET_FREE: ScriptedPeer._empty,
     Opcode.REGION_RELEASE: ScriptedPeer._empty,
+    Opcode.REGION_REFUSED: ScriptedPeer._empty,
     Opcode.LAUNCH_IN: ScriptedPeer._empty,
     Opcode.LAUNCH_WITH: ScriptedPeer._empty,
     Opcode.LEASE_REVOKE: ScriptedPeer._revoke,

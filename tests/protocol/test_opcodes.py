@@ -71,6 +71,7 @@ def test_the_numbers_that_are_ours_never_change() -> None:
         "MEM_KEEP": 0x0622,
         "MEM_KEPT": 0x0623,
         "MEM_RESET": 0x0624,
+        "REGION_REFUSED": 0x0625,
     }.items()
 
 

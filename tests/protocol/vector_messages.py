@@ -312,6 +312,11 @@ REGIONS: Cases = {
         m.RegionSet((m.RegionRef(3, 1), m.RegionRef(4, 2))),
         m.RegionSet((m.RegionRef(0xFFFF, U32),) * limits.MAX_REGIONS),
     ),
+    "RegionRefusal": (
+        m.RegionRefusal(0, 0, "", 0),
+        m.RegionRefusal(3, 1, "scale", 4096),
+        m.RegionRefusal(0xFFFF, U32, "k" * limits.MAX_KERNEL_NAME_BYTES, U64),
+    ),
     "LaunchIn": (
         m.LaunchIn(0, "", 0, 0, 0, 0, 0, 0, 0, b"", (), 0, 0),
         m.LaunchIn(2, "scale", 4, 1, 1, 256, 1, 1, 0, SCALE_ARGS, (8, 4, 4), 1, 4096),

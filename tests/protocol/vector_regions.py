@@ -9,7 +9,7 @@ from gpulease.protocol.primitives import Tlv
 from .vector_messages import EXPIRES, LEASE, POINTER, REGION
 from .vector_script import SLICE, Script, launch
 
-TOLD = (Tlv(SessionOption.REGIONS, (2 << 20).to_bytes(4, "big")),)
+TOLD = (Tlv(SessionOption.REGIONS, (2 << 20).to_bytes(4, "big")), Tlv(SessionOption.REGION_REFUSED, b""))
 FLIPPED_NS = 1_000_000_000
 
 
@@ -47,6 +47,19 @@ def regions() -> Script:
     script.reply("operator", revoked, m.LeaseRevoked(RevokeOutcome.TORN_DOWN))
     script.ask("session", Opcode.LAUNCH, plain, session_id=LEASE, quiet=True, comment="names no region")
     script.call("session", Opcode.SYNC, m.Empty(), m.Empty(), LEASE)
+    script.ask(
+        "session",
+        Opcode.REGION_REFUSED,
+        m.RegionRefusal(3, 1, "scale", 4097),
+        session_id=LEASE,
+        quiet=True,
+        comment="the client refuses a launch by the region's word",
+    )
+    script.tell(
+        "control",
+        watched,
+        m.RegionEvent(REGION, 2, 0, Status.FENCED, "scale", 0, 4097, FLIPPED_NS, FLIPPED_NS + 30_000),
+    )
     script.call("session", Opcode.REGION_SET_FREE, m.Handle(1), m.Empty(), LEASE)
     script.call("session", Opcode.REGION_RELEASE, m.Handle(POINTER), m.Empty(), LEASE)
     script.call("control", Opcode.LEASE_UNSUBSCRIBE, m.LeaseUnsubscribe(watched), m.Empty())

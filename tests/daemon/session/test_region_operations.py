@@ -18,6 +18,7 @@ from gpulease.protocol.messages import (
     MemRead,
     MemWrite,
     RegionRef,
+    RegionRefusal,
     RegionSet,
 )
 from gpulease.protocol.opcodes import Opcode, Status
@@ -192,6 +193,22 @@ def test_launches_are_told_to_the_broker_once_each_within_bounds(
     assert (first.region_id, first.status, first.kernel) == (one.region_id, -Status.REVOKED, "scale")
     assert (first.site, first.position, first.flipped_ns) == (0, 0, 55)
     assert first.seen_ns >= first.flipped_ns
+
+
+def test_a_client_s_refusal_is_reported_as_the_worker_s_own(made: RegionRig) -> None:
+    one = made.open()
+    chosen = made.set_of(one)
+    refusal = RegionRefusal(one.slot, one.number, "scale", 7)
+    made.ask(Opcode.REGION_REFUSED, refusal)
+    assert made.told() == [], "it goes on here, whatever the client says"
+    made.flip(one, flipped_ns=55)
+    made.ask(Opcode.REGION_REFUSED, refusal)
+    made.ask(Opcode.REGION_REFUSED, RegionRefusal(one.slot, one.number + 1, "scale", 7))
+    (told,) = made.told()
+    assert isinstance(told, ForwardRevoked)
+    assert (told.region_id, told.status, told.kernel) == (one.region_id, -Status.REVOKED, "scale")
+    assert (told.position, told.flipped_ns) == (7, 55)
+    assert made.refused(Opcode.LAUNCH_IN, made.launch(chosen, one.address)).status is Status.FENCED
 
 
 def test_the_site_counts_from_the_last_wait(made: RegionRig) -> None:
