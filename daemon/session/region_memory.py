@@ -3,6 +3,8 @@
 The end of a region never blocks the worker's loop. `RegionMemory.end` begins it, and the loop calls `advance` until it
 is over:
 
+0. A launch that was under way when the region's word changed may have been refused just now. Its tenant asks within
+   microseconds how it went, and is answered first: each of the steps below keeps the worker for longer than that.
 1. The launches and copies that named the region end, in all streams where there were any. If they don't within the
    grace, the worker says so, and the broker ends the lease.
 2. What else runs ends, or QUIET_WAIT_NS passes. A kernel that uses the region without having named it should not meet
@@ -68,14 +70,14 @@ class _End:
     """A region's end under way.
 
     Attributes:
-        waits: What has to end before the next step.
+        waits: What has to end before the next step; None before the first one.
         grace_ms: How long the launches that named the region may take, `stuck_ns` until when.
         tell_ns: Until when to wait for a refusal that says that the region has ended.
         quiet_ns: Until when to wait for what else runs; 0 while the launches that named the region run.
     """
 
     region: Region
-    waits: list[Ticket]
+    waits: list[Ticket] | None
     grace_ms: int
     stuck_ns: int
     tell_ns: int
@@ -225,13 +227,8 @@ class RegionMemory:
         region.ended = flip if flip is not None and flip.word in ENDED_WORDS else Flip(RegionWord.REVOKED, now_ns)
         self._gate.forget_current()
         self._resources.ledger.void_region(region.address, f"the region {region_id:032x}, which has ended")
-        try:
-            waits = [*region.tickets, *region.marks.values(), *map(self._mark, region.streams)]
-        except DriverError as error:
-            self._give_up(region, f"the streams that use it can't be looked at: {error}")
-            return
-        tell_ns = now_ns + (TELL_WAIT_NS if waits else 0)
-        self._ends[region_id] = _End(region, waits, asked.grace_ms, now_ns + asked.grace_ms * NS_PER_MS, tell_ns)
+        tell_ns = now_ns + (TELL_WAIT_NS if region.tickets or region.marks or region.streams else 0)
+        self._ends[region_id] = _End(region, None, asked.grace_ms, now_ns + asked.grace_ms * NS_PER_MS, tell_ns)
         self._spin_until_ns = now_ns + SPIN_NS
         self.advance()
 
@@ -246,7 +243,8 @@ class RegionMemory:
         now_ns = time.monotonic_ns()
         self._tell_of_opened()
         for end in list(self._ends.values()):
-            end.waits = [ticket for ticket in end.waits if not ticket.is_done()]
+            if end.waits is None and self._keeps_failure() and now_ns < end.tell_ns:
+                continue
             try:
                 if self._is_clear(end, now_ns):
                     del self._ends[end.region.region_id]
@@ -273,6 +271,10 @@ class RegionMemory:
 
     def _is_clear(self, end: _End, now_ns: int) -> bool:
         """Return whether a region's memory may be taken away. Raises DriverError."""
+        region = end.region
+        if end.waits is None:
+            end.waits = [*region.tickets, *region.marks.values(), *map(self._mark, region.streams)]
+        end.waits = [ticket for ticket in end.waits if not ticket.is_done()]
         if not end.quiet_ns:
             if end.waits:
                 if now_ns >= end.stuck_ns:
