@@ -149,7 +149,10 @@ def _end_undisturbed(task: "asyncio.Task[Any]") -> None:
 
 
 async def drive_holding(lock: asyncio.Lock, procedure: Procedure[T]) -> T:
-    """Drive a procedure whose caller has acquired the lock for it, so that nothing gets between; then release it."""
+    """Drive a procedure whose caller holds the lock, so that no other operation comes between.
+
+    Then release the lock.
+    """
     try:
         return await drive(procedure)
     finally:
