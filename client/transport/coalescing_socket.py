@@ -279,7 +279,7 @@ class CoalescingSocket(Channel):
             self._flush_locked()
 
     def after_fork(self) -> None:
-        """In the child: leave the outbox to the parent, and the lock, which a thread of the parent's may have held."""
+        """In the child: leave the outbox to the parent, and the lock, which a thread of the parent may have held."""
         self._lock = threading.RLock()
         self._outbox = _Outbox(bytearray())
 

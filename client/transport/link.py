@@ -185,13 +185,13 @@ class Link:
             del self._results[request_id]
 
     def forget(self, given_back: list[tuple[Opcode, int]]) -> Failure | None:
-        """Drop the replies that nobody waits for, now or when they come: their caller was interrupted.
+        """Drop replies that nobody waits for because their caller was interrupted: those here and those still to come.
 
         Args:
-            given_back: Gets the operation and the handle that give back what such a reply has brought.
+            given_back: Receives the (operation, handle) that give back what such a reply has brought.
 
         Returns:
-            A failure of an earlier request that such a reply told of.
+            The failure of an earlier request, if one of these replies reported one.
         """
         results, makes = self._results, self._makes
         if not self._awaited and not results:

@@ -43,7 +43,7 @@ def wanted_of(address: Address) -> Wanted:
     """The memory to share with the worker at an address, by this machine's capabilities (`protocol.ring`)."""
     if not isinstance(address, UnixAddress):
         return Wanted()
-    # The ring relies on the order in which x86 makes stores visible.
+    # The ring relies on x86-64's memory order (`protocol.ring`).
     return Wanted(ring=platform.machine() == "x86_64", arena_bytes=ARENA_BYTES, words=True)
 
 
@@ -78,7 +78,7 @@ def share(channel: Channel, options: Iterable[Tlv], spin: SpinPolicy) -> Shared:
 def _gathering(channel: Channel, spin: SpinPolicy) -> CoalescingSocket:
     if not isinstance(channel.address, SecuredAddress):
         return CoalescingSocket(channel, spin)
-    # Imported only here, as in `exchange`: ssl takes longer to import than most programs connect.
+    # Imported only here: ssl takes a third of this package's import time, as `exchange` says.
     from gpulease.client.transport.tls import TlsCoalescingSocket
 
     return TlsCoalescingSocket(channel, spin)
