@@ -240,7 +240,7 @@ class Copies(CopyCommands):
     def _ask_arena(
         self, request: FastRequest, buffer: Buffer, offset: int, data: Any, nbytes: int | None
     ) -> Outcome[None]:
-        """Ask for the copy from or to an array of the arena; not sent if it is none, or anything is wrong."""
+        """Ask for a copy from or to an array of the arena; NotSent if the array is elsewhere or anything is wrong."""
         arena = self._attachment.arena
         if (
             arena is None

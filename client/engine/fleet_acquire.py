@@ -261,7 +261,10 @@ class _Search(Generic[T]):
         return None
 
     def _is_taken(self, candidate: Candidate) -> bool:
-        """Return whether it is vain to ask others for the name: the node that serves it keeps it, or several say so."""
+        """Return whether asking others for the name is useless.
+
+        It is if the node that serves the name refused, or if NAME_TRIES nodes are BUSY.
+        """
         refusal = self._refusals[candidate.node_id]
         if not self._place.name or type(refusal.error) is not Busy:
             return False

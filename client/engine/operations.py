@@ -133,7 +133,10 @@ class Operations:
         return result
 
     def guarded(self, doing: str, procedure: Procedure[T]) -> Procedure[T]:
-        """Do an operation whose caller holds the lock: refuse if the session is over, free dropped handles, go on."""
+        """Execute an operation whose caller holds the lock.
+
+        Refuses if the session has ended, then frees dropped handles, then continues with the operation.
+        """
         attachment = self.attachment
         attachment.check_open(doing)
         return (yield from self.go_on(doing, self._prepared(procedure)))

@@ -188,10 +188,10 @@ class SessionView:
         return told if told is not None and len(told) == CARD_BYTES else bytes(CARD_BYTES)
 
     def on_printed(self, callback: PrintedCallback | None) -> None:
-        """Have each sync, and the end of the `with` block, give `callback` what kernels have printed; None ends it.
+        """Pass what kernels have printed to `callback` at each sync and at the end of the `with` block.
 
-        It is called where the sync was, and only if something was printed. What it raises, the sync raises. Raises
-        Unsupported if the session's daemon is too old.
+        None stops this. The sync itself calls it, and only if something was printed. What it raises, the sync raises.
+        Raises Unsupported if the session's daemon is too old.
         """
         self._session.attachment.require(Opcode.PRINTED, "on_printed")
         self._on_printed = callback

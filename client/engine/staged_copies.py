@@ -336,7 +336,10 @@ class Copiers:
             thread.start()
 
     def copy(self, target: int, source: int, nbytes: int, token: Any) -> None:
-        """Begin to copy from one address to another; both must stay valid until `done` gives the token, not None."""
+        """Start to copy from one address to another; both must stay valid until `done` returns the token.
+
+        The token must not be None.
+        """
         if not self._threads:
             ctypes.memmove(target, source, nbytes)
             self._done.put(token)
