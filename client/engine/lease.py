@@ -549,7 +549,10 @@ class LeaseState:
     def _ask_all(
         self, op: Opcode, bodies: Mapping[int, Body], answers: dict[int, Body | Failure], doing: str
     ) -> Procedure[None]:
-        """Ask several requests, none of them twice; `answers` gets what is answered before the connection ends."""
+        """Send several requests, none of them twice.
+
+        `answers` receives the replies that come before the connection ends.
+        """
         yield from self._reconnect_if_stale(doing)
         link, limit = self.channel.link, TimeLimit(CONTROL_REPLY_LIMIT_S, doing, self.address, self.clock)
         try:
@@ -599,9 +602,10 @@ class LeaseState:
             return answer
 
     def _ask_to_make(self, asking: Procedure[Any], op: Opcode, made: list[Any]) -> Procedure[Any]:
-        """Drive a request that makes something; `made` gets the reply's body, for which it waits even if interrupted.
+        """Drive a request that makes something, and wait for its reply even if interrupted.
 
-        If no reply comes, the connection is closed: what the daemon makes for nobody, it takes back.
+        `made` receives the reply's body. If no reply comes, the connection is closed: the daemon takes back what it
+        made for a connection that is gone.
         """
         channel = self.channel
         number = channel.link.connection.last_request_id + 1

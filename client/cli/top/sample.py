@@ -15,8 +15,8 @@ class Sample:
 
     Attributes:
         at_s: Its time, on the monotonic clock.
-        cards: GET_INVENTORY's maps.
-        leases: LEASE_LIST_ACTIVE's maps.
+        cards: The maps of GET_INVENTORY.
+        leases: The maps of LEASE_LIST_ACTIVE.
     """
 
     at_s: float
@@ -25,12 +25,12 @@ class Sample:
 
     @classmethod
     def of(cls, at_s: float, cards: object, leases: object) -> Self:
-        """Make a sample of reports as received; items that are no maps are dropped."""
+        """Make a sample from reports as received; items that are not maps are dropped."""
         return cls(at_s, tuple(_maps(cards)), tuple(_maps(leases)))
 
     @property
     def drain_left_s(self) -> float | None:
-        """Seconds until a drain ends the leases that are left; None if the node is not drained."""
+        """Seconds until a drain ends the remaining leases; None if the node is not drained."""
         left_ms = next((number(card, "drain_left_ms") for card in self.cards), None)
         return None if left_ms is None else left_ms / 1000
 
@@ -76,7 +76,7 @@ class LeaseLine:
 
 
 def lease_lines(sample: Sample, before: Sample | None) -> list[LeaseLine]:
-    """Return the leases of a sample, in its order, with rates since the sample before."""
+    """The leases of a sample, in its order, with rates since the sample before."""
     earlier = {} if before is None else {word(lease, "lease_id"): lease for lease in before.leases}
     span_s = 0.0 if before is None else sample.at_s - before.at_s
     cards = {word(card, "uuid"): number(card, "index") for card in sample.cards}
