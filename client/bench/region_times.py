@@ -1,4 +1,4 @@
-"""Times of regions: opening, revoking, refusing and proving back, and what naming them costs a launch."""
+"""Times of regions: opening, revoking, refusing and proving free, and what naming regions costs a launch."""
 
 import contextlib
 import subprocess
@@ -24,14 +24,14 @@ GRAPH_NODES: Final = 100
 THREADS: Final = 32
 TTL_S: Final = 600.0
 END_S: Final = 20.0
-"""Seconds for a region to be refused, or proved back."""
+"""Longest time for a region to be refused, or proved free, in seconds."""
 
 FLOOR_TIMEOUT_S: Final = 120
 LAUNCHES: Final = 10_000
 
 
 def measure_regions(address: str, ptx: bytes, samples: int, say: Say) -> Figures:
-    """Return the figures of regions on the daemon's first card; times in us or ms, as their names say."""
+    """The figures of regions on the daemon's first card; times in us or ms, as their names say."""
     driver, card_uuid = (first_card(address)[key] for key in ("driver", "uuid"))
     size_bytes = REGION_BYTES[driver]
     figures = {"region_mib": size_bytes / MIB} | _floor(driver, card_uuid, size_bytes, samples, say)
@@ -51,7 +51,7 @@ def measure_regions(address: str, ptx: bytes, samples: int, say: Say) -> Figures
 
 
 def _floor(driver: str, card_uuid: str, size_bytes: int, samples: int, say: Say) -> Figures:
-    """Time the same calls of the driver in a process of their own, without a lease."""
+    """Time the same driver calls in a process of their own, without a lease."""
     say("regions: the driver's own calls")
     words = (driver, card_uuid, str(size_bytes), str(samples))
     return in_a_process("region_floor", *words, timeout_s=FLOOR_TIMEOUT_S)

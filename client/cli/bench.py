@@ -494,7 +494,7 @@ def _tables(report: dict[str, Any]) -> str:
 
 
 def round_trip_table(report: Mapping[str, Any]) -> str:
-    """Return the table of round trips, p50 and p99 of each caller, with the notes and who is missing below it."""
+    """The table of round trips, p50 and p99 of each caller; below it, notes, and which callers are missing and why."""
     found, ratio, goals = report["figures"], report["ratio"], report["goals"]
     callers = [name for name in CALLERS if name in found]
     others = [name for name in callers if name != LEASED]

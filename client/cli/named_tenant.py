@@ -87,5 +87,5 @@ def acquire_name(address: str, name: str, wait_s: float) -> GpuLease:
 
 
 def overlaps(first: Work, second: Work) -> int:
-    """Return how many pairs of both sessions' kernels ran at one time."""
+    """Number of pairs of kernels, one of each session, that ran at the same time."""
     return sum(a < d and c < b for a, b in first.spans for c, d in second.spans)

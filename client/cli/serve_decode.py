@@ -155,12 +155,12 @@ async def _serve(
 
         async with _going_on(stop_with_decoder()):
             await serve_within(app, sock, known=known, stop_s=STOP_LIMIT_S, began=servers.append)
-        # What ended the decoder ends the process with an error, and its unit starts it again.
+        # If the decoder ended by itself, this raises the reason, and the service's unit restarts the process.
         decoder.check_alive()
 
 
 def _demo_settings(stack: contextlib.ExitStack) -> "tuple[DecodeSettings, _DemoKeys]":
-    """Make a demonstration's settings and keys, with a daemon if none runs."""
+    """A demonstration's settings and keys; starts a private daemon if none is running."""
     from gpulease.client.serve.decode.openai_http.api_keys import distinct_keys, key_digest
     from gpulease.client.serve.decode.openai_http.decode_settings import (
         DEFAULT_CHAT_TOKENS,
@@ -200,7 +200,7 @@ def _demo_settings(stack: contextlib.ExitStack) -> "tuple[DecodeSettings, _DemoK
 
 
 def _hint(url: str, key: str) -> str:
-    """Return a command that asks the server, ready to paste."""
+    """A command that sends a request to the server, ready to paste."""
     where = f"{url}/v1/completions"
     if url.startswith("http+unix://"):
         where = f"--unix-socket {url.removeprefix('http+unix://')} http://localhost/v1/completions"

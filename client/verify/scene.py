@@ -1,4 +1,4 @@
-"""The scene of the matrix: one card, its leases and its figures; and `Check`, the kind of all rows."""
+"""The scene of the matrix: one card, its leases and its figures; and `Check`, the type of all rows."""
 
 import time
 from collections.abc import Callable
@@ -17,13 +17,14 @@ SLICE_BYTES: Final = 256 << 20
 LEASE_S: Final = 120.0
 
 END_S: Final = 30.0
-"""Seconds for a lease to be torn down."""
+"""Longest time for a lease to be torn down, in seconds."""
 
 POOL_S: Final = 60.0
-"""Seconds for the pool of ready contexts to be full again."""
+"""Longest time for the pool of ready contexts to be full again, in seconds."""
 
 CARD_S: Final = 5.0
-"""Seconds for the card's own figure to fall back; the daemon proved the memory free before the teardown's end."""
+"""Longest time for the card's own figure to fall back, in seconds; the daemon proved the memory free before the
+teardown's end."""
 
 NAME_CHARS: Final = 15
 """Characters of a process's name that the kernel keeps."""
@@ -51,29 +52,29 @@ class Scene:
 
     @classmethod
     def at(cls, address: str) -> "Scene":
-        """Look at the daemon's first card."""
+        """The scene on the first card of that daemon."""
         card = first_card(address)
         return cls(address, card["driver"], card["uuid"], card["name"], card["capacity_bytes"])
 
     def title(self) -> str:
-        """Return the title of its tables: the card, its driver and the day."""
+        """The title of its tables: the card, its driver and the date."""
         return card_title(self.driver, self.card_name, self.card_uuid)
 
     @property
     def is_card(self) -> bool:
-        """True for a real card."""
+        """True for a real card, False for the embedded driver."""
         return self.driver == "cuda"
 
     def builder(self, size_bytes: int = SLICE_BYTES, seconds: float = LEASE_S) -> GpuBuilder:
-        """Return a builder of a lease on the card."""
+        """A builder for a lease on the card."""
         return GpuBuilder(self.address).min_vram(size_bytes).lease_secs(seconds).device(self.card_uuid)
 
     def query(self, lease_id: int) -> dict[str, Any]:
-        """Return the daemon's report of a lease."""
+        """The daemon's report about a lease."""
         return dict(ask(Opcode.LEASE_QUERY, LeaseRef(lease_id), self.address).report)
 
     def held_bytes(self) -> int:
-        """Return the bytes that leases hold, by the daemon's account."""
+        """The bytes that leases hold, according to the daemon."""
         return int(first_card(self.address, "held_bytes")["held_bytes"])
 
     def wait_for_pool(self) -> None:

@@ -1,4 +1,4 @@
-"""Samples of a node, and the lines of leases that two samples give: the state now, and the rates between them."""
+"""Samples of a node, and the lines about leases that two samples give: the state now, and the rates between them."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -103,13 +103,13 @@ def _line(lease: Report, before: Report, span_s: float, cards: Mapping[str | Non
 
 
 def _state(lease: Report) -> str | None:
-    """Return its state, with the cause if something ends it."""
+    """Its state, with the cause if something ends it."""
     state, cause = word(lease, "state"), word(lease, "cause")
     return f"{state} {cause}" if state is not None and cause is not None else state
 
 
 def _rate(lease: Report, before: Report, key: str, span_s: float) -> float | None:
-    """Return events a second. The session itself counts them: a counter that went backwards gives None."""
+    """Events per second. The session itself counts them: a counter that went backwards gives None."""
     now, then = number(lease, key), number(before, key)
     if now is None or then is None or now < then or span_s <= 0:
         return None
@@ -117,7 +117,7 @@ def _rate(lease: Report, before: Report, key: str, span_s: float) -> float | Non
 
 
 def number(report: Report, key: str) -> float | None:
-    """Return a figure of a report; None if there is none."""
+    """A number in a report; None if it is missing or not a finite number."""
     value = report.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
@@ -125,7 +125,7 @@ def number(report: Report, key: str) -> float | None:
 
 
 def word(report: Report, key: str) -> str | None:
-    """Return a text of a report; None if there is none."""
+    """A string in a report; None if it is missing or not a string."""
     value = report.get(key)
     return value if isinstance(value, str) else None
 
