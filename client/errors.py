@@ -109,7 +109,7 @@ class Revoked(GpuLeaseError):
 
 @answers(Status.FENCED)
 class Fenced(GpuLeaseError):
-    """The card's memory could not be proved free, so the daemon grants it to nobody."""
+    """The card's memory could not be proved free, so the daemon does not grant it again."""
 
     host_code = -3
     default_hint = "Use another card, or ask the operator of the node to clear the fence"
@@ -225,7 +225,7 @@ class LoadFailed(OperationFailed):
 
     @property
     def log(self) -> str:
-        """The compiler's log; "" if there is none."""
+        """The compiler's log; "" if the driver returned none."""
         return self.failure.log
 
     @property
@@ -285,7 +285,7 @@ class RegionFailed(OperationFailed):
 
     @property
     def position(self) -> int | None:
-        """The position that the launch passed."""
+        """The position that the refused launch passed."""
         return self.failure.position
 
     @property

@@ -175,7 +175,7 @@ class Variable(BorrowedBuffer):
 
     @owner.setter
     def owner(self, owner: HandleOwner | None) -> None:
-        """Change nothing: the module's counts."""
+        """Change nothing: the module's own owner counts."""
 
     def check(self, session: HandleOwner, what: str) -> None:
         """Raise InvalidHandle, naming the operation `what`, if the module can't be used in `session`."""

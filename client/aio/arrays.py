@@ -1,4 +1,4 @@
-"""Device arrays of the asyncio API."""
+"""Device arrays of the asyncio API, with awaitable operations."""
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -77,7 +77,7 @@ async def make(session: "GpuSession", calls: Calls[T]) -> T:
     """Execute an operation that the engine describes as a sequence of calls, and return its result.
 
     Args:
-        session: The session whose methods the calls name.
+        session: The session with the methods that the calls name.
         calls: Yields a `Call` (a session method with arguments) or a procedure to drive; receives each one's result.
     """
     answer = None

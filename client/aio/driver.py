@@ -66,7 +66,7 @@ class ConnectionLock(asyncio.Lock):
         self._abandoned: set[asyncio.Task[Any]] = set()
 
     def abandon(self, task: asyncio.Task[Any]) -> None:
-        """Keep a task, whose caller is gone, until it ends."""
+        """Keep a task, after its caller was cancelled, until it ends."""
         self._abandoned.add(task)
         task.add_done_callback(self._abandoned.discard)
 
@@ -187,7 +187,7 @@ class Opening(Coroutine[Any, Any, C]):
         return self._work.throw(*error)
 
     def close(self) -> None:
-        """Give up before anything was opened."""
+        """Give up before the object was opened: closes the coroutine."""
         self._work.close()
 
     async def __aenter__(self) -> C:

@@ -1,4 +1,4 @@
-"""Loaded modules of an asyncio session."""
+"""Modules that an asyncio session has loaded."""
 
 from collections.abc import Mapping
 

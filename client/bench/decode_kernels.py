@@ -1,7 +1,8 @@
-"""Times of the decode engine's kernels, each alone in launch graphs, and of each linear by other tiles and splits.
+"""Times of the decode engine's kernels, each alone in launch graphs, and of linear layers with other tiles and splits.
 
-The engine cuts a linear's sums into parts by the weight's shape alone, so that a row's bits are the same in every step.
-`tile_figures` tells what that costs: every tile and number of parts that the kernels have, beside the ones in use.
+The engine splits a linear layer's sums by the weight's shape alone, so that a row's bits are the same in every step.
+`tile_figures` measures what that costs: every tile and number of parts that the kernels have, compared with those in
+use.
 """
 
 import time
@@ -48,14 +49,14 @@ async def kernel_figures(engine: DecodeEngine, blocks: Blocks, batch: int, conte
 async def tile_figures(
     engine: DecodeEngine, blocks: Blocks, batch: int, context: int, step_s: float
 ) -> AsyncIterator[Figure]:
-    """Yield for each linear the time of its best tile and splits beside those in use, at last all of a step's.
+    """Yield the time of each linear layer with its best tile and splits and with those in use; finally of all layers.
 
     Args:
         engine: The engine.
         blocks: Blocks of keys and values that the rows name.
         batch: Rows of the step.
         context: Their position.
-        step_s: Seconds of such a step, which the cost of all linears is a share of.
+        step_s: Seconds of such a step; the cost of all linear layers is reported as a share of it.
     """
     await _give_rows(engine, blocks, batch, context)
     linears = {
@@ -88,11 +89,11 @@ async def tile_figures(
 
 
 def variants(launch: KernelLaunch, target: str) -> Iterator[KernelLaunch]:
-    """Yield a linear's launch by each tile that a card has, and by each number of parts that its buffer has room for.
+    """Yield a linear layer's launch with each tile that a card has, and each number of parts that fits its buffer.
 
     Args:
         launch: The launch as the engine chose it.
-        target: The card's architecture, whose tiles are tried beside those that every card takes.
+        target: The card's architecture. Its tiles are tried in addition to those of every card.
     """
     kernels, values = manifest().kernels, launch.values
     rows, count, columns = _whole(launch, "R"), _count(launch), _whole(launch, "K")

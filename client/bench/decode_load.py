@@ -102,10 +102,10 @@ class ReplyError(Exception):
 
 
 class DecodeClient:
-    """Sends completions to one server. HTTP/1.0, so that a reply ends with its connection and has no chunks.
+    """Sends completion requests to one server, with HTTP/1.0: then a reply ends with its connection and has no chunks.
 
     Args:
-        url: The server's URL, `http://HOST:PORT`. Raises ValueError for another one.
+        url: The server's URL, `http://HOST:PORT`. Raises ValueError for any other.
         max_tokens: Tokens that each request asks for.
     """
 

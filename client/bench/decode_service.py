@@ -284,7 +284,7 @@ async def rebinds(service: _Service, names: Sequence[str], for_s: float) -> dict
 
 
 async def shares(service: _Service, names: Sequence[str], for_s: float) -> dict[str, Any]:
-    """Service of two tenants of weights 1 and 3 that always have requests waiting: prompts' and emitted tokens."""
+    """Service of two tenants with weights 1 and 3 that always have requests waiting: tokens of prompts and outputs."""
     settings = service.decoder.scheduler.settings
     async with service.load(names, settings.max_sequences + 16, 32, 32):
         await asyncio.sleep(1)
@@ -309,7 +309,7 @@ async def _quiet(service: _Service) -> None:
 
 
 async def _until(is_so: Callable[[], bool]) -> None:
-    """Look every 10 ms: a decoder tells nobody that it is idle."""
+    """Poll a condition every 10 ms: a decoder does not report that it is idle."""
     while not is_so():  # noqa: ASYNC110
         await asyncio.sleep(0.01)
 

@@ -26,7 +26,7 @@ FAMILIES: Final = {Family.LLAMA: (LlamaConfig, LlamaForCausalLM), Family.QWEN3: 
 
 
 def model_of(config: ModelConfig, device: str) -> Any:
-    """transformers' model of a shape, on that device."""
+    """Make the model of transformers that has a shape, on that device."""
     settings, model = FAMILIES[config.family]
     said = settings(
         vocab_size=config.vocabulary,

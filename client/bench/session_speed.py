@@ -33,7 +33,7 @@ OWN_BURSTS: Final = 40
 
 
 def hot_path(address: str, ptx: bytes, launches: int, samples: int, *, shared_memory: bool = True) -> dict[str, float]:
-    """Time launches, syncs, copies and allocations of one session, through shared memory or its socket alone."""
+    """Time launches, syncs, copies and allocations of one session, through shared memory or only its socket."""
     # The direct calls use card 0, too.
     wanted = GpuBuilder(address).device("0").min_vram(SLICE_BYTES).lease_secs(600)
     with wanted.acquire() as lease, GpuSession(lease, shared_memory=shared_memory) as session:

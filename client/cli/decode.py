@@ -157,7 +157,7 @@ def model_at_hand(address: str) -> tuple[Path, str]:
 
 
 async def _continue(address: str, prompt: _Prompt, show: Callable[[str], None]) -> _Answer:
-    """Decode, and show text as it comes, in a thread, so that the lease is renewed even if nobody reads the output."""
+    """Decode, and show text as it comes, in a thread, so that the lease is renewed even if the output is not read."""
     answer = _Answer()
     context, length = prompt.checkpoint.config.context, len(prompt.tokens)
     # Cut the output to the model's context; the decoder refuses a prompt that is too long by itself.

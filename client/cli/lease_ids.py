@@ -21,7 +21,7 @@ COMPLETION_LIMIT_S: Final = 0.5
 """Longest time for the daemon to list leases while a person waits for a completion, in seconds; then there is none."""
 
 MAX_COMPLETIONS: Final = 256
-"""Most ids offered to a shell. A shell asks before it shows more, and nobody reads them."""
+"""Most ids offered to a shell, which asks before it shows more than fit on the screen."""
 
 MIN_PREFIX_DIGITS: Final = 4
 """Least digits of an id's prefix; fewer are more likely a slip than a choice."""

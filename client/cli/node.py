@@ -159,7 +159,7 @@ def _row(lease: Report, gpus: dict[str, str]) -> list[str]:
 
 
 def _holders(lease: Report) -> str:
-    """Describe who holds the buffers of a lease's session; "" if nobody does, or the daemon is too old to report it."""
+    """Describe who holds the buffers of a lease's session; "" for none, or if the daemon is too old to report it."""
     connections = lease.get("connections") or []
     held = [
         (f"pid {one['pid']}" if one["pid"] else f"remote {one['number']}", one["held_bytes"]) for one in connections

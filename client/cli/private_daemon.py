@@ -110,7 +110,7 @@ class PrivateServer:
             self._process = None
 
     def ask_to_stop(self) -> None:
-        """Tell the process to stop in order, and return immediately."""
+        """Send SIGTERM, so that the process stops in order; returns immediately."""
         if self._process is not None:
             _ask_to_stop(self._process)
 
@@ -167,7 +167,7 @@ def private_daemon(
 
 @contextlib.contextmanager
 def killable_daemon(driver: str) -> Iterator[PrivateDaemon]:
-    """Start a daemon whose leases outlive its broker, until the block ends. Raises CannotStart."""
+    """Start a daemon until the block ends; its leases outlive its broker. Raises CannotStart."""
     with unwound_by_signals(), _folder() as folder:
         daemon = PrivateDaemon(folder, ["--driver", driver], f'state = "{folder / "state"}"\n')
         try:

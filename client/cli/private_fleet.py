@@ -220,7 +220,7 @@ def end_all(daemon: PrivateDaemon) -> None:
 
 
 class Link:
-    """A way to one member of etcd, which can be cut: then bytes vanish, and nobody is told."""
+    """A connection path to one member of etcd that can be cut: from then on bytes vanish without an error."""
 
     def __init__(self, endpoint: str) -> None:
         host, _, port = endpoint.rpartition(":")
@@ -231,11 +231,11 @@ class Link:
         threading.Thread(target=self._accept, args=(self._sockets[0],), daemon=True).start()
 
     def cut(self) -> None:
-        """Let nothing through any more."""
+        """Discard all further bytes, without closing any connection."""
         self._is_cut.set()
 
     def close(self) -> None:
-        """End all connections."""
+        """End all connections, and accept no more."""
         for one in self._sockets:
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)

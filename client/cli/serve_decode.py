@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gpulease.protocol.http_origin import KnownHosts
 
 STOP_LIMIT_S: Final = 30.0
-"""Longest time for a server that was told to stop to finish the answers that it has started, in seconds."""
+"""Longest time for a stopping server to finish the answers that it has started, in seconds."""
 
 DEMO_TENANTS: Final = ("ann", "bob", "cem", "dee")
 DEMO_POSITIONS: Final = 512

@@ -23,7 +23,7 @@ GAP: Final = "  "
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, texts: Collection[str] = ()) -> str:
-    """Lay out a table whose columns are as wide as their widest cell; columns of figures are aligned right.
+    """Lay out a table with columns as wide as their widest cell; columns of figures are aligned right.
 
     Args:
         head: The columns' titles.

@@ -81,7 +81,7 @@ class Claim:
 
 @dataclass(slots=True)
 class Phase:
-    """ann's work during a part of the demonstration: launches whose complete result was checked."""
+    """Ann's work during a part of the demonstration: launches with their complete results checked."""
 
     name: str
     launches: int = 0
@@ -130,7 +130,7 @@ class Ann:
         Args:
             is_over: Whether it is over.
             wait: Waits for a number of seconds; may return early, when it is over.
-            beside: What to show next to her work.
+            beside: Returns what to show next to her work.
         """
         while not is_over():
             wait(LOOK_S)
@@ -233,7 +233,7 @@ def run_tenants_demo(
         address: The daemon's address.
         lines: Prints the progress.
         transform_ptx: PTX with `scale` and `bias`.
-        is_private: Whether nobody else uses the daemon.
+        is_private: Whether this program alone uses the daemon.
     """
     scene = Scene.at(address)
     with neighbour(address, scene.card_uuid) as process:

@@ -24,7 +24,7 @@ from gpulease.protocol.fastpath import ARENA_COPY, mem_read_frame, mem_write_pre
 from gpulease.protocol.messages import Body
 
 SMALL_READ_BYTES: Final = 32 << 10
-"""Largest read for whose reply the client spins as a whole; the ring has room for much more."""
+"""Largest read that waits for its reply by spinning; the ring has room for much more."""
 
 READ_WINDOW: Final = 4
 """MEM_READs in flight at once: enough for the worker to copy the next chunk while this one is being received."""
@@ -53,7 +53,7 @@ class CopyCommands(Protocol):
 
 
 class Copies(CopyCommands):
-    """The copies of one session."""
+    """The copies of one session, in all four ways."""
 
     def __init__(self, operations: Operations, streams: Streams) -> None:
         self._operations = operations

@@ -44,7 +44,7 @@ class Pending:
 
     @property
     def rest(self) -> Procedure[Any]:
-        """The procedure that waits for the reply."""
+        """The procedure that waits for the reply's body."""
         return self.receive(self.request_id)
 
 
@@ -134,7 +134,7 @@ class _KnownReply:
 
 
 class FastRequest(_KnownReply):
-    """A request whose payload has the same size each time."""
+    """A request with a payload of the same size each time."""
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ class FastRequest(_KnownReply):
 
 
 class SmallRead(_KnownReply):
-    """A MEM_READ for whose whole reply the client spins: a known beginning, then data, received in place."""
+    """A MEM_READ with a reply that is compared as a whole: a known beginning, then data, received in place."""
 
     def __init__(self, operations: Operations) -> None:
         super().__init__(operations, Opcode.MEM_READ)

@@ -101,7 +101,7 @@ each node that is asked queries the fleet's store. A node that is cut off answer
 enough."""
 
 MAX_TOLD: Final = 8
-"""Most nodes whose refusals an error message lists."""
+"""Most refusing nodes that an error message lists."""
 
 REQUEST_ID_BYTES: Final = 16
 

@@ -84,7 +84,7 @@ class GraphHandle(Handle):
         return self
 
     def discarded(self) -> None:
-        """Record that the recording failed."""
+        """Record that the recording failed, for later errors."""
         self._why_not = "was discarded: its recording failed"
 
     def graphs(self, doing: str) -> "Graphs":

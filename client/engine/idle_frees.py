@@ -16,7 +16,7 @@ process next to nothing."""
 
 
 class IdleLook:
-    """Polls one session."""
+    """Polls one session for handles that are due to be freed."""
 
     def __init__(self, operations: Operations) -> None:
         self._operations = operations

@@ -268,8 +268,8 @@ END_MARGIN_S: Final = 5.0
 """
 
 MAX_NOTES: Final = 256
-"""Most notes in flight together: more are no faster, and the daemon accepts a bounded number of requests per
-connection."""
+"""Most notes in flight together: a larger number gains no speed, and the daemon accepts a bounded number of requests
+per connection."""
 
 FIRST_RECONNECT_PAUSE_S: Final = 0.05
 """Pause before the first reconnect, in seconds; it doubles with each that fails."""
@@ -411,7 +411,7 @@ class LeaseState:
             self.channel.close()
 
     def issue(self, wanted: CapabilityIssue) -> Procedure[Grant]:
-        """Issue a token for another program."""
+        """Issue a token for another program, as `GpuLease.issue`."""
         granted: CapabilityGrant = yield from self._control(Opcode.CAPABILITY_ISSUE, wanted)
         return Grant(
             granted.token,

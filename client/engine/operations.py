@@ -79,7 +79,7 @@ class FenceLimit(LeaseLimit):
         self._end = lease.deadline + EXPIRY_MARGIN_S
 
     def remaining_s(self) -> float:
-        """Seconds left; negative after the limit."""
+        """Seconds left of the limit; negative after it."""
         return self._end - self._lease.clock()
 
     def over(self) -> Procedure[None]:

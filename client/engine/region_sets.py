@@ -40,7 +40,7 @@ class RegionSet(Handle):
 
 
 class RegionSets:
-    """Makes the region sets of one session."""
+    """Makes the region sets of one session, which launches name."""
 
     def __init__(self, operations: Operations) -> None:
         self._operations = operations

@@ -23,7 +23,7 @@ MODULE_LOAD_FIXED_BYTES: Final = 4
 
 
 MAX_UNSETTLED: Final = 256
-"""Most frees and reuses that no reply has settled. At this number an allocation asks the worker, whose reply settles
+"""Most frees and reuses without a settling reply. At this number an allocation asks the worker, and the reply settles
 them."""
 
 

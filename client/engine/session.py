@@ -174,7 +174,7 @@ class SessionView:
 
     @property
     def cuda_version(self) -> int:
-        """The CUDA version of the card's driver, 13000 for 13.0; 0 if there is none or the daemon doesn't report it."""
+        """The CUDA version of the card's driver, 13000 for 13.0; 0 if there is none, or it is not reported."""
         return int.from_bytes(self._card[2:])
 
     @property

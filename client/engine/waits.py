@@ -66,7 +66,7 @@ def is_held(lock: Any) -> bool:
 
 
 class Limit(Protocol):
-    """A deadline for a reply."""
+    """The deadline of an operation, or of one of its replies."""
 
     def remaining_s(self) -> float:
         """Seconds left; 0 or less when the time is over."""

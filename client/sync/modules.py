@@ -1,4 +1,4 @@
-"""Loaded modules of a blocking session."""
+"""Modules that a blocking session has loaded."""
 
 from collections.abc import Mapping
 

@@ -204,7 +204,7 @@ def _endless(scene: Scene, grid: tuple[int, int, int], block: tuple[int, int, in
 
 
 def _flood(scene: Scene, launches: int) -> FaultOutcome:
-    """Launch as fast as possible. This is no fault, but the neighbour must not be affected either."""
+    """Launch as fast as possible. This breaks no rule, but the neighbour must not be affected either."""
     lease = scene.builder().acquire()
     session = GpuSession(lease)
     buffer = session.mem_alloc(4096)

@@ -52,7 +52,7 @@ class FaultResult:
 
 @dataclass(frozen=True, slots=True)
 class MatrixReport:
-    """The result of a run."""
+    """The result of a run: each fault, and each promise."""
 
     scene: Scene
     faults: list[FaultResult]

@@ -148,7 +148,7 @@ def _screen() -> Iterator[curses.window]:
 
 
 def _attributes() -> dict[Style, int]:
-    """curses' attributes by style; without colours, or with NO_COLOR (no-color.org), bold and reverse only."""
+    """The attributes for curses by style; without colours, or with NO_COLOR (no-color.org), bold and reverse only."""
     looks = {
         Style.PLAIN: curses.A_NORMAL,
         Style.HEAD: curses.A_BOLD,
@@ -225,7 +225,7 @@ class _Screen:
             curses.resizeterm(max(1, size.lines), max(1, size.columns))
 
     def _keys(self) -> list[str]:
-        # Read bytes: get_wch reports a byte that is no character in the locale like the end of the input.
+        # Read bytes: for a byte outside the locale's encoding, get_wch returns the same as for the end of the input.
         found: list[str] = []
         while len(found) < MAX_KEYS and (code := self._window.getch()) != curses.ERR:
             if code > 0xFF:

@@ -122,7 +122,7 @@ def press(view: View, key: str, scene: Scene) -> Pressed:
 
 def _browse(view: View, key: str, scene: Scene) -> Pressed:
     if key in ("q", "esc"):
-        # Esc clears the filters and never quits, so that nobody ends a view that only looks stuck.
+        # Esc clears the filters and never quits: a view that only looks stuck must not end by it.
         return (view, Quit()) if key == "q" else (replace(view, pattern="", card=None), None)
     if key == " ":
         return view, Refresh()
