@@ -136,12 +136,12 @@ class Churn:
             return ending
 
     async def _let_expire(self, lease: GpuLease) -> str:
-        """Do not renew the lease. On a busy host it may end before it is used."""
+        """Don't renew the lease. On a busy host it may end before it is used."""
         with contextlib.suppress(LeaseExpired):
             async with GpuSession(lease) as session:
                 await self._work(session)
                 await _until_refused(session, self._rest)
-            # All leases are to rest, and this one would end meanwhile.
+            # All leases are about to rest, and this one would end meanwhile.
             await lease.free()
             return "free"
         return "expire"
@@ -177,7 +177,7 @@ class Churn:
         await session.module_unload(module)
 
     async def _hold(self, lease: GpuLease, seconds: float) -> None:
-        """Wait, and rest when all do."""
+        """Wait for `seconds`; if all leases are to rest meanwhile, renew and rest with them."""
         until = time.monotonic() + seconds
         while (left_s := until - time.monotonic()) > 0:
             try:

@@ -315,7 +315,7 @@ async def _until(is_so: Callable[[], bool]) -> None:
 
 
 def checkpoint_named(name: str) -> Checkpoint:
-    """Return the model at a path, or random weights of a shape that `decode_shapes` names. Raises ModelRejected."""
+    """The model at a path, or random weights of a shape of `decode_shapes`. Raises ModelRejected."""
     return RandomCheckpoint(SHAPES[name], 1) if name in SHAPES else open_model(name)
 
 

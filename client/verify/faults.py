@@ -169,7 +169,7 @@ def _stack(scene: Scene) -> FaultOutcome:
 
 
 def _heap(scene: Scene) -> FaultOutcome:
-    """The device's heap is bounded: a kernel that allocates more gets a null pointer, and the card's memory stays."""
+    """The device heap is bounded: a kernel that allocates more gets a null pointer; the card's memory is unaffected."""
     lease = scene.builder().acquire()
     session = GpuSession(lease)
     module, found = session.module_load(hungry()), session.mem_alloc(8)

@@ -1,4 +1,4 @@
-"""The matrix of `gpulease verify`: faults beside a neighbour at work, then the promises that no fault breaks."""
+"""The matrix of `gpulease verify`: faults next to a neighbour at work, then promises that don't depend on a fault."""
 
 import time
 from collections.abc import Callable

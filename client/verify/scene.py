@@ -86,16 +86,16 @@ class Scene:
             time.sleep(_LOOK_S)
 
     def lease_ids(self) -> set[int]:
-        """Return the ids of all live leases."""
+        """The ids of all live leases on the daemon."""
         report = leases_of(ask(Opcode.LEASE_LIST_ACTIVE, Empty(), self.address).report)
         return {int(lease["lease_id"], 16) for lease in report}
 
     def used_mib(self) -> int:
-        """Return the MiB used on the card, by its own account; 0 for a pretended card."""
+        """MiB used on the card, as nvidia-smi reports; 0 for the embedded driver."""
         return int(ask_card(self.card_uuid, "memory.used")) if self.is_card else 0
 
     def wait_for_end(self, lease_id: int, within_s: float = END_S) -> str:
-        """Wait until the lease is torn down; return the cause of its end. Raises Breach."""
+        """Wait until the lease is torn down; returns the cause of its end. Raises Breach."""
         until = time.monotonic() + within_s
         while (report := self.query(lease_id))["state"] != "torndown":
             if time.monotonic() > until or report["state"] == "fenced":
@@ -104,17 +104,17 @@ class Scene:
         return str(report["cause"])
 
     def free(self, lease_id: int) -> float:
-        """Free a lease; return the milliseconds until its memory is proved free."""
+        """Free a lease; returns the milliseconds until its memory is proved free."""
         started = time.perf_counter()
         try:
             ask(Opcode.LEASE_FREE, LeaseRef(lease_id), self.address)
         except GpuLeaseError:
-            # The lease has ended already, which is as good.
+            # The lease has ended already, which is just as good.
             self.wait_for_end(lease_id)
         return (time.perf_counter() - started) * 1e3
 
     def card_is_back_to(self, used_mib: int) -> int:
-        """Wait until the card's use has settled; return the MiB used beyond those before."""
+        """Wait until the card's use has settled; returns the MiB in use beyond `used_mib`."""
         until = time.monotonic() + CARD_S
         while (more := self.used_mib() - used_mib) > 0 and time.monotonic() < until:
             time.sleep(_LOOK_S)
@@ -126,7 +126,7 @@ Outcome = TypeVar("Outcome")
 
 @dataclass(frozen=True, slots=True)
 class Check(Generic[Outcome]):
-    """A row of the matrix: a fault or a promise, by its name, and its proof.
+    """A row of the matrix: a fault or a promise, with its name and its proof.
 
     Attributes:
         prove: Returns what it found. Raises Breach or GpuLeaseError if a promise does not hold.
@@ -137,12 +137,12 @@ class Check(Generic[Outcome]):
 
 
 def breach_of(error: Exception) -> str:
-    """Describe the error that ended a proof."""
+    """A sentence about the error that ended a proof."""
     return f"{type(error).__name__}: {error}"
 
 
 def worker_pid(lease_id: int) -> int:
-    """Return the process of a lease's worker, found by its name. Raises Breach."""
+    """The process id of a lease's worker, found by its name. Raises Breach."""
     name = f"gpul-{lease_id:032x}"[:NAME_CHARS]
     for comm in Path("/proc").glob("[0-9]*/comm"):
         try:
