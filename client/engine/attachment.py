@@ -100,10 +100,10 @@ their memory."""
 
 
 class HeldBuffers:
-    """Buffers that the tenant has freed and the worker has not been told of: the next one of a size takes their place.
+    """Buffers that the tenant has freed and the worker has not been asked to free: the next of the same size takes one.
 
-    So a loop that allocates and frees waits for nobody (MEM_REUSE). They are given back before anything that may need
-    their memory.
+    So a loop that allocates and frees does not wait (MEM_REUSE). They are freed before anything that may need their
+    memory.
     """
 
     def __init__(self) -> None:

@@ -47,7 +47,7 @@ class RegionState(LeaseState):
         tenant: Its tenant; "" for the lease's own.
         address_on_card: Its device address.
         slot: Together with `number`, its name in region sets.
-        number: How often the slot was used before.
+        number: Distinguishes it from other regions that have had the slot.
         dropped: Never used: as the owner of a buffer that no session has used yet, it has nothing to free.
     """
 
