@@ -65,6 +65,7 @@ class ArrayLayout:
         """
         step = self.item_bytes
         for length, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            # The stride of a dimension of length 1 is never used.
             if length != 1:
                 if stride != step and self.size:
                     return False
@@ -85,6 +86,7 @@ class ArrayLayout:
         shape: list[int] = []
         strides: list[int] = []
         offset, left = self.offset, iter(zip(self.shape, self.strides, strict=True))
+        # None adds a dimension, a slice keeps one, an integer removes one.
         for number, one in enumerate(_full_key(key, self.shape)):
             if one is None:
                 shape.append(1)
@@ -151,6 +153,7 @@ def _full_key(key: Any, shape: tuple[int, ...]) -> Iterator[Any]:
     """Complete an index to one item per dimension, plus its Nones. Raises InvalidRequest."""
     items = key if isinstance(key, tuple) else (key,)
     taken = sum(item is not None and item is not ... for item in items)
+    # `...`, or else the end of the index, stands for all dimensions that were not given.
     missing = len(shape) - taken
     if missing < 0:
         raise InvalidRequest(f"index: {taken} indices for an array of {len(shape)} dimensions")
@@ -177,6 +180,7 @@ def _range_of(one: slice, length: int, number: int) -> tuple[int, int, int]:
 
 def _place(one: Any, length: int, number: int) -> int:
     try:
+        # bool has __index__, but means a mask in numpy.
         if isinstance(one, bool):
             raise TypeError
         place = one.__index__()

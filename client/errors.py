@@ -370,6 +370,8 @@ def error_of(failure: Failure, doing: str, own_requests: Container[int] = ()) ->
             failure of any other request is reported as an earlier one's.
     """
     number = failure.failed_request_id
+    # A quiet request's failure arrives with a later reply: say which request failed, and that this one was not
+    # executed.
     if number is None or number in own_requests:
         message = f"{doing}: {failure.message}"
     else:

@@ -36,6 +36,7 @@ def register(thing: Inherited) -> None:
 
 
 def _disown_all() -> None:
+    # A copy: disowning may drop the last references, which would change the set.
     for thing in list(_inheritable):
         thing.disown()
 

@@ -193,6 +193,7 @@ class KernelArgs:
         """
         if not isinstance(name, str) or not name.isidentifier() or name in KEYWORDS:
             raise InvalidRequest(f"argument {len(self.kinds)}: {quoted(name)} is not a valid parameter name")
+        # Pack it twice: as a parameter with its name, and as an ordinary argument of this launch.
         bound = pack_parameter(f"argument {len(self.kinds)}", kind, value)
         index = len(self.kinds)
         _push(self, kind, value)
@@ -279,6 +280,7 @@ def pack_listed(values: Sequence[Any], types: Sequence[ParameterType] = (), why_
     """
     args = KernelArgs()
     for index, value in enumerate(values):
+        # Device memory, raw bytes and numbers with a size pack by themselves; a Python number needs the declared type.
         if isinstance(value, Buffer | ArrayView):
             args.push_buffer(value)
         elif isinstance(value, tuple) and value and isinstance(value[0], Buffer | ArrayView):
@@ -296,6 +298,7 @@ def pack_listed(values: Sequence[Any], types: Sequence[ParameterType] = (), why_
 def _scalar(index: int, value: Any) -> tuple[ArgumentKind, bytes] | None:
     """Pack a number that has a size of its own (numpy, ctypes); None for others. Raises InvalidRequest for an array."""
     try:
+        # numpy and ctypes scalars have the buffer protocol, which gives size and kind.
         view = memoryview(value)
     except (TypeError, ValueError):
         return None
@@ -315,6 +318,7 @@ def _number(index: int, value: Any, told: ParameterType, why_untold: str) -> tup
     if not isinstance(value, int | float):
         hint = "A list has buffers, arrays on the card, (buffer, offset), numpy scalars and bytes"
         raise InvalidRequest(f"argument {index}: a kernel can't take {quoted(value)}", hint)
+    # PTX calls signed integers s32; here they are i32, as in numpy.
     kind = "u64" if told is ParameterType.POINTER else told.name.lower().replace("s", "i")
     layout = _PACKED_AS.get(kind)
     if layout is None:

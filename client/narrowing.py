@@ -44,6 +44,7 @@ def attenuate(
     if ttl_secs is not None and not 0 < ttl_secs < float("inf"):
         raise InvalidRequest(f"attenuate: ttl_secs must be a positive time, not {ttl_secs!r}")
     try:
+        # The times are facts of the token's first block, which the node signed.
         biscuit = Biscuit.from_bytes(token, _key(public_key))
         (times,) = AuthorizerBuilder("allow if true").build(biscuit).query(Rule(_TIMES))
         issued_ms, issued_unix_ms, expires_ms = times.terms

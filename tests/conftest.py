@@ -205,7 +205,10 @@ def start_daemon() -> Iterator[Callable[..., Daemon]]:
 
 @pytest.fixture
 def start_lasting() -> Iterator[Callable[..., LastingDaemon]]:
-    """Starts daemons whose leases outlive them, with `LastingDaemon`'s arguments; the last of each must stop well."""
+    """Starts daemons with leases that outlive them.
+
+    Takes `LastingDaemon`'s arguments; the last of each must stop well.
+    """
     with ExitStack() as stack:
 
         def start(**arguments: Any) -> LastingDaemon:

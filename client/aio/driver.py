@@ -30,6 +30,7 @@ async def drive(procedure: Procedure[T]) -> T:
     alive.
     """
     try:
+        # A procedure yields what it has to wait for; the wait's result, or the error it raised, goes back in.
         step = procedure.send(None)
         while True:
             try:
@@ -91,11 +92,14 @@ async def undisturbed(
         lock: Keeps the task that continues after its caller was cancelled; None if closing the connection ends the
             task.
     """
+    # The result goes through a list, which survives the cancellation of either task.
     made: list[T] = []
     task = _kept(_noted(work, made))
     try:
+        # shield(): cancelling the caller ends the wait, but not the task.
         await asyncio.shield(task)
         return made.pop()
+    # The caller is gone. Whatever the task makes must be given back, or dropped with the task.
     except asyncio.CancelledError:
         _abandon(task, None if give_back is None else _given_back(task, made, give_back), lock)
         raise
@@ -136,6 +140,7 @@ async def _given_back(
         # When the loop closes it cancels both tasks: the one that makes the result then ends by itself.
         with suppress(asyncio.CancelledError):
             await asyncio.wait((making,))
+    # The operation finished after its caller had gone.
     if made:
         await give_back(made.pop())
 

@@ -97,6 +97,7 @@ class WarningWatch(_Watch):
     def __init__(self, stream: EventStream, on_warning: OnWarning) -> None:
         self.error: GpuLeaseError | None = None
         self._stream = stream
+        # task_of(): a cancelled task must not keep the stream and its connection alive.
         self._task = task_of(self._run(on_warning))
 
     async def stop(self) -> None:

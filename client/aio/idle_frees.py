@@ -15,6 +15,7 @@ def look_after(session: Session) -> None:
     loop, known = asyncio.get_running_loop(), weakref.ref(session)
     look = IdleLook(weakref.proxy(session.operations))
 
+    # Weak references only: a timer must not keep the session alive.
     def now() -> None:
         session = known()
         if session is None or look.is_over:

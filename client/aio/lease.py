@@ -176,6 +176,7 @@ class GpuLease(LeaseView):
         return Opening(self._region(size, tenant, ttl_secs))
 
     async def _region(self, size: int | str, tenant: str | None, ttl_secs: float | None) -> Region:
+        # If this is cancelled, the region is closed again in the background as soon as it was granted.
         opening = self._drive(open_region(self._state, size, tenant, ttl_secs))
         return Region(await undisturbed(opening, lambda state: self._drive(state.give_up()), self._state.lock))
 

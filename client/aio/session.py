@@ -368,6 +368,7 @@ class GpuSession(SessionView):
             LaunchFailed: The kernel can't be started, as far as the client can check: for example a float is given
                 where the PTX declares an integer.
         """
+        # As in `_begin`: the lock is released here if the launch was sent, otherwise by `_finish`.
         await self._lock.acquire()
         number: Begun[int] = 0
         try:
@@ -439,6 +440,7 @@ class GpuSession(SessionView):
         """End the session; an operation that waits in another task fails. The lease continues."""
         if self._closing is None:
             return
+        # Another task's operation holds the lock and waits: wake it, so that it fails and releases the lock.
         if self._lock.locked():
             self._session.attachment.wake()
         async with self._lock:
@@ -477,6 +479,8 @@ class GpuSession(SessionView):
         await self._lock.acquire()
         rest = None
         try:
+            # The operation is tried at once, under the lock. Only if it has to wait does it become a task, which keeps
+            # the lock.
             rest = operation()
         except GpuLeaseError as error:
             raise error.with_traceback(None)  # noqa: B904  # as `drive` does

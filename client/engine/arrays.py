@@ -157,6 +157,7 @@ def assign(array: SessionArray, value: Any, stream: StreamHandle | None) -> Call
 
     Raises InvalidRequest if shape or dtype do not fit.
     """
+    # Three sources: a device array, one number, or host values.
     if isinstance(value, SessionArray):
         yield from _assign_from_card(array, value, stream)
         return
@@ -306,6 +307,7 @@ def host_value(value: Any, dtype: np.dtype[Any], doing: str) -> NDArray[Any]:
             )
         return np.ascontiguousarray(value)
     try:
+        # Numbers convert only to a kind that can hold them: an int to a float, but not a float to an int.
         given = np.asarray(value)
         rank = _RANKS[given.dtype.kind] if given.dtype != dtype else 0
         if rank > _RANKS.get(dtype.kind, _RANKS["f"]):
@@ -316,6 +318,7 @@ def host_value(value: Any, dtype: np.dtype[Any], doing: str) -> NDArray[Any]:
         raise InvalidRequest(
             f"{doing}: the value must be a number that fits an array of {dtype}, not {quoted(value)}: {error}"
         ) from None
+    # Conversion must not change integers. For floats only overflow to infinity counts: rounding is expected.
     is_whole = dtype.kind in "iu" and given.dtype.kind in "iu"
     fits = np.array_equal(made, given) if is_whole else bool((np.isfinite(made) == np.isfinite(given)).all())
     if not fits:

@@ -261,15 +261,18 @@ class Attachment:
         lease = self.lease
         if lease.over is not None:
             raise error_of(lease.over, "attach")
+        # Step 1: connect, and send HELLO and ATTACH in one flight.
         limit = TimeLimit(CONNECT_LIMIT_S, "connect", lease.address)
         body, takes_descriptors = Attach(self._options()), self._wanted != Wanted()
         first = First(Opcode.ATTACH, body, self.session_id, takes_descriptors)
         self.channel, hello, number = yield from dial_for(lease.address, limit, first)
+        # Step 2: HELLO's reply bounds the size of frames, hence of copies.
         self.max_payload_bytes = hello.max_payload_bytes
         self.chunk_bytes = max(
             1, min(DATA_CHUNK_BYTES, MAX_DATA_BYTES, hello.max_payload_bytes - MEM_WRITE_FIXED_BYTES)
         )
         self.quiet_bytes = min(QUIET_WRITE_BYTES, self.chunk_bytes)
+        # Step 3: ATTACH's reply takes as long as making a context, so it has a limit of its own.
         try:
             limit = TimeLimit(ATTACH_LIMIT_S, "attach", lease.address)
             answer: Any = yield from receive(self.channel, number, limit)
@@ -297,9 +300,11 @@ class Attachment:
 
     def _begin(self, reply: AttachReply) -> None:
         self.reply = reply
+        # The options of the reply say what this worker can do: an older one has fewer.
         given = {option.type for option in reply.options}
         self.served = frozenset(op for op, ability in _ABILITIES.items() if ability is None or ability in given)
         self.lease_bytes = self.lease.grant.size_bytes
+        # The channel that attached is replaced by the session's kind: a ring, or a socket that gathers frames.
         self.channel, self.arena, words = share(self.channel, reply.options, self._spin)
         if words is not None:
             self.lease.words, self.lease_word = words, words.lease
@@ -354,6 +359,7 @@ class Attachment:
         if self.end is None or self.end is _NOT_OPEN:
             self.end = failure
         self.channel.close()
+        # Read the word once more before the page goes: it may have the reason of the lease's end.
         if self.lease.words is not None and self.lease.words.lease is self.lease_word:
             self.lease.look()
             self.lease.words = None
@@ -366,6 +372,7 @@ class Attachment:
 
     def end_error(self, failure: Failure, doing: str) -> Procedure[GpuLeaseError]:
         """The error to raise after the connection ended with `failure`: the daemon knows how the lease ended."""
+        # In this order: an end that is known already, the lease's end, and only then a question to the broker.
         if self.end is not None and self.end is not _NOT_OPEN:
             failure = self.end
         elif self.lease.over is not None:

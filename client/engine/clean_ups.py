@@ -31,6 +31,7 @@ def clean_up(work: Procedure[T], clock: Callable[[], float] = time.monotonic) ->
     """
     interrupts: list[BaseException] = []
     try:
+        # Interrupts are collected while the clean-up runs; the last one is what the user wanted most recently.
         result = yield from _going_on(work, interrupts, clock() + CLEAN_UP_S, clock)
         if interrupts:
             raise interrupts[-1]

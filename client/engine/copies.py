@@ -131,6 +131,7 @@ class Copies(CopyCommands):
         for at in range(0, len(data), attachment.chunk_bytes):
             piece = data[at : at + attachment.chunk_bytes]
             is_last = at + len(piece) == len(data)
+            # Only the last request has a reply; the worker keeps a failure of the quiet ones for it.
             if is_last:
                 request_id = link.expect(Opcode.MEM_WRITE)
             else:
@@ -158,6 +159,7 @@ class Copies(CopyCommands):
         """Copy bytes from the device into `into`, or into new bytes if that is None; returns them."""
         self._operations.check(buffer, Buffer, "mem_read")
         check_range(buffer, offset, nbytes, "mem_read")
+        # Without `into`, read into memory of our own, and return it as bytes at the end.
         owned = bytearray(nbytes) if into is None else None
         target = writable_bytes(into if owned is None else owned, nbytes, "mem_read")
         if nbytes:
@@ -214,8 +216,10 @@ class Copies(CopyCommands):
         in_flight: deque[int] = deque()
         failures: list[Failure] = []
         for at in range(0, len(target), attachment.chunk_bytes):
+            # Keep the window full, but take replies in order: the link receives data for the oldest one first.
             if len(in_flight) == READ_WINDOW:
                 yield from self._take(in_flight.popleft(), failures)
+            # After a failure no further requests, but those in flight must still be received.
             if failures:
                 break
             piece = target[at : at + attachment.chunk_bytes]

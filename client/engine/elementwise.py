@@ -62,6 +62,7 @@ class ElementwiseOperation:
             for parameter, value in zip(source.inputs, args, strict=False)
         ]
         outputs = list(args[len(inputs) :])
+        # Outputs that were not given have the broadcast shape of the inputs.
         if not outputs:
             for parameter in source.outputs:
                 outputs.append((yield from new(session, kind, shape, types[parameter.kind], source.name)))
@@ -106,6 +107,8 @@ class ElementwiseOperation:
         """The element dtype of each parameter's kind: from arrays and numpy scalars, otherwise from Python numbers."""
         found = {parameter.kind: np.dtype(parameter.kind) for parameter in self._parameters if not parameter.is_generic}
         untyped: dict[str, list[Any]] = {}
+        # Arrays and numpy scalars have a dtype, which must agree for each letter. Python numbers only decide if nothing
+        # else does.
         for parameter, value in zip(self._parameters, args, strict=False):
             dtype = getattr(value, "dtype", None)
             if dtype is None:
@@ -129,6 +132,7 @@ class ElementwiseOperation:
             for parameter, value in zip(self._parameters, args, strict=False)
             if isinstance(value, ArrayView) and not parameter.is_raw
         ]
+        # The number of elements comes from arrays or from `size`, never from both.
         if bool(shaped) == (size is not None):
             raise self._failed("size is given if, and only if, no array but raw ones is", "Use kernel(..., size=n)")
         if size is not None:

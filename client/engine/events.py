@@ -139,6 +139,7 @@ class Subscription(Generic[E]):
         try:
             channel, _ = yield from dial(self._address, TimeLimit(CONNECT_LIMIT_S, "connect", self._address))
             limit = TimeLimit(CONTROL_REPLY_LIMIT_S, _DOING, self._address)
+            # Step 1: another tenant's lease: present the token first, on this same connection. Step 2: subscribe.
             if self._token:
                 yield from ask(channel, Opcode.CAPABILITY_PRESENT, CapabilityPresent(self._token), limit)
             yield from ask(channel, self._op, self._body, limit)
@@ -155,6 +156,7 @@ class Subscription(Generic[E]):
         channel = self._channel
         if channel is None:
             return None
+        # Events may have come together with an earlier one; then there is no need to wait.
         while not channel.link.told and channel.link.end is None and not self._is_over:
             yield Wait(channel, False, WAIT_S)
             channel.pump()
@@ -163,6 +165,7 @@ class Subscription(Generic[E]):
             if self._is_last(event):
                 self.close()
             return event
+        # No event: either this side closed the subscription, or the connection ended.
         is_closed_here = self._is_over
         self.close()
         if is_closed_here or channel.link.end is None:

@@ -88,6 +88,8 @@ def send(channel: Channel, parts: Iterable[bytes | memoryview], limit: Limit) ->
     rest = deque(memoryview(part) for part in parts if len(part))
     whole_bytes = sum(map(len, rest))
     try:
+        # push() takes what the channel accepts and drops it from `rest`; the bytes that stay need room, so wait for it
+        # and receive meanwhile: a peer that waits for us to read would never make room.
         while rest or channel.has_unsent:
             if channel.link.end is not None:
                 raise LinkEnded(channel.link.end)
@@ -105,6 +107,8 @@ def receive(channel: Channel, request_id: int, limit: Limit) -> Procedure[Body |
     """Wait for the result of a request. Raises LinkEnded, or what the limit raises."""
     take = channel.link.take
     while (result := take(request_id)) is None:
+        # Most replies come while spinning. Only then does the driver's wait, a system call and perhaps a task switch,
+        # pay.
         if not channel.spin():
             yield from _wait(channel, limit, for_room=False)
             channel.pump()
@@ -132,6 +136,8 @@ def receive_from_living(
         # The daemon answered the PING: begin another period of silence.
         if ping_id and take(ping_id) is not None:
             ping_id, quiet = 0, TimeLimit(PING_AFTER_S, doing, channel.address, clock)
+        # Four cases: the request's own time is over; wait quietly; a PING was sent and its time is over; the silence
+        # lasted PING_AFTER_S, so send a PING and give it `pong_limit_s`.
         if limit.remaining_s() <= 0:
             yield from limit.over()
         elif quiet.remaining_s() > 0:
@@ -186,10 +192,13 @@ def give_up(channel: Channel, request_id: int, undo: Undo) -> Procedure[None]:
 def _give_up(channel: Channel, request_id: int, undo: Undo) -> Procedure[None]:
     limit, link = TimeLimit(CLEAN_UP_S, "give up", channel.address), channel.link
     try:
+        # Step 1: no more requests from here. The daemon sees the end of the stream and finishes what it has begun.
         with contextlib.suppress(OSError):
             channel.sock.shutdown(socket.SHUT_WR)
+        # Step 2: its reply, if it made something, comes before it closes its half.
         with contextlib.suppress(LinkEnded, GpuLeaseError):
             reply = yield from receive(channel, request_id, limit)
+            # Step 3: this half is closed, so what the reply brings has to be given back over another connection.
             again = None if isinstance(reply, Failure) else undo(reply)
             if again is not None:
                 yield from ask_once(channel.address, again.op, again.body, CLEAN_UP_S, CLEAN_UP_S)
@@ -213,6 +222,7 @@ def doing_of(op: Opcode) -> str:
 
 def disconnected(ended: LinkEnded, channel: Channel, doing: str) -> GpuLeaseError:
     """The error for a control connection that ended: the goodbye's own error, or Disconnected."""
+    # The peer's own reason is the best. Otherwise a hint of the failure, or the guess that no daemon is running.
     if channel.link.is_end_explained:
         return error_of(ended.failure, doing)
     own = ended.failure.hint
@@ -266,9 +276,11 @@ def dial_for(address: Address, limit: Limit, first: First) -> Procedure[tuple[Ch
 
 
 def _dial(address: Address, limit: Limit, first: First | None) -> Procedure[tuple[Channel, HelloReply, int]]:
+    # Step 1: the transport: TCP or a Unix socket, and TLS on it.
     channel = yield from _connect(address, limit)
     if isinstance(address, SecuredAddress):
         channel = yield from _secure(channel, address, limit)
+    # Step 2: HELLO and the first request in one flight, which saves a round trip. Only HELLO's reply is awaited here.
     first_id = 0
     try:
         # On TCP another server may be listening. The line end makes one that expects lines answer at once.
@@ -304,6 +316,7 @@ def _receive_hello(channel: Channel, hello_id: int, limit: Limit) -> Procedure[B
 
     Raises what `receive` raises, or Disconnected as soon as another program answers.
     """
+    # Check the first bytes after each receive: an HTTP or SSH server would otherwise only show as a timeout.
     while (hello := channel.link.take(hello_id)) is None:
         yield from _wait(channel, limit, for_room=False)
         channel.pump()
@@ -355,6 +368,8 @@ def _connect(address: Address, limit: Limit) -> Procedure[Channel]:
 
 def _why(address: Address, code: int) -> str:
     """The system's error text, or more: it refuses a folder in the same words as a socket without a listener."""
+    # ECONNREFUSED means either that no process listens or that the path is no socket at all, which the path itself
+    # shows.
     if code == errno.ECONNREFUSED and isinstance(address, UnixAddress):
         with contextlib.suppress(OSError):
             mode = os.stat(address.path).st_mode
@@ -407,6 +422,7 @@ def ask_once(
     limit = TimeLimit(connect_limit_s, "connect", address)
     channel, _, number = yield from dial_for(address, limit, First(op, body))
     try:
+        # The reply has a limit of its own: the connect's is short, but a control request may work for a while.
         result = yield from receive(channel, number, TimeLimit(reply_limit_s, doing, address))
         if isinstance(result, Failure):
             raise error_of(result, doing)

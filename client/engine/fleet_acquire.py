@@ -140,6 +140,8 @@ def ask_directories(fleet: Fleet, op: Opcode, body: Body) -> Procedure[Any]:
     that names what each said.
     """
     directories = list(fleet.directories)
+    # A random order spreads the load. An invalid request is invalid everywhere; any other error may be that
+    # directory's.
     random.shuffle(directories)
     errors: list[tuple[Address, GpuLeaseError]] = []
     for directory in directories:
@@ -149,9 +151,11 @@ def ask_directories(fleet: Fleet, op: Opcode, body: Body) -> Procedure[Any]:
             raise
         except GpuLeaseError as error:
             errors.append((directory, error))
+    # One directory: its own error says more than a summary of one.
     if len(errors) == 1:
         raise errors[0][1].with_traceback(None)
     told = "; ".join(f"{directory}: {error.message}" for directory, error in errors)
+    # If all failed in the same way, keep that status, so that the caller can react to it.
     kinds = {type(error) for _, error in errors}
     status = errors[-1][1].status if len(kinds) == 1 else Status.DISCONNECTED
     message = f"none of the fleet's {len(errors)} directories can answer: {told}"
@@ -220,6 +224,7 @@ class _Search(Generic[T]):
             # The directory leaves out nodes that have refused in this round.
             place = replace(self._place, tried=tuple(self._refusals)[-MAX_TRIED:])
             self._last = yield from ask_directories(self._fleet, Opcode.PLACE, place)
+            # Ask without waiting. Stop as soon as a node grants, or as it is clear that the name is taken.
             for candidate in self._last.candidates:
                 granted = yield from self._ask(candidate, 0)
                 if granted is not None or self._is_taken(candidate):
@@ -234,6 +239,7 @@ class _Search(Generic[T]):
         If the node refuses before the slice is over, it has no queue for this request. Then a pause follows, so that no
         node is asked again at once.
         """
+        # The node that serves the name comes first: only its lease's end frees the name.
         slice_s = min(left_s, WAIT_SLICE_S)
         slice_end = self._clock() + slice_s
         waits = sorted(self._refusals.values(), key=lambda refusal: not refusal.holds_name)
@@ -241,10 +247,12 @@ class _Search(Generic[T]):
         full = [refusal for refusal in waits if type(refusal.error) is CapacityExceeded]
         for refusal in (named or full)[:1]:
             granted = yield from self._ask(refusal.candidate, slice_s)
+            # That node may be cut off: let another one try, too, as it could fence it.
             if granted is None and named and refusal.holds_name and (left_s := self._end - self._clock()) > 0:
                 granted = yield from self._ask_another(refusal.candidate, min(left_s, WAIT_SLICE_S))
             if granted is not None:
                 return granted
+        # The node refused before the slice was over, because it has no queue for this request.
         if (pause_s := min(slice_end - self._clock(), ROUND_PAUSE_S)) > 0:
             yield Sleep(pause_s)
         return None
@@ -276,6 +284,8 @@ class _Search(Generic[T]):
         try:
             return (yield from self._ask_surely(candidate, wait_s))
         except GpuLeaseError as error:
+            # An invalid request is refused everywhere. NotFound, which is an InvalidRequest too, only means that this
+            # node lacks the card.
             if isinstance(error, InvalidRequest) and not isinstance(error, NotFound):
                 raise
             holds_name = candidate.node_id == self._last.holder
@@ -291,6 +301,7 @@ class _Search(Generic[T]):
             number = 0
             try:
                 channel, hello = yield from self._dial(candidate)
+                # Each try waits only for what is left of its slice.
                 wanted = replace(self._wanted, wait_ms=int(left_s * 1000))
                 number, frame = channel.link.request(Opcode.LEASE_ALLOC, wanted, makes=True)
                 answer = yield from _answer(channel, number, frame, GRANT_LIMIT_S + left_s, self._clock)
@@ -330,6 +341,7 @@ class _Search(Generic[T]):
     def _dial(self, candidate: Candidate) -> Procedure[tuple[Channel, HelloReply]]:
         """Connect to a node, at the first of its addresses that answers."""
         error: GpuLeaseError = Disconnected(f"node {candidate.node_id} has no address that can be used")
+        # An address that this client can't parse belongs to a newer fleet: skip it.
         for text in candidate.addresses:
             try:
                 address = with_files(parse_address(text), self._fleet.files)
@@ -353,6 +365,7 @@ class _Search(Generic[T]):
             parts.append(f"a directory reports about the nodes: {self._last.why}")
         if self._place.name and self._last.holder is not None:
             parts.append(f"the name {self._place.name!r} is served by node {self._last.holder}")
+        # Of several errors, lack of room is the most useful to the caller: it can ask for less, or wait.
         errors = [refusal.error for refusal in refused.values()]
         chosen = next((error for error in errors if type(error) is CapacityExceeded), errors[0] if errors else None)
         message = ": ".join(parts[:2]) + "".join(f"; {part}" for part in parts[2:])

@@ -104,6 +104,7 @@ class GraphHandle(Handle):
         """(request id, frame) of a quiet launch of it. Raises InvalidHandle or InvalidRequest, and nothing is sent."""
         record = self._record
         assert record is not None
+        # Whatever the graph uses must still exist in this session.
         for handle in record.handles:
             if handle.owner is not attachment:
                 handle.check(attachment, _LAUNCH)
@@ -122,6 +123,7 @@ class GraphHandle(Handle):
                 f"{_LAUNCH}: it has no parameter {quoted(sorted(unknown)[0])}; its parameters: {known}"
             )
         parts = []
+        # The wire has the values in the order of the parameters, each with the size that it was recorded with.
         for name, parameter in record.parameters.items():
             if name not in values:
                 parts.append(parameter.value)

@@ -165,6 +165,8 @@ class Launches(LaunchCommands):
         """
         attachment = self._attachment
         try:
+            # One expression checks everything that may have changed since the module's last launch. The first mismatch,
+            # or a module without a last launch, leads to the general way below.
             latest = module.latest
             if (
                 kernel == latest.kernel
@@ -182,6 +184,7 @@ class Launches(LaunchCommands):
                 and not self._streams.selected
                 and stream is None
             ):
+                # Each buffer must still be this session's: a freed one has no owner.
                 for buffer in args.buffers:
                     if buffer.owner is not attachment:
                         break
@@ -351,6 +354,7 @@ class Launches(LaunchCommands):
         shared_bytes: int,
     ) -> LaunchTemplate:
         try:
+            # The second way: launches with this kernel, shape and argument sizes were checked before.
             found = module.templates.get((op, kernel, tuple(grid), tuple(block), shared_bytes, kinds))
         except (TypeError, AttributeError):
             found = None  # a wrong type: the checks below report it
@@ -363,6 +367,7 @@ class Launches(LaunchCommands):
             # A kernel's first launch may need memory.
             self._streams.operations.give_back_at_once()
         try:
+            # The third way: check everything, and keep the result as a template.
             launch = _checked(module, kernel, grid, block, kinds, shared_bytes)
             template = LaunchTemplate(launch, self._attachment.session_id, op)
         except ProtocolError as error:

@@ -478,6 +478,7 @@ class LeaseState:
             raise InvalidRequest(f"notes: {len(several)} at once; {MAX_NOTES} are the most")
         if self.over is not None:
             raise error_of(self.over, doing)
+        # Step 1: encode all records. One that can't be encoded gets its error, and the others are sent.
         bodies: dict[int, LeaseNote] = {}
         outcomes: list[GpuLeaseError | None] = [None] * len(several)
         for number, data in enumerate(several):
@@ -485,12 +486,15 @@ class LeaseState:
                 bodies[number] = LeaseNote(self.grant.lease_id, _note_of(data))
             except InvalidRequest as error:
                 outcomes[number] = error
+        # Step 2: send all and collect replies. If the connection ends, `answers` has those that came before.
         answers: dict[int, Body | Failure] = {}
         lost: GpuLeaseError | None = None
         try:
             yield Locked(self.lock, self._ask_all(Opcode.LEASE_NOTE, bodies, answers, doing))
         except GpuLeaseError as error:
             lost = error
+        # Step 3: for a record without a reply it is unknown whether it is in the log, so it gets the connection's
+        # error.
         for number in bodies:
             answer = answers.get(number)
             if answer is None:
@@ -525,6 +529,7 @@ class LeaseState:
         doing = doing_of(op)
         if self.over is not None and (op is not Opcode.LEASE_QUERY or self.over is OF_PARENT):
             raise error_of(self.over, doing)
+        # A repeat after a restart is safe only for some requests, and useful only if the leases outlive the daemon.
         waits_for_daemon = waits_for_daemon and self.outlives_daemon and op in REPEATABLE
         wait_s = self.remaining_s + (0.0 if op is Opcode.LEASE_RENEW else END_MARGIN_S)
         wait_s = min(wait_s, RECONNECT_LIMIT_S) if waits_for_daemon else 0.0
@@ -539,6 +544,7 @@ class LeaseState:
         while True:
             try:
                 return (yield from self._ask_again_if_stale(op, body, doing, made, is_again=failures > 0))
+            # Busy too: right after a restart, all clients reconnect at once.
             except (Disconnected, Busy):
                 left_s = last - self.clock()
                 if left_s <= 0:
@@ -590,6 +596,7 @@ class LeaseState:
                 answer = yield from (asking if made is None else self._ask_to_make(asking, op, made))
             except LinkEnded as ended:
                 self.channel.close()
+                # The daemon is stopping. Its goodbye is the answer: another connection would reach nobody.
                 if self.channel.link.said_goodbye and ended.failure.status is Status.DISCONNECTED:
                     return ended.failure
                 if fresh or op is Opcode.REGION_OPEN:
@@ -597,6 +604,7 @@ class LeaseState:
                 is_again = True
                 continue
             is_refused = isinstance(answer, Failure)
+            # The first LEASE_FREE, whose reply was lost, has freed the lease: the refusal of the second is a success.
             if is_refused and is_again and op is Opcode.LEASE_FREE and answer.status in _GIVEN_BACK:
                 return None
             return answer
@@ -619,6 +627,7 @@ class LeaseState:
         except (LinkEnded, GeneratorExit):
             raise
         except BaseException:
+            # Interrupted before the reply: wait for it even now, so that what was made has an owner.
             if answer is None and channel.link.end is None:
                 yield from clean_up(self._take_late(channel, number, op, made))
             elif answer is not None and not made and not isinstance(answer, Failure):
@@ -763,6 +772,7 @@ def acquire(where: Address | Fleet, wanted: LeaseAlloc, lock: Any) -> Procedure[
     """
     lease: LeaseState | None = None
     try:
+        # A fleet chooses the node. A single daemon is asked directly, in one flight with HELLO.
         if isinstance(where, Fleet):
             lease = yield from acquire_in(where, wanted, partial(_lease_on, lock=lock), free_of)
             lease.fleet = where
@@ -771,6 +781,7 @@ def acquire(where: Address | Fleet, wanted: LeaseAlloc, lock: Any) -> Procedure[
             opening = Opcode.LEASE_ALLOC, wanted, limit_s, lambda grant: grant, free_of
             lease = yield from _open(where, lock, *opening)
         lease.waiting, lease.asked = _waiting_of(wanted), wanted
+        # The grant does not carry the name's epoch: ask for it.
         if name := _name_of(wanted):
             yield from _take_name(lease, name)
     except BaseException:
@@ -784,6 +795,7 @@ def _take_name(lease: LeaseState, name: str) -> Procedure[None]:
     """Ask for the epoch of a lease's name. Frees the lease if its daemon is too old for names."""
     report = yield from lease.query()
     _take_claim(lease, report)
+    # A daemon that does not know names has granted a lease without one. Using it would break the name's promise.
     if lease.name != name:
         yield from lease.free()
         failure = Failure(Status.UNSUPPORTED, "the daemon knows of no names", hint="Leave the name out, or update it.")
@@ -881,9 +893,11 @@ def _open(
     try:
         channel, hello, number = yield from dial_for(address, limit, First(op, body, undo=undo))
         limit = TimeLimit(reply_limit_s, doing, address)
+        # The grant may take long. PINGs show meanwhile whether the daemon is alive.
         reply = yield from receive_from_living(channel, number, limit, pong_limit_s=CONNECT_LIMIT_S)
         if isinstance(reply, Failure):
             raise error_of(reply, doing)
+        # The lease owns the connection from here on: claim the reply, so that no interrupt gives it back.
         lease = _lease_on(channel, hello, grant_of(reply), lock)
         channel.link.claim(number)
         return lease
@@ -938,6 +952,7 @@ def _name_of(wanted: LeaseAlloc) -> str:
 def free_silently(state: LeaseState) -> None:
     """Send LEASE_FREE if that needs no waiting. Runs in finalizers and after interrupts: never raises."""
     channel = state.channel
+    # Not if another thread or task uses the connection. The connection's end tells the daemon in any case.
     if state.over is None and channel.link.end is None and not is_held(state.lock):
         with suppress(OSError, ProtocolError):
             _, frame = channel.link.request(Opcode.LEASE_FREE, LeaseRef(state.grant.lease_id))
@@ -1032,6 +1047,7 @@ def keep_renewed(
         try:
             # Don't wait for a daemon that is restarting: the schedule's own tries do that, and end with the lease.
             yield from state.renew(ttl_s, waits_for_daemon=False)
+            # Only a drain grants less than was asked for. Renewing again would only shorten the pauses until the end.
             if state.ttl_s < ttl_s * CUT_SHORT_PART - CUT_SHORT_SLACK_S:
                 del view
                 return Drained(
@@ -1066,6 +1082,7 @@ def end_reason_of(report: Mapping[str, object]) -> Failure | None:
     reason = str(report.get("reason") or "")
     end = LEASE_ENDS.get(str(cause))
     status, words = (end.status, end.words) if end else (Status.SESSION_FAILED, f"the lease ended ({cause})")
+    # A lease that expired or was revoked keeps that reason even if its memory is fenced.
     if state == "fenced" and status in _FENCE_MATTERS:
         status, words = Status.FENCED, f"{words} and its memory is fenced"
     hint = DAEMON_STOPS_HINT if status is Status.DISCONNECTED else ""
@@ -1083,6 +1100,7 @@ def find_end_reason(lease: LeaseState, ended: Failure) -> Procedure[Failure]:
             if lease.over is not None or lease.clock() >= last:
                 break
             yield Sleep(END_REASON_POLL_S)
+    # The daemon is gone too, and with it the reason: report both ends.
     except Disconnected as error:
         return lease.over or Failure(Status.DISCONNECTED, f"{ended.message}; then {error.message}", error.hint)
     except GpuLeaseError as error:

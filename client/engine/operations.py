@@ -167,9 +167,11 @@ class Operations:
     def _clear_up(self) -> Procedure[None]:
         """Take the replies to interrupted operations; raise an earlier failure that one of them reports."""
         link, dropped = self.attachment.channel.link, self.attachment.dropped
+        # Step 1: replies that have come. What they brought is listed in `dropped`, and freed with the next operation.
         kept = link.forget(dropped)
         if kept is not None:
             self.settle(kept, "")
+        # Step 2: replies that are still to come. A round trip makes sure that they are here.
         if link.has_leftovers:
             # The worker answers in order: when this is answered, everything sent before it is, too.
             yield from self.ask(Opcode.PING, build_body(Ping(0)))
@@ -191,6 +193,7 @@ class Operations:
         if attachment.over is not None or attachment.recording is not None:
             return
         channel = attachment.channel
+        # Receive what is there without waiting: replies to interrupted operations bring handles to free.
         while channel.link.end is None and channel.pump():
             pass
         if not channel.link.has_failure:
@@ -280,6 +283,7 @@ class Operations:
         if failed_at is not None:
             again = [(op, handle) for request_id, op, handle in freed if request_id > failed_at]
             self.attachment.dropped.extend(again)
+        # The worker is lost; the broker knows why, and `go_on` asks it.
         if result.status is Status.SESSION_FAILED:
             raise LinkEnded(result)
         self.attachment.last_raised = result
@@ -336,6 +340,7 @@ class Operations:
             # The channel accepts nothing more, and `send` of nothing would not notice that.
             if channel.link.end is not None:
                 raise LinkEnded(channel.link.end)
+            # The outbox or ring is full: send what it holds, then wait until it may accept the frames whole.
             yield from send(channel, (), self.limit)
             yield from wait_for_room(channel, self.limit)
 
@@ -377,6 +382,7 @@ class Operations:
     def _frees(self) -> tuple[bytes, Callable[[], None]]:
         dropped, freed = self.attachment.dropped, []
         frames = []
+        # Number the frames now, but leave `dropped` alone until they are queued: `note` removes exactly these.
         for op, handle in dropped[:FREES_PER_FLUSH]:
             frames.append(self.quiet_frame(op, HANDLE.pack(handle)))
             freed.append((self.attachment.connection.last_request_id, op, handle))

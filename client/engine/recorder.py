@@ -120,6 +120,7 @@ class Recording(LaunchCommands, CopyCommands):
         self._add(Opcode.LAUNCH, frame[HEADER_BYTES:])
         self._modules[id(module)] = module
         if isinstance(args, KernelArgs):
+            # A buffer that is a parameter may be replaced at each launch, so the graph doesn't need it to stay.
             rebound = {id(bound.buffer) for _, _, bound in args.parameters}
             self._buffers |= {id(buffer): buffer for buffer in args.buffers}
             self._used |= {buffer.handle for buffer in args.buffers if id(buffer) not in rebound}
@@ -147,6 +148,8 @@ class Recording(LaunchCommands, CopyCommands):
         check_range(buffer, offset, len(view), "mem_write")
         if not view:
             return
+        # Memory that can change is copied at each launch of the graph, from its place in the arena. Immutable bytes
+        # become part of the graph.
         if not memoryview(data).readonly:
             self._add_arena_copy(Opcode.ARENA_WRITE, buffer, offset, data, len(view))
         elif len(view) > MAX_WRITE_BYTES:
@@ -220,6 +223,8 @@ class Recording(LaunchCommands, CopyCommands):
         for name, _, bound in args.parameters:
             if len(name.encode()) > MAX_PARAMETER_NAME_BYTES:
                 raise InvalidRequest(f"launch of {kernel!r}: a name of over {MAX_PARAMETER_NAME_BYTES} bytes")
+            # Several arguments may share a name. They must agree, because a launch without a value uses the recorded
+            # one.
             known = added.setdefault(name, bound)
             if (known.kind, known.value) != (bound.kind, bound.value):
                 raise InvalidRequest(

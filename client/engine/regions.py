@@ -275,6 +275,7 @@ def open_region(
     body = RegionOpen(lease.grant.lease_id, size_of(size, "region"), ttl_ms, owner)
     # Buffers that the client holds for reuse take room in the slice: free them first.
     yield from lease.give_back()
+    # `made` receives the grant even if this is interrupted: then the region is closed again.
     made: list[RegionGrant] = []
     try:
         yield from lease._control(Opcode.REGION_OPEN, body, made=made)

@@ -73,6 +73,7 @@ class Resources:
             if again is not None:
                 return again
             self._operations.drop_held()
+        # The handle arrives in `answer`, which is reachable here at every moment: an interrupt can't lose it.
         buffer, answer = Buffer(None, 0, size), bytearray(HANDLE.size)
         try:
             outcome = self._alloc_request.ask(MEM_ALLOC.pack(size), into=memoryview(answer))
@@ -85,6 +86,7 @@ class Resources:
                 # Interrupted after the reply came: no handle owns the memory yet, so free it.
                 attachment.dropped.append((Opcode.MEM_FREE, *HANDLE.unpack(answer)))
             raise
+        # The reply did not come while spinning. Wait for it in the general way, with the same handle object.
         if isinstance(outcome, Pending):
 
             def late(reply: Any) -> Buffer:
@@ -116,6 +118,7 @@ class Resources:
         except GpuLeaseError as error:
             raise error.with_traceback(None)  # noqa: B904  # its traceback begins at the caller's line, as a driver's
         attachment.check_open("mem_free")
+        # Keep the memory for the next allocation of its size, if there is room for that.
         if type(buffer) is Buffer and attachment.held.hold(buffer):
             return None
         attachment.dropped.append(buffer.mark_freed())

@@ -66,6 +66,7 @@ class Session:
 
         Raises InvalidRequest for another lease's grant.
         """
+        # Memory can only be shared on one host, which the address shows.
         wanted = wanted_of(lease.address) if shared_memory else Wanted()
         if grant is not None and grant.lease_id != lease.grant.lease_id:
             raise InvalidRequest(f"attach: the grant is of lease {grant.lease_id}, not of this one")

@@ -184,6 +184,7 @@ class Streams:
         """Wait for two events; returns the milliseconds from the first to the second."""
         doing, operations = "elapsed_ms", self.operations
         self._check_recording(doing)
+        # Both must be this session's: another session's event number would name an unrelated event here.
         for event in (start, end):
             operations.check(event, EventHandle, doing)
         pair = build_body(EventPair(start.handle, end.handle))
@@ -258,6 +259,7 @@ class Streams:
         others'.
         """
         operations, raised = self.operations, self.attachment.last_raised
+        # A PING is answered in order, so its reply shows that this connection's own requests are done.
         if self.attachment.token and not self.attachment.has_loaded:
             waiting = operations.ask(Opcode.PING, build_body(Ping(0)), limit, "sync")
         elif stream is None:
@@ -333,6 +335,7 @@ class Streams:
         """Queue a frame in a stream; returns the bytes that are still to be sent, empty if all were queued."""
         number = self.number(stream, doing)
         if self.selected != number:
+            # Both frames go together: no other launch can come between selection and launch.
             frame = self._select(number) + frame
             self.selected = _UNKNOWN
         if not self.operations.put(frame):

@@ -110,6 +110,7 @@ class SubmissionBase:
             hint = "It has a context of its own: give it the bytes, with .arg(data)"
             raise InvalidRequest("args: a submit takes KernelArgs without a session's buffers", hint)
         at = 0
+        # Cut the packed bytes into arguments again: a job sends each with its own length.
         for kind, size in zip(args.kinds, args.sizes, strict=True):
             self._types[len(self._arguments)] = type_of(kind)
             self._push(ArgumentKind.VALUE, args.data[at : at + size])
@@ -212,6 +213,7 @@ def _run(
         opened = yield from answer_to(channel, Opcode.GPU_SUBMIT, opening, limit, lease.grant.lease_id)
         if isinstance(opened, Failure):
             raise error_of(lease.note_failure(opened), "submit")
+        # The number finds this job in the lease's report, if the connection should end.
         number = _number_of(opened)
         if any(option.type == SubmitOption.TYPED_VALUES for option in opened.options):
             body = typed
@@ -247,6 +249,7 @@ def _end_error(
         is_explained: Whether the peer sent a goodbye with the reason.
     """
     hint = _NOT_RUN if number is None else MAY_HAVE_RUN
+    # A goodbye has the reason. The hint about repeating only makes sense if the lease goes on.
     if is_explained:
         said = lease.note_failure(failure)
         is_lease_over = said.status in LEASE_OVER or said.status is Status.TIMED_OUT

@@ -32,6 +32,7 @@ def ptx_of(source: str, options: Sequence[str] = (), arch: int | None = None) ->
     """
     given = _checked(source, options, arch)
     nvrtc = _nvrtc()
+    # Step 1: a program from the source. Steps 2 and 3: compile it, and copy its PTX. In any case it is destroyed.
     result, program = nvrtc.nvrtcCreateProgram(source.encode(), _NAME, 0, None, None)
     _check(nvrtc, result)
     try:

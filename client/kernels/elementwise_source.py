@@ -197,6 +197,7 @@ class _KernelText:
     ) -> None:
         self._push_pointer(number, array)
         self.push_steps(number, strides)
+        # The element's place follows from its index and the strides; inputs are copied, outputs are references.
         place = f"*({element} *)_at(_p{number}, i, _ind, _s{number})"
         self.inside.append(f"{element} {'' if is_input else '&'}{name} = {place};")
 
@@ -258,6 +259,7 @@ def _parameters(text: str) -> tuple[Parameter, ...]:
 def _of_cupy(kernel: Any) -> tuple[Any, ...]:
     """The description in CuPy's own `ElementwiseKernel`, which can be read without a driver. Raises InvalidRequest."""
     try:
+        # Options that CuPy's object carries would change the kernel silently.
         if kernel.kwargs:
             given = ", ".join(sorted(kernel.kwargs))
             raise InvalidRequest(f"elementwise {kernel.name}: CuPy's {given} is not taken from its object")

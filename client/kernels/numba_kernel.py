@@ -96,6 +96,7 @@ class NumbaKernel:
         except ImportError:
             raise missing("Numba", "numba") from None
         self._numba, self._cuda, self._types = numba, cuda, numba.types
+        # The Python function under the decorator: numba compiles from it again, for another target.
         self.function: Any = getattr(function, "py_func", function)
         if not callable(self.function) or not hasattr(self.function, "__code__"):
             raise InvalidRequest(f"kernel: {quoted(function)} is not a function of Triton's or numba's")
@@ -123,6 +124,7 @@ class NumbaKernel:
         names = self.function.__code__.co_varnames[: self.function.__code__.co_argcount]
         if len(args) != len(names):
             raise self._failed(f"it takes {len(names)} arguments, {len(args)} are given")
+        # The types select the variant; values are packed below, so that they don't matter for compiling.
         kinds = self._kinds(names, args)
         compiled = self._variants.get(kinds)
         if compiled is None:
@@ -140,6 +142,7 @@ class NumbaKernel:
         grid, block = place[:2]
         stream = place[2] if len(place) > 2 else None
         shared_bytes = place[3] if len(place) > 3 else 0
+        # numba's default stream is 0.
         if stream is not None and stream != 0 and not isinstance(stream, Handle):
             raise self._failed(f"{quoted(stream)} is not a stream of the session", "Make one by session.stream()")
         sizes = [self._sizes(each) for each in (grid, block)]
@@ -195,6 +198,7 @@ class NumbaKernel:
         if isinstance(declared, self._types.Array) != isinstance(kind, self._types.Array):
             raise self._failed(f"{name} is {kind}, but the signature declares {declared}")
         if isinstance(kind, self._types.Array):
+            # An array must have the declared dtype and dimensions; layout "A" accepts any strides.
             is_like = (kind.dtype, kind.ndim) == (declared.dtype, declared.ndim)
             if not is_like or (declared.layout != "A" and declared.layout != kind.layout):
                 raise self._failed(f"{name} is {kind}, but the signature declares {declared}")
@@ -265,6 +269,7 @@ class NumbaKernel:
     def _pack(self, packed: KernelArgs, name: str, kind: Any, value: Any) -> None:
         types = self._types
         if isinstance(kind, types.Array):
+            # numba's array struct: meminfo and parent are null on the device.
             packed.push_u64(0).push_u64(0).push_u64(value.size).push_u64(value.dtype.itemsize).push_buffer(value)
             for number in (*value.shape, *value.strides):
                 packed.push_i64(number)

@@ -85,6 +85,7 @@ def compile_error(what: str, log: str, first: str = "") -> LoadFailed:
         first: The message's summary; if "", the log's first error, or its last line.
     """
     log = log.replace("\0", "").strip()
+    # NVRTC, Triton and numba write a line number in three forms.
     found = _LINE.search(log)
     line = int(found[1] or found[2] or found[3]) if found else 0
     first = first or next((text for text in log.splitlines() if "error" in text), log.rpartition("\n")[2])

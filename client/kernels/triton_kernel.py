@@ -190,6 +190,8 @@ class TritonKernel:
             return value
         if buffer is not value:
             offset = value.address - buffer.handle
+        # The element type: the array's own, or for a plain buffer the annotation or `types`. If both exist they must
+        # agree.
         declared = (self._annotated.get(name) or self._types.get(name) or "").removeprefix("*").removeprefix("k")
         told = self._element(name, dtype) if dtype is not None else declared
         if not told:
@@ -247,6 +249,7 @@ class TritonKernel:
             raise self._failed(str(error)) from None
         source = ASTSource(self.function, signature, constants, attributes)
         try:
+            # An ASTSource with a target: Triton finds or compiles it without asking for a current card.
             made = triton.compile(source, target=self._target, options=settings.__dict__)
         except Exception as error:
             # Triton's passes raise all kinds of exceptions; the user gets one kind of error with the full text.
@@ -271,6 +274,7 @@ class TritonKernel:
                 args.push_raw(struct.pack(_PACKED_AS[kind], value))
             except (KeyError, struct.error, OverflowError):
                 raise self._failed(f"{name}: {quoted(value)} is not a {kind} that a launch can take") from None
+        # The compiled kernel has these parameters even if it uses no scratch memory.
         for _ in range(SCRATCH_PARAMETERS):
             args.push_u64(0)
         return args

@@ -27,6 +27,7 @@ class _Events(Iterator[E], Generic[E]):
     def __init__(self, stream: Subscription[E]) -> None:
         self._stream = stream
         try:
+            # Subscribe now, so that no event between this and the first iteration is missed.
             drive(stream.open())
             weakref.finalize(self, stream.close)
         except BaseException:
@@ -82,6 +83,7 @@ class WarningWatch:
     def stop(self) -> None:
         """Stop calling back, and wait for the thread unless it is the caller."""
         self._stream.wake()
+        # A callback may stop its own watch, and a thread can't join itself.
         if threading.current_thread() is not self._thread:
             self._thread.join()
 

@@ -159,6 +159,7 @@ class GpuLease(LeaseView):
 
         Raises CapacityExceeded or AllocFailed if the slice has no room, Unsupported if the daemon has no regions.
         """
+        # Between the grant and the Region object an interrupt must not lose the region.
         state: RegionState | None = None
         try:
             state = drive(open_region(self._state, size, tenant, ttl_secs))

@@ -73,6 +73,7 @@ class GpuSession(SessionView):
         self.lease = lease
         session = Session(state_of(lease), threading.RLock(), grant=grant, shared_memory=shared_memory, spin_ns=SPIN_NS)
         self._set_session(session)
+        # A child that is forked even during attach() must not use this connection.
         register(self)
         try:
             drive(session.attach())
@@ -373,6 +374,7 @@ class GpuSession(SessionView):
                 where the PTX declares an integer.
         """
         with self._lock:
+            # Three frames: with attributes, plain, and in regions. The plain one is the hot path.
             if cooperative or cluster is not None:
                 wanted = LaunchAttributes(cooperative, cluster)
                 number = self._launches.launch_with(
@@ -419,6 +421,7 @@ class GpuSession(SessionView):
             self._tell_printed(self._on_printed)
             return
         with self._lock:
+            # Most syncs end without a wait; only otherwise is a procedure driven.
             rest = self._session.streams.sync_at_once()
             if rest is not None:
                 drive(rest)
@@ -439,6 +442,7 @@ class GpuSession(SessionView):
 
     def close(self) -> None:
         """End the session; an operation that waits in another thread fails. The lease continues."""
+        # No operation is in progress: close at once. Otherwise wake the thread that waits, and close after it has left.
         if self._lock.acquire(blocking=False):
             try:
                 self._closing()

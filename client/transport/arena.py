@@ -44,6 +44,7 @@ class Arena:
             return self._allocate(nbytes)
 
     def _allocate(self, nbytes: int) -> Any:
+        # First return the pieces of arrays that were dropped since the last call.
         self._take_back()
         size = -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         for at, free in enumerate(self._sizes):
@@ -104,6 +105,7 @@ def empty(arena: Arena | None, shape: int | Sequence[int], dtype: Any) -> "NDArr
         ) from None
     sizes = tuple(shape) if isinstance(shape, Sequence) else (operator.index(shape),)
     nbytes = math.prod(sizes) * kind.itemsize
+    # Objects can't be shared between processes, and an array without bytes needs no memory.
     is_plain = arena is not None and not kind.hasobject and nbytes > 0 and min(sizes, default=1) > 0
     block = arena.allocate(nbytes) if arena is not None and is_plain else None
     return np.empty(sizes, kind) if block is None else np.frombuffer(block, kind).reshape(sizes)

@@ -157,11 +157,13 @@ class Channel:
         link, counts = self.link, list[int]()
         before = link.received
         try:
+            # The link offers its own buffer, or the memory of the read that is being received.
             self._receive_into(link.get_buffer(), counts)
             if counts[0]:
                 link.buffer_updated(counts[0])
             else:
                 link.end_of_stream(f"the daemon at {self.address} closed the connection")
+        # Nothing has arrived, which is no end: the peer may just be slow.
         except BlockingIOError:
             return False
         except OSError as error:
@@ -177,6 +179,7 @@ class Channel:
         if not self.takes_descriptors:
             counts.extend(map(self.sock.recv_into, (buffer,)))
             return
+        # Descriptors come as ancillary data of the reply's first byte (unix(7), SCM_RIGHTS).
         space = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
         found: list[Any] = []
         try:
@@ -200,6 +203,7 @@ class Channel:
         """Send as much of `parts` as the socket accepts and drop it; True if any of `parts` or of the unsent went."""
         counts: list[int] = []
         sending = map(self.sock.sendmsg, ([parts[at] for at in range(min(len(parts), MAX_PARTS_PER_SEND))],))
+        # From here until the count is known, an interrupt leaves it unknown how much was sent: `is_torn`.
         whole = tuple(parts)
         self.is_torn = True
         try:
@@ -225,12 +229,14 @@ class Channel:
 
     def drain(self, error: OSError) -> None:
         """Read what a peer that is gone sent last: it may contain the reason."""
+        # Sending failed, but a goodbye with the reason may wait in the receive buffer.
         while self.link.end is None and self.pump():
             pass
         self.link.break_off(Failure(Status.DISCONNECTED, f"the connection to {self.address} broke: {error.strerror}"))
 
     def disown(self) -> None:
         """Leave the connection to the parent process, which has its own descriptor for it (`fork_guard.Inherited`)."""
+        # Never shut the socket down here: that would end the parent's connection, too.
         self.link.break_off(OF_PARENT, is_explained=True)
         self.link.told.clear()
         self.drop_descriptors()
@@ -255,6 +261,7 @@ def start_connecting(family: int, where: Any, address: Address) -> tuple[Channel
     """(channel, errno of connect): 0 if it is connected, EINPROGRESS or EAGAIN if not yet."""
     sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     sock.setblocking(False)
+    # Frames are small and answered at once: Nagle's algorithm would delay each by a round trip.
     if family != socket.AF_UNIX:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:

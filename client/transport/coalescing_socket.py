@@ -103,6 +103,7 @@ class CoalescingSocket(Channel):
                 if not self._outbox.data:
                     self._put_first(frame)
                     return True
+            # _settled() drops what was sent, also by a call that an interrupt cut off after sending.
             before = len(self._settled())
             if before > MAX_OUTBOX_BYTES:
                 return False
@@ -110,6 +111,8 @@ class CoalescingSocket(Channel):
             # The flusher must know about the channel before the outbox holds anything.
             if not (before or is_due):
                 _flusher.notice(self)
+            # No interrupt can come between these two statements (`transport.link`): `tail` counts a frame exactly if
+            # the outbox has it.
             self.tail += size
             self._outbox.data.extend(frame)
             if is_due:
@@ -159,6 +162,7 @@ class CoalescingSocket(Channel):
             self._is_first = True
             if len(self._settled()) > MAX_OUTBOX_BYTES:
                 return Asked.NOT_SENT
+            # The request goes together with the frames before it, in one system call and in order.
             self._outbox.data.extend(request)
             try:
                 if not self._flush():
@@ -167,6 +171,7 @@ class CoalescingSocket(Channel):
                 return Asked.UNANSWERED  # the peer is gone: the wait for the reply reports it
             finally:
                 self._have_rest_sent()
+        # Receive into the link's buffer, but tell the link only if the bytes are not the expected reply.
         self._received = self.link.received
         room, size, whole = self.link.get_buffer(), len(reply), len(reply) + len(into)
         self._look_into(room, more_ns)
@@ -212,6 +217,7 @@ class CoalescingSocket(Channel):
                 return super().push(parts) if parts else True
             try:
                 before = len(self._settled())
+                # Small parts join the outbox: it is sent whole, so an interrupt can't leave half a frame on the wire.
                 if sum(map(len, parts)) < FLUSH_BYTES and before <= MAX_OUTBOX_BYTES:
                     return self._push_small(parts, before)
                 if not self._flush():
@@ -262,6 +268,7 @@ class CoalescingSocket(Channel):
         if not self._lock.acquire(blocking=False):
             return False  # a thread of the session is sending
         try:
+            # Everything sent means that the burst is over: the next frame counts as the first again.
             before = len(self._settled())
             if self._flush():
                 pending.discard(self)
@@ -347,9 +354,11 @@ class _Flusher:
     def _run(self) -> None:
         pause_s, is_idle = 0.0, False
         while self._goes_on(is_idle):
+            # Sleep until a channel has something to send. A full sleep without that is a reason to exit.
             is_idle = not self._bell.acquire(timeout=pause_s) and pause_s == IDLE_LIMIT_S
             self._is_awake = True
             empty_rounds = 0
+            # Stay awake through short gaps: waking this thread costs the next launch a system call.
             while empty_rounds < EMPTY_ROUNDS:
                 time.sleep(FLUSH_PAUSE_S)
                 empty_rounds = 0 if self._round() else empty_rounds + 1
@@ -363,6 +372,7 @@ class _Flusher:
             # now.
             if self._thread != threading.get_ident():
                 return False
+            # No session is left, or the thread has been idle for long: exit; notice() starts another one.
             if not self._pending and (is_idle or not _channels):
                 self._thread = 0
             return self._thread != 0

@@ -196,6 +196,8 @@ class Link:
         results, makes = self._results, self._makes
         if not self._awaited and not results:
             return None
+        # Nobody waits from here on: `_advance` drops replies that come later, except failures and those that make
+        # something.
         self._awaited.clear()
         self._targets.clear()
         # A read's data is half received: the rest must be read, but not into the caller's memory.
@@ -204,6 +206,7 @@ class Link:
         kept: Failure | None = None
         for request_id in list(results):
             result = results[request_id]
+            # A failure that names an earlier request is still to be reported; the others concern callers that are gone.
             if isinstance(result, Failure):
                 kept = result if result.failed_request_id is not None else kept
             elif request_id in makes:
@@ -231,6 +234,7 @@ class Link:
         room = reader.get_buffer()
         # A large read is next: receive no more than its header here, and then its data into its target.
         if self._targets and next(iter(self._targets.values())).nbytes >= DIRECT_READ_BYTES:
+            # No more than the header: whatever follows it goes straight to the target.
             missing = _PREFIX_BYTES - (reader.end - reader.start)
             if missing > 0:
                 return room[:missing]
@@ -271,11 +275,13 @@ class Link:
             self.end, self.is_end_explained = failure, is_explained
 
     def _advance(self) -> None:
+        # A read's data was received into its target. The connection now gets that reply, without data.
         if self._target_rest is not None:
             if self._target_rest:
                 return
             self.connection.receive_data(data_prefix(0, request_id=self._target_id, session_id=0))
             self._target_rest = None
+        # Take events until a frame is incomplete, or a read's data has to be received into its target.
         while self.end is None and not (self._targets and self._divert()):
             match self.connection.next_event():
                 case None:
@@ -305,6 +311,7 @@ class Link:
         if reader.end - reader.start < _PREFIX_BYTES:
             return False
         try:
+            # Only a successful reply to a known read is diverted. A failure, or anything else, is parsed as usual.
             op, flags, status, length, request_id, _ = parse_header(reader.buffer, reader.start)
         except FramingError:
             return False  # the connection meets the same error, and describes it better

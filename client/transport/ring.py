@@ -94,6 +94,7 @@ class RingChannel(Channel):
         super().__init__(channel.sock, channel.address, channel.link)
         self._peer = select.poll()
         self._peer.register(self.sock, select.POLLRDHUP)
+        # The ring's ends take their own views of the mapping, which `release` gives back before it is closed.
         self._map = mmap.mmap(fd, layout.total_bytes)
         with memoryview(self._map) as memory:
             barriers = (threading.Lock(), threading.Lock())
@@ -134,6 +135,7 @@ class RingChannel(Channel):
         """Send a small request and spin for its reply in the ring."""
         requests, replies = self._requests, self._replies
         try:
+            # If bytes wait already, the next ones are not this request's reply: take the general way.
             if replies.has_bytes or not requests.put_whole(request):
                 return Asked.NOT_SENT
             if self._spin(len(reply) + len(into), more_ns) and replies.take_if(reply, into):
@@ -147,6 +149,7 @@ class RingChannel(Channel):
         words, replies, clock = self._sync_words, self._replies, time.monotonic_ns
         if not self._spin_ns or replies.has_bytes or not words.ask(number):
             return False
+        # Look at the word and at the ring: a reply in the ring means that something else has to be handled first.
         until = clock() + self._spin_ns
         times = 1 if self._yields else LOOKS_PER_CLOCK
         while (answer := words.look(number, times)) is None:
@@ -159,6 +162,7 @@ class RingChannel(Channel):
     def doze(self, *, for_room: bool) -> bool:
         """Ask the worker for a bell; False if there is something to do already."""
         try:
+            # Set the sleep words, then check once more (`protocol.ring`): without that check a wake-up could be lost.
             sleeps = self._replies.doze() and not (for_room and not self._requests.doze())
         except FramingError as error:
             self._distrust(error)
@@ -186,6 +190,7 @@ class RingChannel(Channel):
         writer, whole, left = self._requests, tuple(parts), deque(parts)
         before = writer.tail
         try:
+            # A part may go in piece by piece; the counter of the ring shows afterwards how much went.
             while left and (sent := writer.put(left[0])):
                 if sent == len(left[0]):
                     left.popleft()
@@ -229,6 +234,7 @@ class RingChannel(Channel):
         except FramingError as error:
             self._distrust(error)
             return True
+        # The ring has advanced, so the bytes exist only in the buffer: count them even now.
         except BaseException:
             if replies.head != head and link.received == before:
                 link.buffer_updated(replies.head - head)  # interrupted after the ring had passed them on

@@ -135,6 +135,7 @@ class TlsStream:
             if not self._flush():
                 raise BlockingIOError(errno.EAGAIN, "no room")
             view = memoryview(data)
+            # Encrypt only as much as the socket keeps accepting: the rest stays with the caller.
             while taken < len(view) and not self._unsent:
                 taken = self._encrypt(view, taken)
                 self._flush()
@@ -152,6 +153,7 @@ class TlsStream:
 
     def sendmsg(self, parts: Sequence[memoryview]) -> int:
         """Accept several buffers, as `send` does; returns how many bytes."""
+        # Small buffers share one record, as encrypting and sending has a fixed cost per record.
         if len(parts) == 1 or sum(map(len, parts)) <= RECORD_BYTES:
             return self.send(b"".join(parts) if len(parts) > 1 else parts[0])
         taken = 0
@@ -171,6 +173,7 @@ class TlsStream:
         """Receive; returns how many bytes, 0 at the end. Raises BlockingIOError, TlsEnded or OSError."""
         with self._lock:
             count = self._decrypt_into(buffer)
+            # TLS may consume a whole receive without yielding data, for example for a session ticket.
             while not count:
                 if self._ended is not None:
                     raise self._ended
@@ -212,6 +215,7 @@ class TlsStream:
                 self._flush_last_word()
                 raise self._end(error) from None
             try:
+                # Done only when the last flight has left, too: the node waits for it.
                 if self._flush() and is_done:
                     return True
                 arrived = 0 if is_done else self._sock.recv_into(self._raw)
@@ -238,6 +242,7 @@ class TlsStream:
         self._is_torn = True
 
     def _encrypt(self, view: memoryview, at: int) -> int:
+        # One batch: many records in one system call, and bounded memory.
         end = min(len(view), at + BATCH_BYTES)
         while at < end:
             at += self._tls.write(view[at : min(end, at + RECORD_BYTES)])
@@ -415,6 +420,7 @@ _NOT_TLS: Final = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGT
 
 def error_for(error: Exception, address: SecuredAddress) -> GpuLeaseError:
     """The library's error for an error of TLS, or of the socket under it."""
+    # First the node's certificate, then a closed handshake, then alerts about this tenant's certificate, then the rest.
     if isinstance(error, ssl.SSLCertVerificationError):
         return _untrusted(error, address)
     if isinstance(error, ssl.SSLEOFError):

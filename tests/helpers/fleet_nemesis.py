@@ -239,7 +239,7 @@ class FleetScene:
 
     @contextlib.contextmanager
     def host_cloned(self, name: str) -> Iterator[None]:
-        """Run a copy of a node's host beside it, with another boot id, and lose all that runs on the copy at once."""
+        """Run a copy of a node's host concurrently, with another boot id, and lose all of its processes at once."""
         clone = self.clones[name]
         shutil.rmtree(clone.state, ignore_errors=True)
         self._copy_state(name, clone.state)
