@@ -1,4 +1,4 @@
-"""The tenant's library: lease a slice of a GPU, compute in it, give it back. No CUDA on this side.
+"""The tenant's library: lease a slice of a GPU, compute in it, give it back. It needs no CUDA in this process.
 
     from gpulease.client import GpuBuilder, GpuSession, KernelArgs
 
@@ -11,7 +11,7 @@
         session.sync()
         session.mem_read(buffer, 0, 4 * n, into=array)
 
-`gpulease.client.aio` has the same names with coroutines; `gpulease.client.errors` draws the errors as a tree.
+`gpulease.client.aio` has the same names with coroutines; `gpulease.client.errors` shows the errors as a tree.
 """
 
 from importlib import import_module
@@ -83,7 +83,7 @@ __all__ = [  # noqa: F405
 
 
 def __getattr__(name: str) -> Any:
-    """Import the exported names when one of them is first asked for: most commands of `gpulease` need none."""
+    """Import all exported names when the first of them is accessed: most commands of `gpulease` need none."""
     if not name.startswith("__"):
         public = import_module("gpulease.client.sync.public")
         globals().update({exported: getattr(public, exported) for exported in __all__})

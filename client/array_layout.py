@@ -1,6 +1,6 @@
-"""Layouts of arrays in device memory: shapes, strides, slices, and how bytes go from one layout to another.
+"""Layouts of arrays in device memory: shapes, strides, slices, and how bytes move from one layout to another.
 
-All of it is arithmetic on integers, after numpy's rules.
+Everything here is integer arithmetic and follows numpy's rules.
 """
 
 import math
@@ -13,21 +13,21 @@ from gpulease.client.handles import Buffer
 from gpulease.client.texts import quoted
 
 MAX_DIMENSIONS: Final = 8
-"""Most dimensions of an array: the kernel that copies has room for so many. Stops a shape that is really data."""
+"""Most dimensions of an array, which is what the copy kernel has room for. Stops data that was passed as a shape."""
 
 MAX_ARRAY_BYTES: Final = 1 << 47
-"""Largest array, more than any card has. Stops a shape whose product is a mistake, and overflows in the kernel."""
+"""Largest array, more than any card has. Stops a shape whose product is a mistake, and overflows in the copy kernel."""
 
 MAX_UNIT_BYTES: Final = 16
-"""Most bytes that one thread copies at once: a card's widest load and store."""
+"""Most bytes that one thread copies at once: the widest load and store of a card."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArrayLayout:
-    """Places of an array's elements in a buffer.
+    """Where an array's elements are in a buffer.
 
     Attributes:
-        shape: Its length in each dimension.
+        shape: Number of elements in each dimension.
         strides: Bytes from one element to the next in each dimension; negative where a slice runs backwards.
         offset: Byte in the buffer of element [0, 0, ...].
         item_bytes: Size of an element.
@@ -40,7 +40,7 @@ class ArrayLayout:
 
     @classmethod
     def contiguous(cls, shape: tuple[int, ...], item_bytes: int) -> Self:
-        """Lay elements out by rows without gaps, from the buffer's first byte on."""
+        """A C-contiguous layout that starts at the buffer's first byte."""
         strides, step = [], item_bytes
         for length in reversed(shape):
             strides.append(step)
@@ -49,19 +49,23 @@ class ArrayLayout:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """Number of elements: the product of the shape, 1 for an array without dimensions."""
         return math.prod(self.shape)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all elements, without what lies between them."""
+        """Bytes of all elements, not counting gaps between them."""
         return self.size * self.item_bytes
 
     @property
     def is_contiguous(self) -> bool:
-        """True if the elements lie by rows without gaps."""
+        """True if the elements are in C order without gaps.
+
+        Dimensions of length 1 and empty arrays don't matter, as in numpy.
+        """
         step = self.item_bytes
         for length, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            # The stride of a dimension of length 1 is never used.
             if length != 1:
                 if stride != step and self.size:
                     return False
@@ -70,7 +74,7 @@ class ArrayLayout:
 
     @property
     def span(self) -> tuple[int, int]:
-        """The buffer's first byte that belongs to an element, and the byte behind the last one."""
+        """(first, end): the first byte in the buffer that belongs to an element, and the byte after the last one."""
         if not self.size:
             return self.offset, self.offset
         reaches = [stride * (length - 1) for length, stride in zip(self.shape, self.strides, strict=True)]
@@ -78,10 +82,11 @@ class ArrayLayout:
         return first, self.offset + sum(reach for reach in reaches if reach > 0) + self.item_bytes
 
     def at(self, key: Any) -> Self:
-        """Take a part by numpy's basic indexing: integers, slices, `...` and None. Raises InvalidRequest."""
+        """The layout of a part, by numpy's basic indexing: integers, slices, `...` and None. Raises InvalidRequest."""
         shape: list[int] = []
         strides: list[int] = []
         offset, left = self.offset, iter(zip(self.shape, self.strides, strict=True))
+        # None adds a dimension, a slice keeps one, an integer removes one.
         for number, one in enumerate(_full_key(key, self.shape)):
             if one is None:
                 shape.append(1)
@@ -97,13 +102,19 @@ class ArrayLayout:
                 offset += stride * _place(one, length, number)
         if len(shape) > MAX_DIMENSIONS:
             raise InvalidRequest(f"index: {len(shape)} dimensions; an array has at most {MAX_DIMENSIONS}")
-        # Where there are no elements, a sum of strides may lie outside the buffer.
+        # Without elements, the sum of strides may be outside the buffer.
         return type(self)(tuple(shape), tuple(strides), offset if 0 not in shape else self.offset, self.item_bytes)
 
     def broadcast(self, shape: tuple[int, ...], doing: str) -> Self:
-        """Repeat elements to another shape by numpy's rules, with strides of 0. Raises InvalidRequest."""
+        """Broadcast to another shape by numpy's rules: repeated dimensions get stride 0. Raises InvalidRequest.
+
+        Args:
+            shape: The target's shape.
+            doing: The operation, for messages.
+        """
         more = len(shape) - len(self.shape)
-        # Leading dimensions of length 1 may be left out of the target, as numpy's assignment has it.
+        # As in numpy's assignment, the source may have more dimensions than the target if the leading ones have length
+        # 1.
         own = list(zip(self.shape, self.strides, strict=True))[max(0, -more) :]
         own = [(1, 0)] * max(0, more) + own
         fits = all(length in (1, wanted) for (length, _), wanted in zip(own, shape, strict=True))
@@ -114,7 +125,15 @@ class ArrayLayout:
 
 
 def checked_shape(shape: Any, item_bytes: int, doing: str) -> tuple[int, ...]:
-    """Make a shape of one length, or of several. Raises InvalidRequest."""
+    """The shape that one length or a sequence of lengths stands for.
+
+    Args:
+        shape: What the program gave.
+        item_bytes: Size of an element; bounds the product of the lengths to MAX_ARRAY_BYTES.
+        doing: The operation, for messages.
+
+    Raises InvalidRequest.
+    """
     try:
         lengths = tuple(length.__index__() for length in (shape if isinstance(shape, Sequence) else (shape,)))
     except (TypeError, AttributeError):
@@ -131,9 +150,10 @@ def checked_shape(shape: Any, item_bytes: int, doing: str) -> tuple[int, ...]:
 
 
 def _full_key(key: Any, shape: tuple[int, ...]) -> Iterator[Any]:
-    """Complete an index to one item for each dimension. Raises InvalidRequest."""
+    """Complete an index to one item per dimension, plus its Nones. Raises InvalidRequest."""
     items = key if isinstance(key, tuple) else (key,)
     taken = sum(item is not None and item is not ... for item in items)
+    # `...`, or else the end of the index, stands for all dimensions that were not given.
     missing = len(shape) - taken
     if missing < 0:
         raise InvalidRequest(f"index: {taken} indices for an array of {len(shape)} dimensions")
@@ -150,7 +170,7 @@ def _full_key(key: Any, shape: tuple[int, ...]) -> Iterator[Any]:
 
 
 def _range_of(one: slice, length: int, number: int) -> tuple[int, int, int]:
-    """Return start, step and count of a slice. Raises InvalidRequest."""
+    """(start, step, count) of a slice of a dimension of that length. Raises InvalidRequest."""
     try:
         start, stop, step = one.indices(length)
     except (TypeError, ValueError) as error:
@@ -160,6 +180,7 @@ def _range_of(one: slice, length: int, number: int) -> tuple[int, int, int]:
 
 def _place(one: Any, length: int, number: int) -> int:
     try:
+        # bool has __index__, but means a mask in numpy.
         if isinstance(one, bool):
             raise TypeError
         place = one.__index__()
@@ -175,13 +196,13 @@ def _place(one: Any, length: int, number: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Bytes to copy from one layout to another, as few loops over units of one size. Loop 0 is the innermost.
+    """Bytes to copy from one layout to another, as nested loops over units of one size. Loop 0 is the innermost.
 
     Attributes:
-        unit_bytes: Size of a unit: 1, 2, 4, 8 or 16. Every address that is copied from or to is a multiple.
-        lengths: Units of each loop.
-        to_strides: Bytes from one unit to the next in the target, by loop.
-        from_strides: Bytes from one unit to the next in the source, by loop.
+        unit_bytes: Size of a unit: 1, 2, 4, 8 or 16. Every address that is read or written is a multiple of it.
+        lengths: Number of units in each loop.
+        to_strides: Bytes from one unit to the next in the target, per loop.
+        from_strides: Bytes from one unit to the next in the source, per loop.
     """
 
     unit_bytes: int
@@ -191,15 +212,18 @@ class Transfer:
 
     @property
     def count(self) -> int:
-        """Units in all."""
+        """Number of units that all loops copy."""
         return math.prod(self.lengths)
 
 
 def transfer_of(to: ArrayLayout, source: ArrayLayout | None) -> Transfer:
-    """Make the fewest loops that copy every element of `source` to its place in `to`, which has its shape.
+    """The fewest loops that copy every element of `source` to its place in `to`; both have the same shape.
 
-    Without a source the target is filled with a pattern as long as an element, and repeated to a unit.
+    Without a source, the target is filled with a pattern as long as an element, repeated to a unit.
     """
+    # Begin with the bytes of one element as the innermost loop. Then take the dimensions from the last to the first: a
+    # dimension that continues the loop inside it without a gap, in both layouts, extends that loop; any other adds a
+    # loop.
     loops = [(to.item_bytes, 1, 1)]
     sources = source.strides if source is not None else (0,) * len(to.shape)
     for length, to_stride, from_stride in reversed(list(zip(to.shape, to.strides, sources, strict=True))):
@@ -210,11 +234,14 @@ def transfer_of(to: ArrayLayout, source: ArrayLayout | None) -> Transfer:
             loops[-1] = inner * length, inner_to, inner_from
         else:
             loops.append((length, to_stride, from_stride))
+    # The unit is the widest power of two up to MAX_UNIT_BYTES that divides the innermost loop, every offset and every
+    # stride, so that all its addresses are aligned.
     steps = [to.offset, *(stride for _, stride, _ in loops[1:])]
     if source is not None:
         steps += [source.offset, *(stride for _, _, stride in loops[1:])]
     unit = math.gcd(loops[0][0], MAX_UNIT_BYTES, *steps)
     loops[0] = loops[0][0] // unit, unit, unit
+    # A single unit per element needs no loop of its own.
     if loops[0][0] == 1 and len(loops) > 1:
         del loops[0]
     lengths, to_strides, from_strides = zip(*loops, strict=True)
@@ -222,25 +249,25 @@ def transfer_of(to: ArrayLayout, source: ArrayLayout | None) -> Transfer:
 
 
 class ArrayView:
-    """An array in a session's device memory; the base of both faces' arrays.
+    """An array in a session's device memory; the base of both APIs' arrays.
 
     Attributes:
-        buffer: The memory. The last array of it that goes frees it.
-        layout: Places of the elements in there.
-        dtype: numpy's type of the elements.
+        buffer: The memory. It is freed when its last array is dropped.
+        layout: Where the elements are in the buffer.
+        dtype: The elements' numpy dtype.
     """
 
     __slots__ = ("buffer", "dtype", "layout")
 
     __array_ufunc__: Final = None
-    """Tells numpy to compute nothing with it: that would copy it from the card unasked."""
+    """Makes numpy refuse to compute with the array: that would copy it from the card implicitly."""
 
     def __init__(self, buffer: Buffer, layout: ArrayLayout, dtype: Any) -> None:
         self.buffer, self.layout, self.dtype = buffer, layout, dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Length in each dimension."""
+        """Number of elements in each dimension."""
         return self.layout.shape
 
     @property
@@ -250,27 +277,27 @@ class ArrayView:
 
     @property
     def ndim(self) -> int:
-        """Number of dimensions."""
+        """Number of dimensions, at most MAX_DIMENSIONS."""
         return len(self.layout.shape)
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """Number of elements: the product of the shape."""
         return self.layout.size
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all elements, without what lies between them."""
+        """Bytes of all elements, not counting gaps between them."""
         return self.layout.size_bytes
 
     @property
     def address(self) -> int:
-        """Device address of element [0, 0, ...]. Only kernels of the session can use it."""
+        """Device address of element [0, 0, ...]. Only kernels of this session can use it."""
         return self.buffer.handle + self.layout.offset
 
     @property
     def is_contiguous(self) -> bool:
-        """True if the elements lie by rows without gaps, as most kernels want them."""
+        """True if the elements are in C order without gaps, as most kernels expect."""
         return self.layout.is_contiguous
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""What a program gives as code, by its look: PTX, CUDA C, or the path of a file by mistake."""
+"""Recognizes what a program passes as code: PTX, a binary, CUDA C, or by mistake the path of a file."""
 
 import os
 import re
@@ -19,7 +19,7 @@ _PATH: Final = re.compile(r"[^\n;{}]+\.(?:ptx|cubin|fatbin|cu|cuh|c|cpp|txt)", r
 
 
 def image_of(image: Any, doing: str) -> bytes:
-    """Take PTX text or a binary. Raises InvalidRequest for a path, for CUDA C, and for what is no bytes."""
+    """The bytes of PTX text or of a binary. Raises InvalidRequest for a path, for CUDA C, and for other types."""
     _check_path(image, doing, 'Give what is in the file: pathlib.Path("...").read_bytes()')
     code = utf8(image, doing) if isinstance(image, str) else bytes(readable_bytes(image, doing))
     if not code.startswith(_BINARY) and _CUDA_C.search(code) and not _PTX.search(code):
@@ -28,7 +28,7 @@ def image_of(image: Any, doing: str) -> bytes:
 
 
 def cuda_c_of(source: Any, doing: str) -> str:
-    """Take a text of CUDA C. Raises InvalidRequest for a path, for PTX, and for what is no text."""
+    """The text of a CUDA C source. Raises InvalidRequest for a path, for PTX, and for other types."""
     _check_path(source, doing, 'Give what is in the file: pathlib.Path("...").read_text()')
     if not isinstance(source, str):
         raise InvalidRequest(f"{doing}: {quoted(source)} is not a text of CUDA C")

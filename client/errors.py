@@ -7,8 +7,8 @@
     ├── CapacityExceeded    no card has that much room
     │   └── Busy            the daemon serves as many peers as it can
     ├── Drained             the node is drained: it grants no lease, or ended this one
-    ├── TimedOut            a submit took longer than it was given
-    ├── Disconnected        no daemon at the other end, or it went away, or it stops and so the lease is over
+    ├── TimedOut            a one-shot job took longer than it was given
+    ├── Disconnected        no daemon answers, or it went away, or it stopped, which ended the lease
     │   └── Untrusted       the peer at that address could not prove that it is the daemon
     ├── Unsupported         the daemon knows the request and can't serve it
     ├── Denied              the daemon does not let this tenant do that
@@ -16,9 +16,9 @@
     │   ├── LeaseFreed      the lease was given back before
     │   └── NotFound        the daemon knows no such lease
     ├── GpuSessionFailed    the session is lost: its process or its context failed, and its lease is over
-    └── OperationFailed     one operation failed; the session goes on
+    └── OperationFailed     one operation failed; the session continues
         ├── AllocFailed     the slice has no room for that
-        ├── InvalidHandle   a buffer or module that is freed, foreign, or too small for what was asked
+        ├── InvalidHandle   a buffer or module that is freed, from another session, or too small
         ├── LoadFailed      a module did not compile (`log`, `line`)
         ├── LaunchFailed    a kernel could not be started (`kernel`)
         ├── SyncFailed      a kernel failed while it ran (`kernel`, `address`)
@@ -26,11 +26,11 @@
             ├── RegionRevoked    the region was revoked
             ├── RegionExpired    its time is up
             ├── RegionFreed      it was given back
-            ├── RegionFenced     it had ended, and one of the above said so before
-            └── RegionCancelled  it is cancelled until that is taken back
+            ├── RegionFenced     it had ended before, and an earlier error said how
+            └── RegionCancelled  it is cancelled until it is resumed
 
 A fault on a GPU can end the context. Later operations then raise the same SyncFailed, or GpuSessionFailed.
-A status that has no class of its own is a plain GpuLeaseError.
+A status without a class of its own is a plain GpuLeaseError.
 """
 
 from collections.abc import Callable, Container
@@ -50,11 +50,11 @@ class GpuLeaseError(Exception):
         message: What failed and why.
         hint: What to do about it; may be "".
         status: The status on the wire.
-        failure: The daemon's whole failure, or the like made here of an error that was found here.
+        failure: The daemon's whole failure, or one built here for an error that the client found.
     """
 
     host_code: ClassVar[int | None] = None
-    """The public host error number, of the errors that have one."""
+    """The public error number of the host API, for the errors that have one."""
     default_status: ClassVar[Status] = Status.INTERNAL
     default_hint: ClassVar[str] = ""
 
@@ -66,7 +66,7 @@ class GpuLeaseError(Exception):
 
     @property
     def status(self) -> Status:
-        """The status on the wire."""
+        """The status on the wire; `default_status` of the class if the client found the error."""
         return self.failure.status
 
     def __str__(self) -> str:
@@ -79,7 +79,7 @@ E = TypeVar("E", bound=type[GpuLeaseError])
 
 
 def answers(status: Status) -> Callable[[E], E]:
-    """Make the decorated class the error of a status. Raises ValueError if the status has one."""
+    """Make the decorated class the error of a status. Raises ValueError if the status has a class already."""
 
     def register(kind: E) -> E:
         if status in _BY_STATUS:
@@ -101,7 +101,7 @@ class LeaseExpired(GpuLeaseError):
 
 @answers(Status.REVOKED)
 class Revoked(GpuLeaseError):
-    """An operator took the lease back."""
+    """An operator took the lease back; its context and its memory are gone."""
 
     host_code = -6
     default_hint = "Ask the operator of the node why, then acquire a new lease"
@@ -109,7 +109,7 @@ class Revoked(GpuLeaseError):
 
 @answers(Status.FENCED)
 class Fenced(GpuLeaseError):
-    """The memory could not be proved free, so nobody gets it."""
+    """The card's memory could not be proved free, so the daemon does not grant it again."""
 
     host_code = -3
     default_hint = "Use another card, or ask the operator of the node to clear the fence"
@@ -117,7 +117,7 @@ class Fenced(GpuLeaseError):
 
 @answers(Status.CAPACITY_EXCEEDED)
 class CapacityExceeded(GpuLeaseError):
-    """No card has that much room now."""
+    """No card has enough free memory now, or none became free within the time that the request waited."""
 
     host_code = -4
     default_hint = "Ask for less, or wait for room with GpuBuilder.timeout(seconds)"
@@ -125,42 +125,42 @@ class CapacityExceeded(GpuLeaseError):
 
 @answers(Status.BUSY)
 class Busy(CapacityExceeded):
-    """The daemon serves as many peers or requests as it can: capacity of another kind."""
+    """The daemon serves as many peers or requests as it can: a capacity other than memory."""
 
     default_hint = "Try again in a moment"
 
 
 @answers(Status.DRAINED)
 class Drained(GpuLeaseError):
-    """The node is being emptied: it grants no lease, lets none last, or has ended this one."""
+    """The node is being drained: it grants no lease, renews none, or has ended this one."""
 
     default_hint = "Acquire a lease on another node"
 
 
 @answers(Status.TIMED_OUT)
 class TimedOut(GpuLeaseError):
-    """A submit or an operation took longer than it was given, and was ended; its lease goes on."""
+    """A one-shot job or an operation took longer than it was given, and was ended; its lease continues."""
 
     default_hint = "Give it more time"
 
 
 @answers(Status.DISCONNECTED)
 class Disconnected(GpuLeaseError):
-    """No daemon answers, or the connection ended and nothing says why; or the daemon stops, which ends its leases."""
+    """No daemon answers; or the connection ended without a reason; or the daemon stops, which ends its leases."""
 
     host_code = -1
     default_hint = "Is gpuleased running?"
 
 
 class Untrusted(Disconnected):
-    """The peer at a tls: address could not prove that it is the daemon meant; nothing was sent to it."""
+    """The peer at a tls: address could not prove that it is the intended daemon; nothing was sent to it."""
 
     default_hint = "Ask the operator of the node for its name and its CA's certificate"
 
 
 @answers(Status.UNSUPPORTED)
 class Unsupported(GpuLeaseError):
-    """The daemon can't serve this: another version, or a card without the feature."""
+    """The daemon can't serve this request: it has another version, or its card lacks the feature."""
 
     host_code = -5
     default_hint = "Compare the versions of the daemon and of this client, and what the card supports"
@@ -175,19 +175,19 @@ class Denied(GpuLeaseError):
 
 @answers(Status.INVALID_REQUEST)
 class InvalidRequest(GpuLeaseError):
-    """The request makes no sense, for any tenant."""
+    """The request makes no sense, whichever tenant sends it."""
 
 
 @answers(Status.LEASE_FREED)
 class LeaseFreed(InvalidRequest):
-    """The lease was given back; its memory is someone else's now."""
+    """The lease was given back; its memory may be another tenant's now."""
 
     default_hint = "Acquire a new lease"
 
 
 @answers(Status.NOT_FOUND)
 class NotFound(InvalidRequest):
-    """The daemon knows no such lease: it ended long ago, or the daemon was started anew."""
+    """The daemon knows no such lease: it ended long ago, or the daemon was restarted."""
 
     default_hint = "Acquire a new lease"
 
@@ -200,7 +200,7 @@ class GpuSessionFailed(GpuLeaseError):
 
 
 class OperationFailed(GpuLeaseError):
-    """An operation failed; the session goes on. Each such failure is of one of the classes below."""
+    """An operation failed; the session continues. Every such failure is of one of the classes below."""
 
 
 @answers(Status.ALLOC_FAILED)
@@ -212,90 +212,90 @@ class AllocFailed(OperationFailed):
 
 @answers(Status.INVALID_HANDLE)
 class InvalidHandle(OperationFailed):
-    """A buffer or module that is freed, foreign, or smaller than what was asked of it."""
+    """A buffer or module that is freed, belongs to another session, or is too small for the operation."""
 
     default_hint = "Use handles of this session only, inside their size, and not after they are freed"
 
 
 @answers(Status.LOAD_FAILED)
 class LoadFailed(OperationFailed):
-    """A module did not compile or load."""
+    """A module did not compile or load; `log` and `line` say why."""
 
     default_hint = "See .log, and .line of the source"
 
     @property
     def log(self) -> str:
-        """The compiler's log; "" if it gave none."""
+        """The compiler's log; "" if the driver returned none."""
         return self.failure.log
 
     @property
     def line(self) -> int:
-        """The line of the PTX source the log speaks of, 1-based; 0 if it names none."""
+        """The line of the PTX source that the log names, from 1; 0 if it names none."""
         return self.failure.line
 
 
 @answers(Status.LAUNCH_FAILED)
 class LaunchFailed(OperationFailed):
-    """A kernel could not be started."""
+    """A kernel could not be started, for example because its name or its parameters don't match the module."""
 
     default_hint = "Compare the kernel's name, parameters and block with the module's: module.kernels"
 
     @property
     def kernel(self) -> str:
-        """The kernel's name."""
+        """The name of the kernel that was to be launched."""
         return self.failure.kernel
 
 
 @answers(Status.SYNC_FAILED)
 class SyncFailed(OperationFailed):
-    """A kernel failed while it ran. Do not trust the memory that it and the kernels behind it wrote."""
+    """A kernel failed while it ran. Don't trust what it and the kernels after it wrote."""
 
     default_hint = "Check the kernel's bounds and arguments"
 
     @property
     def kernel(self) -> str:
-        """The kernel's name; "" if the driver can't tell."""
+        """The kernel's name; "" if the driver doesn't know."""
         return self.failure.kernel
 
     @property
     def address(self) -> int | None:
-        """The device address it faulted at; None if the driver can't tell."""
+        """The device address that faulted; None if the driver doesn't know."""
         return self.failure.address
 
 
 class RegionFailed(OperationFailed):
-    """A region refuses an operation that names it. The session and its other regions go on."""
+    """A region refuses an operation that names it. The session and its other regions continue."""
 
     default_hint = "Do without the region's memory; the session and its other regions continue"
 
     @property
     def lease_id(self) -> LeaseId:
-        """The region's id."""
+        """The region's lease id, as `Region.lease_id`."""
         return LeaseId(self.failure.region or 0)
 
     @property
     def kernel(self) -> str:
-        """The kernel of the launch that was refused; "" for a copy, or for a graph of several."""
+        """The kernel of the refused launch; "" for a copy, or for a graph of several kernels."""
         return self.failure.kernel
 
     @property
     def site(self) -> int | None:
-        """The number of that launch in its burst or graph, from 0; None for a copy."""
+        """The index of that launch in its burst or graph, from 0; None for a copy."""
         return self.failure.site
 
     @property
     def position(self) -> int | None:
-        """The position that the launch gave of itself."""
+        """The position that the refused launch passed."""
         return self.failure.position
 
     @property
     def flipped_ns(self) -> int | None:
-        """The time at which the daemon ended or cancelled the region, on its host's monotonic clock."""
+        """When the daemon ended or cancelled the region, in nanoseconds of its host's monotonic clock."""
         return self.failure.flipped_ns
 
 
 def _answers_of_region(status: Status) -> Callable[[E], E]:
-    """Make the decorated class the error of a status in a failure that names a region."""
+    """Make the decorated class the error of a status in failures that name a region."""
 
     def register(kind: E) -> E:
         _OF_REGION[status] = kind
@@ -328,7 +328,7 @@ class RegionFenced(RegionFailed):
 @answers(Status.CANCELLED)
 @_answers_of_region(Status.CANCELLED)
 class RegionCancelled(RegionFailed):
-    """The region is cancelled; it has not ended."""
+    """The region is cancelled until `Region.resume`; it has not ended."""
 
     default_hint = "Abandon the launch's work, or call region.resume()"
 
@@ -344,11 +344,19 @@ PERMANENT_ERRORS = (
     Untrusted,
     RegionFailed,
 )
-"""Errors that no repetition cures."""
+"""Errors that a retry of the same request never cures."""
 
 
 def error_class(status: int, *, of_region: bool = False) -> type[GpuLeaseError]:
-    """The class of a status, in a failure that names a region or in another; a base class for one that has none."""
+    """The error class of a status.
+
+    Args:
+        status: A number from the wire; of a newer daemon perhaps one that this client doesn't know.
+        of_region: Whether the failure names a region.
+
+    Returns:
+        The class, or the base class, RegionFailed or GpuLeaseError, for a status without one.
+    """
     return _OF_REGION.get(status, RegionFailed) if of_region else _BY_STATUS.get(status, GpuLeaseError)
 
 
@@ -357,10 +365,13 @@ def error_of(failure: Failure, doing: str, own_requests: Container[int] = ()) ->
 
     Args:
         failure: The daemon's failure.
-        doing: The operation that it answers.
-        own_requests: Numbers of the quiet requests that the operation is made of: their failure is its own.
+        doing: The operation that received it.
+        own_requests: Ids of the quiet requests that make up the operation: their failure is the operation's own. The
+            failure of any other request is reported as an earlier one's.
     """
     number = failure.failed_request_id
+    # A quiet request's failure arrives with a later reply: say which request failed, and that this one was not
+    # executed.
     if number is None or number in own_requests:
         message = f"{doing}: {failure.message}"
     else:

@@ -1,8 +1,8 @@
-"""After fork(): the child has copies of its parent's leases, sessions and connections, and must not use them.
+"""After fork(): the child inherits its parent's leases, sessions and connections, and must not use them.
 
-Requests of two processes on one connection would get each other's replies. So every connection, lease and session
-registers here. In the child each is marked as the parent's, and its descriptors are closed. The checks that every
-operation makes anyway find the mark, so a launch pays nothing for it.
+If two processes sent requests over one connection, each could get the other's replies. So every connection, lease and
+session registers here. In the child each is marked as the parent's, and its descriptors are closed. The checks that
+every operation makes anyway find that mark, so a launch costs nothing more.
 """
 
 import os
@@ -17,7 +17,7 @@ OF_PARENT: Final = Failure(
     "Acquire a lease of this process's own, or start the process with multiprocessing's spawn method; "
     "the parent's lease continues",
 )
-"""The end of an inherited lease or session."""
+"""The end of an inherited lease or session, as the child sees it."""
 
 
 class Inherited(Protocol):
@@ -31,11 +31,12 @@ _inheritable: "weakref.WeakSet[Inherited]" = weakref.WeakSet()
 
 
 def register(thing: Inherited) -> None:
-    """Disown a thing in every child that is forked while it lives."""
+    """Disown an object in every child that is forked while the object exists."""
     _inheritable.add(thing)
 
 
 def _disown_all() -> None:
+    # A copy: disowning may drop the last references, which would change the set.
     for thing in list(_inheritable):
         thing.disown()
 

@@ -1,4 +1,4 @@
-"""Buffers and modules: handles of things that live in a session, freed when the last reference goes."""
+"""Buffers and modules: handles of objects in a session, which are freed with their last reference."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -14,58 +14,63 @@ if TYPE_CHECKING:
 
 
 class HandleOwner(Protocol):
-    """A session's connection, as far as its handles know it.
+    """The part of a session's connection that its handles use.
 
     Attributes:
-        dropped: (operation, handle) of handles without a reference, which the session's next operation frees.
+        dropped: (operation, handle) of handles without a reference; the session's next operation frees them.
     """
 
     dropped: list[tuple[Opcode, int]]
 
     @property
     def is_alive(self) -> bool:
-        """True while the session and its lease live, as far as is known here."""
+        """True until the session or its lease is known here to have ended."""
 
 
 class Handle:
-    """A thing that lives in a session. The session's next operation after its last reference went frees it."""
+    """An object in a session. After its last reference is gone, the session's next operation frees it."""
 
     __slots__ = ("__weakref__", "handle", "owner")
 
     _free_op: Opcode
 
     def __init__(self, owner: HandleOwner | None, handle: int) -> None:
-        """Args: owner: Its session's connection; None until it is claimed, and once it is freed. handle: Its number."""
+        """Bind the handle to its session.
+
+        Args:
+            owner: The session's connection; None until the handle is claimed.
+            handle: Its number on the wire.
+        """
         self.owner: HandleOwner | None = owner
         self.handle = handle
 
     @property
     def is_alive(self) -> bool:
-        """True while it can be used: not freed, and its session and lease not over as far as is known here."""
+        """True while it can be used: it is not freed, and its session and lease are not known here to have ended."""
         return self.owner is not None and self.owner.is_alive
 
     def check(self, session: HandleOwner, what: str) -> None:
-        """Raises InvalidHandle, naming the operation `what`, if this can't be used in `session`."""
+        """Raise InvalidHandle, naming the operation `what`, if this object can't be used in `session`."""
         if self.owner is not session:
             kind = type(self).__name__.lower()
             why = "is freed" if self.owner is None else "belongs to another session"
             raise InvalidHandle(f"{what}: {kind} {self.handle:#x} {why}")
 
     def mark_freed(self) -> tuple[Opcode, int]:
-        """Mark it as freed; returns the request's operation and handle that free it."""
+        """Mark it as freed; returns the (operation, handle) of the request that frees it."""
         self.owner = None
         return self._free_op, self.handle
 
     def __del__(self) -> None:
-        # Runs in whatever thread dropped the last reference, perhaps inside another operation of the session, perhaps
-        # half-built or while the interpreter ends: only note it. Appending to a list is atomic.
+        # This runs in whatever thread dropped the last reference: perhaps inside another operation of the session, on a
+        # half-built object, or at interpreter exit. So it only notes the handle. Appending to a list is atomic.
         owner = getattr(self, "owner", None)
         if owner is not None:
             owner.dropped.append((self._free_op, self.handle))
 
 
 class Buffer(Handle):
-    """Device memory. Its bytes are zero at first.
+    """Device memory, zero at first.
 
     Attributes:
         size_bytes: Its size.
@@ -89,11 +94,11 @@ class Buffer(Handle):
         return f"<Buffer {self.handle:#x} {self.size_bytes} bytes{'' if self.is_alive else ', gone'}>"
 
     def lend(self) -> None:
-        """Free nothing when the last reference goes: somebody else holds the memory from now on."""
+        """Free nothing when the last reference is dropped: the lease holds the memory from now on."""
         self.__class__ = BorrowedBuffer
 
     def check_range(self, offset: int, size_bytes: int, what: str) -> None:
-        """Raises InvalidHandle if the bytes are not all inside."""
+        """Raise InvalidHandle, naming the operation `what`, if the bytes are not all inside the buffer."""
         if offset < 0 or offset + size_bytes > self.size_bytes:
             raise InvalidHandle(
                 f"{what}: bytes {offset} to {offset + size_bytes} are outside buffer {self.handle:#x} "
@@ -102,23 +107,24 @@ class Buffer(Handle):
 
 
 class BorrowedBuffer(Buffer):
-    """Device memory that a reference elsewhere keeps, or its lease; made by `GpuSession.buffer`, `keep` and `kept`."""
+    """Device memory that the lease or another reference holds; made by `GpuSession.buffer`, `keep` and `kept`."""
 
     __slots__ = ()
 
     def __del__(self) -> None:
-        """Free nothing: the reference elsewhere does."""
+        """Free nothing: the lease or the other reference does."""
 
 
 class Module(Handle):
     """Loaded code.
 
     Attributes:
-        kernels: Its kernels by name, each with its parameters' sizes in bytes and the most threads its block may have.
-        parameter_types: By kernel, its parameters' types as the image's PTX declares them; empty if it does not.
-        templates: Launches that were checked once (`engine.launch`). They are void when the module is unloaded.
-        latest: The last of these launches that named no regions.
-        latest_in: The last that named regions.
+        kernels: Its kernels by name, each with the sizes of its parameters in bytes and the most threads a block may
+            have.
+        parameter_types: By kernel, the types of its parameters if the image is PTX, which declares them; else empty.
+        templates: Launches that were checked once (`engine.launch`). They are void after the module is unloaded.
+        latest: The most recent of these launches that named no regions.
+        latest_in: The most recent that named regions.
     """
 
     __slots__ = ("kernels", "latest", "latest_in", "parameter_types", "templates")
@@ -134,7 +140,7 @@ class Module(Handle):
         self.latest_in: Any = None
 
     def set_parameter_types(self, types: tuple[bytes, ...]) -> None:
-        """Take the parameters' types of each kernel, as MODULE_PARAMETERS answers them."""
+        """Store the parameter types of each kernel, as the reply to MODULE_PARAMETERS has them."""
         pairs = zip(self.kernels, types, strict=False)
         self.parameter_types = MappingProxyType({name: tuple(map(_type_of, each)) for name, each in pairs if each})
 
@@ -143,17 +149,17 @@ class Module(Handle):
 
 
 ModuleHandle = Module
-"""The base of both faces' modules, under a name that neither has."""
+"""The base of both APIs' modules, under a name that neither API uses."""
 
 
 class Variable(BorrowedBuffer):
     """Bytes that a module declares in device or constant memory; made by `Module.variable`.
 
-    It ends with its module, which it keeps from being dropped. `mem_write`, `mem_read` and launches take it.
+    It exists as long as its module, which it keeps from being dropped. `mem_write`, `mem_read` and launches accept it.
 
     Attributes:
-        module: Its module.
-        name: Its name, as PTX spells it.
+        module: The module that declares it.
+        name: Its name in PTX.
     """
 
     __slots__ = ("module", "name")
@@ -164,19 +170,19 @@ class Variable(BorrowedBuffer):
 
     @property
     def owner(self) -> HandleOwner | None:
-        """The session's connection, as its module has it; None once that is freed."""
+        """The session's connection, from its module; None once the module is freed."""
         return self.module.owner
 
     @owner.setter
     def owner(self, owner: HandleOwner | None) -> None:
-        """Change nothing: the module's counts."""
+        """Change nothing: the module's own owner counts."""
 
     def check(self, session: HandleOwner, what: str) -> None:
-        """Raises InvalidHandle, naming the operation `what`, if its module can't be used in `session`."""
+        """Raise InvalidHandle, naming the operation `what`, if the module can't be used in `session`."""
         self.module.check(session, what)
 
     def mark_freed(self) -> tuple[Opcode, int]:
-        """Raises InvalidHandle: nobody can free a part of a module."""
+        """Raise InvalidHandle: a part of a module can't be freed."""
         raise InvalidHandle(f"mem_free: {self.name} is a variable", "It ends with its module: unload that")
 
 
@@ -184,4 +190,4 @@ def _type_of(byte: int) -> ParameterType:
     try:
         return ParameterType(byte)
     except ValueError:
-        return ParameterType.UNTOLD  # of a newer daemon
+        return ParameterType.UNTOLD  # a type that only newer daemons know

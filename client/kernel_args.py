@@ -1,4 +1,4 @@
-"""The arguments of a kernel, packed as the wire wants them: little-endian, without gaps."""
+"""Kernel arguments, packed as the wire needs them: little-endian, without gaps."""
 
 import struct
 from collections.abc import Sequence
@@ -21,10 +21,10 @@ _POINTER: Final = struct.Struct("<Q")
 
 
 Kind = Literal["buffer", "u32", "u64", "i32", "i64", "f32", "f64", "raw"]
-"""Kinds that `KernelArgs.push_parameter` takes; each stands for the method of that name."""
+"""Kinds that `KernelArgs.push_parameter` accepts; each stands for the `push_` method of that name."""
 
 ArgumentKind = str | int
-"""Kind of one argument: a number's type ("f32"; numpy's scalars have "u8" too), "buffer", or the size of raw bytes."""
+"""Kind of an argument: a number's type ("f32"; from numpy scalars also "u8"), "buffer", or the size of raw bytes."""
 
 _SIZES: Final[dict[ArgumentKind, int]] = {
     **{f"{sign}{8 * size}": size for sign in "ui" for size in (1, 2, 4, 8)},
@@ -44,7 +44,7 @@ _BUFFER: Final[tuple[ArgumentKind, ...]] = ("buffer",)
 ParameterName = str
 
 KEYWORDS: Final = frozenset({"stream", "regions", "position"})
-"""Not allowed as a parameter's name: `graph.launch` has keywords of these names."""
+"""Names that a parameter can't have, because `graph.launch` has keywords of these names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +52,9 @@ class BoundParameter:
     """A parameter of a launch graph with a value.
 
     Attributes:
-        kind: The kind it was pushed as.
-        value: Its bytes as a graph's launch carries them: a buffer's are its handle and the offset.
-        argument_bytes: Size of the argument it stands for.
+        kind: The kind as which it was pushed.
+        value: Its bytes in a graph launch: for a buffer, its handle and the offset.
+        argument_bytes: Size of the argument that it stands for.
         buffer: The buffer, if it is one.
     """
 
@@ -70,19 +70,19 @@ class BoundParameter:
 class KernelArgs:
     """A kernel's arguments in order; each method appends one and returns the object.
 
-    It can be launched with many times. It holds its buffers, so they live as long as it does.
+    It can be used for many launches. It holds its buffers, so they exist as long as it does.
 
     Attributes:
         data: The packed bytes.
-        kinds: Each argument's kind; raw bytes have their size.
+        kinds: Each argument's kind; for raw bytes, their size.
         buffers: The buffers among the arguments.
-        parameters: (name, index of the argument, value) of arguments that each launch of a graph can give anew.
+        parameters: (name, index of the argument, value) of arguments that each launch of a graph can replace.
     """
 
     __slots__ = ("buffers", "data", "kinds", "parameters")
 
     def __init__(self) -> None:
-        # Immutable values, so that a launch uses them as they are.
+        # Immutable values: a launch uses them without copying.
         self.data = b""
         self.kinds: tuple[ArgumentKind, ...] = ()
         self.buffers: tuple[Buffer, ...] = ()
@@ -90,7 +90,7 @@ class KernelArgs:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Each argument's size in bytes."""
+        """Each argument's size in bytes, as `arg_sizes` of a launch."""
         return sizes_of(self.kinds)
 
     def push_u32(self, value: int) -> Self:
@@ -148,9 +148,9 @@ class KernelArgs:
         return self
 
     def push_buffer(self, buffer: Buffer | ArrayView, offset: int = 0) -> Self:
-        """Append a pointer to byte `offset` of a buffer, or of an array on the card from its first element on.
+        """Append a pointer to byte `offset` of a buffer, or of an array counted from its first element.
 
-        Raises InvalidHandle if the buffer is freed, or too small.
+        Raises InvalidHandle if the buffer is freed, or too small for the offset.
         """
         if isinstance(buffer, ArrayView):
             offset += buffer.layout.offset
@@ -167,7 +167,10 @@ class KernelArgs:
         return self
 
     def push_raw(self, data: bytes | bytearray | memoryview) -> Self:
-        """Append raw bytes as one argument, a struct passed by value for example."""
+        """Append raw bytes as one argument, for example a struct passed by value.
+
+        Raises InvalidRequest if there are none.
+        """
         try:
             raw = bytes(memoryview(data))
         except TypeError:
@@ -179,18 +182,18 @@ class KernelArgs:
         return self
 
     def push_parameter(self, name: str, kind: Kind, value: Any) -> Self:
-        """Append an argument that each launch of a graph can give another value: `graph.launch(name=value)`.
+        """Append an argument that each launch of a graph can replace: `graph.launch(name=value)`.
 
-        In a launch that is not recorded it is an argument like the others.
+        In a launch that is not recorded it is an argument like any other.
 
         Args:
-            name: Its keyword there, but none of "stream", "regions" and "position"; several arguments may be one
-                parameter.
+            name: Its keyword there; not "stream", "regions" or "position". Several arguments may share a name.
             kind: Its kind: "buffer", "u32", "u64", "i32", "i64", "f32", "f64" or "raw".
-            value: Its value in a launch that gives no other. For a buffer: the buffer, or the buffer and an offset.
+            value: Its value in launches that give none. For a buffer: the buffer, or the buffer and an offset.
         """
         if not isinstance(name, str) or not name.isidentifier() or name in KEYWORDS:
             raise InvalidRequest(f"argument {len(self.kinds)}: {quoted(name)} is not a valid parameter name")
+        # Pack it twice: as a parameter with its name, and as an ordinary argument of this launch.
         bound = pack_parameter(f"argument {len(self.kinds)}", kind, value)
         index = len(self.kinds)
         _push(self, kind, value)
@@ -208,7 +211,15 @@ class KernelArgs:
 
 
 def pack_parameter(what: str, kind: Kind, value: Any) -> BoundParameter:
-    """Pack a parameter's value. Raises InvalidRequest, naming it `what`, or InvalidHandle for a freed buffer."""
+    """Pack a parameter's value.
+
+    Args:
+        what: How messages name it.
+        kind: Its kind.
+        value: Its value, as for `KernelArgs.push_parameter`.
+
+    Raises InvalidRequest, or InvalidHandle for a freed buffer.
+    """
     if kind not in get_args(Kind):
         raise InvalidRequest(
             f"{what}: the kind of parameter must be one of {', '.join(get_args(Kind))}, not {quoted(kind)}"
@@ -220,6 +231,7 @@ def pack_parameter(what: str, kind: Kind, value: Any) -> BoundParameter:
         raise type(error)(f"{what}: {str(error).removeprefix('argument 0: ')}") from None
     if not args.buffers:
         return BoundParameter(kind, args.data, len(args.data))
+    # A graph's launch names the buffer and the offset apart, so that the worker can check the buffer.
     (buffer,) = args.buffers
     (pointer,) = _POINTER.unpack(args.data)
     place = _PACK_U64(buffer.handle) + _PACK_U64(pointer - buffer.handle)
@@ -234,14 +246,14 @@ def _push(args: KernelArgs, kind: Kind, value: Any) -> None:
 
 
 def sizes_of(kinds: tuple[ArgumentKind, ...]) -> tuple[int, ...]:
-    """Each argument's size in bytes."""
+    """Each argument's size in bytes, by its kind."""
     return tuple(kind if isinstance(kind, int) else _SIZES[kind] for kind in kinds)
 
 
 # --- arguments as a list ---
 
 _SCALAR_LETTERS: Final = dict.fromkeys("BHILQ?", "u") | dict.fromkeys("bhilq", "i") | dict.fromkeys("efd", "f")
-"""Kind of number by the letter of a scalar's format (Python's struct)."""
+"""A scalar's kind of number by the letter of its format (Python's struct)."""
 
 _PACKED_AS: Final = {
     "u8": "<B", "u16": "<H", "u32": "<I", "u64": "<Q", "i8": "<b", "i16": "<h", "i32": "<i", "i64": "<q",
@@ -255,9 +267,9 @@ UNTOLD: Final = "the image does not declare the parameter's type"
 
 
 def pack_listed(values: Sequence[Any], types: Sequence[ParameterType] = (), why_untold: str = UNTOLD) -> KernelArgs:
-    """Pack a list of buffers, arrays on the card, (buffer, offset), numpy scalars and bytes.
+    """Pack a list of buffers, device arrays, (buffer, offset) pairs, numpy scalars and bytes.
 
-    Python's numbers are taken, too, where types are known.
+    Python numbers are accepted too, where the parameter's type is known.
 
     Args:
         values: The arguments in order.
@@ -268,6 +280,7 @@ def pack_listed(values: Sequence[Any], types: Sequence[ParameterType] = (), why_
     """
     args = KernelArgs()
     for index, value in enumerate(values):
+        # Device memory, raw bytes and numbers with a size pack by themselves; a Python number needs the declared type.
         if isinstance(value, Buffer | ArrayView):
             args.push_buffer(value)
         elif isinstance(value, tuple) and value and isinstance(value[0], Buffer | ArrayView):
@@ -283,8 +296,9 @@ def pack_listed(values: Sequence[Any], types: Sequence[ParameterType] = (), why_
 
 
 def _scalar(index: int, value: Any) -> tuple[ArgumentKind, bytes] | None:
-    """Pack a number that has a size, numpy's or ctypes'; None for any other. Raises InvalidRequest for an array."""
+    """Pack a number that has a size of its own (numpy, ctypes); None for others. Raises InvalidRequest for an array."""
     try:
+        # numpy and ctypes scalars have the buffer protocol, which gives size and kind.
         view = memoryview(value)
     except (TypeError, ValueError):
         return None
@@ -300,10 +314,11 @@ def _scalar(index: int, value: Any) -> tuple[ArgumentKind, bytes] | None:
 
 
 def _number(index: int, value: Any, told: ParameterType, why_untold: str) -> tuple[ArgumentKind, bytes]:
-    """Pack a Python number as the parameter's declared type."""
+    """Pack a Python number as the parameter's declared type. Raises InvalidRequest or LaunchFailed."""
     if not isinstance(value, int | float):
         hint = "A list has buffers, arrays on the card, (buffer, offset), numpy scalars and bytes"
         raise InvalidRequest(f"argument {index}: a kernel can't take {quoted(value)}", hint)
+    # PTX calls signed integers s32; here they are i32, as in numpy.
     kind = "u64" if told is ParameterType.POINTER else told.name.lower().replace("s", "i")
     layout = _PACKED_AS.get(kind)
     if layout is None:
@@ -326,15 +341,15 @@ def _number(index: int, value: Any, told: ParameterType, why_untold: str) -> tup
 
 
 def type_of(kind: ArgumentKind) -> ParameterType:
-    """An argument's type as PTX has it; UNTOLD for raw bytes."""
+    """An argument's type in PTX's terms; UNTOLD for raw bytes."""
     if isinstance(kind, int):
         return ParameterType.UNTOLD
     return ParameterType.POINTER if kind == "buffer" else ParameterType[kind.upper().replace("I", "S")]
 
 
 def mismatch(kind: ArgumentKind, told: ParameterType) -> bool:
-    """True if an argument is a float where the kernel wants an integer or a pointer, or the other way round.
+    """True if an argument is a float where the kernel expects an integer or a pointer, or the reverse.
 
-    Sizes are compared elsewhere. Raw bytes fit anything; an integer fits a pointer; its sign does not matter.
+    Sizes are compared elsewhere. Raw bytes fit any parameter; an integer fits a pointer; signs don't matter.
     """
     return type_of(kind).clashes_with(told)

@@ -1,4 +1,4 @@
-"""Narrow a token before it is passed on, without asking a daemon: needs `pip install '.[tokens]'`.
+"""Attenuate a token before you pass it on, without a daemon: needs `pip install '.[tokens]'`.
 
 from gpulease.client.narrowing import attenuate
 
@@ -26,30 +26,33 @@ def attenuate(
     ttl_secs: float | None = None,
     unix_s: Callable[[], float] = time.time,
 ) -> bytes:
-    """Narrow a token to `permissions` and to `ttl_secs` from now; None leaves either as it is.
+    """Restrict a token to `permissions` and to `ttl_secs` from now; None leaves that part as it is.
 
-    The daemon's clock is inferred from this machine's date. If they differ, the new token ends that much earlier or
-    later, but never later than the old one. A token can be narrowed seven times.
+    The daemon's clock is inferred from this machine's date. If the two differ, the new token ends that much earlier or
+    later, but never later than the old one. A token can be attenuated seven times.
 
     Args:
         token: The token.
-        public_key: Public part of the key that signed it, as its grant has it.
+        public_key: Public part of the key that signed it; its Grant has it.
         permissions: The permissions to keep.
-        ttl_secs: The new token's life in seconds from now.
-        unix_s: This machine's date, in seconds.
+        ttl_secs: The new token's lifetime in seconds from now.
+        unix_s: Returns this machine's date, in seconds.
 
     Raises:
-        InvalidRequest: The token is not signed with that key, or nothing would be left of it.
+        InvalidRequest: The token is not signed with that key, or no permission or time would be left.
     """
     if ttl_secs is not None and not 0 < ttl_secs < float("inf"):
         raise InvalidRequest(f"attenuate: ttl_secs must be a positive time, not {ttl_secs!r}")
     try:
+        # The times are facts of the token's first block, which the node signed.
         biscuit = Biscuit.from_bytes(token, _key(public_key))
         (times,) = AuthorizerBuilder("allow if true").build(biscuit).query(Rule(_TIMES))
         issued_ms, issued_unix_ms, expires_ms = times.terms
     except (BiscuitValidationError, TypeError, ValueError):
         raise InvalidRequest("attenuate: the token is not signed with that key") from None
     if ttl_secs is not None:
+        # The token has its issue on two clocks: the daemon's, in which it expires, and the date. The time since the
+        # issue, by this machine's date, gives the daemon's time now.
         since_ms = int(unix_s() * 1000) - issued_unix_ms
         expires_ms = max(issued_ms, min(expires_ms, issued_ms + since_ms + int(ttl_secs * 1000)))
     try:
@@ -62,7 +65,7 @@ def attenuate(
 
 
 def _key(public_key: bytes) -> PublicKey:
-    # The library's stubs lack the algorithm, without which bytes are no key.
+    # The library's type stubs lack the algorithm, which the function requires.
     from_bytes: Any = PublicKey.from_bytes
     algorithm: Any = Algorithm
     result: PublicKey = from_bytes(public_key, algorithm.Ed25519)

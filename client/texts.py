@@ -1,4 +1,4 @@
-"""Checks of texts that a program gives: a text that can't go over the wire is refused where it is given."""
+"""Checks of strings from the program: one that can't go over the wire is refused where it was passed."""
 
 from typing import Any, Final
 
@@ -6,23 +6,30 @@ from gpulease.client.errors import InvalidRequest
 from gpulease.protocol.limits import MAX_KERNEL_NAME_BYTES
 
 MAX_QUOTED_CHARS: Final = 120
-"""Most characters that a message quotes. Stops a text that is too long from filling the error, too."""
+"""Most characters that a message quotes. Stops an overlong string from filling the error message too."""
 
 
 def quoted(given: Any) -> str:
-    """Quote a value for a message, as Python writes it, on one line and cut to `MAX_QUOTED_CHARS`."""
+    """A value as Python writes it, for a message: on one line, cut to `MAX_QUOTED_CHARS`."""
     if isinstance(given, str | bytes | bytearray) and len(given) > MAX_QUOTED_CHARS:
         return f"{given[:MAX_QUOTED_CHARS]!r}..."
     try:
         text = repr(given)
     except (ValueError, RecursionError):
-        # An integer of thousands of digits, or lists in lists without end.
+        # An integer of thousands of digits, or endlessly nested lists.
         return "a value that can't be shown"
     return text if len(text) <= MAX_QUOTED_CHARS else f"{text[:MAX_QUOTED_CHARS]}..."
 
 
 def utf8(text: Any, what: str) -> bytes:
-    """Encode a text. Raises InvalidRequest if it is no text, or has surrogates, which UTF-8 excludes (RFC 3629)."""
+    """Encode a string.
+
+    Args:
+        text: What the program gave.
+        what: How messages name it.
+
+    Raises InvalidRequest if it is not a string, or has lone surrogates, which UTF-8 excludes (RFC 3629).
+    """
     if not isinstance(text, str):
         raise InvalidRequest(f"{what} must be a string, not {quoted(text)}")
     try:
@@ -34,7 +41,7 @@ def utf8(text: Any, what: str) -> bytes:
 
 
 def bounded(text: Any, what: str, most_bytes: int) -> str:
-    """Check a text: 1 to `most_bytes` bytes of UTF-8, none of them 0. Raises InvalidRequest."""
+    """Return a string that has 1 to `most_bytes` bytes of UTF-8 and no NUL; raises InvalidRequest for any other."""
     size_bytes = len(utf8(text, what))
     if not 0 < size_bytes <= most_bytes:
         raise InvalidRequest(f"{what} must have 1 to {most_bytes} bytes, not {size_bytes}")
@@ -44,5 +51,5 @@ def bounded(text: Any, what: str, most_bytes: int) -> str:
 
 
 def kernel_name(name: Any, doing: str) -> str:
-    """Check a kernel's name. Raises InvalidRequest."""
+    """Return a kernel's name if the wire can carry it; raises InvalidRequest otherwise."""
     return bounded(name, f"{doing}: a kernel's name", MAX_KERNEL_NAME_BYTES)

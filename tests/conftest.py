@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from typing import Any, Final
 
-# OpenBLAS ends its threads as a process forks, and the next large product starts others: a test that multiplies behind
-# one that forks would have started threads that stay. And tests run beside one another, not each on all cores.
+# one that forks would have started threads that remain; and tests run concurrently, not each on all cores
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 import pytest
@@ -48,7 +47,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """How many processes `-n auto` stands for."""
     cores = len(os.sched_getaffinity(0))
     return max(cores, min(PROCESSES_PER_CORE * cores, MOST_WAITING_PROCESSES))
 
@@ -61,7 +59,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    """Tell what runs and how long it takes; a busy host takes longer, and is told so."""
+    """Report what runs and how long it takes; warn on a busy host, where it takes longer."""
     if not is_default(config):
         return []
     lines = [
@@ -183,7 +181,7 @@ def daemon(shared_daemon: Daemon) -> Iterator[Daemon]:
 
 @pytest.fixture
 def neighbour(daemon: Daemon) -> Iterator[Neighbour]:
-    """Another tenant's session, whose results must be right all the while."""
+    """Another tenant's session; its results must be right throughout."""
     with daemon.builder().acquire() as lease, GpuSession(lease) as session:
         neighbour = Neighbour(session)
         neighbour.check()
@@ -207,7 +205,10 @@ def start_daemon() -> Iterator[Callable[..., Daemon]]:
 
 @pytest.fixture
 def start_lasting() -> Iterator[Callable[..., LastingDaemon]]:
-    """Starts daemons whose leases outlive them, with `LastingDaemon`'s arguments; the last of each must stop well."""
+    """Starts daemons with leases that outlive them.
+
+    Takes `LastingDaemon`'s arguments; the last of each must stop well.
+    """
     with ExitStack() as stack:
 
         def start(**arguments: Any) -> LastingDaemon:

@@ -1,17 +1,18 @@
-"""The asyncio face: the names of `gpulease.client`, with coroutines, on asyncio's or uvloop's event loop.
+"""The asyncio API: the names of `gpulease.client`, with coroutines, on asyncio's or uvloop's event loop.
 
     from gpulease.client.aio import GpuBuilder, GpuSession
 
     async with GpuBuilder().min_vram(64 << 20).acquire() as lease, GpuSession(lease) as session:
         buffer = await session.mem_alloc(4096)
 
-`acquire`, `GpuSession(lease)`, `GpuSession.attach` and `stream` open something: by `async with`, or by `await`.
+`acquire`, `GpuSession(lease)`, `GpuSession.attach`, `region` and `stream` open something: use `async with` or `await`.
 
-Cancelling an operation that has begun stops the waiting, not the operation: it goes on in the background to its reply,
-so the connection stays in step, and the next operation waits its turn. A cancelled mem_read may still write to `into`,
-a cancelled mem_write still reads its data. Cancelling `acquire` or the opening of a session closes their connection.
+Cancelling an operation that has started ends the waiting, not the operation: it continues in the background until its
+reply, so that the connection stays in step, and the next operation waits for it. A cancelled mem_read may still write
+to `into`, and a cancelled mem_write still reads its data. Cancelling `acquire` or the opening of a session closes their
+connection.
 
-A host name in a TCP address is looked up by the system's resolver, which blocks the loop: give an IP address.
+A host name in a TCP address is resolved by the system's resolver, which blocks the event loop: use an IP address.
 """
 
 from gpulease.client.aio.arrays import Array

@@ -1,4 +1,4 @@
-"""Arrays on the card of the asyncio face."""
+"""Device arrays of the asyncio API, with awaitable operations."""
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,26 +16,54 @@ T = TypeVar("T")
 
 
 class Array(SessionArray):
-    """An array in a session's device memory, like `gpulease.client.Array`; `await a[key].assign(b)` is `a[key] = b`."""
+    """An array in a session's device memory; made by `GpuSession.array`, `zeros` and `empty_device`.
+
+    Launches, graphs and kernels accept it as a pointer to its first element. A slice is a view of the same memory.
+    Assign to a slice by `await a[key].assign(b)`: `a[key] = b` can't be awaited and raises InvalidRequest.
+    """
 
     __slots__ = ()
 
     session: "GpuSession"
 
     async def numpy(self, stream: Stream | None = None) -> NDArray[Any]:
-        """Copy it to a new array of numpy's."""
+        """Copy the array into a new numpy array of the same shape and dtype.
+
+        Args:
+            stream: The stream to copy in; the default stream if None. The call waits for the copy in either case.
+        """
         return await make(self.session, read(self, stream))
 
     async def copy(self, stream: Stream | None = None) -> "Array":
-        """Copy it to a new array on the card, without gaps."""
+        """Copy the array into a new, C-contiguous array on the card.
+
+        Args:
+            stream: The stream to copy in; the default stream if None.
+
+        Raises AllocFailed if the slice has no room.
+        """
         return await make(self.session, copy(self, stream))
 
     async def fill(self, value: Any, stream: Stream | None = None) -> None:
-        """Write one number to every element, like `gpulease.client.Array.fill`."""
+        """Set every element to one number, converted to the array's dtype.
+
+        Args:
+            value: The number.
+            stream: The stream to write in; the default stream if None.
+
+        Raises InvalidRequest if the dtype cannot hold the number.
+        """
         await make(self.session, fill(self, value, stream))
 
     async def assign(self, value: Any, stream: Stream | None = None) -> None:
-        """Write numbers or an array to it, like `gpulease.client.Array.assign`."""
+        """Copy numbers, a numpy array or a device array into this array, broadcast to its shape by numpy's rules.
+
+        Args:
+            value: Numbers are converted to this array's dtype; an array must have the same dtype already.
+            stream: The stream to copy in; the default stream if None.
+
+        Raises InvalidRequest if dtype or shape do not fit.
+        """
         await make(self.session, assign(self, value, stream))
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -46,7 +74,12 @@ class Array(SessionArray):
 
 
 async def make(session: "GpuSession", calls: Calls[T]) -> T:
-    """Make an operation's calls one by one; returns its result."""
+    """Execute an operation that the engine describes as a sequence of calls, and return its result.
+
+    Args:
+        session: The session with the methods that the calls name.
+        calls: Yields a `Call` (a session method with arguments) or a procedure to drive; receives each one's result.
+    """
     answer = None
     while True:
         try:
@@ -54,7 +87,7 @@ async def make(session: "GpuSession", calls: Calls[T]) -> T:
         except StopIteration as done:
             result: T = done.value
             return result
-        # A session's method runs in the caller's task, which is the one that may record.
+        # A session's method runs in the caller's task: only that task may call it while the session records.
         call = (
             getattr(session, step.method)(*step.args, **step.keywords)
             if isinstance(step, Call)

@@ -1,4 +1,4 @@
-"""The asyncio face's driver: it waits by the event loop for sockets and pauses, by asyncio's lock for turns."""
+"""Runs procedures in the calling task: the event loop for sockets and pauses, an asyncio lock for turns."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Generator
@@ -17,15 +17,20 @@ T = TypeVar("T")
 C = TypeVar("C", bound=AbstractAsyncContextManager[Any])
 
 MAX_WAIT_S: Final = 3600.0
-"""Longest single wait; a longer one waits again. A selector takes no more than 24 days."""
+"""Longest single wait, in seconds; a longer one waits again. Selectors accept no more than 24 days."""
 
 _undisturbed: Final[set["asyncio.Future[Any]"]] = set()
-"""Operations under way: the event loop itself holds tasks by weak references only."""
+"""Operations in progress. The event loop itself holds tasks by weak references only."""
 
 
 async def drive(procedure: Procedure[T]) -> T:
-    """Run a procedure to its end in this task. The traceback of what it raises begins here."""
+    """Run a procedure to its end in this task and return its result.
+
+    The traceback of an error starts here: the procedure's frames mean nothing to the caller, and would keep its locals
+    alive.
+    """
     try:
+        # A procedure yields what it has to wait for; the wait's result, or the error it raised, goes back in.
         step = procedure.send(None)
         while True:
             try:
@@ -42,24 +47,32 @@ async def drive(procedure: Procedure[T]) -> T:
 
 
 async def ask(op: Opcode, body: Body, address: str | None = None) -> Any:
-    """Ask one control request over a connection of its own; returns the reply's body."""
+    """Send one control request over a connection of its own; returns the body of the reply.
+
+    Args:
+        op: The opcode.
+        body: The body of the request.
+        address: The daemon's address; GPULEASE_ADDRESS or the default socket if None.
+
+    Raises the error that the daemon replied with, Disconnected or TimedOut.
+    """
     return await drive(ask_once(address_of(address), op, body, CONTROL_REPLY_LIMIT_S))
 
 
 class ConnectionLock(asyncio.Lock):
-    """The lock of a connection, which also knows the operations on it that go on though their callers are gone."""
+    """A connection's lock, which also knows the operations that continue although their callers were cancelled."""
 
     def __init__(self) -> None:
         super().__init__()
         self._abandoned: set[asyncio.Task[Any]] = set()
 
     def abandon(self, task: asyncio.Task[Any]) -> None:
-        """Count a task in until it ends."""
+        """Keep a task, after its caller was cancelled, until it ends."""
         self._abandoned.add(task)
         task.add_done_callback(self._abandoned.discard)
 
     async def wait_for_abandoned(self) -> None:
-        """Wait until all of them have ended, and what they made is given back."""
+        """Wait until all of these tasks have ended and what they made was given back."""
         while self._abandoned:
             await asyncio.wait(self._abandoned)
 
@@ -69,25 +82,32 @@ async def undisturbed(
     give_back: Callable[[T], Coroutine[Any, Any, None]] | None = None,
     lock: ConnectionLock | None = None,
 ) -> T:
-    """Run a coroutine in a task of its own, which goes on to its end if the caller is cancelled.
+    """Run a coroutine in a task of its own, which continues to its end if the caller is cancelled; returns its result.
+
+    The wire has no way to withdraw a request: its reply must be read before the connection can be used again.
 
     Args:
         work: The coroutine.
-        give_back: Gives its result back where nobody gets that any more; None if it takes no more than being dropped.
-        lock: Counts what goes on behind the cancelled caller; None: the connection's end ends it.
+        give_back: Gives the result back if the caller was cancelled before it came; None if dropping it is enough.
+        lock: Keeps the task that continues after its caller was cancelled; None if closing the connection ends the
+            task.
     """
+    # The result goes through a list, which survives the cancellation of either task.
     made: list[T] = []
     task = _kept(_noted(work, made))
     try:
+        # shield(): cancelling the caller ends the wait, but not the task.
         await asyncio.shield(task)
         return made.pop()
+    # The caller is gone. Whatever the task makes must be given back, or dropped with the task.
     except asyncio.CancelledError:
         _abandon(task, None if give_back is None else _given_back(task, made, give_back), lock)
         raise
     except GpuLeaseError as error:
         raise error.with_traceback(None)  # noqa: B904  # the same error, without the task's frames
     finally:
-        # The task has the error, whose traceback has this frame: a cycle, and a dropped lease would wait for the gc.
+        # The task refers to the error, whose traceback refers to this frame: a cycle, and a dropped lease would wait
+        # for the garbage collector.
         del task, made
 
 
@@ -99,14 +119,15 @@ def _kept(work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
 
 
 async def _noted(work: Coroutine[Any, Any, T], made: list[T]) -> None:
-    # A task that is cancelled behind its last wait forgets what it has made.
+    # A task that is cancelled after its last wait loses its result; the list keeps it.
     made.append(await work)
 
 
 def _abandon(
     task: "asyncio.Task[None]", giving_back: Coroutine[Any, Any, None] | None, lock: ConnectionLock | None
 ) -> None:
-    # A function of its own: the frame that raises keeps no task, and so no result that is to be dropped.
+    # A function of its own, so that the frame that raises refers to no task, and so to no result that should be
+    # dropped.
     left = task if giving_back is None else _kept(giving_back)
     if lock is not None:
         lock.abandon(left)
@@ -116,9 +137,10 @@ async def _given_back(
     making: "asyncio.Task[None]", made: list[T], give_back: Callable[[T], Coroutine[Any, Any, None]]
 ) -> None:
     while not making.done():
-        # The loop's end cancels both: what is being made notices, and ends.
+        # When the loop closes it cancels both tasks: the one that makes the result then ends by itself.
         with suppress(asyncio.CancelledError):
             await asyncio.wait((making,))
+    # The operation finished after its caller had gone.
     if made:
         await give_back(made.pop())
 
@@ -126,12 +148,16 @@ async def _given_back(
 def _end_undisturbed(task: "asyncio.Task[Any]") -> None:
     _undisturbed.discard(task)
     if not task.cancelled():
-        # Asked for here, or the loop would log an error that nobody is left to hear: the caller was cancelled.
+        # Retrieve the exception: otherwise the loop logs it as never retrieved, although its caller was cancelled on
+        # purpose.
         task.exception()
 
 
 async def drive_holding(lock: asyncio.Lock, procedure: Procedure[T]) -> T:
-    """Drive a procedure whose caller has acquired the lock for it, so that nothing gets between; then release it."""
+    """Drive a procedure whose caller holds the lock, so that no other operation comes between.
+
+    Then release the lock.
+    """
     try:
         return await drive(procedure)
     finally:
@@ -139,15 +165,16 @@ async def drive_holding(lock: asyncio.Lock, procedure: Procedure[T]) -> T:
 
 
 def task_of(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-    """A task of the coroutine; cancelled, at whatever moment, the task keeps nothing of it."""
+    """Make a task of the coroutine that, once it is cancelled, at any moment, refers to nothing of the coroutine."""
     task = asyncio.get_running_loop().create_task(_forgetting(work))
-    # A task that is cancelled before its first step never gets as far as `work`, which would be warned of then.
+    # A task that is cancelled before its first step never starts `work`, and Python would warn that it was never
+    # awaited.
     task.add_done_callback(lambda _: work.close())
     return task
 
 
 class Opening(Coroutine[Any, Any, C]):
-    """A lease, session or stream that opens: `await` returns it, and `async with` leaves it with the block."""
+    """A lease, session, region or stream that is being opened: `await` returns it; `async with` also closes it."""
 
     def __init__(self, work: Coroutine[Any, Any, C]) -> None:
         self._work = work
@@ -157,15 +184,15 @@ class Opening(Coroutine[Any, Any, C]):
         return self._work.__await__()
 
     def send(self, value: Any) -> Any:
-        """Advance, for a task that was made of this."""
+        """Advance the coroutine, for a task made of this object."""
         return self._work.send(value)
 
     def throw(self, *error: Any) -> Any:
-        """Raise an error where this waits, for a task that was made of it."""
+        """Raise an error in the coroutine where it waits, for a task made of this object."""
         return self._work.throw(*error)
 
     def close(self) -> None:
-        """Give up before anything has opened."""
+        """Give up before the object was opened: closes the coroutine."""
         self._work.close()
 
     async def __aenter__(self) -> C:
@@ -179,9 +206,9 @@ class Opening(Coroutine[Any, Any, C]):
 
 
 async def _forgetting(work: Coroutine[Any, Any, T]) -> T:
-    # From 3.12 on a cancelled task keeps its CancelledError, and the error keeps its traceback. That has frames of the
-    # operation, with the lease, and frames of the loop that cancels its tasks as it ends, with the task. So it is a
-    # cycle, which would keep the lease.
+    # From Python 3.12 on a cancelled task keeps its CancelledError, and with it the traceback. That refers to frames of
+    # the operation, hence to the lease, and to frames of the loop that cancels its tasks as it closes, hence to the
+    # task: a cycle that would keep the lease.
     try:
         return await work
     except asyncio.CancelledError as error:
@@ -189,6 +216,7 @@ async def _forgetting(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def _wait(step: Wait) -> bool:
+    # The channel checks once more before it sleeps: bytes may have come since the procedure decided to wait.
     if not step.channel.doze(for_room=step.for_room):
         return True
     loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""A lease's events for asyncio: an async iterator, a task that calls back on a warning, and one that renews a lease."""
+"""A lease's events for asyncio: async iterators, a task that reports warnings, and a task that renews."""
 
 import asyncio
 import weakref
@@ -32,14 +32,14 @@ class _Events(AsyncIterator[E], Generic[E]):
     async def __anext__(self) -> E:
         if not self._is_open:
             await drive(self._stream.open())
-            self._is_open = True  # not before: cancelled, it begins anew
+            self._is_open = True  # only now: if open() is cancelled, the next call opens again
         event = await drive(self._stream.next())
         if event is None:
             raise StopAsyncIteration
         return event
 
     async def close(self) -> None:
-        """End the subscription; a task that waits for an event stops."""
+        """End the subscription. A task that is waiting for the next event stops iterating."""
         self._stream.wake()
 
     async def __aenter__(self) -> Self:
@@ -53,15 +53,21 @@ class _Events(AsyncIterator[E], Generic[E]):
 
 
 class LeaseEvents(_Events[LeaseEvent]):
-    """A lease's events: `async for event in lease.events():`, like `gpulease.client.sync.events.LeaseEvents`."""
+    """A lease's events, starting with its present phase: `async for event in lease.events():`.
+
+    The iteration ends after the event that reports the lease's end, or when it is closed. It may raise Disconnected.
+    """
 
 
 class RegionWatch(_Events[ForwardRevoked]):
-    """The launches that regions refuse: `async for refused in region.watch():`, until it is closed."""
+    """Launches that one region, or any region of a lease, refused: `async for refused in region.watch():`.
+
+    The iteration ends when it is closed. It may raise Disconnected.
+    """
 
 
 class _Watch:
-    """A task that ends with a block, or by `stop`."""
+    """A task that `stop` or the end of its `async with` block ends."""
 
     _task: asyncio.Task[None]
 
@@ -82,15 +88,20 @@ class _Watch:
 
 
 class WarningWatch(_Watch):
-    """Calls back from a task on a lease's warnings, like `gpulease.client.sync.events.WarningWatch`."""
+    """Calls back on every warning of a lease's end, from a task, until it is stopped or the lease ends.
+
+    Attributes:
+        error: Why no more warnings will come although the lease has not ended; None while they may come.
+    """
 
     def __init__(self, stream: EventStream, on_warning: OnWarning) -> None:
         self.error: GpuLeaseError | None = None
         self._stream = stream
+        # task_of(): a cancelled task must not keep the stream and its connection alive.
         self._task = task_of(self._run(on_warning))
 
     async def stop(self) -> None:
-        """Call back no more."""
+        """Stop calling back. Raises what a callback raised."""
         await super().stop()
 
     async def _run(self, on_warning: OnWarning) -> None:
@@ -101,7 +112,10 @@ class WarningWatch(_Watch):
 
 
 class KeepAlive(_Watch):
-    """Renews a lease from a task, like `gpulease.client.KeepAlive`.
+    """Renews a lease until it is stopped, its `async with` block ends, the lease is freed, dropped or lost.
+
+    When the lease is lost, for example because a renewal was refused, `on_loss` is called with the error. Without
+    `on_loss`, leaving the block raises the error, unless the block is left by an exception of its own.
 
     Attributes:
         loss: Why the lease was lost; None while it is not.
@@ -113,7 +127,7 @@ class KeepAlive(_Watch):
         self._task = task_of(self._keep(weakref.ref(lease), schedule))
 
     async def stop(self) -> None:
-        """Renew no more; the lease then ends at its deadline unless it is freed or renewed by hand."""
+        """Stop renewing. The lease then ends at its deadline, unless it is freed or renewed by hand."""
         await super().stop()
 
     async def __aexit__(
@@ -130,5 +144,11 @@ class KeepAlive(_Watch):
 
 
 def keep_alive(lease: Renewed, on_loss: OnLoss | None = None, schedule: RenewalSchedule | None = None) -> KeepAlive:
-    """Start renewing a lease, from a task, like `gpulease.client.keep_alive`."""
+    """Renew a lease or region in the background, each time three quarters of its granted time have passed.
+
+    Args:
+        lease: The lease or region. It is held weakly: dropping it ends the renewals.
+        on_loss: Called once, from the task, with the error that says why the lease is lost.
+        schedule: When to renew; the default is three quarters of the granted time.
+    """
     return KeepAlive(lease, on_loss, schedule or RenewalSchedule())

@@ -1,4 +1,4 @@
-"""Launch graphs of the asyncio face: `async with session.record() as graph:`, then `await graph.launch()`."""
+"""Launch graphs of the asyncio API: `async with session.record() as graph:`, then `await graph.launch()`."""
 
 import asyncio
 from types import TracebackType
@@ -14,16 +14,29 @@ from gpulease.client.engine.waits import Begun
 
 
 class Graph(GraphHandle):
-    """A sequence of launches and copies, recorded once, that one request repeats, like `gpulease.client.Graph`."""
+    """A recorded sequence of launches and copies that one request repeats; made by `GpuSession.record`."""
 
     __slots__ = ()
 
     async def launch(
         self, /, *, stream: Stream | None = None, regions: RegionSet | None = None, position: int = 0, **values: Any
     ) -> int:
-        """Start all of it, in its order, behind everything that was started before; do not wait.
+        """Start the whole graph, in its recorded order, after everything that was started before; do not wait.
 
-        Arguments, result and errors are those of `gpulease.client.Graph.launch`.
+        Args:
+            stream: The stream to run in; the default stream if None.
+            regions: The regions that it uses, as in `GpuSession.launch`. They are checked once, before the graph
+                starts.
+            position: Any number, as in `GpuSession.launch`.
+            values: New values of its parameters, for this launch only. A parameter that was recorded as a buffer takes
+                a buffer, or a buffer and an offset in it.
+
+        Returns:
+            The launch's number; a later error names it in `failure.failed_request_id`.
+
+        Raises:
+            InvalidHandle: The graph is closed, or a buffer or module that it uses was freed.
+            InvalidRequest: There is no such parameter, or the value has another kind than the parameter.
         """
         graphs = self.graphs("launch of a graph")
         lock = graphs.attachment.lock
@@ -37,12 +50,12 @@ class Graph(GraphHandle):
         return number if isinstance(number, int) else await undisturbed(drive_holding(lock, number))
 
     async def close(self) -> None:
-        """Free it now rather than when its last reference goes, like `gpulease.client.Graph.close`."""
+        """Free the graph now instead of with its last reference. Launches of it that have started run to their end."""
         await undisturbed(drive(self.graphs("close").close(self)))
 
 
 class Recorder:
-    """The block in which a session records: `GpuSession.record`."""
+    """The block in which a session records; made by `GpuSession.record`."""
 
     def __init__(self, session: SessionView) -> None:
         self._session = session
@@ -54,6 +67,7 @@ class Recorder:
         graph = self._graph = Graph()
         try:
             async with session._lock:
+                # Until the block ends, the session's launches and copies go to the recording instead of the worker.
                 self._recording = Recording(session._session, asyncio.current_task)
                 self._recording.begin()
                 session._set_commands(self._recording, self._recording)
@@ -68,7 +82,7 @@ class Recorder:
         try:
             self._end()
         except BaseException:
-            self._end()  # interrupted: a session must not go on recording
+            self._end()  # interrupted: the session must not stay in recording
             raise
         self._graph.discarded()
         recording = self._recording
@@ -81,7 +95,7 @@ class Recorder:
         self._end()
 
     def _end(self) -> None:
-        """Record no more; again is harmless."""
+        """Stop recording and route launches and copies to the worker again. Calling it twice is harmless."""
         recording = getattr(self, "_recording", None)  # it may be half-built
         if recording is not None and self._session._launches is recording:
             self._session._set_commands(self._session._session.launches, self._session._session.copies)

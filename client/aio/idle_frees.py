@@ -1,4 +1,4 @@
-"""The timer that frees what nobody has any more in idle asyncio sessions (`engine.idle_frees`)."""
+"""The timer that frees dropped objects in idle asyncio sessions (`engine.idle_frees`)."""
 
 import asyncio
 import weakref
@@ -8,15 +8,19 @@ from gpulease.client.engine.session import Session
 
 
 def look_after(session: Session) -> None:
-    """Free what nobody has any more in a session that is asked for nothing, until it ends. Runs in its event loop."""
+    """Free what the program has dropped in a session while it is idle, until it ends.
+
+    Runs in the session's event loop.
+    """
     loop, known = asyncio.get_running_loop(), weakref.ref(session)
     look = IdleLook(weakref.proxy(session.operations))
 
+    # Weak references only: a timer must not keep the session alive.
     def now() -> None:
         session = known()
         if session is None or look.is_over:
             return
-        # Somebody who holds the lock asks for something, and frees by that.
+        # A task that holds the lock is sending a request, which frees the dropped objects itself.
         if look.has_found() and not session.attachment.lock.locked():
             look.free()
         loop.call_later(LOOK_S, now)

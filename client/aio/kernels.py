@@ -1,4 +1,4 @@
-"""Kernels of Triton, numba and CuPy's kind in an asyncio session."""
+"""Triton, numba and elementwise kernels in an asyncio session."""
 
 import asyncio
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Kernel:
-    """A function in a session; made by `GpuSession.kernel`, called as Triton's or numba's users do."""
+    """A Triton or numba function in a session; made by `GpuSession.kernel` and called as in Triton or numba."""
 
     def __init__(self, session: "GpuSession", kernel: FunctionKernel) -> None:
         self._session, self._kernel = session, kernel
@@ -34,7 +34,20 @@ class Kernel:
         regions: RegionSet | None = None,
         position: int = 0,
     ) -> int:
-        """Do what `kernel[place](*args, **keywords)` does; the rest is that of `GpuSession.launch`."""
+        """Compile the function for these arguments if needed, load it, and start it; do not wait.
+
+        Args:
+            place: What stands in the brackets: Triton's grid, or numba's `blocks, threads`.
+            args: Positional arguments of the kernel.
+            keywords: Keyword arguments of the kernel.
+            stream: As in `GpuSession.launch`.
+            regions: As in `GpuSession.launch`.
+            position: As in `GpuSession.launch`.
+
+        Returns:
+            The launch's number; 0 for an empty Triton grid, for which nothing is launched.
+        """
+        # Compiling may take seconds: it runs in a thread, and the event loop continues.
         ready = await asyncio.to_thread(self._kernel.prepared, place, args, keywords)
         if ready.is_empty:
             return NOTHING_LAUNCHED
@@ -51,7 +64,7 @@ class Kernel:
 
 
 class KernelInPlace:
-    """A kernel with the place it runs in: `kernel[grid]`, or numba's `kernel[blocks, threads]`."""
+    """A kernel with its launch configuration: `kernel[grid]` in Triton, `kernel[blocks, threads]` in numba."""
 
     def __init__(self, kernel: Kernel, place: Any) -> None:
         self._kernel, self._place = kernel, place
@@ -64,14 +77,17 @@ class KernelInPlace:
         position: int = 0,
         **keywords: Any,
     ) -> int:
-        """Start it; do not wait. Returns the launch's number, as `GpuSession.launch`; 0 for Triton's empty grid.
+        """Start the kernel; do not wait.
 
         Args:
-            args: Arrays, buffers whose types were told, numpy scalars and Python's numbers.
+            args: Arrays, buffers whose element types were given to `GpuSession.kernel`, numpy scalars, Python numbers.
             stream: The stream to launch in; the default stream if None.
-            regions: The regions that it touches.
+            regions: The regions that the kernel uses, as in `GpuSession.launch`.
             position: Any number, as in `GpuSession.launch`.
-            keywords: Triton's arguments, constants, num_warps and num_stages by name.
+            keywords: In Triton: arguments, constants, num_warps and num_stages by name.
+
+        Returns:
+            The launch's number, as `GpuSession.launch`; 0 for an empty Triton grid.
         """
         return await self._kernel.launch(self._place, args, keywords, stream, regions, position)
 
@@ -90,6 +106,22 @@ class ElementwiseKernel:
         regions: RegionSet | None = None,
         position: int = 0,
     ) -> Any:
-        """Run the operation over arrays; do not wait. Like `gpulease.client.sync.kernels.ElementwiseKernel`."""
+        """Start the operation on arrays; do not wait.
+
+        Args:
+            args: Inputs: arrays whose shapes broadcast by numpy's rules, and numbers. Then all outputs, or none of
+                them.
+            size: Number of elements, if only raw arrays are given.
+            stream: The stream to run in; the default stream if None.
+            regions: As in `GpuSession.launch`.
+            position: As in `GpuSession.launch`.
+
+        Returns:
+            The output array, or a tuple of several; new arrays if none were given.
+
+        Raises:
+            LaunchFailed: An argument does not fit; the message names the parameter.
+            LoadFailed: The operation does not compile for the types of these arguments.
+        """
         place = (stream, regions, position)
         return await make(self._session, self._operation.called(self._session, Array, args, size, place))

@@ -1,4 +1,4 @@
-"""Leases of the asyncio face."""
+"""Leases of the asyncio API. Tasks may share a lease; their operations take turns."""
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -26,10 +26,17 @@ T = TypeVar("T")
 
 
 class GpuBuilder(LeaseRequest):
-    """Asks for a lease: `async with GpuBuilder().min_vram(64 << 20).lease_secs(120).acquire() as lease:`."""
+    """Describes a lease and acquires it.
+
+    async with GpuBuilder().min_vram(64 << 20).lease_secs(120).acquire() as lease:
+        ...
+    """
 
     def acquire(self) -> "Opening[GpuLease]":
-        """Get the lease, by `await` or by `async with`, like `gpulease.client.GpuBuilder.acquire`."""
+        """Acquire the lease: use `await` or `async with`. Cancelling it withdraws the request.
+
+        Raises CapacityExceeded if there is no room before the wait ends, Disconnected if the daemon can't be reached.
+        """
         return Opening(self._acquired())
 
     async def _acquired(self) -> "GpuLease":
@@ -37,91 +44,198 @@ class GpuBuilder(LeaseRequest):
 
 
 class GpuLease(LeaseView):
-    """A number of bytes of a card for a number of seconds, like `gpulease.client.GpuLease`."""
+    """A number of bytes of a card for a number of seconds; made by `GpuBuilder.acquire`.
+
+    Leaving its `async with` block frees the lease. Dropping the last reference or exiting the program frees it too,
+    without waiting for the daemon's reply. In any case the daemon ends the lease at its deadline.
+    """
 
     def __init__(self, state: LeaseState) -> None:
         self._state = state
         self._free_when_dropped()
 
     async def renew(self, seconds: float) -> None:
-        """Make it last at least `seconds` from now, like `gpulease.client.GpuLease.renew`."""
+        """Move the deadline to at least `seconds` from now.
+
+        Raises LeaseExpired, Revoked or Fenced if the lease has ended.
+        """
         await self._run(self._state.renew(seconds))
 
     async def free(self) -> None:
-        """Give it back, like `gpulease.client.GpuLease.free`."""
+        """Free the lease; everything in its session is lost. If it had ended before, raises the error that says how."""
         await self._run(self._state.free())
 
     def reacquire(self) -> "Opening[GpuLease]":
-        """Get another lease on these terms, by `await` or `async with`, like `gpulease.client.GpuLease.reacquire`."""
+        """Acquire another lease on the terms of this one, after this one has ended.
+
+        The terms are those of the builder when it acquired this lease: size, time, card, waiting and options. Changes
+        by `renew`, `grow` and `shrink` are not kept, and neither is anything in the old session: what to restore, and
+        how often to try, is up to the caller.
+
+        Raises InvalidRequest if this lease has not ended, else whatever `GpuBuilder.acquire` raises.
+
+        Use `await` or `async with`, as for `GpuBuilder.acquire`.
+        """
         return Opening(self._reacquired())
 
     async def _reacquired(self) -> "GpuLease":
         return GpuLease(await drive(reacquire(self._state, ConnectionLock())))
 
     async def note(self, data: Mapping[str, Any]) -> None:
-        """Write a record about it to the node's audit log, like `gpulease.client.GpuLease.note`."""
+        """Write a record about the lease to the node's audit log; returns once the record is on disk.
+
+        If the connection breaks, the request is sent again, so the record may be in the log twice.
+
+        Args:
+            data: An object of strings, integers, booleans, None, lists and nested objects, without floats: at most
+                4,096 bytes as JSON. Keys are ASCII letters, digits and underscores.
+
+        Raises:
+            Unsupported: The node keeps no audit log.
+            Busy: The log accepts no more records at present.
+            InvalidRequest: `data` can't be recorded.
+        """
         await self._run(self._state.note(data))
 
     async def notes(self, several: Sequence[Mapping[str, Any]]) -> list[GpuLeaseError | None]:
-        """Write several records about it at once, like `gpulease.client.GpuLease.notes`."""
+        """Write up to 256 records like `note`, all in flight together. No record is sent twice.
+
+        Returns one entry per record: None if it is on disk, else the error. Disconnected means that the record may or
+        may not be in the log. Raises InvalidRequest for too many records, and the error of the lease's end if it has
+        ended.
+        """
         return await self._run(self._state.notes(several))
 
     async def query(self) -> LeaseReport:
-        """Ask the daemon about it, like `gpulease.client.GpuLease.query`."""
+        """Ask the daemon for the lease's state, also after its end.
+
+        `LeaseReport` describes the members and their units.
+        """
         return await self._run(self._state.query())
 
     async def used(self) -> LeaseUse:
-        """Ask what device memory its session holds, like `gpulease.client.GpuLease.used`."""
+        """Ask how much device memory the session holds now and has held at most: the size to ask for next time.
+
+        Raises Unsupported if the lease has ended, or if the daemon is too old to know.
+        """
         return await self._run(self._state.used())
 
     async def issue(
         self, permissions: Permission, audience: bytes | None = None, ttl_secs: float = TOKEN_S, nonce: int = 0
     ) -> Grant:
-        """Issue a token by which somebody else can use this lease, like `gpulease.client.GpuLease.issue`."""
+        """Issue a token with which another program can use this lease.
+
+        A token ends at its time, when it is revoked, and when the lease is renewed or ends.
+
+        Args:
+            permissions: What the holder may do, such as `Permission.MEM_READ | Permission.TASKLET_SUBMIT`.
+            audience: What `my_audience()` returned to the holder on this node; None for this program's own user.
+            ttl_secs: The token's lifetime in seconds, at most 300 and never beyond the lease's deadline.
+            nonce: A 128-bit number that no other token of the lease has; the daemon draws one if 0.
+
+        Raises Denied if the daemon reserves one of the permissions for operators.
+        """
         return await self._run(self._state.issue(issue_request(self.lease_id, permissions, audience, ttl_secs, nonce)))
 
     async def inspect_token(self, token: bytes | str | Grant) -> HeldToken:
-        """Ask the node what a token of this lease is worth, like `gpulease.client.GpuLease.inspect_token`."""
+        """Ask the node what a token of this lease permits this program to do. The token can still be used afterwards.
+
+        Raises Denied, naming the check that the token failed.
+        """
         return await self._run(self._state.inspect_token(token_of(token)))
 
     async def revoke_token(self, token: bytes | str | Grant) -> None:
-        """End one token that was issued for this lease, like `gpulease.client.GpuLease.revoke_token`."""
+        """End one token of this lease and every token attenuated from it; the lease's other tokens stay valid.
+
+        The next operation of a session that was opened with it raises Denied. Revoking a token that has ended is no
+        error.
+
+        Raises:
+            Denied: The token was not issued by this node.
+            Busy: 200 tokens of the lease were revoked in the last 300 s.
+        """
         await self._run(self._state.revoke_token(token_of(token)))
 
     def region(self, size: int | str, *, tenant: str | None = None, ttl_secs: float | None = None) -> "Opening[Region]":
-        """Open a region, by `await` or by `async with`, like `gpulease.client.GpuLease.region`."""
+        """Open a region: a part of this lease's memory that can be ended on its own while the session continues.
+
+        Its bytes are taken from the slice and are zero. When the region ends, all of them except a sixteenth (at least
+        2 MiB) return to the slice; `Region.close` returns the rest.
+
+        Args:
+            size: Bytes, or a string such as "64MiB"; rounded up to `GpuSession.region_granule_bytes`, 2 MiB on a card.
+            tenant: The tenant that may renew and free the region besides this lease's tenant, who may always renew and
+                revoke it; None for this lease's tenant alone.
+            ttl_secs: Its lifetime in seconds, never beyond the lease's deadline; None for the time that the lease was
+                last granted.
+
+        Raises CapacityExceeded or AllocFailed if the slice has no room, Unsupported if the daemon has no regions.
+
+        Use `await` or `async with`.
+        """
         return Opening(self._region(size, tenant, ttl_secs))
 
     async def _region(self, size: int | str, tenant: str | None, ttl_secs: float | None) -> Region:
+        # If this is cancelled, the region is closed again in the background as soon as it was granted.
         opening = self._drive(open_region(self._state, size, tenant, ttl_secs))
         return Region(await undisturbed(opening, lambda state: self._drive(state.give_up()), self._state.lock))
 
     def watch_regions(self) -> RegionWatch:
-        """Subscribe to the launches that any of its regions refuses."""
+        """Subscribe to the launches that any region of this lease refuses."""
         return RegionWatch(self._state.refusal_stream())
 
     async def grow(self, size: int | str) -> None:
-        """Make it larger by so many bytes, like `gpulease.client.GpuLease.grow`."""
+        """Enlarge the running lease.
+
+        Args:
+            size: The number of bytes to add, or a string such as "64MiB".
+
+        Raises CapacityExceeded if the card has no room.
+        """
         await self._run(resize(self._state, size, "grow", 1))
 
     async def shrink(self, size: int | str) -> None:
-        """Make it smaller by so many bytes, like `gpulease.client.GpuLease.shrink`."""
+        """Give a part of the running lease's memory back to the card.
+
+        Args:
+            size: The number of bytes to remove, or a string such as "64MiB".
+
+        Raises CapacityExceeded if the session uses them.
+        """
         await self._run(resize(self._state, size, "shrink", -1))
 
     def submit(self, kernel: str, image: Image) -> Submission:
-        """Describe one kernel to be run in a context of its own, like `gpulease.client.GpuLease.submit`."""
+        """Describe a one-shot job: one kernel of an image, run in a context of its own that ends with the call.
+
+        `await lease.submit("infer", image).grid([4]).block([256]).arg(data).out(4096).launch()` returns its output. The
+        job may use the lease's memory as long as no session was opened. To run jobs alongside a session, reserve memory
+        for them when you acquire the lease: `GpuBuilder().submits(bytes)`.
+
+        Args:
+            kernel: The name of the kernel.
+            image: PTX text or a cubin.
+        """
         return Submission(kernel, image, lambda submission: submission._run_on(self._state))
 
     def keep_alive(self, on_loss: Callable[[GpuLeaseError], None] | None = None) -> KeepAlive:
-        """Renew it in a task until the returned object is stopped or its block is left, like the blocking one's."""
+        """Renew the lease in the background until the returned object is stopped or its block ends.
+
+        Args:
+            on_loss: Called once, from a task, with the error that says why the lease is lost: a renewal was refused, or
+                the lease has ended. If None, leaving the block raises that error.
+        """
         return keep_alive(self, on_loss)
 
     def events(self) -> LeaseEvents:
-        """Subscribe to its events, like `gpulease.client.GpuLease.events`."""
+        """Subscribe to the lease's events, from its present phase to its end, over a separate connection."""
         return LeaseEvents(self._state.event_stream())
 
     def on_warning(self, callback: OnWarning) -> WarningWatch:
-        """Call back, from a task, whenever its end is near, like `gpulease.client.GpuLease.on_warning`."""
+        """Call back, from a task, when the lease's end is near or its node is being drained.
+
+        Args:
+            callback: Receives the event; `event.left_s` is the time that the lease has left, in seconds.
+        """
         return WarningWatch(self._state.event_stream(), callback)
 
     async def __aenter__(self) -> Self:
@@ -138,31 +252,38 @@ class GpuLease(LeaseView):
         return await undisturbed(self._drive(procedure), lock=self._state.lock)
 
     async def _drive(self, procedure: Procedure[T]) -> T:
-        # A method, because a task that goes on must keep the lease from being dropped under it.
+        # A method, because a task that continues in the background must keep the lease from being dropped meanwhile.
         return await drive(procedure)
 
 
 class GpuSharedLease(LeaseView):
-    """A lease that others hold, like `gpulease.client.sync.lease.GpuSharedLease`."""
+    """A lease that another tenant or `gpulease run` holds, reached by a token or the environment. Never freed here."""
 
     def __init__(self, state: LeaseState) -> None:
         self._state = state
         weakref.finalize(self, state.channel.close)
 
     async def query(self) -> LeaseReport:
-        """Ask the daemon about it, like `gpulease.client.GpuLease.query`."""
+        """Ask the daemon for the lease's state, as `GpuLease.query` does."""
         return await drive(self._state.query())
 
     def events(self) -> LeaseEvents:
-        """Subscribe to its events, for as long as the token is good, like `gpulease.client.GpuLease.events`."""
+        """Subscribe to the lease's events for as long as the token is valid, as `GpuLease.events` does."""
         return LeaseEvents(self._state.event_stream())
 
 
 async def my_audience(address: str | None = None) -> bytes:
-    """Ask a node for its name of this program's user, like `gpulease.client.my_audience`."""
+    """Ask a node how it names this program's user. Give the result to tenants who issue tokens for this program.
+
+    Args:
+        address: The node's address; GPULEASE_ADDRESS or the default socket if None.
+    """
     return bytes((await ask(Opcode.CAPABILITY_AUDIENCE, Empty(), address)).audience)
 
 
 async def inspect_token(token: bytes | str | Grant, address: str | None = None) -> HeldToken:
-    """Ask the node what a token lets this program do, like `gpulease.client.inspect_token`."""
+    """Ask the node what a token permits this program to do, and until when. The token can still be used afterwards.
+
+    Raises Denied, naming the check that the token failed.
+    """
     return HeldToken.of(await ask(Opcode.CAPABILITY_PRESENT, CapabilityPresent(token_of(token)), address))

@@ -1,4 +1,4 @@
-"""Modules of an asyncio session."""
+"""Modules that an asyncio session has loaded."""
 
 from collections.abc import Mapping
 
@@ -9,14 +9,27 @@ from gpulease.protocol.messages import KernelFigures
 
 
 class Module(LoadedModule):
-    """Loaded code, like `gpulease.client.Module`. Made by `session.module_load`."""
+    """Loaded code; made by `GpuSession.module_load`. Dropping the last reference unloads it.
+
+    `kernels` maps each kernel's name to the sizes of its parameters in bytes and the most threads a block may have.
+    """
 
     __slots__ = ()
 
     async def variable(self, name: str) -> Variable:
-        """Find a `__constant__` or `__device__` variable, like `gpulease.client.Module.variable`."""
+        """Find a `__constant__` or `__device__` variable: a buffer for `mem_write`, `mem_read` and launches.
+
+        Args:
+            name: Its name in PTX, which is that of CUDA C outside namespaces. A compiler may drop a variable that no
+                kernel uses.
+
+        Raises InvalidHandle if the module has no such variable, Unsupported if the session's daemon is too old.
+        """
         return await undisturbed(drive(self._resources.variable(self, name)))
 
     async def kernel_figures(self) -> Mapping[str, KernelFigures]:
-        """Ask for the kernels' resources, like `gpulease.client.Module.kernel_figures`."""
+        """Ask how much shared, local and constant memory and how many registers each kernel uses.
+
+        Raises Unsupported if the session's daemon is too old.
+        """
         return await undisturbed(drive(self._resources.figures(self)))

@@ -1,4 +1,4 @@
-"""Regions of the asyncio face."""
+"""Regions of the asyncio API: leases inside a session, each of which ends on its own."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -17,52 +17,78 @@ T = TypeVar("T")
 
 
 class Region(RegionView):
-    """A part of a lease's memory with an end of its own, like `gpulease.client.Region`; made by `GpuLease.region`."""
+    """A part of a lease's memory with its own id, deadline and end; made by `GpuLease.region`.
+
+    It is a buffer of every session of its lease: launches, copies and graphs accept it like a buffer of `mem_alloc`.
+    After it ends, by `revoke`, by its deadline or by `free`, no launch that names it starts, the session can no longer
+    access its memory, and the session itself continues (`GpuSession.region_set`).
+
+    Leaving its `async with` block closes it. Dropping the last reference does not end it; its deadline does.
+    """
 
     __slots__ = ()
 
     async def renew(self, seconds: float) -> None:
-        """Make it last at least `seconds` from now, like `gpulease.client.Region.renew`."""
+        """Move the deadline to at least `seconds` from now, but not beyond the lease's. If it has ended, raises how."""
         await self._run(self._state.renew(seconds))
 
     async def free(self) -> None:
-        """Give it back, like `gpulease.client.Region.free`."""
+        """Free the region. When this returns, the session can't access its memory. If it had ended, raises how."""
         await self._run(self._state.free())
 
     async def revoke(self, reason: str = "revoked by its lease's tenant") -> RevokeOutcome | int:
-        """End it, whoever uses it, like `gpulease.client.Region.revoke`."""
+        """End the region, whoever uses it.
+
+        Args:
+            reason: Reported to the region's tenant.
+
+        Returns:
+            TORN_DOWN if its memory is proved free; a newer daemon may send another number.
+
+        Raises Denied unless its lease is yours.
+        """
         return await self._run(self._state.revoke(reason))
 
     async def cancel(self) -> None:
-        """Refuse launches that name it until `resume`, like `gpulease.client.Region.cancel`."""
+        """Refuse launches that name the region, with RegionCancelled, until `resume`. The region does not end."""
         await self._run(self._state.cancel(is_cancelled=True))
 
     async def resume(self) -> None:
-        """Take launches that name it again, like `gpulease.client.Region.resume`."""
+        """Accept launches that name the region again, after `cancel`."""
         await self._run(self._state.cancel(is_cancelled=False))
 
     async def note(self, data: Mapping[str, Any]) -> None:
-        """Write a record about it to the node's audit log, like `gpulease.client.Region.note`."""
+        """Write a record about the region to the node's audit log, as `GpuLease.note` does."""
         await self._run(self._state.note(data))
 
     async def query(self) -> LeaseReport:
-        """Ask the daemon about it, like `gpulease.client.Region.query`."""
+        """Ask the daemon for the region's state, also after its end, as `GpuLease.query` does."""
         return await self._run(self._state.query())
 
     def events(self) -> LeaseEvents:
-        """Subscribe to its events, like `gpulease.client.Region.events`."""
+        """Subscribe to the region's events, from its present phase to its end."""
         return LeaseEvents(self._state.event_stream())
 
     def watch(self) -> RegionWatch:
-        """Subscribe to the launches that it refuses, like `gpulease.client.Region.watch`."""
+        """Subscribe to the launches that the region refuses."""
         return RegionWatch(self._refusals())
 
     def keep_alive(self, on_loss: Callable[[GpuLeaseError], None] | None = None) -> KeepAlive:
-        """Renew it in a task, as `GpuLease.keep_alive` renews a lease."""
+        """Renew the region in the background, as `GpuLease.keep_alive` renews a lease.
+
+        Args:
+            on_loss: Called once, from a task, with the error that says why the region is lost. If None, leaving the
+                returned object's block raises that error.
+        """
         return keep_alive(self, on_loss)
 
     async def close(self) -> None:
-        """End it and let go of its addresses, like `gpulease.client.Region.close`."""
+        """End the region if it has not ended, and release its addresses, so that all its bytes are the lease's again.
+
+        Until then a part of its memory stays reserved (`GpuLease.region`). A kernel that uses its addresses after this
+        faults. Releasing the addresses takes a session that is open in this program; without one, the part stays
+        reserved until the lease ends.
+        """
         if self.owner is None:
             return
         await self._run(self._state.close())

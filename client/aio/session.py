@@ -1,4 +1,4 @@
-"""Sessions of the asyncio face. Tasks may share a session; they take turns."""
+"""Sessions of the asyncio API. Tasks may share a session; their operations take turns."""
 
 import asyncio
 import weakref
@@ -37,20 +37,42 @@ from gpulease.client.kernels.toolchain import checked_version
 T = TypeVar("T")
 
 SPIN_NS: Final = 20_000
-"""Longest time that a reply is looked for before the event loop gets a turn: no longer than a callback may take."""
+"""How long to poll for a reply before the event loop runs other tasks, in nanoseconds: no longer than a callback may
+take."""
 
 
 class GpuSession(SessionView):
-    """A lease's isolated context on its card, like `gpulease.client.GpuSession`.
+    """A lease's isolated context on its card; it ends by `close`, or with its lease.
 
-    `async with GpuSession(lease) as session:` or `session = await GpuSession(lease)` opens it. Tasks may share it; they
-    take turns.
+    An operation is done when its call returns. The exceptions are `launch`, `mem_free` and `mem_write` of up to 64 KiB,
+    which are only queued. The worker executes these in order; when one fails, it skips those queued after it. The next
+    operation that waits raises that failure and is itself not executed. A session keeps its lease from being dropped.
+
+    Leaving its `async with` block waits, as `sync` does, for work that was not waited for, and raises what failed. It
+    waits at most for the time that the lease had left when the block ended; then it raises TimedOut, unless the lease
+    has ended. A block left by an exception does not wait, and `close` does not wait either. A session opened by a token
+    that loaded no module waits for its own requests only: not for kernels of other sessions, and it does not report
+    their failures.
+
+    A failure of one operation is an OperationFailed, and the session continues. GpuSessionFailed means that the session
+    is lost.
+
+    `async with GpuSession(lease) as session:` or `session = await GpuSession(lease)` opens it.
     """
 
     def __init__(
         self, lease: GpuLease | GpuSharedLease, *, grant: Grant | None = None, shared_memory: bool = True
     ) -> None:
-        """Make a session that `await` or `async with` opens; arguments as of `gpulease.client.GpuSession`."""
+        """Describe a session, which `await` or `async with` opens.
+
+        Args:
+            lease: The lease that it uses.
+            grant: A token of the lease. The session may do what the token permits, until the token expires. A token
+                opens one session.
+            shared_memory: Whether to share memory with the worker; if not, all data goes through the socket.
+
+        Opening it raises InvalidRequest for a grant of another lease, Denied if its token fails a check.
+        """
         self.lease = lease
         lock = asyncio.Lock()
         self._set_session(Session(state_of(lease), lock, grant=grant, shared_memory=shared_memory, spin_ns=SPIN_NS))
@@ -61,7 +83,22 @@ class GpuSession(SessionView):
     def attach(
         cls, token: bytes | str | Grant | None = None, address: str | None = None, *, shared_memory: bool = True
     ) -> Opening[Self]:
-        """Open another tenant's session by a token, or `gpulease run`'s, like `gpulease.client.GpuSession.attach`."""
+        """Open a session on another tenant's lease with a token; it may do what the token permits, until that expires.
+
+        A token opens one session. Without a token, this opens a session on the lease that `gpulease run` acquired for
+        this program, which GPULEASE_LEASE_ID names.
+
+        Args:
+            token: The token, in any of the forms in which tokens are passed on; None for the lease of `gpulease run`.
+            address: The node's address; GPULEASE_ADDRESS or the default socket if None.
+            shared_memory: As in `GpuSession`.
+
+        Raises:
+            Denied: The token failed a check, which the message names.
+            InvalidRequest: No token was given, and GPULEASE_LEASE_ID is not set.
+
+        Use `await` or `async with`.
+        """
         return Opening(cls._attached(token, address, shared_memory))
 
     @classmethod
@@ -78,56 +115,111 @@ class GpuSession(SessionView):
         return self.__aenter__().__await__()
 
     async def mem_alloc(self, size_bytes: int) -> Buffer:
-        """Allocate device memory, zeroed, like `gpulease.client.GpuSession.mem_alloc`."""
+        """Allocate device memory, set to zero. Raises AllocFailed if the slice has no room."""
         return await self._run(self._session.resources.alloc(size_bytes))
 
     async def mem_free(self, buffer: Buffer) -> None:
-        """Give a buffer back now, like `gpulease.client.GpuSession.mem_free`."""
+        """Free a buffer now instead of with its last reference. The call does not wait."""
         await self._begin(lambda: self._session.resources.free(buffer))
 
     async def keep(self, buffer: Buffer, name: str) -> None:
-        """Have the lease keep a buffer beyond this session's end, like `gpulease.client.GpuSession.keep`."""
+        """Let the lease keep a buffer beyond the end of this session, until it is freed or taken, or the lease ends.
+
+        The buffer can be used here as before. Dropping its last reference no longer frees it; `mem_free` does. To keep
+        an array, pass its `buffer`.
+
+        Args:
+            buffer: The buffer.
+            name: The name under which any session of the lease finds it. Keeping it again under another name renames
+                it.
+
+        Raises:
+            InvalidRequest: Another buffer is kept under that name.
+            Busy: The lease keeps the maximum number of buffers.
+            Unsupported: The session's daemon is too old.
+        """
         await self._run(self._session.kept.keep(buffer, name))
 
     async def kept(self, name: str) -> BorrowedBuffer:
-        """Find a buffer that the lease keeps, like `gpulease.client.GpuSession.kept`."""
+        """Find a buffer that the lease keeps. It stays kept: dropping the result frees nothing, `mem_free` does.
+
+        Raises InvalidHandle if no buffer is kept under that name, Unsupported if the session's daemon is too old.
+        """
         return await self._run(self._session.kept.find(name))
 
     async def kept_names(self) -> dict[str, int]:
-        """Ask for the buffers that the lease keeps, like `gpulease.client.GpuSession.kept_names`."""
+        """List the buffers that the lease keeps: name to size in bytes. Raises Unsupported if the daemon is too old."""
         return await self._run(self._session.kept.names())
 
     async def take(self, name: str) -> Buffer:
-        """Make a kept buffer this session's own, like `gpulease.client.GpuSession.take`."""
+        """Make a kept buffer this session's own again: it is freed with its last reference or with the session.
+
+        Raises InvalidHandle if no buffer is kept under that name, Unsupported if the session's daemon is too old.
+        """
         return await self._run(self._session.kept.take(name))
 
     async def reset(self) -> int:
-        """Free all memory that no open session holds, like `gpulease.client.GpuSession.reset`."""
+        """Wait as `sync` does, then free all memory that no open session holds; returns the number of bytes.
+
+        This frees the buffers that the lease keeps, what ended sessions left, and the reserved parts of ended regions.
+
+        Raises Denied unless the session may read and write memory and launch; Unsupported if the daemon is too old.
+        """
         return await self._run(self._session.kept.reset())
 
     async def array(self, values: Any, dtype: Any = None) -> Array:
-        """Copy an array of numpy's to a new array on the card, like `gpulease.client.GpuSession.array`."""
+        """Copy a numpy array, or anything that numpy converts to one, into a new array on the card.
+
+        Args:
+            values: The elements.
+            dtype: The dtype to convert them to; theirs if None. "bfloat16" and "float8_..." come from ml_dtypes.
+
+        Raises:
+            InvalidRequest: The values are not an array of numbers, or have over 8 dimensions.
+            AllocFailed: The slice has no room.
+            Unsupported: The dtype needs ml_dtypes, which is not installed.
+        """
         return await make(self, upload(self, Array, values, dtype))
 
     async def zeros(self, shape: int | Sequence[int], dtype: Any) -> Array:
-        """Make an array of zeros on the card, like `gpulease.client.GpuSession.zeros`."""
+        """Make an array of zeros on the card. Raises what `array` raises."""
         return await make(self, new(self, Array, shape, dtype, "zeros"))
 
     async def empty_device(self, shape: int | Sequence[int], dtype: Any) -> Array:
-        """Make an array on the card for a kernel to fill, like `gpulease.client.GpuSession.empty_device`."""
+        """Make an array on the card for a kernel to fill. Its memory is zero: no lease sees another lease's bytes.
+
+        Raises what `array` raises.
+        """
         return await make(self, new(self, Array, shape, dtype, "empty_device"))
 
     def stream(self) -> Opening[Stream]:
-        """Make a stream for launches and copies, like `gpulease.client.GpuSession.stream`."""
+        """Make a stream for launches and copies, in addition to the default one: use `await` or `async with`.
+
+        Raises Busy beyond MAX_STREAMS.
+        """
         return Opening(self._run(self._session.streams.create(Stream)))
 
     @property
     def default_stream(self) -> Stream:
-        """The stream of launches and copies that name none, like `gpulease.client.GpuSession.default_stream`."""
+        """The stream of launches and copies that name none. A copy in it is always done when its call returns."""
         return self._session.streams.default(Stream)
 
     async def mem_write(self, buffer: Buffer, offset: int, data: Any, stream: Stream | None = None) -> None:
-        """Copy any buffer's bytes to byte `offset`, like `gpulease.client.GpuSession.mem_write`."""
+        """Copy bytes from any Python buffer into a device buffer.
+
+        `data` may be changed as soon as this returns, except an array of `empty` that is copied in a stream: leave that
+        alone until the stream was waited for (`Stream`). Up to 64 KiB are queued without waiting. If such a copy fails,
+        for example because a kernel before it faulted, the next operation that waits raises the failure, as for a
+        launch.
+
+        Args:
+            buffer: Target.
+            offset: First byte to write in the target.
+            data: Bytes, memoryview, numpy array or other buffer. One that is not contiguous is copied in C order.
+            stream: The stream to copy in; the default stream if None.
+
+        Raises InvalidHandle if the bytes are not all inside the buffer, or if the buffer is freed or another session's.
+        """
         await self._begin(lambda: self._copies.write(buffer, offset, data, stream))
 
     @overload
@@ -141,22 +233,63 @@ class GpuSession(SessionView):
     async def mem_read(
         self, buffer: Buffer, offset: int, nbytes: int, into: Any = None, stream: Stream | None = None
     ) -> Any:
-        """Copy `nbytes` from byte `offset`, like `gpulease.client.GpuSession.mem_read`."""
+        """Copy bytes from a device buffer.
+
+        Args:
+            buffer: Source.
+            offset: First byte to read in the source.
+            nbytes: Number of bytes.
+            into: A writable, C-contiguous object that receives the bytes: an array of any dtype, a bytearray, a
+                memoryview.
+            stream: The stream to copy in; the default stream if None. An array of `empty` has the bytes once the stream
+                was waited for (`Stream`).
+
+        Returns:
+            `into`, or new bytes if that is None.
+
+        Raises:
+            InvalidHandle: The bytes are not all inside the buffer, or the buffer is freed or another session's.
+        """
         return await self._run(self._copies.read(buffer, offset, nbytes, into, stream))
 
     async def module_load(self, image: bytes | bytearray | memoryview | str) -> Module:
-        """Load PTX text or a cubin, like `gpulease.client.GpuSession.module_load`."""
+        """Load PTX text or a cubin. Raises LoadFailed, with the compiler's log, if the driver rejects it."""
         return await self._run(self._session.resources.load(image, Module))
 
     async def compile(self, source: str, *, options: Sequence[str] = (), arch: int | None = None) -> Module:
-        """Compile CUDA C and load it, like `gpulease.client.GpuSession.compile`; the loop goes on meanwhile."""
+        """Compile CUDA C with NVRTC (the extra `cuda-c`) and load it, as `module_load` does.
+
+        Args:
+            source: The source text. Kernels are `extern "C" __global__`, or have C++'s mangled names.
+            options: NVRTC's options, for example `--use_fast_math`.
+            arch: The compute capability to compile for, 90 for 9.0; if None, the card's, or 80 on the embedded driver.
+
+        Raises:
+            LoadFailed: The source does not compile: `log` and `line` say where and why.
+            Unsupported: NVRTC is not installed.
+
+        The compiler runs in a thread; the event loop continues.
+        """
         ptx = await asyncio.to_thread(ptx_of, source, options, arch or self._arch)
         return await self.module_load(checked_version(ptx, self.cuda_version))
 
     def kernel(
         self, function: Any, types: Mapping[str, str] | Signature | None = None, *, arch: int | None = None
     ) -> Kernel:
-        """Take a function: `await kernel[grid](...)`, like `gpulease.client.GpuSession.kernel`."""
+        """Wrap a Triton or numba function; each call compiles it for the arguments' types, if needed, and launches it.
+
+        Call a Triton function as `await kernel[grid](...)` and a numba function as `await kernel[blocks,
+        threads](...)`. Triton keeps compiled kernels on disk, too.
+
+        Args:
+            function: What `@triton.jit` or `@numba.cuda.jit` made, or a plain function for numba.
+            types: Triton: the pointer types of parameters that get plain buffers, `{"x": "*fp32"}`; arrays have types
+                of their own. Numba: the signature, such as "void(float32, float32[:])"; if None, it follows from each
+                call's arguments.
+            arch: As in `compile`.
+
+        Raises Unsupported if the compiler is not installed, InvalidRequest for anything but such a function.
+        """
         return Kernel(self, kernel_of(function, types, arch or self._arch, self.cuda_version))
 
     def elementwise(
@@ -170,12 +303,27 @@ class GpuSession(SessionView):
         options: Sequence[str] = (),
         arch: int | None = None,
     ) -> ElementwiseKernel:
-        """Take an operation on elements: `await kernel(x, y)`, like `gpulease.client.GpuSession.elementwise`."""
+        """Define an operation that each call applies to every element of arrays, as CuPy's `ElementwiseKernel` does.
+
+        A call compiles CUDA C for the types of its arguments, once per combination, with NVRTC (the extra `cuda-c`).
+
+        Args:
+            in_params: Inputs: "float32 x, T y, raw T z". A single letter is any type. The operation indexes `raw`
+                arrays itself. Or the `ElementwiseKernel` of an installed CuPy; then leave the other texts out.
+            out_params: Outputs, in the same form.
+            operation: CUDA C that uses these names; `i` is the element's index.
+            name: The kernel's name.
+            preamble: CUDA C to put before the kernel.
+            options: As in `compile`.
+            arch: As in `compile`.
+
+        Raises InvalidRequest if a parameter list can't be parsed.
+        """
         source = ElementwiseSource(in_params, out_params, operation, name, preamble)
         return ElementwiseKernel(self, ElementwiseOperation(source, options, arch))
 
     async def module_unload(self, module: ModuleHandle) -> None:
-        """Unload a module now, like `gpulease.client.GpuSession.module_unload`."""
+        """Unload a module now instead of with its last reference."""
         await self._run(self._session.resources.unload(module))
 
     async def launch(
@@ -194,7 +342,33 @@ class GpuSession(SessionView):
         cooperative: bool = False,
         cluster: Sequence[int] | None = None,
     ) -> int:
-        """Start a kernel; do not wait for it. Like `gpulease.client.GpuSession.launch`."""
+        """Start a kernel; do not wait for it.
+
+        Args:
+            module: The module that has the kernel.
+            kernel: Its name.
+            grid: The number of blocks in one to three dimensions.
+            block: The number of threads in one to three dimensions.
+            args: KernelArgs, or a list of buffers, device arrays and numpy scalars, such as `[buffer, np.uint32(n),
+                np.float32(2)]`. If the image is PTX, which declares the parameters' types, the list may hold Python
+                numbers too, including an int for a float. Or the packed bytes.
+            arg_sizes: Each argument's size in bytes, if `args` are bytes.
+            shared_bytes: Dynamic shared memory per block, in bytes.
+            stream: The stream to launch in; the default stream if None.
+            regions: The regions that the kernel uses. It starts only if none of them has ended or is cancelled;
+                otherwise the next operation that waits raises a RegionFailed.
+            position: Any number up to 2**64 - 1; that error and ForwardRevoked report it.
+            cooperative: Run all blocks at the same time, so that they may wait for each other. Only on a card.
+            cluster: Neighbouring blocks that run together, in one to three dimensions; on cards from 9.0 on.
+
+        Returns:
+            The launch's number; a later error names it in `failure.failed_request_id`.
+
+        Raises:
+            LaunchFailed: The kernel can't be started, as far as the client can check: for example a float is given
+                where the PTX declares an integer.
+        """
+        # As in `_begin`: the lock is released here if the launch was sent, otherwise by `_finish`.
         await self._lock.acquire()
         number: Begun[int] = 0
         try:
@@ -215,22 +389,43 @@ class GpuSession(SessionView):
         return number if isinstance(number, int) else await undisturbed(self._finish(number))
 
     async def region_set(self, regions: Iterable[Region]) -> RegionSet:
-        """Name the regions that launches will touch, like `gpulease.client.GpuSession.region_set`."""
+        """Name the regions that launches will use, once for many launches.
+
+        Pass the result as `launch(..., regions=...)`.
+
+        Args:
+            regions: 1 to 256 regions of this session's lease.
+
+        Raises Unsupported if the session has no regions.
+        """
         return await self._run(self._session.region_sets.make(regions))
 
     def record(self) -> Recorder:
         """Record a launch graph: `async with session.record() as graph:`, then `await graph.launch()`.
 
-        The block is that of `gpulease.client.GpuSession.record`. While a session records, other tasks can't use it.
+        In the block, `launch`, `mem_write` and `mem_read` are checked and recorded, not executed. A copy from or to an
+        array of `empty` records the array's memory: every launch of the graph reads or writes the bytes that are there
+        at that time. `mem_write` of an immutable object, such as `bytes`, records those bytes. Anything else raises
+        InvalidRequest. So does `stream`: a graph runs in the stream that its launch names. If the block is left by an
+        error, the recording is discarded; otherwise its end makes the graph, and raises what is wrong with it.
+
+        Between a launch of the graph and the next `sync`, of the session or of the launch's stream, leave the graph's
+        arrays alone. Arguments pushed with `KernelArgs.push_parameter` can get new values at each launch. While a
+        session records, other tasks can't use it.
         """
         return Recorder(self)
 
     async def printed(self) -> PrintedText:
-        """Wait for all streams, and take what kernels have printed, like `gpulease.client.GpuSession.printed`."""
+        """Wait as `sync` does, and return what kernels have printed with printf since the last call.
+
+        Up to 1 MiB is kept between calls; `is_lost` says whether there was more. Only this session receives its text.
+
+        Raises what `sync` raises, or Unsupported if the session's daemon is too old.
+        """
         return await self._run(self._session.streams.printed())
 
     async def sync(self) -> None:
-        """Wait until all streams have ended what they hold, like `gpulease.client.GpuSession.sync`."""
+        """Wait until all streams have finished. Raises SyncFailed or LaunchFailed, naming the kernel that failed."""
         if self._on_printed is not None:
             await self._tell_printed(self._on_printed)
             return
@@ -242,9 +437,10 @@ class GpuSession(SessionView):
             callback(found)
 
     async def close(self) -> None:
-        """End the session; an operation that waits in another task fails. The lease goes on."""
+        """End the session; an operation that waits in another task fails. The lease continues."""
         if self._closing is None:
             return
+        # Another task's operation holds the lock and waits: wake it, so that it fails and releases the lock.
         if self._lock.locked():
             self._session.attachment.wake()
         async with self._lock:
@@ -276,13 +472,15 @@ class GpuSession(SessionView):
         return await undisturbed(self._drive(procedure))
 
     async def _drive(self, procedure: Procedure[T]) -> T:
-        # A method, because a task that goes on must keep the session from being dropped under it.
+        # A method, because a task that continues in the background must keep the session from being dropped meanwhile.
         return await drive(procedure)
 
     async def _begin(self, operation: Callable[[], Begun[None]]) -> None:
         await self._lock.acquire()
         rest = None
         try:
+            # The operation is tried at once, under the lock. Only if it has to wait does it become a task, which keeps
+            # the lock.
             rest = operation()
         except GpuLeaseError as error:
             raise error.with_traceback(None)  # noqa: B904  # as `drive` does
@@ -293,7 +491,7 @@ class GpuSession(SessionView):
             await undisturbed(self._finish(rest))
 
     async def _finish(self, rest: Procedure[T]) -> T:
-        # Its caller acquired the lock for it, so that nothing gets between.
+        # The caller acquired the lock for it, so that no other operation comes between.
         try:
             return await drive(rest)
         finally:

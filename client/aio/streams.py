@@ -1,4 +1,4 @@
-"""Streams of an asyncio session."""
+"""Streams and events of an asyncio session."""
 
 import asyncio
 from types import TracebackType
@@ -9,34 +9,60 @@ from gpulease.client.engine.streams import EventHandle, StreamHandle, Streams
 
 
 class Event(EventHandle):
-    """The time at which a stream had run all that it held, like `gpulease.client.Event`."""
+    """The moment at which a stream has finished everything queued before; made by `Stream.event`.
+
+    Dropping the last reference frees it.
+    """
 
     __slots__ = ()
 
     async def elapsed_ms(self, end: EventHandle) -> float:
-        """Wait for this event and a later one, like `gpulease.client.Event.elapsed_ms`."""
+        """Wait for this event and a later one; returns the milliseconds between them by the card's clock.
+
+        Raises InvalidRequest if `end` came first, and the failure of a kernel before either.
+        """
         return await undisturbed(drive(self._streams.elapsed_ms(self, end)))
 
 
 class Stream(StreamHandle):
-    """An order of launches and copies, like `gpulease.client.Stream`. Made by `session.stream()`."""
+    """A queue of launches and copies; made by `GpuSession.stream`, passed to `launch`, `mem_write` and `mem_read`.
+
+    A stream executes its launches and copies in the order in which they were queued. Two streams are ordered by
+    `wait_for` only, so copies and kernels in different streams may run at the same time. `GpuSession.sync` and
+    `module_unload` wait for all streams. A failure in any stream is raised by the session's next operation that has a
+    reply.
+
+    A copy of an array of `GpuSession.empty` in a stream has only been started when the call returns: leave the array
+    alone until the stream was waited for. A copy of any other memory waits for the stream, and is done when its call
+    returns.
+
+    Dropping the last reference frees a stream, like a buffer; queued work still runs. Leaving its `async with` block
+    waits for that work and raises what failed, like leaving a session's block. A block left by an exception does not
+    wait.
+    """
 
     __slots__ = ()
 
     async def sync(self) -> None:
-        """Wait until all that it holds has ended, like `gpulease.client.Stream.sync`."""
+        """Wait until the stream has finished. Raises SyncFailed or LaunchFailed, naming the kernel that failed."""
         await undisturbed(drive(self.streams("sync").sync_one(self)))
 
     async def wait_for(self, other: StreamHandle | None) -> None:
-        """Put what comes next behind all that `other` holds now, like `gpulease.client.Stream.wait_for`."""
+        """Make later work of this stream wait for all that `other` has queued now; None is the default stream.
+
+        The call itself does not wait.
+        """
         await undisturbed(drive(self.streams("wait_for").wait_for(self, other)))
 
     async def event(self) -> Event:
-        """Take the time at which it will have run all that it holds now, like `gpulease.client.Stream.event`."""
+        """Mark the moment at which the stream will have finished what it has queued now. The call does not wait.
+
+        A session may have MAX_EVENTS at once; beyond that, the next operation that waits raises Busy.
+        """
         return await undisturbed(drive(self.streams("event").record(self, Event)))
 
     async def close(self) -> None:
-        """Free it now, like `gpulease.client.Stream.close`."""
+        """Free the stream now. Queued work still runs, and `GpuSession.sync` still waits for it."""
         if self.owner is not None:
             await undisturbed(drive(self.streams("close").destroy(self)))
 
@@ -54,7 +80,10 @@ class Stream(StreamHandle):
 
 
 async def fence(streams: Streams, stream: Stream | None = None) -> None:
-    """Wait for a session's last work, or for one stream's, and raise what failed in it (`GpuSession`)."""
+    """Wait for a session's, or one stream's, last work within the lease's remaining time; raises what failed in it.
+
+    `GpuSession` states the rule; this is the end of its `with` block. Raises TimedOut if the time is over.
+    """
     limit = streams.operations.fence_limit()
     if limit is None:
         return

@@ -1,4 +1,4 @@
-"""Submits of the asyncio face: `await lease.submit("infer", image).grid([4]).arg(data).out(4096).launch()`."""
+"""One-shot jobs of asyncio: `await lease.submit("infer", image).grid([4]).arg(data).out(4096).launch()`."""
 
 import asyncio
 from collections.abc import Callable
@@ -11,21 +11,46 @@ from gpulease.client.engine.waits import Procedure
 
 
 class Submission(SubmissionBase):
-    """A kernel to run beside a lease's session, like `gpulease.client.Submission`."""
+    """A one-shot job: a kernel to run outside any session; made by `GpuLease.submit` or `submit_by`."""
 
     def __init__(self, kernel: str, image: Image, run: "Callable[[SubmissionBase], Procedure[list[bytes]]]") -> None:
         super().__init__(kernel, image)
         self._run = run
 
     async def launch(self) -> list[bytes]:
-        """Run it, and wait for its outputs, like `gpulease.client.Submission.launch`.
+        """Run the job and wait for its outputs. It can be run again.
 
-        Cancelling this ends the submit.
+        Returns:
+            The bytes of each `out` and `inout` argument, in order.
+
+        Raises:
+            Busy: Another job of the lease is running.
+            InvalidRequest: The lease's session was opened, and the lease reserves no memory for jobs alongside it:
+                `GpuBuilder().submits(bytes)`.
+            LoadFailed: The image did not compile.
+            LaunchFailed: The kernel could not be started.
+            AllocFailed: The memory that the lease reserves for jobs is too small for the arguments.
+            SyncFailed: The kernel failed while it ran; the lease and its session continue.
+            TimedOut: It took longer than `timeout_secs`.
+            Disconnected: The job was not run, or it is unknown whether it was; the hint says which.
+
+        Cancelling the call ends the job.
         """
         return await drive(self._run(self))
 
 
 def submit_by(token: bytes | str | Grant, kernel: str, image: Image, address: str | None = None) -> Submission:
-    """Describe a submit on another tenant's lease, by a token of theirs, like `gpulease.client.submit_by`."""
+    """Describe a one-shot job on another tenant's lease, by a token that permits TASKLET_SUBMIT, for one `launch`.
+
+    The job can't access the lease's session.
+
+    Args:
+        token: The token.
+        kernel: The name of the kernel.
+        image: PTX text or a cubin.
+        address: The node's address; GPULEASE_ADDRESS or the default socket if None.
+
+    Raises Denied at the launch, naming the check that the token failed.
+    """
     where, shown = address_of(address), token_of(token)
     return Submission(kernel, image, lambda submission: submission._run_by(where, shown, asyncio.Lock()))

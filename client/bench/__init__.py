@@ -1,1 +1,1 @@
-"""Measuring leases: the figures `gpulease bench` prints."""
+"""What `gpulease bench` measures: sessions, leases, regions, fleets and the decode engine."""

@@ -1,6 +1,6 @@
-"""`python -m gpulease.client.bench.bindings_peer LAUNCHES SAMPLES`: the round trips' work by cuda-bindings, as JSON.
+"""`python -m gpulease.client.bench.bindings_peer LAUNCHES SAMPLES`: the round trips with cuda-bindings, as JSON.
 
-No daemon and no lease: the calls that a program without gpulease would make, with its arguments packed once.
+No daemon and no lease: the calls of a program without gpulease, with its arguments packed once.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class DriverFailed(Exception):
-    """A call of the CUDA driver failed."""
+    """A call of the CUDA driver returned an error."""
 
 
 def measure(launches: int, samples: int) -> dict[str, float]:
@@ -44,7 +44,7 @@ def measure(launches: int, samples: int) -> dict[str, float]:
 
 
 def _checked(answer: tuple[Any, ...]) -> Any:
-    """Return a call's result. Raises DriverFailed."""
+    """The result of a call, without its status. Raises DriverFailed."""
     if answer[0]:
         raise DriverFailed(str(answer[0]))
     return answer[1] if len(answer) > 1 else None

@@ -1,14 +1,14 @@
-"""Bounds of the figures that users are promised, and how a run keeps them. Pure: `check` measures.
+"""Bounds of the figures that users are promised, and whether a run keeps them. Pure: `check` measures.
 
-The file bounds.toml here has a table for each promise. Under a driver's name it says which figure of a run's report
-counts, and what bounds it:
+The file bounds.toml has a table for each promise. Under a driver's name it says which figure of a run's report counts,
+and what bounds it:
 
-- `figure`: its path in the report, keys with dots between them.
-- `of` and `beside`: another path, and its short name. The bound is then one of `figure / of`, which a faster host or
-  card leaves as it is.
+- `figure`: its path in the report, keys joined by dots.
+- `of` and `beside`: another path, and its short name. The bound is then one of `figure / of`, which does not depend on
+  how fast the host or card is.
 - `at_most` or `at_least`: the bound.
 - `goal`: a better value that is not reached yet.
-- `needs`: what a host may lack. Without it the row is left out; any other figure that is missing is a bound missed.
+- `needs`: what a host may lack. Without it the row is left out; any other missing figure is a missed bound.
 """
 
 import tomllib
@@ -20,8 +20,8 @@ from typing import Any, Final
 DRIVERS: Final = ("cuda", "cpu")
 
 FALL: Final = 1.25
-"""A value that is worse than an earlier one by this factor is shown as a fall. Values of two runs on the same kind of
-card differ by some tenths."""
+"""A value that is worse than an earlier one by this factor is reported as a regression. Values of two runs on the same
+kind of card differ by some tenths."""
 
 _KEYS: Final = frozenset({"figure", "of", "beside", "at_most", "at_least", "goal", "needs"})
 
@@ -31,14 +31,15 @@ class Bound:
     """One promise on one driver.
 
     Attributes:
-        name: Its table's name.
-        text: Head of its row.
-        unit: Unit of the value; "x" for a ratio.
-        figure, of: Paths in the report; `of` is "" where the value is the figure itself.
+        name: The name of its table.
+        text: The title of its row.
+        unit: The unit of the value; "x" for a ratio.
+        figure: Path of the figure in the report.
+        of: Path of the divisor in the report; "" if the value is the figure itself.
         beside: Short name of `of`.
         limit: The bound.
-        is_least: The value must be at least the bound, as a rate; else at most.
-        goal: A better bound that is not reached yet; None for none.
+        is_least: True if the value must be at least the bound, such as a rate; False if at most.
+        goal: A better bound that is not reached yet; None if there is none.
         needs: What the host may lack; "" for nothing.
     """
 
@@ -55,22 +56,22 @@ class Bound:
 
     @property
     def aim(self) -> float:
-        """The goal, or the bound where that is the goal."""
+        """The goal; the bound if there is no goal."""
         return self.limit if self.goal is None else self.goal
 
     @property
     def aim_text(self) -> str:
-        """The aim in words for a table: "<= 0.5 of C"."""
+        """The aim for a table: "<= 0.5 of C"."""
         return f"{'>=' if self.is_least else '<='} {self.aim:g}{f' of {self.beside}' if self.of else ''}"
 
     def value(self, figure: float | None, divisor: float | None) -> float | None:
-        """Return what is bounded: the figure, or its ratio to the other one; None if one of them is missing."""
+        """The bounded value: the figure, or its ratio to the divisor; None if one of them is missing."""
         if figure is None or not self.of:
             return figure
         return figure / divisor if divisor else None
 
     def holds(self, value: float, limit: float) -> bool:
-        """Return whether a value keeps a limit of this bound's direction."""
+        """True if a value keeps a limit of this bound's direction."""
         return value >= limit if self.is_least else value <= limit
 
 
@@ -79,7 +80,7 @@ class Outcome:
     """A bound and the value that was measured for it; None if there is none.
 
     Attributes:
-        is_kept: False if the value is beyond the bound, or missing though the host lacks nothing; None if left out.
+        is_kept: False if the value is beyond the bound, or missing although the host lacks nothing; None if left out.
     """
 
     bound: Bound
@@ -88,18 +89,18 @@ class Outcome:
 
     @property
     def has_reached_goal(self) -> bool | None:
-        """Return None where there is no goal or no value."""
+        """Whether the value reaches the goal; None without a goal or a value."""
         goal = self.bound.goal
         return None if goal is None or self.value is None else self.bound.holds(self.value, goal)
 
 
 def load_bounds(driver: str) -> list[Bound]:
-    """Return the bounds of a driver, in the file's order."""
+    """The bounds of a driver, in the file's order."""
     return parse_bounds(files("gpulease.client.bench").joinpath("bounds.toml").read_text(encoding="utf-8"), driver)
 
 
 def parse_bounds(text: str, driver: str) -> list[Bound]:
-    """Return a driver's bounds of a file. Raises ValueError, naming the table, for what is no bound."""
+    """A driver's bounds from a file's text. Raises ValueError, naming the table, for an invalid one."""
     return [
         _bound(name, promise, promise[driver]) for name, promise in tomllib.loads(text).items() if driver in promise
     ]
@@ -131,7 +132,7 @@ def _bound(name: str, promise: Mapping[str, Any], given: Mapping[str, Any]) -> B
 
 
 def flat(report: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the path and the value of each number of a nested report."""
+    """Yield the path and the value of each number in a nested report."""
     for key, value in report.items():
         if isinstance(value, Mapping):
             yield from flat(value, f"{prefix}{key}.")
@@ -140,13 +141,13 @@ def flat(report: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, flo
 
 
 def outcomes(bounds: Sequence[Bound], report: Mapping[str, Any]) -> list[Outcome]:
-    """Return how a report keeps each bound."""
+    """How a report keeps each bound, in the bounds' order."""
     figures = dict(flat(report))
     return [_outcome(bound, figures) for bound in bounds]
 
 
 def keeps_bounds(driver: str, report: Mapping[str, Any]) -> bool:
-    """Return whether a part of a run, such as its regions alone, keeps each bound whose figures it has."""
+    """True if a part of a run, such as its regions, keeps each bound whose figures it has."""
     return all(one.is_kept for one in outcomes(load_bounds(driver), report) if one.value is not None)
 
 
@@ -158,5 +159,5 @@ def _outcome(bound: Bound, figures: Mapping[str, float]) -> Outcome:
 
 
 def has_fallen(bound: Bound, value: float, earlier: float) -> bool:
-    """Return whether a value is worse than an earlier one by FALL or more."""
+    """True if a value is worse than an earlier one by FALL or more."""
     return value * FALL <= earlier if bound.is_least else value >= earlier * FALL

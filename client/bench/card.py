@@ -1,4 +1,4 @@
-"""The title of a table of figures: the card, its driver and the day, without which figures mean nothing later."""
+"""The title of a table of figures: the card, its driver and the date, without which figures mean nothing later."""
 
 import subprocess
 import time
@@ -7,17 +7,17 @@ from typing import Final
 from gpulease.client.cli.exit_status import CannotStart
 
 QUERY_S: Final = 30.0
-"""Seconds for nvidia-smi to answer."""
+"""Longest time for nvidia-smi to answer, in seconds."""
 
 
 def card_title(driver: str, card_name: str, card_uuid: str) -> str:
-    """Return the title line: the card, its driver and the day. Raises CannotStart."""
+    """The title line: the card, its driver and the date. Raises CannotStart."""
     version = f" {ask_card(card_uuid, 'driver_version')}" if driver == "cuda" else ""
     return f"{card_name}, driver {driver}{version}, {time.strftime('%Y-%m-%d')}"
 
 
 def ask_card(card_uuid: str, what: str) -> str:
-    """Ask nvidia-smi for one figure. Raises CannotStart: without the figure, nothing would be proved."""
+    """Query one property of the card from nvidia-smi. Raises CannotStart: without it, nothing would be proved."""
     command = ["nvidia-smi", f"--id={card_uuid}", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_S, check=True)

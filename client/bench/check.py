@@ -1,7 +1,7 @@
-"""Every promised figure in one run, for `bounds` to look at. `gpulease bench --check` prints what it finds.
+"""Measures every promised figure in one run, for `bounds` to check. `gpulease bench --check` prints the result.
 
-The whole bench runs first, then regions, the decode engine, the lease core and the gateway. A ratio's two figures come
-from the same run; `host` stands for the host's speed where nothing else does.
+The whole bench runs first, then regions, the decode engine, the lease core and the gateway. The two figures of a ratio
+come from the same run; `host` represents the host's speed if nothing else does.
 """
 
 import asyncio
@@ -42,16 +42,21 @@ PYTHON_STEPS: Final = 1000
 PYTHON_SAMPLES: Final = 50
 
 MAX_FILE_BYTES: Final = 1 << 20
-"""Longest earlier file that is read. Stops a wrong path from filling the memory; a run's file has 20 KiB."""
+"""Largest earlier file that is read, in bytes; a run's file has 20 KiB. Stops a wrong path from filling memory."""
 
 
 def measure_promises(driver: str, say: Say, warn: Say) -> dict[str, Any]:
-    """Measure everything that has a bound, on the daemon that runs or on private ones, and return the report.
+    """Measure everything that has a bound, on the running daemon or on private ones; returns the report.
+
+    Args:
+        driver: The driver of private daemons, which a running one must have; "auto" for any.
+        say: Receives the name of each measurement before it starts.
+        warn: Receives what could not be measured.
 
     Raises CannotStart if the running daemon has another driver, or a prerequisite is missing.
     """
     report: dict[str, Any] = {"host": _host()}
-    # Whether "auto" finds a card is known once a daemon runs: a card's sizes are right for the embedded driver, too.
+    # Whether "auto" finds a card is known only once a daemon runs: a card's sizes also suit the embedded driver.
     size = "cpu" if driver == "cpu" else "cuda"
     bench = measure_beside_direct_calls(Plan(driver, ROUNDS[size], LAUNCHES[size], LEASES, FLIPS, "", ""), say, warn)
     found = bench["driver"]
@@ -69,7 +74,7 @@ def measure_promises(driver: str, say: Say, warn: Say) -> dict[str, Any]:
 
 
 def _host() -> Figures:
-    """Return the time of PYTHON_STEPS writes into a dictionary, the best of some: the speed of the interpreter here."""
+    """Time of PYTHON_STEPS writes to a dictionary, the best of several: the interpreter's speed on this host."""
     best_s = float("inf")
     for _ in range(PYTHON_SAMPLES):
         kept: dict[int, int] = {}
@@ -81,7 +86,7 @@ def _host() -> Figures:
 
 
 def _decode(address: str, driver: str, say: Say) -> dict[str, Any]:
-    # Only here: a decoder is of an extra. Without it nothing was checked, so it is demanded.
+    # Imported only here: a decoder needs an extra. Without it nothing would be checked, so it is required.
     try:
         from gpulease.client.bench.checkpoint_load import warm_load_figures
         from gpulease.client.bench.decode_service import measure_throughput
@@ -116,12 +121,12 @@ def _decode(address: str, driver: str, say: Say) -> dict[str, Any]:
 
 
 def check_promises(report: Mapping[str, Any]) -> list[Outcome]:
-    """Return how a report keeps the bounds of its driver."""
+    """How a report keeps the bounds of its driver."""
     return outcomes(load_bounds(report["driver"]), report)
 
 
 def read_earlier(path: Path, report: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an earlier run's report. Raises CannotStart if it is none, or one of another kind of card."""
+    """An earlier run's report. Raises CannotStart if the file is not one, or is of another kind of card."""
     try:
         with path.open("rb") as file:
             text = file.read(MAX_FILE_BYTES + 1)
@@ -143,7 +148,7 @@ def read_earlier(path: Path, report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fallen(now: list[Outcome], before: Mapping[str, Outcome]) -> list[Bound]:
-    """Return the bounds whose value is worse than the earlier run's, by `bounds.FALL` at least."""
+    """The bounds whose value is worse than the earlier run's, by `bounds.FALL` or more."""
     return [
         one.bound
         for one in now

@@ -1,10 +1,10 @@
-"""Rates at which a model's files come to the card: from the page cache, and cold, beside copies of memory.
+"""Rates at which a model's files reach the card: from the page cache, and cold, compared with copies of memory.
 
     python -m gpulease.client.bench.checkpoint_load PATH|SHAPE
 
-PATH is a model's folder or GGUF file. A SHAPE of decode_shapes has a folder of random weights written for it, into the
-folder for temporary files, and deleted afterwards. Uses the daemon that runs, or a private one. Prints a JSON object
-for each figure; `cpu_s` is this process's. A cold file is one that the kernel was asked to drop from its cache
+PATH is a model's folder or GGUF file. For a SHAPE of decode_shapes, a folder of random weights is written to the folder
+for temporary files, and deleted afterwards. Uses the running daemon, or a private one. Prints one JSON object per
+figure; `cpu_s` is this process's CPU time. A cold file is one that the kernel was asked to drop from its cache
 (posix_fadvise(2), POSIX_FADV_DONTNEED); it may decline, and on a file system in memory it does.
 """
 
@@ -35,7 +35,7 @@ from gpulease.client.serve.decode.checkpoint.weight_loader import WINDOW_BYTES
 
 COPIED_BYTES: Final = 1 << 30
 ARENA_BYTES: Final = 1 << 28
-"""Bytes of an array of the arena, which has 1 GiB for all of them."""
+"""Size of an array in the arena, which has 1 GiB for all arrays."""
 
 READERS: Final = (1, 4, 8)
 ROUNDS: Final = 3
@@ -55,7 +55,7 @@ async def measure(address: str, path: Path) -> None:
             for file in _files(path):
                 _prepare(file, is_cold=state == "cold")
             await _print_load(address, checkpoint, path, state)
-    # Last, because a file that was just written may lie in the cache in larger pieces than one that was read.
+    # Last: a file that was just written may be in the cache in larger pieces than one that was read.
     largest = max(_files(path), key=lambda file: file.stat().st_size)
     if largest.stat().st_size >= WINDOW_BYTES:
         print_reads(largest)
@@ -66,7 +66,7 @@ def _lease(address: str, size: int) -> Opening[GpuLease]:
 
 
 def warm_load_figures(address: str, shape: str) -> dict[str, float]:
-    """Return GB/s of loading a shape's files out of the page cache, and of copying ordinary memory: best of ROUNDS."""
+    """GB/s of loading a shape's files from the page cache, and of copying ordinary memory: the best of ROUNDS."""
 
     async def measure_both(path: Path) -> dict[str, float]:
         checkpoint = open_model(path)
@@ -85,7 +85,7 @@ def warm_load_figures(address: str, shape: str) -> dict[str, float]:
 
 
 async def _print_copies(address: str) -> None:
-    """Print the rates of copies of memory, through the arena and in it."""
+    """Print the rates of copies of ordinary memory, and of an array in the arena."""
     async with _lease(address, COPIED_BYTES) as lease, GpuSession(lease) as session:
         buffer = await session.mem_alloc(COPIED_BYTES)
         ordinary, shared = np.ones(COPIED_BYTES, np.uint8), session.empty(ARENA_BYTES, np.uint8)
@@ -96,7 +96,7 @@ async def _print_copies(address: str) -> None:
 
 
 async def _copy_rate(session: GpuSession, buffer: Buffer, values: "np.typing.NDArray[np.uint8]") -> dict[str, float]:
-    """Return the rate of one copy to the card, behind one that pins staging memory."""
+    """The rate of one copy to the card, after another one that pins the staging memory."""
 
     async def write() -> None:
         await session.mem_write(buffer, 0, values)
@@ -107,7 +107,7 @@ async def _copy_rate(session: GpuSession, buffer: Buffer, values: "np.typing.NDA
 
 
 def print_reads(path: Path) -> None:
-    """Print the rates at which threads bring a file in the page cache to windows: no card has a part in it."""
+    """Print the rates at which threads read a file from the page cache into windows, without a card."""
     _prepare(path, is_cold=False)
     file, size = TensorFile(path), path.stat().st_size // WINDOW_BYTES * WINDOW_BYTES
 
@@ -158,7 +158,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _prepare(path: Path, *, is_cold: bool) -> None:
-    """Bring a file into the page cache, or have the kernel drop it."""
+    """Read a file into the page cache, or ask the kernel to drop it."""
     with path.open("rb", buffering=0) as file:
         if is_cold:
             os.fsync(file.fileno())
@@ -171,7 +171,7 @@ def _prepare(path: Path, *, is_cold: bool) -> None:
 
 @contextlib.contextmanager
 def written(shape: str) -> Iterator[Path]:
-    """Write a folder of random weights of a shape."""
+    """Write a folder of random weights of a shape; it is deleted after the block."""
     checkpoint = RandomCheckpoint(SHAPES[shape], 1)
     with tempfile.TemporaryDirectory(prefix="gpulease-") as name:
         folder = Path(name)
@@ -193,7 +193,7 @@ def written(shape: str) -> Iterator[Path]:
 
 
 def _said(config: ModelConfig) -> dict[str, object]:
-    """Return a shape as config.json says it."""
+    """A shape in the terms of config.json."""
     return {
         "architectures": [FAMILIES[config.family]],
         "model_type": str(config.family),
@@ -212,7 +212,7 @@ def _said(config: ModelConfig) -> dict[str, object]:
 
 
 def main(words: Sequence[str]) -> None:
-    """Print the figures of the model that the one word names."""
+    """Print the figures of the model that the argument names."""
     with contextlib.ExitStack() as stack:
         path = stack.enter_context(written(words[0])) if words[0] in SHAPES else Path(words[0])
         address = running_address() or stack.enter_context(private_daemon("auto"))

@@ -1,4 +1,4 @@
-"""A load of leases that come, work, are renewed and end in every way, so many at a time, on one daemon."""
+"""A load of leases that are acquired, work, are renewed and end in every way, so many at a time, on one daemon."""
 
 import asyncio
 import contextlib
@@ -30,20 +30,21 @@ GRID: Final = (4, 1, 1)
 BLOCK: Final = (256, 1, 1)
 
 AT_A_TIME: Final = 8
-"""Acquires under way together: a host has only so many cores to start processes on."""
+"""Acquires in progress together: a host has only so many cores to start processes on."""
 
 TTL_S: Final = 120.0
 REST_TTL_S: Final = 120.0
-"""Seconds of a lease while all rest, so that none ends then."""
+"""Lifetime of a lease while all leases rest, in seconds, so that none ends during the rest."""
 
 ENDINGS: Final = ("free", "expire", "drop", "kill", "revoke", "free", "free")
-"""The ways in which leases end, in turn."""
+"""The ways in which leases end, in rotation."""
 
 EXPIRY_PART: Final = 0.25
-"""The share of a life that a lease to expire is acquired for."""
+"""Share of the mean life for which a lease that is to expire is acquired."""
 
 PATIENCE_S: Final = 120.0
-"""Seconds for all leases to rest, or for a tenant to be told of an end: after that, something hangs."""
+"""Longest time, in seconds, until all leases rest, or until a tenant gets an end's error: beyond it, something hangs.
+"""
 
 REFUSED_LOOK_S: Final = 0.05
 
@@ -55,15 +56,15 @@ class Churn:
 
     Args:
         address: The daemon.
-        leases: Leases at a time.
+        leases: Number of leases at a time.
         life_s: Mean life of a lease in seconds.
         image: PTX with `scale`.
         seed: Seed of the random lives.
 
     Attributes:
-        took_ms: Milliseconds of each control operation that succeeded.
+        took_ms: Milliseconds of each control operation that succeeded, by operation.
         ended: Number of leases that ended in each way.
-        surprises: Sentences on events that should not have happened.
+        surprises: Sentences about events that should not have happened.
     """
 
     def __init__(self, address: str, leases: int, life_s: float, image: bytes, seed: int = 1) -> None:
@@ -79,7 +80,7 @@ class Churn:
 
     @contextlib.asynccontextmanager
     async def going_on(self) -> AsyncIterator[None]:
-        """Keep up the load until the block is left."""
+        """Keep up the load until the block ends."""
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._slot()) for _ in range(self._leases)]
             tasks.append(group.create_task(self._look_around()))
@@ -91,7 +92,7 @@ class Churn:
 
     @contextlib.asynccontextmanager
     async def at_rest(self) -> AsyncIterator[None]:
-        """Until the block is left, every lease is attached and renewed, and nobody asks for anything."""
+        """Until the block ends, every lease is attached and renewed, and no request is sent."""
         self._resume.clear()
         self._rest.set()
         try:
@@ -113,11 +114,11 @@ class Churn:
                 self.ended[await self._live(ending)] += 1
             except (GpuLeaseError, Breach, TimeoutError) as error:
                 self.surprises.append(f"{ending}: {type(error).__name__}: {error}")
-                # A fault that repeats must not spin.
+                # Pause: a fault that repeats must not spin.
                 await asyncio.sleep(1.0)
 
     async def _live(self, ending: str) -> str:
-        """Take one lease from its acquire to its end; return the way in which it ended."""
+        """Take one lease from its acquire to its end; returns the way in which it ended."""
         ttl_s = max(1.0, EXPIRY_PART * self._life_s) if ending == "expire" else TTL_S
         builder = GpuBuilder(self._address).min_vram(SLICE_BYTES).lease_secs(ttl_s).timeout(30)
         async with self._acquiring:
@@ -135,12 +136,12 @@ class Churn:
             return ending
 
     async def _let_expire(self, lease: GpuLease) -> str:
-        """Do not renew the lease. On a busy host it may end before it is used."""
+        """Don't renew the lease. On a busy host it may end before it is used."""
         with contextlib.suppress(LeaseExpired):
             async with GpuSession(lease) as session:
                 await self._work(session)
                 await _until_refused(session, self._rest)
-            # All leases are to rest, and this one would end meanwhile.
+            # All leases are about to rest, and this one would end meanwhile.
             await lease.free()
             return "free"
         return "expire"
@@ -176,7 +177,7 @@ class Churn:
         await session.module_unload(module)
 
     async def _hold(self, lease: GpuLease, seconds: float) -> None:
-        """Wait, and rest when all do."""
+        """Wait for `seconds`; if all leases are to rest meanwhile, renew and rest with them."""
         until = time.monotonic() + seconds
         while (left_s := until - time.monotonic()) > 0:
             try:

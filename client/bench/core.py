@@ -1,4 +1,4 @@
-"""Measure the lease core alone: ten thousand leases without their processes."""
+"""Measures the lease core alone: ten thousand leases without their processes."""
 
 import json
 import subprocess
@@ -10,19 +10,19 @@ from gpulease.client.cli.exit_status import CannotStart
 
 LEASES: Final = 10_000
 TIMEOUT_S: Final = 300
-"""Seconds for one run; a core that hangs must not hang the benchmark."""
+"""Longest time for one run, in seconds. Stops a core that hangs from hanging the benchmark."""
 
 KEPT: Final = ((), ("journal",), ("audit",), ("journal", "audit"), ("journal", "audit", "log"))
-"""Records that the daemon keeps in each run. The log is at its fullest then: every event of each tenant is logged."""
+"""Records that the daemon keeps in each run. The log is complete then: every event of each tenant is logged."""
 
 
 def measure_core(leases: int) -> dict[str, dict[str, float]]:
-    """Measure the core once for each set of KEPT; return the figures by the set's name. Raises CannotStart."""
+    """Measure the core once for each set of KEPT; returns the figures by the set's name. Raises CannotStart."""
     return {" + ".join(kept) or "nothing kept": core_figures(leases, kept) for kept in KEPT}
 
 
 def keeps_core_bounds(figures: dict[str, dict[str, float]]) -> bool:
-    """Return True if every run but those with the full log keeps the bounds of a host with a card."""
+    """True if every run, except those with the complete log, keeps the bounds of a host with a card."""
     return all(
         keeps_bounds("cuda", {"core": found}) for name, found in figures.items() if "log" not in name.split(" + ")
     )

@@ -2,8 +2,8 @@
 
     python -m gpulease.client.bench.decode_direct SHAPE TARGET BATCH,... CONTEXT,...
 
-The kernels, their order, the weights and the rows are the decode engine's own. Each step is a CUDA graph that was
-captured from a stream; two are under way. Prints a JSON object for each figure, or one that tells why there is none.
+Kernels, their order, weights and rows are the decode engine's own. Each step is a CUDA graph that was captured from a
+stream; two are in progress at a time. Prints one JSON object per figure, or one with the reason if there are none.
 """
 
 import asyncio
@@ -37,19 +37,19 @@ from gpulease.client.serve.decode.row_records import RESULT, ROW, Results, Rows
 from gpulease.protocol import Opcode
 
 SHARED_BYTES: Final = 48 << 10
-"""Dynamic shared memory that a kernel has without asking for more (CUDA C++ Programming Guide, Shared Memory)."""
+"""Dynamic shared memory per block that needs no opt-in (CUDA C++ Programming Guide, Shared Memory)."""
 
 
 class NoDriver(Exception):
-    """No CUDA driver is there, or no card; the message says which."""
+    """There is no CUDA driver, or no card; the message says which."""
 
 
 class DriverFailed(Exception):
-    """A call of the CUDA driver failed."""
+    """A call of the CUDA driver returned an error."""
 
 
 def cuda_driver() -> Any:
-    """Return the CUDA driver's calls, with a context current in this thread. Raises NoDriver."""
+    """The CUDA driver's functions, with a context current in this thread. Raises NoDriver."""
     try:
         from cuda.bindings import driver
 
@@ -71,16 +71,16 @@ def _check(api: Any, answer: tuple[Any, ...]) -> Any:
 
 
 class DirectSession:
-    """The calls of a session that loading a model and recording a step make, on the driver itself.
+    """The part of a session that loading a model and recording a step use, directly on the driver.
 
     A buffer's handle is its address.
 
     Attributes:
-        api: The driver's calls.
-        stream: Stream that launches go into.
+        api: The driver's functions.
+        stream: The stream that launches go into.
         dropped: Handles without a reference; all end with the process.
-        is_alive: True, as of a session that lives.
-        slice_bytes: Bytes of the card.
+        is_alive: Always True.
+        slice_bytes: Total memory of the card, in bytes.
     """
 
     def __init__(self, api: Any) -> None:
@@ -93,26 +93,26 @@ class DirectSession:
         self._functions: dict[tuple[int, str], Any] = {}
 
     def call(self, name: str, *args: Any) -> Any:
-        """Call the driver. Raises DriverFailed."""
+        """Call a function of the driver by name; returns its result. Raises DriverFailed."""
         return _check(self.api, getattr(self.api, name)(*args))
 
     async def mem_alloc(self, size_bytes: int) -> Buffer:
-        """Allocate device memory, zeroed."""
+        """Allocate device memory, set to zero."""
         address = self.call("cuMemAlloc", size_bytes)
         self.call("cuMemsetD8", address, 0, size_bytes)
         return Buffer(self, int(address), size_bytes)
 
     async def mem_free(self, buffer: Buffer) -> None:
-        """Give a buffer back."""
+        """Free a buffer's device memory immediately."""
         self.call("cuMemFree", buffer.handle)
 
     async def mem_write(self, buffer: Buffer, offset: int, data: Any) -> None:
-        """Copy bytes to the card."""
+        """Copy bytes to the card, from byte `offset` of the buffer on."""
         source = np.frombuffer(memoryview(data).cast("B"), np.uint8)
         self.call("cuMemcpyHtoD", buffer.handle + offset, source.ctypes.data, source.nbytes)
 
     async def module_load(self, image: bytes) -> Module:
-        """Load PTX."""
+        """Load PTX; the module's handle is an index here."""
         text = ctypes.create_string_buffer(image)
         self._modules.append(self.call("cuModuleLoadData", ctypes.addressof(text)))
         return Module(self, len(self._modules) - 1, ())
@@ -127,7 +127,7 @@ class DirectSession:
         arg_sizes: None,
         shared_bytes: int,
     ) -> None:
-        """Put a launch into the stream."""
+        """Queue a launch in the current stream."""
         start = ctypes.create_string_buffer(args.data, len(args.data))
         places = np.cumsum([0, *args.sizes[:-1]], dtype=np.uint64) + np.uint64(ctypes.addressof(start))
         shape = (*grid, *(1,) * (3 - len(grid)), *block)
@@ -146,7 +146,7 @@ class DirectSession:
 
     @contextmanager
     def captured(self, stream: Any) -> Iterator[list[Any]]:
-        """Capture what the block puts into a stream; the list has the executable graph behind it."""
+        """Capture what the block puts into a stream; after the block, the list contains the executable graph."""
         made: list[Any] = []
         self.stream = stream
         mode = self.api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
@@ -155,21 +155,21 @@ class DirectSession:
         made.append(self.call("cuGraphInstantiate", self.call("cuStreamEndCapture", stream), 0))
 
     def pinned(self, count: int, dtype: Any) -> "np.typing.NDArray[Any]":
-        """Return an array in pinned memory of the host."""
+        """An array in pinned host memory."""
         size = count * dtype.itemsize
         address = self.call("cuMemAllocHost", size)
         return np.frombuffer((ctypes.c_ubyte * size).from_address(int(address)), dtype)
 
 
 class DirectEngine:
-    """A model in this process, with `start` and `finish` like `DecodeEngine`.
+    """A model in this process, with `start` and `finish` as in `DecodeEngine`.
 
     Attributes:
-        blocks: The keys' and values' blocks.
+        blocks: The blocks of keys and values.
     """
 
     def __init__(self, session: DirectSession, forward: ForwardPass, pool: Buffer, buckets: Sequence[int]) -> None:
-        """Use `open`."""
+        """Prepare the streams and pinned memory; `open` calls this."""
         self.blocks = Blocks(pool.handle, pool.size_bytes // block_bytes(forward.weights.config))
         self._session = session
         self._forward = forward
@@ -211,7 +211,7 @@ class DirectEngine:
                 self._graphs[bucket, parity] = made[0]
 
     async def start(self, rows: Rows, pools: Iterable[Any] = ()) -> int:
-        """Start a step behind those under way, and do not wait for it. `rows` are as many as a bucket has."""
+        """Start a step after those in progress; do not wait for it. `buckets` must contain the number of rows."""
         session, number = self._session, self._next
         parity = number % MAX_STEPS
         stream = self._streams[parity]
@@ -225,14 +225,14 @@ class DirectEngine:
         return number
 
     async def finish(self) -> Results:
-        """Wait for the oldest step under way. Returns RESULT records."""
+        """Wait for the oldest step in progress. Returns RESULT records."""
         parity, rows = self._steps.popleft()
         self._session.call("cuStreamSynchronize", self._streams[parity])
         return self._results[parity][:rows].copy()
 
 
 async def measure(api: Any, shape: str, target: str, batches: Sequence[int], contexts: Sequence[int]) -> None:
-    """Print the figures of a shape."""
+    """Print the figures of a shape, for each batch and context."""
     config, limits = SHAPES[shape], limits_of(batches, contexts)
     count = max(batches) * limits.table_blocks
     engine = await DirectEngine.open(api, config, limits, count, batches, target)

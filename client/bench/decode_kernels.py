@@ -1,7 +1,8 @@
-"""Times of the decode engine's kernels, each alone in launch graphs, and of each linear by other tiles and splits.
+"""Times of the decode engine's kernels, each alone in launch graphs, and of linear layers with other tiles and splits.
 
-The engine cuts a linear's sums into parts by the weight's shape alone, so that a row's bits are the same in every step.
-`tile_figures` tells what that costs: every tile and number of parts that the kernels have, beside the ones in use.
+The engine splits a linear layer's sums by the weight's shape alone, so that a row's bits are the same in every step.
+`tile_figures` measures what that costs: every tile and number of parts that the kernels have, compared with those in
+use.
 """
 
 import time
@@ -17,21 +18,21 @@ from gpulease.client.serve.decode.kernel_library import KernelLaunch, manifest
 from gpulease.client.serve.decode.linear_tiles import SM_80, grid_of, tiles_of
 
 KERNEL_LAUNCHES: Final = 32
-"""Launches in a graph that times one kernel, at least."""
+"""Least launches in a graph that times one kernel."""
 
 KERNEL_GRAPHS: Final = 10
 
 MOST_SPLITS: Final = 16
-"""Parts of a sum that are tried at most."""
+"""Most parts of a sum that are tried."""
 
 MOST_READS: Final = 8
-"""Times that a tile may read the weights: those that read them more often win nothing, and take long."""
+"""Most times that a tile may read the weights: tiles that read them more often never win, and take long."""
 
 Figure = dict[str, Any]
 
 
 async def kernel_figures(engine: DecodeEngine, blocks: Blocks, batch: int, context: int) -> AsyncIterator[Figure]:
-    """Yield each kernel's microseconds a launch and a step, alone in graphs, those of the longest share first."""
+    """Yield each kernel's microseconds per launch and per step, alone in graphs, in order of their share of a step."""
     await _give_rows(engine, blocks, batch, context)
     found: list[Figure] = []
     for kind, launches in _kinds(engine, batch).items():
@@ -48,14 +49,14 @@ async def kernel_figures(engine: DecodeEngine, blocks: Blocks, batch: int, conte
 async def tile_figures(
     engine: DecodeEngine, blocks: Blocks, batch: int, context: int, step_s: float
 ) -> AsyncIterator[Figure]:
-    """Yield for each linear the time of its best tile and splits beside those in use, at last all of a step's.
+    """Yield the time of each linear layer with its best tile and splits and with those in use; finally of all layers.
 
     Args:
         engine: The engine.
         blocks: Blocks of keys and values that the rows name.
         batch: Rows of the step.
         context: Their position.
-        step_s: Seconds of such a step, which the cost of all linears is a share of.
+        step_s: Seconds of such a step; the cost of all linear layers is reported as a share of it.
     """
     await _give_rows(engine, blocks, batch, context)
     linears = {
@@ -88,11 +89,11 @@ async def tile_figures(
 
 
 def variants(launch: KernelLaunch, target: str) -> Iterator[KernelLaunch]:
-    """Yield a linear's launch by each tile that a card has, and by each number of parts that its buffer has room for.
+    """Yield a linear layer's launch with each tile that a card has, and each number of parts that fits its buffer.
 
     Args:
         launch: The launch as the engine chose it.
-        target: The card's architecture, whose tiles are tried beside those that every card takes.
+        target: The card's architecture. Its tiles are tried in addition to those of every card.
     """
     kernels, values = manifest().kernels, launch.values
     rows, count, columns = _whole(launch, "R"), _count(launch), _whole(launch, "K")
@@ -113,24 +114,24 @@ def variants(launch: KernelLaunch, target: str) -> Iterator[KernelLaunch]:
 
 
 def _chunks(columns: int, chosen: int) -> list[int]:
-    """Columns of a part: those in use, and those of every number of parts."""
+    """Columns per part: the number in use, and those for every number of parts."""
     return sorted({chosen} | {chunk_of(columns, splits) for splits in range(1, MOST_SPLITS + 1)})
 
 
 def varied(launch: KernelLaunch, other: KernelLaunch) -> KernelLaunch:
-    """Return a launch on the weights of one, by the tile and splits of the other."""
+    """A launch with the weights of `launch`, and the tile and splits of `other`."""
     cut = {"chunk": other.values["chunk"]} if "chunk" in other.values else {}
     return KernelLaunch(other.name, other.grid, **launch.values | cut)
 
 
 def described(launch: KernelLaunch) -> str:
-    """Name a linear's kernel and its number of parts."""
+    """Name a linear layer's kernel and its number of parts."""
     parts = -(-_whole(launch, "K") // _whole(launch, "chunk")) if "chunk" in launch.values else 1
     return f"{launch.name}, {parts} part{'s' * (parts > 1)}"
 
 
 def _count(launch: KernelLaunch) -> int:
-    """Values of a row of the result."""
+    """Number of values in a row of the result."""
     return _whole(launch, "N" if "N" in launch.values else "F")
 
 
@@ -153,7 +154,7 @@ def _kinds(engine: DecodeEngine, batch: int) -> dict[str, list[KernelLaunch]]:
 
 
 async def _launch_us(engine: DecodeEngine, launches: Sequence[KernelLaunch]) -> float:
-    """Return the microseconds of one of these launches, in graphs of all of them."""
+    """Microseconds of one of these launches, in graphs of all of them."""
     session, repeats = engine.session, -(-KERNEL_LAUNCHES // len(launches))
     async with session.record() as graph:
         for _ in range(repeats):
@@ -169,13 +170,13 @@ async def _launch_us(engine: DecodeEngine, launches: Sequence[KernelLaunch]) -> 
 
 
 def _kind(launch: KernelLaunch) -> str:
-    """Name a kernel by what it computes: linears of different shapes are different kinds."""
+    """Name a kernel by what it computes: linear layers of different shapes are different kinds."""
     shape = [str(launch.values[name]) for name in ("N", "F", "K") if name in launch.values]
     return f"{launch.name} [{' x '.join(shape)}]" if shape else launch.name
 
 
 def _weight_bytes(launch: KernelLaunch) -> int:
-    """Return the bytes of a linear's weights, 0 for another kernel."""
+    """Bytes of a linear layer's weights; 0 for other kernels."""
     values = launch.values
     if not launch.name.startswith("linear"):
         return 0

@@ -1,9 +1,9 @@
-"""A load on a decode server over HTTP: requests that arrive at random, of several tenants, and what they got.
+"""A load on a decode server over HTTP: requests of several tenants that arrive at random, and what each tenant got.
 
     python -m gpulease.client.bench.decode_load http://127.0.0.1:8082 --key K1 --key K2 --rate 20 --requests 2000
 
-Arrivals are a Poisson process: a server that is slow gets no fewer. A tenant's goodput is the tokens of its requests
-that were whole, a second. Standard library only, so that any host can be the client.
+Arrivals are a Poisson process: a slow server gets no fewer requests. A tenant's goodput is the tokens per second of its
+complete replies. Only the standard library is needed, so that any host can be the client.
 """
 
 import asyncio
@@ -23,14 +23,14 @@ from gpulease.client.cli.tables import table
 from gpulease.protocol.json_text import indented_json
 
 MAX_OPEN: Final = 400
-"""Requests that are open at a time: the server takes 512 connections, and a client has 1,024 descriptors. One that
-arrives beyond is counted as not sent."""
+"""Most open requests: the server accepts 512 connections, and a client has 1,024 descriptors. A request that arrives
+beyond this is counted as not sent."""
 
 LIMIT_S: Final = 300.0
 """Seconds after which a request is given up."""
 
 MAX_LINE_BYTES: Final = 1 << 20
-"""Longest line of a reply. Stops a server that never ends one."""
+"""Longest line of a reply, in bytes. Stops a server that never ends one."""
 
 WORDS: Final = ("the", "import", "class", "a", "with", "statement", "is", "value", "of", "return", "method", "in")
 
@@ -40,10 +40,10 @@ class Outcome:
     """Times and end of one request.
 
     Attributes:
-        tenant: The number of its key.
+        tenant: The index of its key.
         sent_at: When it was sent, in monotonic seconds.
-        token_times: When each of its tokens came; tokens that came together have one time.
-        error: What went wrong; "" for a whole reply.
+        token_times: When each of its tokens came; tokens that came together have the same time.
+        error: What went wrong; "" for a complete reply.
         ended_at: When it ended.
     """
 
@@ -55,7 +55,7 @@ class Outcome:
 
 
 def arrivals(rate: float, count: int, seed: int) -> Iterator[float]:
-    """Yield the times in seconds, from 0, at which so many requests arrive, `rate` a second on average."""
+    """Yield the times, in seconds from 0, at which `count` requests arrive, `rate` per second on average."""
     chance, at = random.Random(seed), 0.0
     for _ in range(count):
         yield at
@@ -63,13 +63,13 @@ def arrivals(rate: float, count: int, seed: int) -> Iterator[float]:
 
 
 def prompt_of(words: int, seed: int) -> str:
-    """Return a prompt of so many words; each seed has its own."""
+    """A prompt of `words` words; each seed has its own."""
     chance = random.Random(seed)
     return " ".join(chance.choice(WORDS) for _ in range(words))
 
 
 def figures_of(outcomes: Iterable[Outcome]) -> dict[str, Any]:
-    """Return the figures of some requests; times in milliseconds, None where there is no sample."""
+    """The figures of some requests; times in milliseconds, None if there is no sample."""
     known = list(outcomes)
     whole = [one for one in known if not one.error]
     spent_s = max((one.ended_at for one in known), default=0.0) - min((one.sent_at for one in known), default=0.0)
@@ -91,21 +91,21 @@ def _percentiles(name: str, samples: Sequence[float]) -> dict[str, float | None]
 
 
 def tokens_of(chunk: Any) -> int:
-    """Return how many tokens a stream's object has. Raises ReplyError for an error's object."""
+    """Number of tokens in an object of a stream. Raises ReplyError for an error object."""
     if "error" in chunk:
         raise ReplyError(f"stream: {chunk['error'].get('code')}")
     return sum(len((choice.get("logprobs") or {}).get("tokens") or ()) for choice in chunk["choices"])
 
 
 class ReplyError(Exception):
-    """A reply that is no completion: its status and code, or how it broke off."""
+    """A reply that is not a completion: its status and code, or how it was cut off."""
 
 
 class DecodeClient:
-    """Sends completions to one server. HTTP/1.0, so that a reply ends with its connection and has no chunks.
+    """Sends completion requests to one server, with HTTP/1.0: then a reply ends with its connection and has no chunks.
 
     Args:
-        url: The server's URL, `http://HOST:PORT`. Raises ValueError for another one.
+        url: The server's URL, `http://HOST:PORT`. Raises ValueError for any other.
         max_tokens: Tokens that each request asks for.
     """
 
@@ -117,8 +117,8 @@ class DecodeClient:
         self._max_tokens = max_tokens
 
     async def complete(self, key: str, prompt: str, seed: int, outcome: Outcome) -> None:
-        """Send one request, and note in `outcome` what comes."""
-        # With log-probabilities a reply tells its tokens; an object of a stream may have several.
+        """Send one request, and record in `outcome` what comes back."""
+        # With log-probabilities a reply lists its tokens; one object of a stream may have several.
         asked = {"prompt": prompt, "max_tokens": self._max_tokens, "seed": seed, "stream": True, "logprobs": 0}
         try:
             async with asyncio.timeout(LIMIT_S):
@@ -151,7 +151,7 @@ class DecodeClient:
 
 
 async def _check_head(reader: asyncio.StreamReader) -> None:
-    """Read a reply's head. Raises ReplyError, with the body's code, for a status that is not 200."""
+    """Read a reply's head. Raises ReplyError, with the body's code, for a status other than 200."""
     status = (await reader.readline()).split(b" ")[1].decode("latin-1")
     async for line in _lines(reader):
         if not line:
@@ -167,7 +167,10 @@ async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
 
 
 async def offer_load(client: DecodeClient, keys: Sequence[str], load: "Load") -> list[Outcome]:
-    """Send a load's requests as they arrive, each of a key by chance. Returns their outcomes at the last one's end."""
+    """Send a load's requests as they arrive, each with a random key.
+
+    Returns their outcomes after the last one's end.
+    """
     chance, began, found = random.Random(load.seed), time.monotonic(), list[Outcome]()
     running = set[asyncio.Task[None]]()
     for number, at_s in enumerate(arrivals(load.rate, load.requests, load.seed)):
@@ -187,7 +190,7 @@ async def offer_load(client: DecodeClient, keys: Sequence[str], load: "Load") ->
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A load: so many requests, `rate` a second on average, with prompts of so many words."""
+    """A load: `requests` requests, `rate` per second on average, with prompts of `prompt_words` words."""
 
     rate: float
     requests: int
@@ -207,7 +210,7 @@ _COLUMNS: Final = (
 
 
 def load_table(report: dict[str, Any]) -> str:
-    """Lay a report out for people."""
+    """Lay out a report for people."""
     rows = [
         [name, *("" if figures[key] is None else f"{figures[key]:g}" for key, _ in _COLUMNS)]
         for name, figures in [*report["tenants"].items(), ("all", report["all"])]
@@ -217,7 +220,7 @@ def load_table(report: dict[str, Any]) -> str:
 
 
 def report_of(outcomes: Sequence[Outcome], keys: int) -> dict[str, Any]:
-    """Return the figures of each key, by its place from 1, and of all."""
+    """The figures of each key, by its position from 1, and of all together."""
     tenants = {str(place + 1): figures_of(one for one in outcomes if one.tenant == place) for place in range(keys)}
     return {"tenants": tenants, "all": figures_of(outcomes)}
 

@@ -1,9 +1,9 @@
-"""Times of a decoder that serves tenants while regions of some are revoked, beside the engine alone.
+"""Times of a decoder that serves tenants while regions of some are revoked, compared with the engine alone.
 
     python -m gpulease.client.bench.decode_service [MODEL | SHAPE [SECONDS [SEQUENCES [FIGURE...]]]]
 
-SECONDS are those of each figure, SEQUENCES the most that are live, 8 or more. Without a FIGURE all are measured:
-throughput, survivors, rebinds, shares. Uses the daemon that runs, or a private one. Prints a JSON object for each.
+SECONDS are those of each figure, SEQUENCES the most live sequences, 8 or more. Without a FIGURE, all are measured:
+throughput, survivors, rebinds, shares. Uses the running daemon, or a private one. Prints one JSON object per figure.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ from gpulease.client.serve.decode.step_plan import LiveSequence
 TENANTS: Final = 8
 BATCHES: Final = (1, 8, 64, 256)
 POSITIONS: Final = 1024
-"""Positions of a sequence: prompts, replays and the measured steps fit in."""
+"""Positions of a sequence: prompts, replays and the measured steps fit."""
 
 REVOKE_EVERY_S: Final = 1.0
 PROMPT: Final = 512
@@ -45,14 +45,14 @@ PROMPT: Final = 512
 
 
 class Times(DecoderObserver):
-    """Figures of a decoder's reports, since `clear`.
+    """Figures from a decoder's reports, since `clear`.
 
     Attributes:
         gaps: Seconds between two tokens of a sequence, by tenant.
-        tokens: Tokens, by tenant.
+        tokens: Number of tokens, by tenant.
         rebinds: Seconds from a request's loss to its next token.
         flips: Seconds from the flip of a region's word to the report.
-        steps: Steps.
+        steps: Number of steps.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class Times(DecoderObserver):
         self._last: dict[str, float] = {}
 
     def clear(self) -> None:
-        """Forget all figures; what is under way goes on being timed."""
+        """Forget all figures; sequences in progress are still timed."""
         self.gaps.clear()
         self.tokens.clear()
         self.rebinds.clear()
@@ -72,7 +72,7 @@ class Times(DecoderObserver):
         self.steps = 0
 
     def on_step(self, report: StepReport) -> None:
-        """Note when each sequence got its token."""
+        """Record when each sequence got its token."""
         now, last = time.monotonic(), self._last
         self.steps += 1
         for event in report.tokens:
@@ -84,11 +84,11 @@ class Times(DecoderObserver):
             last[name] = now
 
     def on_rebind(self, report: RebindReport) -> None:
-        """Note how long it took."""
+        """Record the seconds from the loss to the next token."""
         self.rebinds.append(report.latency_s)
 
     def on_forward_revoked(self, report: ForwardRevoked) -> None:
-        """Note how long it took."""
+        """Record the seconds from the flip to the report."""
         if report.flip_to_report_s is not None:
             self.flips.append(report.flip_to_report_s)
 
@@ -101,12 +101,12 @@ class _Service:
         self._vocabulary = decoder.engine.forward.weights.config.vocabulary
 
     def prompt(self, seed: int, length: int) -> list[int]:
-        """Return made-up tokens."""
+        """A prompt of `length` random tokens."""
         rng = random.Random(seed)
         return [rng.randrange(3, self._vocabulary) for _ in range(length)]
 
     async def output(self, tenant: str, seed: int, length: int, tokens: int) -> list[int]:
-        """Return a request's whole output."""
+        """The complete output of a request: its tokens."""
         sampling = SamplingParameters(temperature=0.8, seed=seed)
         asked = self.decoder.submit(self.prompt(seed, length), max_tokens=tokens, tenant_id=tenant, sampling=sampling)
         try:
@@ -116,7 +116,7 @@ class _Service:
 
     @contextlib.asynccontextmanager
     async def load(self, tenants: Sequence[str], each: int, length: int, tokens: int) -> AsyncIterator[Counter[str]]:
-        """Keep so many requests of each tenant live, drawn from a few; yields counts, of outputs that differ, too."""
+        """Keep `each` requests per tenant live, drawn from a few; yields counts, including outputs that differ."""
         known: dict[tuple[str, int], list[int]] = {}
         counts: Counter[str] = Counter(outputs=0, wrong_outputs=0)
 
@@ -136,11 +136,11 @@ class _Service:
             counts["errors"] = sum(not isinstance(end, asyncio.CancelledError) for end in ends)
 
     def live(self) -> list[LiveSequence]:
-        """Return the live sequences of all tenants."""
+        """The live sequences of all tenants."""
         return [sequence for tenant in self.decoder.scheduler.tenants.values() for sequence in tenant.live.values()]
 
     async def revoke(self, tenant: str) -> bool:
-        """Revoke a tenant's region; whether it had one."""
+        """Revoke a tenant's region; returns whether it had one."""
         pool = self.decoder.regions.pools.get(tenant)
         if pool is None or not pool.region.is_alive:
             return False
@@ -153,7 +153,7 @@ FIGURES: Final = ("throughput", "survivors", "rebinds", "shares")
 
 @contextlib.asynccontextmanager
 async def _serving(checkpoint: Checkpoint, address: str, most: int) -> AsyncIterator[tuple[_Service, list[str]]]:
-    """Open a decoder of TENANTS tenants with at most `most` live sequences; yields it and the tenants' names."""
+    """Open a decoder for TENANTS tenants with at most `most` live sequences; yields it and the tenants' names."""
     names = [f"tenant-{number}" for number in range(TENANTS)]
     blocks = most // TENANTS * POSITIONS // PAGE
     weights = [1.0] * (TENANTS - 1) + [3.0]
@@ -171,7 +171,7 @@ async def _serving(checkpoint: Checkpoint, address: str, most: int) -> AsyncIter
 async def measure_throughput(
     checkpoint: Checkpoint, address: str, for_s: float, batches: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Return the figures of `throughput` for each batch, of `for_s` seconds each."""
+    """The figures of `throughput` for each batch, measured for `for_s` seconds each."""
     async with _serving(checkpoint, address, max(TENANTS, *batches)) as (service, names):
         return [await throughput(service, names, batch, for_s) for batch in batches]
 
@@ -179,7 +179,7 @@ async def measure_throughput(
 async def measure(
     checkpoint: Checkpoint, address: str, for_s: float, most: int, wanted: Collection[str] = FIGURES
 ) -> None:
-    """Print the wanted figures, of `for_s` seconds each, with at most `most` live sequences."""
+    """Print the wanted figures, measured for `for_s` seconds each, with at most `most` live sequences."""
     async with _serving(checkpoint, address, most) as (service, names):
         for batch in (batch for batch in BATCHES if batch <= most and "throughput" in wanted):
             print_figures(await throughput(service, names, batch, for_s / 4))
@@ -192,7 +192,7 @@ async def measure(
 
 
 async def throughput(service: _Service, names: Sequence[str], batch: int, for_s: float) -> dict[str, Any]:
-    """Tokens a second of so many sequences of all tenants, and of the engine alone with as many rows."""
+    """Tokens per second of `batch` sequences of all tenants, and of the engine alone with as many rows."""
     length, tokens = 16, POSITIONS - 32
     each = max(1, batch // len(names))
     async with service.load(names[: min(batch, len(names))], each, length, tokens):
@@ -203,7 +203,7 @@ async def throughput(service: _Service, names: Sequence[str], batch: int, for_s:
         began = time.monotonic()
         await asyncio.sleep(for_s)
         rate = sum(service.times.tokens.values()) / (time.monotonic() - began)
-        # Attention reads what is behind each row: the engine alone is to read as much.
+        # Attention reads all positions before each row: the engine alone must read as many.
         lengths += [sequence.length for sequence in service.live()]
     await _quiet(service)
     context = sum(lengths) // len(lengths)
@@ -218,7 +218,7 @@ async def throughput(service: _Service, names: Sequence[str], batch: int, for_s:
 
 
 async def engine_alone(service: _Service, batch: int, context: int, for_s: float) -> float:
-    """Tokens a second of the engine without a scheduler, two steps under way."""
+    """Tokens per second of the engine without a scheduler, two steps in progress."""
     engine, pools = service.decoder.engine, [*service.decoder.regions.pools.values()]
     rows = np.zeros(batch, ROW)
     rows["source"], rows["top_p"], rows["position"] = np.arange(batch), 1, context
@@ -241,7 +241,7 @@ async def engine_alone(service: _Service, batch: int, context: int, for_s: float
 
 
 async def survivors(service: _Service, names: Sequence[str], for_s: float) -> dict[str, Any]:
-    """Gaps between two tokens of the others, quiet and while one tenant is revoked once a second, in turn."""
+    """Gaps between two tokens of the other tenants, alternately quiet and while one tenant is revoked once a second."""
     gaps: dict[str, list[float]] = {"quiet": [], "revoking": []}
     async with service.load(names, _eighth(service), 64, POSITIONS - 64) as counts:
         await asyncio.sleep(1)
@@ -266,7 +266,7 @@ async def survivors(service: _Service, names: Sequence[str], for_s: float) -> di
 
 
 async def rebinds(service: _Service, names: Sequence[str], for_s: float) -> dict[str, Any]:
-    """Rebinds of a tenant with one sequence behind a long prompt, while the others decode."""
+    """Rebinds of a tenant with one sequence after a long prompt, while the others decode."""
     service.times.clear()
     async with service.load(names[1:], _eighth(service), 64, POSITIONS - 64), service.load(names[:1], 1, PROMPT, 64):
         until = time.monotonic() + for_s
@@ -284,7 +284,7 @@ async def rebinds(service: _Service, names: Sequence[str], for_s: float) -> dict
 
 
 async def shares(service: _Service, names: Sequence[str], for_s: float) -> dict[str, Any]:
-    """Service of two tenants of weights 1 and 3 that always have requests waiting: prompts' and emitted tokens."""
+    """Service of two tenants with weights 1 and 3 that always have requests waiting: tokens of prompts and outputs."""
     settings = service.decoder.scheduler.settings
     async with service.load(names, settings.max_sequences + 16, 32, 32):
         await asyncio.sleep(1)
@@ -309,13 +309,13 @@ async def _quiet(service: _Service) -> None:
 
 
 async def _until(is_so: Callable[[], bool]) -> None:
-    """Look every 10 ms: a decoder tells nobody that it is idle."""
+    """Poll a condition every 10 ms: a decoder does not report that it is idle."""
     while not is_so():  # noqa: ASYNC110
         await asyncio.sleep(0.01)
 
 
 def checkpoint_named(name: str) -> Checkpoint:
-    """Return the model at a path, or random weights of a shape that `decode_shapes` names. Raises ModelRejected."""
+    """The model at a path, or random weights of a shape of `decode_shapes`. Raises ModelRejected."""
     return RandomCheckpoint(SHAPES[name], 1) if name in SHAPES else open_model(name)
 
 

@@ -1,4 +1,4 @@
-"""Shapes of models that the decode engine is measured with; their weights are random."""
+"""Shapes of models with which the decode engine is measured; their weights are random."""
 
 from typing import Final
 

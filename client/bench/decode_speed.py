@@ -1,11 +1,11 @@
-"""Times of the decode engine's steps and kernels beside the time to read their bytes, and beside other ways to decode.
+"""Times of the decode engine's steps and kernels, compared with reading their bytes and with other ways to decode.
 
     python -m gpulease.client.bench.decode_speed [SHAPE,... [BATCH,... [CONTEXT,...]]]
 
-`gpulease bench --decode` does it with the shapes, batches and contexts for a card, or for the embedded driver. Weights
-are random, of real models' shapes. Each figure is a JSON object. In the same run, each in a process of its own: the
-same engine and kernels on the driver without a daemon (decode_direct), torch's loop (decode_torch), and transformers
-with a static cache (decode_transformers). Of what is not there, one figure says so.
+`gpulease bench --decode` runs it with the shapes, batches and contexts for a card, or for the embedded driver. Weights
+are random, in real models' shapes. Each figure is a JSON object. The same run also measures, each in a process of its
+own: the same engine and kernels on the driver without a daemon (decode_direct), torch's loop (decode_torch), and
+transformers with a static cache (decode_transformers). For each that is not installed, one figure says so.
 """
 
 import asyncio
@@ -45,20 +45,20 @@ from gpulease.client.serve.decode.row_records import PAGE
 COPIES: Final = 10
 
 MAX_COPIED_BYTES: Final = 1 << 30
-"""Bytes of each of two arrays that are read to measure the memory's rate: those of the weights, or fewer."""
+"""Size of each of the two arrays that are read to measure the memory's rate: that of the weights, but at most this."""
 
 SHEET_BYTES_PER_S: Final = 4.8e12
-"""Rate of an H200's memory as its data sheet says it. No kernel reaches it; a copy reaches some nine tenths."""
+"""Memory rate of an H200 according to its data sheet. No kernel reaches it; a copy reaches about nine tenths."""
 
 LEASE_S: Final = 600
 CHILD_TIMEOUT_S: Final = 900
-"""Seconds for all figures of one way to decode; a hung driver must not hang the benchmark."""
+"""Longest time for all figures of one way to decode, in seconds. Stops a hung driver from hanging the benchmark."""
 
 OTHER_WAYS: Final = ("decode_torch", "decode_transformers")
-"""Modules beside this one that time other ways to decode, given a shape, batches and contexts."""
+"""Modules in this package that time other ways to decode; their arguments are a shape, batches and contexts."""
 
 Tell = Callable[[Mapping[str, object]], object]
-"""Is given each figure as soon as it is there."""
+"""Receives each figure as soon as it is measured."""
 
 Figure = dict[str, Any]
 
@@ -71,8 +71,8 @@ class DecodePlan:
         shapes: Names of SHAPES.
         batches: Sequences of a step.
         contexts: Positions of the sequences.
-        other_ways: Those of OTHER_WAYS that are timed beside it.
-        times_kernels: Whether kernels are timed alone, and linears by other tiles.
+        other_ways: Those of OTHER_WAYS that are timed in the same run.
+        times_kernels: Whether to time kernels alone, and linear layers with other tiles.
     """
 
     shapes: tuple[str, ...]
@@ -89,14 +89,21 @@ QUICK_EMBEDDED: Final = DecodePlan(("two-layers",), (1,), (32,))
 
 
 def plan_for(driver: str, *, quick: bool) -> DecodePlan:
-    """Return the plan for a daemon's driver: real models' shapes are for a card."""
+    """The plan for a daemon's driver: real models' shapes are for cards."""
     if driver == "cuda":
         return QUICK if quick else FULL
     return QUICK_EMBEDDED if quick else EMBEDDED
 
 
 def measure_decode(address: str, plan: DecodePlan, tell: Tell, say: Callable[[str], object]) -> None:
-    """Tell all figures of a plan, on the daemon at this address and beside it."""
+    """Report all figures of a plan, on the daemon at this address and of the other ways.
+
+    Args:
+        address: The daemon's address.
+        plan: The plan.
+        tell: Receives each figure.
+        say: Receives the name of each measurement before it starts.
+    """
     for shape in plan.shapes:
         say(f"{shape}: the decode engine on a lease")
         target, steps = asyncio.run(measure(address, shape, plan, tell))
@@ -110,11 +117,11 @@ def measure_decode(address: str, plan: DecodePlan, tell: Tell, say: Callable[[st
 
 
 Steps = dict[tuple[int, int], StepTime]
-"""Leased steps by batch and context."""
+"""Steps on a lease, by batch and context."""
 
 
 def _beside(figure: Figure, steps: Steps) -> Figure:
-    """Add how many times as many tokens the lease gives in the same time, and whether its results are the same."""
+    """Add the ratio of tokens per second on the lease to those of this way, and whether the results are equal."""
     leased = steps.get((figure.get("batch", 0), figure.get("context", 0)))
     if leased is None or "ms" not in figure:
         return figure
@@ -125,7 +132,7 @@ def _beside(figure: Figure, steps: Steps) -> Figure:
 
 
 def _told_by(module: str, shape: str, target: str, plan: DecodePlan) -> Iterator[Figure]:
-    """Yield the figures that a module prints in a process of its own; one that tells why there are none, or no more."""
+    """Yield the figures that a module prints in a process of its own, and one with the reason if some are missing."""
     lists = [",".join(map(str, values)) for values in (plan.batches, plan.contexts)]
     words = [word for word in (shape, target, *lists) if word]
     command = [sys.executable, "-P", "-m", f"gpulease.client.bench.{module}", *words]
@@ -144,7 +151,7 @@ def _told_by(module: str, shape: str, target: str, plan: DecodePlan) -> Iterator
 
 
 async def measure(address: str, shape: str, plan: DecodePlan, tell: Tell = print_figures) -> tuple[str, Steps]:
-    """Tell the figures of a shape on a lease. Returns the architecture whose kernels ran, and the steps' times."""
+    """Report the figures of a shape on a lease. Returns the architecture of the kernels, and the steps' times."""
     batches, contexts = plan.batches, plan.contexts
     config, limits = SHAPES[shape], limits_of(batches, contexts)
     count = max(batches) * limits.table_blocks
@@ -178,7 +185,7 @@ async def measure(address: str, shape: str, plan: DecodePlan, tell: Tell = print
 
 
 async def _tell_kernels(engine: DecodeEngine, blocks: Blocks, shape: str, steps: Steps, tell: Tell) -> None:
-    """Tell the times of kernels, and of linears by other tiles, in the steps of the longest context."""
+    """Report the times of kernels, and of linear layers with other tiles, in the steps of the longest context."""
     context = max(context for _, context in steps)
     for batch, at in steps:
         if at == context:
@@ -190,13 +197,13 @@ async def _tell_kernels(engine: DecodeEngine, blocks: Blocks, shape: str, steps:
 
 
 def step_figure(batch: int, took_s: float, moved: int, rate: float) -> Figure:
-    """Return a step's figures: its time, and its share of the time to read its bytes.
+    """A step's figures: its time, and the share of it that reading its bytes would take.
 
     Args:
         batch: Tokens of the step.
-        took_s: Seconds.
-        moved: Bytes that it reads at least.
-        rate: Bytes a second that a kernel here was measured to read.
+        took_s: Its seconds.
+        moved: Bytes that it must read at least.
+        rate: Bytes per second that a kernel was measured to read here.
     """
     return {
         "ms": took_s * 1e3,
@@ -208,12 +215,12 @@ def step_figure(batch: int, took_s: float, moved: int, rate: float) -> Figure:
 
 
 def moved_bytes(config: ModelConfig, batch: int, context: int) -> int:
-    """Return the bytes that a step has to read at least: every weight once, and what its rows attend to."""
+    """Bytes that a step must read at least: every weight once, and the keys and values to which its rows attend."""
     return weight_bytes(config) + batch * context * block_bytes(config) // PAGE
 
 
 async def memory_rate(lease: GpuLease, size_bytes: int) -> float:
-    """Return the bytes a second at which a kernel reads two arrays of this size and writes one."""
+    """Bytes per second at which a kernel reads two arrays of this size and writes one."""
     async with GpuSession(lease) as session:
         module = await session.module_load(kernels_ptx())
         y, x = await session.mem_alloc(size_bytes), await session.mem_alloc(size_bytes)
@@ -232,14 +239,14 @@ async def memory_rate(lease: GpuLease, size_bytes: int) -> float:
 
 
 def weight_bytes(config: ModelConfig) -> int:
-    """Return the bytes of the weights that every step reads."""
+    """Bytes of the weights that every step reads."""
     heads, keys = config.heads * config.head_width, config.key_heads * config.head_width
     layer = (2 * heads + 2 * keys + 3 * config.inner_width) * config.width
     return (config.layers * layer + config.vocabulary * config.width) * 2
 
 
 def main(words: Sequence[str]) -> None:
-    """Print the figures of the shapes, batches and contexts that the words name, or of all."""
+    """Print the figures of the shapes, batches and contexts that the arguments name, or of all."""
     with contextlib.ExitStack() as stack:
         address = running_address() or stack.enter_context(private_daemon("auto"))
         plan = plan_for(first_card(address)["driver"], quick=False)

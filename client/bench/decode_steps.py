@@ -1,4 +1,4 @@
-"""Steps of random rows that the decode engine is measured with: their rows, and the loop that times them."""
+"""Steps of random rows with which the decode engine is measured: their rows, and the loop that times them."""
 
 import hashlib
 import time
@@ -15,21 +15,21 @@ PREFILL: Final = 512
 """Rows of the step that computes a prompt at once."""
 
 SEED: Final = 1
-"""Seed of the random weights: equal for every engine, so that results are the same."""
+"""Seed of the random weights: the same for every engine, so that results are equal."""
 
 WARM_STEPS: Final = 5
 STEPS: Final = 40
-"""Steps of each figure: two are under way at a time, as under a decoder."""
+"""Steps of each figure; two are in progress at a time, as under a decoder."""
 
 
 class Stepper(Protocol):
-    """An engine, as far as its steps are timed."""
+    """The part of an engine that timing its steps uses."""
 
     async def start(self, rows: Rows, pools: Iterable[Any]) -> int:
-        """Start a step behind those under way, and do not wait for it."""
+        """Start a step after those in progress; do not wait for it."""
 
     async def finish(self) -> Results:
-        """Wait for the oldest step under way. Returns RESULT records."""
+        """Wait for the oldest step in progress. Returns RESULT records."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ class StepTime(NamedTuple):
     """Time of a step.
 
     Attributes:
-        took_s: Seconds, two steps under way.
-        results: Digest of the last step's results. Equal rows on equal weights have equal ones.
+        took_s: Seconds per step, with two in progress.
+        results: Digest of the last step's results. Equal rows with equal weights have equal digests.
     """
 
     took_s: float
@@ -58,23 +58,23 @@ class StepTime(NamedTuple):
 
 
 def numbers_of(text: str) -> tuple[int, ...]:
-    """Read numbers with commas between them."""
+    """Parse numbers separated by commas. Raises ValueError."""
     return tuple(int(number) for number in text.split(","))
 
 
 def limits_of(batches: Iterable[int], contexts: Iterable[int]) -> StepLimits:
-    """Return the limits that all steps of these batches and contexts, and a prompt's, fit in."""
+    """Limits that fit all steps of these batches and contexts, and a prompt's step."""
     most = max(batches)
     return StepLimits(max(most, PREFILL), most, max(contexts) + WARM_STEPS + STEPS)
 
 
 def block_tables(limits: StepLimits) -> "np.typing.NDArray[np.int32]":
-    """Return tables that give each sequence blocks of its own, one after the other."""
+    """Tables that give each sequence blocks of its own, one after the other."""
     return np.arange(limits.tables * limits.table_blocks, dtype=np.int32)
 
 
 def decode_rows(blocks: Blocks, limits: StepLimits, batch: int, context: int) -> Rows:
-    """Return the rows of a step of `batch` sequences, at the position `context`."""
+    """The rows of a step of `batch` sequences at the position `context`."""
     rows = _rows(blocks, batch)
     rows["position"], rows["table"] = context, np.arange(batch)
     rows["block"] = rows["table"] * limits.table_blocks + context // PAGE
@@ -82,7 +82,7 @@ def decode_rows(blocks: Blocks, limits: StepLimits, batch: int, context: int) ->
 
 
 def prompt_rows(blocks: Blocks, limits: StepLimits) -> Rows:
-    """Return the rows of a step of one prompt, as far as a sequence has positions."""
+    """The rows of a step of one prompt, at most as many as a sequence has positions."""
     rows = _rows(blocks, min(PREFILL, limits.positions))
     rows["position"] = np.arange(len(rows))
     rows["block"] = rows["position"] // PAGE
@@ -97,7 +97,7 @@ def _rows(blocks: Blocks, count: int) -> Rows:
 
 
 async def step_time(engine: Stepper, rows: Rows, pools: Iterable[Any]) -> StepTime:
-    """Return the time of a step of these rows, two under way."""
+    """The time of a step of these rows, with two in progress."""
     await engine.start(rows, pools)
     for _ in range(WARM_STEPS):
         await engine.start(rows, pools)

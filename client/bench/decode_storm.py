@@ -1,10 +1,10 @@
-"""A decoder under load whose tenants' regions are revoked all the time, and a comparison of all that came out.
+"""A decoder under load whose tenants' regions are revoked constantly, and a check of everything that it produces.
 
     python -m gpulease.client.bench.decode_storm --minutes 10
 
 `gpulease bench --storm` is this command with fewer options. Each output is compared with that of the same request
-before the storm. At the end each request that ended must have one record on the daemon's audit log, and the log must be
-whole. Uses the daemon that runs, or a private one. Exits with 1 if anything is wrong.
+before the storm. At the end, each request that ended must have exactly one record in the daemon's audit log, and the
+log must be whole. Uses the running daemon, or a private one. Exits with 1 if anything is wrong.
 """
 
 import asyncio
@@ -53,25 +53,25 @@ KINDS: Final = ((5, 12, False), (17, 32, False), (40, 48, True), (64, 24, False)
 """Each tenant's requests: tokens of the prompt, tokens of the output, and whether the caller hangs up halfway."""
 
 POSITIONS: Final = 96
-"""Positions of a sequence: the longest request fits in."""
+"""Positions of a sequence: the longest request fits."""
 
 SEQUENCES: Final = 8
-"""Live sequences. Steps of more than 16 rows need kernels that the embedded driver compiles for long."""
+"""Live sequences. Steps of more than 16 rows need kernels that the embedded driver compiles slowly."""
 
 REVOKE_EVERY_S: Final = 0.05
 
 READINGS: Final = 40
-"""Readings of memory during the storm, so that each quarter has ten."""
+"""Samples of memory during the storm, so that each quarter has ten."""
 
 PAUSE_S: Final = 0.1
-"""Seconds until the next request after one that failed: a decoder that ended refuses all at once."""
+"""Seconds until the next request after one that failed: a decoder that has ended refuses all of them at once."""
 
 GROWTH_KIB: Final = 4096.0
-"""Largest rise of memory through the storm's second half. A thousand rebinds that each leave 4 KiB are noticed."""
+"""Largest growth of memory during the storm's second half: a thousand rebinds that leak 4 KiB each are noticed."""
 
 KIB: Final = 1024
 
-# Few tombstones, so that their table is full before the second half begins.
+# Few tombstones, so that their table is full before the second half starts.
 _SETTINGS: Final = """\
 audit = "{audit}"
 [limits]
@@ -83,12 +83,12 @@ RIGHT_ENDS: Final = frozenset({CompletionReason.MAX_TOKENS_REACHED, CompletionRe
 
 @dataclass(frozen=True, slots=True)
 class StormPlan:
-    """The storm that is asked for.
+    """The requested storm.
 
     Attributes:
         checkpoint: The model.
         for_s: Seconds of revocations.
-        sequences: Live sequences, of all tenants.
+        sequences: Number of live sequences, of all tenants.
         audit: The folder of the daemon's audit log; None: records are neither written nor checked.
     """
 
@@ -100,7 +100,7 @@ class StormPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """A request that is sent again and again; `heard` tokens of its output are listened to."""
+    """A request that is sent repeatedly; the caller reads `heard` tokens of its output, then hangs up."""
 
     tenant: str
     number: int
@@ -110,12 +110,12 @@ class _Request:
 
 
 class _Heard(DecoderObserver):
-    """Counts of what the decoder reports.
+    """Counts what the decoder reports.
 
     Attributes:
-        tokens: Tokens, by tenant.
-        replays: Requests that went on after a loss.
-        finished: Numbers of requests that ended, which their ids end with.
+        tokens: Number of tokens, by tenant.
+        replays: Number of requests that continued after a loss.
+        finished: Numbers of the requests that ended, with which their ids end.
     """
 
     def __init__(self) -> None:
@@ -124,16 +124,16 @@ class _Heard(DecoderObserver):
         self.finished = array("L")
 
     def on_step(self, report: StepReport) -> None:
-        """Count tokens."""
+        """Count the step's tokens, by tenant."""
         for event in report.tokens:
             self.tokens[event.request.tenant_id] += 1
 
     def on_rebind(self, report: RebindReport) -> None:
-        """Count it."""
+        """Count a request that continued after a loss."""
         self.replays += 1
 
     def on_finished(self, report: FinishedRequest) -> None:
-        """Note which it was."""
+        """Record the number of the request that ended."""
         self.finished.append(int(report.request_id.rpartition("-")[2]))
 
 
@@ -149,12 +149,12 @@ class _Storm:
         self._numbers = 0
 
     async def hear_quiet_outputs(self) -> None:
-        """Compute each request while nothing is revoked."""
+        """Compute each request's output while nothing is revoked."""
         found = await asyncio.gather(*(self._output(request, request.tokens) for request in self.requests))
         self.quiet.update(zip(self.requests, found, strict=True))
 
     async def repeat(self, requests: Sequence[_Request], until: float) -> None:
-        """Send requests one after the other, and compare."""
+        """Send requests one after the other, and compare their outputs, until that monotonic time."""
         for request in itertools.cycle(requests):
             if time.monotonic() >= until:
                 return
@@ -168,7 +168,7 @@ class _Storm:
             self.wrong += found != self.quiet[request][: request.heard]
 
     async def revoke(self, until: float) -> None:
-        """Revoke one region after the other; a tenant's next one, once the tenant got another token."""
+        """Revoke regions at random; a tenant's next one only after the tenant got another token."""
         rng, at_loss = random.Random(1), Counter[str]()
         while time.monotonic() < until:
             await asyncio.sleep(REVOKE_EVERY_S)
@@ -180,7 +180,7 @@ class _Storm:
                 self.revoked += 1
 
     async def _output(self, request: _Request, heard: int) -> list[int]:
-        """Return the first tokens of a request's output, then hang up."""
+        """The first tokens of a request's output; then hangs up."""
         self._numbers += 1
         generation = self.decoder.submit(
             request.prompt,
@@ -212,9 +212,14 @@ def _requests(vocabulary: int) -> list[_Request]:
 
 
 async def run_storm(address: str, plan: StormPlan, say: Callable[[str], object]) -> dict[str, Any]:
-    """Return the report. `say` is told what happens next. Raises what `Decoder.open` raises.
+    """Run a storm; returns the report.
 
-    Raises Unsupported where the plan names an audit log and the daemon keeps none.
+    Args:
+        address: The daemon's address.
+        plan: The storm.
+        say: Receives what happens next.
+
+    Raises what `Decoder.open` raises, and Unsupported if the plan names an audit log and the daemon keeps none.
     """
     each = max(1, plan.sequences // len(TENANTS))
     blocks = each * -(-POSITIONS // PAGE)
@@ -252,7 +257,7 @@ async def run_storm(address: str, plan: StormPlan, say: Callable[[str], object])
 
 
 async def _load_and_revoke(storm: _Storm, each: int, for_s: float, address: str) -> dict[str, Any]:
-    """Load and revoke for some seconds; returns what the memory did. The last requests end."""
+    """Load and revoke for some seconds; returns how the memory developed. The last requests run to their end."""
     until = time.monotonic() + for_s
     loads = [
         storm.repeat(own[number % len(own) :] + own[: number % len(own)], until)
@@ -266,7 +271,7 @@ async def _load_and_revoke(storm: _Storm, each: int, for_s: float, address: str)
 
 
 async def _memory(address: str, for_s: float) -> dict[str, Any]:
-    """Read the memory of the daemon's processes and of this one, now and then."""
+    """Sample the memory of the daemon's processes and of this one."""
     at_s: list[float] = []
     readings: list[dict[str, float]] = []
     began = time.monotonic()
@@ -278,7 +283,7 @@ async def _memory(address: str, for_s: float) -> dict[str, Any]:
 
 
 def memory_figures(at_s: Sequence[float], kib: Sequence[float]) -> dict[str, float | bool]:
-    """Return the means of the first and the last quarter, the second half's growth, and whether that is flat."""
+    """Means of the first and the last quarter, the second half's growth, and whether that is flat."""
     quarter, trend = max(1, len(kib) // 4), trend_of(at_s, kib, GROWTH_KIB)
     return {
         "first_quarter_mib": sum(kib[:quarter]) / quarter / KIB,
@@ -289,7 +294,7 @@ def memory_figures(at_s: Sequence[float], kib: Sequence[float]) -> dict[str, flo
 
 
 def _memory_kib(address: str) -> dict[str, float]:
-    """Read KiB by process; only this one's where the daemon is on another host or another user's."""
+    """Memory in KiB by process; only this one's if the daemon is on another host or another user's."""
     found = {"bench": float(rss_kib(os.getpid()))}
     with contextlib.suppress(ValueError, OSError):
         daemon = footprints_of(broker_pid(address))
@@ -302,13 +307,13 @@ def _digests(storm: _Storm) -> dict[int, str]:
 
 
 def audited(folder: Path, run: str, finished: Sequence[int], digests: dict[int, str]) -> dict[str, Any]:
-    """Compare the audit log with what ended, and verify the log's chain.
+    """Compare the audit log with the requests that ended, and verify the log's chain.
 
     Args:
-        folder: The log's.
+        folder: The log's folder.
         run: What the ids of this run's requests begin with.
         finished: Numbers of the requests that ended.
-        digests: The right output's SHA-256, by the kind of request.
+        digests: SHA-256 of the right output, by the kind of request.
 
     Raises CalledProcessError if the log can't be read.
     """
@@ -334,7 +339,7 @@ def audited(folder: Path, run: str, finished: Sequence[int], digests: dict[int, 
 
 
 def _audit(*words: str) -> str:
-    """Run `gpulease audit`; its status 1 says that the log is not whole, and so does its output."""
+    """Run `gpulease audit`; returns its output. Status 1 says that the log is not whole, which the output says too."""
     done = subprocess.run(
         [sys.executable, "-P", "-m", AUDIT_MODULE, *words], capture_output=True, text=True, check=False
     )
@@ -344,7 +349,7 @@ def _audit(*words: str) -> str:
 
 
 def is_sound(report: dict[str, Any]) -> bool:
-    """Return whether nothing was wrong, nothing grew, and the audit log has everything once, if it was asked for."""
+    """True if nothing was wrong, nothing grew, and the audit log, if one was given, has everything exactly once."""
     audit = report.get("audit")
     return (
         not report["wrong"]
@@ -415,7 +420,7 @@ def measure_storm(
     audit: Path | None,
     say: Callable[[str], object],
 ) -> dict[str, Any]:
-    """Return the report of a storm on the daemon that runs, or on a private one with an audit log.
+    """The report of a storm on the running daemon, or on a private one with an audit log.
 
     Raises what `run_storm` raises, and CannotStart.
     """

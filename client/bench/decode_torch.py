@@ -1,9 +1,9 @@
-"""Times of a plain loop of torch over a model's shape, recorded as a CUDA graph.
+"""Times of a plain torch loop with a model's shape, recorded as a CUDA graph.
 
     python -m gpulease.client.bench.decode_torch SHAPE BATCH,... CONTEXT,...
 
-Linears are cuBLAS's, attention is torch's; the keys and values of each sequence lie together. A loop like this is what
-a user without an engine would write. Its sampling takes the highest logit.
+Linear layers use cuBLAS, attention is torch's; the keys and values of each sequence are contiguous. This is the loop
+that a user without an engine would write. Sampling takes the highest logit.
 """
 
 import math
@@ -29,7 +29,7 @@ def _weights(*shape: int) -> Any:
 
 
 class TorchModel:
-    """Random weights of a shape."""
+    """A model of a shape, with random weights."""
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
@@ -49,7 +49,7 @@ class TorchModel:
         return torch.cat([left * self.cosines - right * self.sines, right * self.cosines + left * self.sines], -1)
 
     def normalise(self, x: Any) -> Any:
-        """Return the RMS norm."""
+        """The RMS norm of each row, with the model's epsilon."""
         return F.rms_norm(x, (self.config.width,), self.norm, self.config.norm_epsilon)
 
     def step(self, tokens: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
@@ -69,7 +69,7 @@ class TorchModel:
 
 
 def model_step_s(model: TorchModel, batch: int, context: int) -> float:
-    """Return the seconds a step of the model."""
+    """Seconds per step of the model, as a CUDA graph."""
     config = model.config
     shape = (batch, config.key_heads, context, config.head_width)
     caches = [
@@ -80,7 +80,7 @@ def model_step_s(model: TorchModel, batch: int, context: int) -> float:
 
 
 def step_s(step: Callable[[], object], fence: Callable[[], object]) -> float:
-    """Return the seconds a step."""
+    """Seconds per call of `step`, over STEPS calls after WARM_STEPS."""
     for _ in range(WARM_STEPS):
         step()
     fence()
@@ -92,7 +92,7 @@ def step_s(step: Callable[[], object], fence: Callable[[], object]) -> float:
 
 
 def recorded(step: Callable[[], object]) -> Callable[[], object]:
-    """Return a step's replay as a CUDA graph."""
+    """The replay of a step, recorded as a CUDA graph."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

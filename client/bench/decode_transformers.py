@@ -1,9 +1,9 @@
-"""Times of transformers' own models with a static cache, one forward call a step.
+"""Times of transformers' own models with a static cache, one forward call per step.
 
     python -m gpulease.client.bench.decode_transformers SHAPE BATCH,... CONTEXT,...
 
-Weights are random, in bf16; attention is torch's. Steps are first called one by one, as `generate` calls them where
-nothing is compiled. Then all are measured again as a CUDA graph of such a call. Sampling takes the highest logit.
+Weights are random, in bf16; attention is torch's. Steps are first called one by one, as `generate` does without
+compilation. Then all are measured again as a CUDA graph of such a call. Sampling takes the highest logit.
 """
 
 import sys
@@ -20,13 +20,13 @@ from gpulease.client.bench.figures import print_figures
 from gpulease.client.serve.decode import Family, ModelConfig
 
 SPARE_STEPS: Final = 8
-"""Positions of the cache beyond those of timed steps: for the first one, and for recording."""
+"""Positions of the cache beyond those of timed steps: for the first step, and for recording."""
 
 FAMILIES: Final = {Family.LLAMA: (LlamaConfig, LlamaForCausalLM), Family.QWEN3: (Qwen3Config, Qwen3ForCausalLM)}
 
 
 def model_of(config: ModelConfig, device: str) -> Any:
-    """Return transformers' model of a shape."""
+    """Make the model of transformers that has a shape, on that device."""
     settings, model = FAMILIES[config.family]
     said = settings(
         vocab_size=config.vocabulary,
@@ -48,16 +48,16 @@ def model_of(config: ModelConfig, device: str) -> Any:
 
 
 class StaticSteps:
-    """Steps of a batch, each at the position behind the one before, from `context` on."""
+    """Steps of a batch, each at the position after the previous one, starting at `context`."""
 
     def __init__(self, model: Any, batch: int, context: int) -> None:
-        """Make a cache with room for the steps, and say that it is filled as far as `context`."""
+        """Make a cache with room for the steps, marked as filled up to `context`."""
         device = model.device
         self._model = model
         self.cache = StaticCache(config=model.config, max_cache_len=context + WARM_STEPS + STEPS + SPARE_STEPS)
         self.tokens = torch.zeros((batch, 1), dtype=torch.long, device=device)
         self._position = torch.full((1, 1), context, dtype=torch.long, device=device)
-        # The cache makes its tensors with the first step. What is in them does not change a step's time.
+        # The cache allocates its tensors in the first step. Their contents don't affect a step's time.
         self.step()
         for layer in self.cache.layers:
             layer.cumulative_length.fill_(context)
@@ -71,7 +71,7 @@ class StaticSteps:
 
 
 def measure(shape: str, batches: Sequence[int], contexts: Sequence[int]) -> None:
-    """Print the figures of a shape; those of graphs last, as a recording that fails ends torch's use of the card."""
+    """Print a shape's figures; those of graphs last, because a recording that fails makes torch's context unusable."""
     model = model_of(SHAPES[shape], "cuda")
     ways: dict[str, Callable[[StaticSteps], Callable[[], object]]] = {
         "transformers": lambda steps: steps.step,

@@ -14,27 +14,27 @@ from typing import Final
 from gpulease.client.cli.exit_status import CannotStart
 
 PROCESS_TIMEOUT_S: Final = 300.0
-"""Seconds for one round of direct calls; a hung driver must not hang the benchmark."""
+"""Longest time for one round of direct calls, in seconds. Stops a hung driver from hanging the benchmark."""
 
 Figures = dict[str, float]
 Say = Callable[[str], object]
-"""Is told the name of each measurement before it begins."""
+"""Receives the name of each measurement before it starts."""
 
 
 def percentile(samples: Sequence[float], percent: float) -> float:
-    """Return the nearest-rank percentile."""
+    """The nearest-rank percentile of the samples."""
     ordered = sorted(samples)
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
 
 
 def print_figures(figures: Mapping[str, object]) -> None:
-    """Print figures as one JSON object on a line, numbers to four places, at once."""
+    """Print figures as one JSON object on a line, numbers to four places, and flush."""
     rounded = {name: round(value, 4) if isinstance(value, float) else value for name, value in figures.items()}
     print(json.dumps(rounded), flush=True)
 
 
 def timed_us(action: Callable[[], object], count: int) -> list[float]:
-    """Return the microseconds that each of `count` calls took."""
+    """Microseconds of each of `count` calls."""
     samples = []
     clock = time.perf_counter
     for _ in range(count):
@@ -45,7 +45,7 @@ def timed_us(action: Callable[[], object], count: int) -> list[float]:
 
 
 def per_call_us(action: Callable[[], object], fence: Callable[[], object], count: int) -> float:
-    """Return the microseconds a call when `count` calls are issued back to back and then fenced."""
+    """Microseconds per call if `count` calls are issued back to back and then waited for by `fence`."""
     fence()
     started = time.perf_counter()
     for _ in range(count):
@@ -55,14 +55,17 @@ def per_call_us(action: Callable[[], object], fence: Callable[[], object], count
 
 
 def gigabytes_per_s(action: Callable[[], object], size_bytes: int, count: int) -> float:
-    """Return the median throughput of `count` copies of `size_bytes`, in 1e9 bytes per second."""
+    """Median throughput of `count` copies of `size_bytes`, in 1e9 bytes per second."""
     return size_bytes / percentile(timed_us(action, count), 50) / 1e3
 
 
 def load_figures(ask: Callable[[], float], at_a_time: int, seconds: float) -> Figures:
-    """Keep so many calls of `ask` under way for so long; return the rate, and percentiles of the seconds it returns.
+    """Keep `at_a_time` calls of `ask` in progress for `seconds`.
 
-    Raises what the first call that fails raises.
+    Returns:
+        The rate, and percentiles of the seconds that `ask` returns.
+
+    Raises what the first failing call raises.
     """
     took_s: list[float] = []
     errors: list[BaseException] = []
@@ -86,19 +89,19 @@ def load_figures(ask: Callable[[], float], at_a_time: int, seconds: float) -> Fi
 
 
 def percentiles_ms(took_s: Sequence[float]) -> Figures:
-    """Return the median and the 99th percentile of seconds, in milliseconds."""
+    """Median and 99th percentile of times in seconds, in milliseconds."""
     return {f"p{part}_ms": percentile(took_s, part) * 1e3 for part in (50, 99)}
 
 
 def medians(rounds: Sequence[Figures]) -> Figures:
-    """Return each figure's median over rounds, to three places."""
+    """Each figure's median over rounds, to three places."""
     return {name: round(statistics.median(figures[name] for figures in rounds), 3) for name in rounds[0]}
 
 
 def in_a_process(
     module: str, *words: str, standard_input: bytes = b"", timeout_s: float = PROCESS_TIMEOUT_S
 ) -> Figures:
-    """Run a measurement of the daemon's in a process of its own. Raises CannotStart."""
+    """Run a measurement module of the daemon in a process of its own; returns its figures. Raises CannotStart."""
     command = [sys.executable, "-P", "-m", f"gpulease.daemon.bench.{module}", *words]
     return figures_of(command, standard_input=standard_input, timeout_s=timeout_s)
 
@@ -110,9 +113,15 @@ def figures_of(
     timeout_s: float = PROCESS_TIMEOUT_S,
     variables: Mapping[str, str] | None = None,
 ) -> Figures:
-    """Run a command that prints its figures as JSON on its first line, with more environment variables.
+    """Run a command that prints its figures as JSON on its first line; returns them.
 
-    Raises CannotStart, with the last line that the command wrote on stderr.
+    Args:
+        command: The command.
+        standard_input: Its input.
+        timeout_s: Longest time for it, in seconds.
+        variables: Environment variables to add.
+
+    Raises CannotStart, with the last line that the command wrote to stderr.
     """
     environment = os.environ | (variables or {})
     try:
@@ -130,7 +139,7 @@ def figures_of(
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """A least-squares line through the second half of a series; caches and tables fill during the first.
+    """A least-squares line through the second half of a series; caches and tables fill during the first half.
 
     Attributes:
         growth: The line's rise over that half, in the series' unit.
@@ -142,12 +151,12 @@ class Trend:
 
     @property
     def is_flat(self) -> bool:
-        """True if the line rises by no more than the bound; falling is no fault."""
+        """True if the line rises by no more than the bound; falling is fine."""
         return self.growth <= self.bound
 
 
 def trend_of(at_s: Sequence[float], values: Sequence[float], bound: float) -> Trend:
-    """Return the trend of values taken at these times in seconds, three at least. Raises ValueError."""
+    """The trend of values taken at these times in seconds, at least three. Raises ValueError."""
     if len(at_s) != len(values) or len(values) < 3:
         raise ValueError(f"a trend needs three points at least, each with its time; there are {len(values)}")
     half = len(values) // 2 if len(values) >= 6 else 0

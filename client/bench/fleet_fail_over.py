@@ -1,4 +1,4 @@
-"""Measure how long a name is served nowhere after a node died or was cut off, or etcd's leader died."""
+"""Measures how long nobody serves a name after its node died or was cut off, or after etcd's leader died."""
 
 import contextlib
 import math
@@ -25,18 +25,19 @@ OTHER_NAME: Final = "model-b"
 
 GOAL_HORIZON_S: Final = 30
 GOAL_S: Final = 45.0
-"""Longest time from a fault to the first kernel at another node, at the default horizon: one and a half of it.
+"""Longest time from a fault to the first kernel on another node, in seconds, at the default membership deadline
+(horizon): one and a half of it.
 
-A node is fenced a horizon and a hundredth after its last beat was seen: its leases have surely ended by then. With a
-shorter horizon, what does not get shorter with it counts too, as the tries of the tenant and the start of its session.
+A node is fenced 1.01 horizons after its last heartbeat was seen: its leases have surely ended by then. At a shorter horizon, the parts that don't shrink with it weigh more, such as the tenant's retries and the start of its session.
 """
 
 WAIT_HORIZONS: Final = 4.0
 WAIT_S: Final = 60.0
-"""Longest wait for a name, beside those horizons: what takes longer is an error, and no figure."""
+"""Longest wait for a name, in seconds, in addition to WAIT_HORIZONS horizons: what takes longer is an error and not a
+figure."""
 
 STEADY_KERNELS: Final = 20
-"""Kernels that a tenant runs before the fault, and after it at the node that serves the name then."""
+"""Kernels that a tenant runs before the fault, and after it on the node that then serves the name."""
 
 LEADER_S: Final = 10.0
 _LOOK_S: Final = 0.02
@@ -46,7 +47,7 @@ Figures = dict[str, Any]
 
 @dataclass(slots=True)
 class _Scene:
-    """A fleet of two nodes; node-1 reaches etcd by the links alone."""
+    """A fleet of two nodes; node-1 reaches etcd only through the links."""
 
     members: list[EtcdMember]
     links: list[Link]
@@ -54,24 +55,24 @@ class _Scene:
 
     @property
     def node(self) -> PrivateDaemon:
-        """The node that serves the name."""
+        """The daemon of the node that serves the name."""
         return self.fleet.nodes[0]
 
     def kill_daemon(self) -> None:
-        """Kill the broker alone: its workers and its fleet process see that it is gone."""
+        """Kill only the broker: its workers and its fleet process notice that it is gone."""
         self.node.kill()
 
     def kill_node(self) -> None:
-        """Kill all that runs at the node."""
+        """Kill all processes of the node, as if its host were lost."""
         self.node.kill_all()
 
     def cut_node(self) -> None:
-        """Let nothing through between the node and etcd."""
+        """Discard everything between the node and etcd."""
         for link in self.links:
             link.cut()
 
     def kill_leader(self) -> None:
-        """Kill the member of etcd that leads. Raises CannotStart if nobody does."""
+        """Kill the member of etcd that leads. Raises CannotStart if there is no leader."""
         until_s = time.monotonic() + LEADER_S
         while (leader := leader_of(self.members)) is None:
             if time.monotonic() > until_s:
@@ -80,7 +81,7 @@ class _Scene:
         leader.kill()
 
     def kill_leader_and_node(self) -> None:
-        """Kill both."""
+        """Kill etcd's leader and all processes of the node."""
         self.kill_leader()
         self.kill_node()
 
@@ -92,15 +93,15 @@ FAULTS: Final[Mapping[str, Callable[[_Scene], None]]] = {
     "leader and node": _Scene.kill_leader_and_node,
     "leader": _Scene.kill_leader,
 }
-"""Faults by name. After the last one the name stays where it is, so another name is asked for."""
+"""Faults by name. After the last one the name stays where it is, so a tenant asks for another name."""
 
 STAYS: Final = "leader"
 
 
 def measure_fail_over(faults: Sequence[str], horizon_s: int, rounds: int, say: Say) -> Figures:
-    """Measure each of these faults so often, each time in a new fleet: a node that was killed stays dead.
+    """Measure each of these faults `rounds` times, each time in a new fleet: a killed node stays dead.
 
-    Raises CannotStart, or GpuLeaseError if the name is served nowhere again.
+    Raises CannotStart, or GpuLeaseError if no node serves the name again.
     """
     found: Figures = {
         "horizon_s": horizon_s,
@@ -117,7 +118,7 @@ def measure_fail_over(faults: Sequence[str], horizon_s: int, rounds: int, say: S
 
 
 def fails_over(found: Figures) -> bool:
-    """Return whether no name was served twice, epochs rose, and no time was beyond the goal, if there is one."""
+    """True if no name was served twice, epochs rose, and no time was beyond the goal, if there is one."""
     goal_s = found["goal_s"] or math.inf
     return all(
         one["overlaps"] == 0 and one["epochs_rise"] and one["served_again_max_s"] <= goal_s for one in found["faults"]
@@ -157,7 +158,7 @@ def _scene(horizon_s: int) -> Iterator[_Scene]:
 
 
 def _run(fault: str, horizon_s: int) -> Figures:
-    """Serve a name at one node, do the fault, and have another tenant ask the fleet at once."""
+    """Serve a name on one node, cause the fault, and let another tenant ask the fleet immediately."""
     with _scene(horizon_s) as scene, contextlib.ExitStack() as stack:
         wait_s = WAIT_S + WAIT_HORIZONS * horizon_s
         first = acquire_name(scene.node.address, NAME, wait_s)

@@ -1,4 +1,4 @@
-"""Measure what a fleet costs a tenant: leases through a directory, with and without a name, and launches."""
+"""Measures what a fleet costs a tenant: leases through a directory, with and without a name, and launches."""
 
 import contextlib
 import itertools
@@ -17,18 +17,18 @@ MEMBERS: Final = 3
 """Members of etcd, as many as a fleet has."""
 
 DAEMONS: Final = (1, 3, 5)
-"""Nodes of the fleet for each load of grants."""
+"""Number of the fleet's nodes for each load of grants."""
 
 TIMED_DAEMONS: Final = 3
-"""Nodes of the fleet whose placements and launches are timed."""
+"""Number of nodes at which placements and launches are timed."""
 
 AT_A_TIME: Final = 8
-"""Acquires under way together in a load."""
+"""Acquires in progress together in a load."""
 
 SLICE_BYTES: Final = 1 << 20
 LEASE_S: Final = 60
 SAMPLES: Final = 500
-"""Launches with a wait that are timed alone in a round."""
+"""Launches with a wait that are timed individually in a round."""
 
 HOST: Final = "host"
 ANONYMOUS: Final = "anonymous"
@@ -43,9 +43,9 @@ class LeaseFigures:
     """Figures of a fleet's leases.
 
     Attributes:
-        placement: Times of an acquire by kind, and the kinds' ratio to the host's.
-        grants: Rates by the number of nodes and the kind; the host's own with no node.
-        launches: Times of calls in a session at the host and at a node, and their ratio.
+        placement: Times of an acquire by kind, and each kind's ratio to the host's.
+        grants: Rates by the number of nodes and the kind; the host's own has no node.
+        launches: Times of calls in a session on the host and on a node, and their ratio.
     """
 
     placement: dict[str, Figures]
@@ -54,14 +54,14 @@ class LeaseFigures:
 
 
 class _Leases:
-    """Leases of each kind: of a daemon without a fleet, of a fleet, and of a fleet under a new name each."""
+    """Leases of each kind: of a daemon without a fleet, of a fleet, and of a fleet with a new name each."""
 
     def __init__(self, host: str, fleet: str) -> None:
         self._addresses = {HOST: host, ANONYMOUS: fleet, NAMED: fleet}
         self._numbers = itertools.count()
 
     def acquire_s(self, kind: str) -> float:
-        """Return the seconds until a lease was granted, which is free again."""
+        """Acquire and free one lease; returns the seconds until it was granted."""
         builder = GpuBuilder(self._addresses[kind]).min_vram(SLICE_BYTES).lease_secs(LEASE_S)
         if kind == NAMED:
             builder = builder.name(f"bench-{next(self._numbers)}")
@@ -75,16 +75,16 @@ class _Leases:
 def measure_leases(
     folder: Path, horizon_s: int, acquires: int, load_s: float, rounds: int, launches: int, say: Say
 ) -> LeaseFigures:
-    """Measure placements, grants a second and launches on private daemons in a new folder.
+    """Measure placements, grants per second and launches on private daemons in a new folder.
 
     Args:
-        folder: For all processes' files.
-        horizon_s: The fleet's horizon.
-        acquires: Acquires of each kind that are timed, in turn.
+        folder: For the files of all processes.
+        horizon_s: The fleet's membership deadline (horizon), in seconds.
+        acquires: Timed acquires of each kind, in turn.
         load_s: Seconds of each load of grants.
-        rounds: Rounds of launches at the host and at a node in turn.
+        rounds: Rounds of launches on the host and on a node in turn.
         launches: Launches pipelined in a round.
-        say: Is told what is measured next.
+        say: Receives what is measured next.
 
     Raises CannotStart, or GpuLeaseError.
     """
@@ -123,7 +123,7 @@ def _grants(leases: _Leases, daemons: int, kind: str, load_s: float) -> dict[str
 
 
 def _placements(leases: _Leases, count: int) -> dict[str, Figures]:
-    """Time acquires of all kinds in turn, each kind as often the first, the second and the third."""
+    """Time acquires of all kinds in turn; each kind is first, second and third equally often."""
     took_s: dict[str, list[float]] = {HOST: [], ANONYMOUS: [], NAMED: []}
     kinds = list(took_s)
     for number in range(count):
@@ -138,7 +138,7 @@ def _placements(leases: _Leases, count: int) -> dict[str, Figures]:
 
 
 def _launches(host: str, node: str, rounds: int, launches: int) -> dict[str, Figures]:
-    """Time calls of an anonymous lease's session at both, in turn."""
+    """Time calls in a session of an anonymous lease on both, in turn."""
     found: dict[str, list[Figures]] = {"host": [], "node": []}
     addresses = {"host": host, "node": node}
     for number in range(rounds):

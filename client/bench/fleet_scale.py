@@ -1,7 +1,7 @@
-"""Measure a fleet: what it costs a tenant, how soon a name lives on, and what nodes beyond this host would do.
+"""Measures a fleet: what it costs a tenant, how soon a name is served again, and how many more nodes would behave.
 
 Leases, grants, launches and fail-overs are those of real daemons on the embedded driver, real directories and a real
-etcd. Refusals are simulated, and so are the nodes that beat on a real etcd.
+etcd. Refusals are simulated, and so are the nodes that send heartbeats to a real etcd.
 """
 
 import json
@@ -23,13 +23,13 @@ USED: Final = (0.5, 0.9, 0.97)
 ORDERS: Final = ("spread", "pack")
 MEMBERS: Final = 3
 BEAT_S: Final = 5.0
-"""A sixth of the horizon at its default."""
+"""Seconds between heartbeats: a sixth of the default membership deadline (horizon)."""
 
 TIMEOUT_S: Final = 1_800.0
-"""Seconds for one part; one that hangs must not hang the benchmark."""
+"""Longest time for one part, in seconds. Stops one that hangs from hanging the benchmark."""
 
 GOAL_PERCENT: Final = 1.0
-"""Most refusals where tenants ask for 90 % of the memory and nodes pack."""
+"""Most refusals, in percent, if tenants ask for 90 % of the memory and nodes pack."""
 
 Figures = dict[str, Any]
 
@@ -39,15 +39,14 @@ class FleetPlan:
     """The size of one run.
 
     Attributes:
-        nodes: Simulated nodes for refusals; what a node meets does not depend on how many there are, beyond some
-            hundred.
-        beat_nodes: Simulated nodes that beat, in each run.
+        nodes: Simulated nodes for refusals; beyond some hundred, what one node sees does not depend on their number.
+        beat_nodes: Simulated nodes that send heartbeats, for each run.
         beats_for_s: Seconds of each such run.
-        acquires: Acquires of each kind that are timed.
+        acquires: Number of timed acquires of each kind.
         load_s: Seconds of each load of grants.
         rounds: Rounds of launches, and of each fault.
         launches: Launches pipelined in a round.
-        horizon_s: The horizon of the fleets, in seconds.
+        horizon_s: The membership deadline (horizon) of the fleets, in seconds.
         faults: Names of the faults.
     """
 
@@ -63,17 +62,17 @@ class FleetPlan:
 
 
 QUICK: Final = FleetPlan(50, (100,), 5.0, 30, 1.0, 1, 5_000, 4, ("daemon", "node", "cut", STAYS))
-"""About 90 s on two quiet cores."""
+"""Takes about 90 s on two quiet cores."""
 
 
 def plan_of(quick: bool, **given: int | None) -> FleetPlan:
-    """Return the plan of a usual or a quick run, with the sizes that are given instead of its own."""
+    """The plan of a usual or a quick run, with the given sizes instead of its own."""
     sizes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     return replace(QUICK if quick else FleetPlan(), **sizes)
 
 
 def measure_fleet(plan: FleetPlan, say: Say) -> Figures:
-    """Measure all of it. Raises CannotStart, at once if there is no etcd, or GpuLeaseError."""
+    """Measure all of it. Raises CannotStart, immediately if there is no etcd, or GpuLeaseError."""
     etcd_program()
     with unwound_by_signals(), tempfile.TemporaryDirectory(prefix="gpulease-", dir=short_folder()) as name:
         folder = Path(name)
@@ -90,7 +89,7 @@ def measure_fleet(plan: FleetPlan, say: Say) -> Figures:
 
 
 def reaches_fleet_goals(found: Figures) -> bool:
-    """Return whether packing refuses as little as it should, and names fail over in time and without an overlap."""
+    """True if packing refuses no more than GOAL_PERCENT, and names fail over in time and without an overlap."""
     packs_well = all(
         one["refused_percent"] <= GOAL_PERCENT
         for one in found["refusals"]

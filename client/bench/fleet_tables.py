@@ -1,4 +1,4 @@
-"""Tables of `gpulease bench --fleet`."""
+"""The tables of `gpulease bench --fleet`."""
 
 from collections.abc import Mapping
 from typing import Any, Final

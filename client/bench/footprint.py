@@ -11,7 +11,7 @@ from gpulease.protocol.address import UnixAddress, parse_address
 from gpulease.protocol.peer_credentials import UCRED_BYTES, parse_ucred
 
 LOOKS: Final = 3
-"""Readings of descriptors and threads; the least counts, since a connection being closed stays for a moment."""
+"""Samples of descriptors and threads; the smallest counts, because a closing connection stays for a moment."""
 
 LOOK_S: Final = 0.1
 
@@ -21,7 +21,7 @@ _PROC: Final = Path("/proc")
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """The footprint of one process. RSS and PSS are KiB; the PSS is 0 where this user may not read it."""
+    """The footprint of one process. RSS and PSS are in KiB; PSS is 0 if this user may not read it."""
 
     rss_kib: int
     pss_kib: int
@@ -39,7 +39,7 @@ class Footprints:
     worker_pss_kib: float
 
     def series(self) -> dict[str, float]:
-        """Return every figure by its name."""
+        """Every figure by the name of its series."""
         series = {
             f"{name} {what}": float(getattr(footprint, field))
             for name, footprint in (("broker", self.broker), ("zygote", self.zygote))
@@ -54,9 +54,9 @@ class Footprints:
 
 
 def broker_pid(address: str) -> int:
-    """Return the process that listens at a Unix socket.
+    """The process that listens at a Unix socket.
 
-    The kernel knows who called listen(2) (unix(7), SO_PEERCRED). Raises ValueError for another address.
+    The kernel knows which process called listen(2) (unix(7), SO_PEERCRED). Raises ValueError for another address.
     """
     parsed = parse_address(address)
     if not isinstance(parsed, UnixAddress):
@@ -67,7 +67,7 @@ def broker_pid(address: str) -> int:
 
 
 def footprints_of(broker: int) -> Footprints:
-    """Read the processes of a daemon at rest, by its broker's pid. Raises OSError if it is gone or not readable."""
+    """Read the processes of an idle daemon, given its broker's pid. Raises OSError if it is gone or not readable."""
     (zygote,) = [pid for pid, name in _children(broker) if name == "gpul-zygote"]
     workers = [pid for pid, _ in _children(zygote)]
     shares = [_pss_kib(pid) for pid in workers]
@@ -76,7 +76,7 @@ def footprints_of(broker: int) -> Footprints:
 
 
 def processes_of(broker: int) -> list[int]:
-    """Return the process ids of a daemon: its broker's, and those of all below it."""
+    """The process ids of a daemon: its broker's, and those of all descendants."""
     found = [broker]
     for pid in found:
         found += [child for child, _ in _children(pid)]
@@ -106,7 +106,7 @@ def _children(parent: int) -> list[tuple[int, str]]:
 
 
 def rss_kib(pid: int) -> int:
-    """Return a process's resident memory in KiB. Raises OSError if it is gone or another user's."""
+    """A process's resident memory in KiB. Raises OSError if it is gone or another user's."""
     return _field_kib(pid, "status", "VmRSS")
 
 

@@ -1,4 +1,4 @@
-"""Requests a second through the gateway without HTTP, each on a lease of its own."""
+"""Requests per second through the gateway without HTTP, each on a lease of its own."""
 
 import itertools
 import secrets
@@ -25,7 +25,7 @@ AT_A_TIME: Final = (1, 4, 8)
 
 INPUT: Final = np.arange(1024, dtype=np.float32)
 SPACED: Final = 10
-"""Requests that each find the pool full."""
+"""Number of requests that each find the pool full."""
 
 
 class _Load:
@@ -38,7 +38,7 @@ class _Load:
         self._numbers = itertools.count()
 
     def ask(self) -> float:
-        """Send one request; return its seconds. Raises GpuLeaseError."""
+        """Send one request; returns its seconds. Raises GpuLeaseError."""
         started = time.perf_counter()
         model = self._model
         request = InferenceRequest(

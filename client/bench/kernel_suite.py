@@ -23,11 +23,11 @@ from gpulease.client.bench.kernel_cases.trial import Case, Trial
 VRAM_BYTES: Final = 256 << 20
 
 SUITE: Final = ("cuda_cases", "network_cases", "feature_cases", "triton_cases", "numba_cases", "array_cases")
-"""Modules of the cases. Those of a tool that is not installed are left out, and said so."""
+"""Modules of the cases. Those of a compiler that is not installed are left out, and reported."""
 
 
 def cases() -> tuple[list[Case], list[str]]:
-    """Load all cases; returns them, and the modules that need a compiler which is not installed."""
+    """Load all cases; returns them, and the modules whose compiler is not installed."""
     found: list[Case] = []
     lacking = []
     for name in SUITE:
@@ -42,9 +42,9 @@ def cases() -> tuple[list[Case], list[str]]:
 
 
 def outcome_of(case: Case, session: GpuSession) -> dict[str, Any]:
-    """Run a case; returns what is printed of it.
+    """Run a case; returns the figures to print.
 
-    `outcome` is "ok", "wrong", "refused" where the case says that its driver refuses it, or "failed"; `said` is the
+    `outcome` is "ok", "wrong", "refused" if the case says that its driver refuses it, or "failed"; `said` is the
     error's text.
     """
     trial = Trial(session)
@@ -63,7 +63,7 @@ def outcome_of(case: Case, session: GpuSession) -> dict[str, Any]:
         outcome = "refused" if expected is not None and expected in str(error) else "failed"
         said = str(error)
     except Exception as error:
-        # A compiler's, numpy's or the case's own: the others run all the same.
+        # From a compiler, numpy or the case itself: the other cases still run.
         outcome, said = "failed", f"{type(error).__name__}: {error}"
     else:
         if session.driver in case.refused_by:
@@ -81,7 +81,7 @@ def outcome_of(case: Case, session: GpuSession) -> dict[str, Any]:
 
 
 def run_all(chosen: list[Case], address: str | None = None) -> Iterator[dict[str, Any]]:
-    """Run cases, each on a lease of its own: a session that is lost costs no other case."""
+    """Run cases, each on a lease of its own, so that a lost session affects no other case."""
     builder = GpuBuilder(address).min_vram(VRAM_BYTES).lease_secs(600)
     for case in chosen:
         with builder.acquire() as lease, GpuSession(lease) as session:
@@ -90,7 +90,7 @@ def run_all(chosen: list[Case], address: str | None = None) -> Iterator[dict[str
 
 
 def table_of(*outputs: list[dict[str, Any]]) -> str:
-    """Make the table of tools and features: in each driver's column how many kernels run, and how long."""
+    """The table of tools and features: in each driver's column, how many kernels run, and how long they take."""
     rows: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = {}
     for line in (line for output in outputs for line in output):
         for feature in line["features"] or ["plain"]:
@@ -107,7 +107,7 @@ def table_of(*outputs: list[dict[str, Any]]) -> str:
 
 
 def _shortened(said: str) -> str:
-    """The sentence of an error, without the operation that raised it and without the PTX."""
+    """The sentence of an error, without the operation that raised it and without PTX."""
     sentence = re.sub(
         r"^sync: earlier launch \d+ failed: |^module_load: (?:line \d+)?(?: of kernel \w+)?(?:: )?", "", said
     )

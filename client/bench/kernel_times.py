@@ -1,4 +1,4 @@
-"""Times of kernels on a lease, beside numpy's for the same result in the same run."""
+"""Times of kernels on a lease, compared with numpy's for the same result in the same run."""
 
 import os
 import secrets
@@ -42,8 +42,8 @@ class Work:
     """A kernel's launch and its reference.
 
     Attributes:
-        operands: Arrays that the kernel reads, float32, behind the one that it writes.
-        numbers: Arguments behind the arrays.
+        operands: float32 arrays that the kernel reads; its arguments begin with the array that it writes.
+        numbers: Arguments after the arrays.
         numpy: Computes the same result from the same arrays.
         flop: Floating-point operations, for kernels that are bound by them; else 0.
     """
@@ -61,8 +61,8 @@ class Work:
 
 
 def kernel_figures(address: str) -> dict[str, Figures]:
-    """Return median milliseconds of each kernel, of numpy, and of loading images: first and in another worker."""
-    # Random comments make images that no cache knows.
+    """Median milliseconds of each kernel, of numpy, and of loading images: first, and again in another worker."""
+    # Random comments make images that are in no cache.
     images = [kernels_ptx() + f"\n// {secrets.token_hex(16)}\n".encode() for _ in range(IMAGES)]
     with _session(address) as session:
         cold = [_load_ms(session, image) for image in images]
@@ -90,12 +90,12 @@ def _load_ms(session: GpuSession, image: bytes) -> float:
 
 
 def kernels_ptx() -> bytes:
-    """Return PTX compiled by nvcc from the kernels.cu beside this file."""
+    """PTX compiled by nvcc from kernels.cu in this folder."""
     return files("gpulease.client.bench").joinpath("kernels.ptx").read_bytes()
 
 
 def works() -> dict[str, Work]:
-    """Return the measured kernels by name."""
+    """The measured kernels, by name."""
     rng = np.random.default_rng(1)
 
     def drawn(*shape: int) -> Array:
@@ -164,7 +164,7 @@ def _layernorm(rows: Array, weight: Array, bias: Array) -> Array:
 
 
 class Prepared:
-    """A kernel ready in a session: its arrays are on the card, its arguments packed."""
+    """A kernel ready to launch: its arrays are on the card, its arguments packed."""
 
     def __init__(self, session: GpuSession, module: Module, work: Work) -> None:
         self._session, self._module, self._work = session, module, work
@@ -177,7 +177,7 @@ class Prepared:
             self._args = self._args.push_u32(number) if isinstance(number, int) else self._args.push_f32(number)
 
     def launch(self) -> None:
-        """Launch the kernel and wait."""
+        """Launch the kernel and wait until it has finished."""
         work = self._work
         self._session.launch(
             self._module, work.kernel, work.grid, work.block, self._args, shared_bytes=work.shared_bytes
@@ -185,7 +185,7 @@ class Prepared:
         self._session.sync()
 
     def check(self) -> None:
-        """Launch the kernel on its first values. Raises WrongResult unless the result is numpy's."""
+        """Launch the kernel on its first values. Raises WrongResult unless the result equals numpy's."""
         self._session.mem_write(self._buffers[0], 0, self._work.into)
         self.launch()
         found = np.empty_like(self._work.into)
@@ -194,13 +194,16 @@ class Prepared:
             raise WrongResult(f"kernel {self._work.kernel} is off by up to {abs(found - self._wanted).max()}")
 
     def free(self) -> None:
-        """Free the arrays on the card."""
+        """Free the arrays on the card; `launch` can't be called after it."""
         for buffer in self._buffers:
             self._session.mem_free(buffer)
 
 
 def _measure(session: GpuSession, module: Module, work: Work) -> Figures:
-    """Time each launch with its wait, then numpy. Raises WrongResult unless the first launch's result is numpy's."""
+    """Time each launch with its wait, then numpy.
+
+    Raises WrongResult unless the first launch's result equals numpy's.
+    """
     prepared = Prepared(session, module, work)
     prepared.check()
     leased, numpy = (percentile(timed_us(action, work.samples), 50) / 1e3 for action in (prepared.launch, work.numpy))

@@ -1,4 +1,4 @@
-"""The times of a lease's life: from acquire to the first answer, from its end to memory proved free."""
+"""The times of a lease's life: from acquire to the first reply, and from its end to memory proved free."""
 
 import secrets
 import threading
@@ -24,7 +24,7 @@ from gpulease.protocol.messages import LeaseRevoke
 
 SLICE_BYTES: Final = 256 << 20
 POOL_TIMEOUT_S: Final = 30.0
-"""Seconds for a pool to be full again; a context takes 0.3 s."""
+"""Longest time for a pool to be full again, in seconds; a context takes 0.3 s."""
 
 _POOL_LOOK_S: Final = 0.01
 

@@ -1,7 +1,8 @@
-"""`python -m gpulease.client.bench.load`: does a daemon under load grow, and how long does it take to answer?
+"""`python -m gpulease.client.bench.load`: does a daemon's memory grow under load, and how fast does it answer?
 
 Leases come and go for minutes on a private daemon, which keeps a journal and an audit log. At intervals all leases
-rest, as many as are wanted, and the footprint of the daemon's processes is read. It must not have grown: see `BOUNDS`.
+rest, as many as were requested, and the footprint of the daemon's processes is sampled. It must not have grown: see
+`BOUNDS`.
 """
 
 import asyncio
@@ -35,22 +36,22 @@ BOUNDS: Final = {
     "workers": 0.5,
     "worker PSS, mean KiB": 512.0,
 }
-"""Largest rise of a line through the second half of the readings. A thousand leases that each leave two KiB are
-noticed, and so is one lease in five hundred that leaves a descriptor."""
+"""Largest rise of a line through the second half of the samples. A thousand leases that leak two KiB each are noticed,
+and so is one lease in five hundred that leaks a descriptor."""
 
 PLACES: Final = 2
-"""Room for so many times the leases: on a busy host many are still being proved free while others begin."""
+"""Room for this many times the leases: on a busy host many are still being proved free while others start."""
 
 THREADS: Final = 32
-"""Threads of the client for blocking calls: no operator's request may wait for another one's answer."""
+"""Threads of the client for blocking calls: no operator's request may wait for another's reply."""
 
 LIFE_S: Final = 40.0
-"""Mean life of a lease in seconds: of 200 leases, five come and go each second."""
+"""Mean life of a lease in seconds: of 200 leases, five come and go per second."""
 
 LOOKS: Final = 20
-"""Readings of the daemon's processes."""
+"""Samples of the daemon's processes."""
 
-# Few tombstones, so that their table is full before the second half begins.
+# Few tombstones, so that their table is full before the second half starts.
 _SETTINGS: Final = """\
 state = "{folder}/state"
 audit = "{folder}/audit"
@@ -77,7 +78,15 @@ def main(leases: int, minutes: float, life_s: float, looks: int, address: str, a
 def measure(
     leases: int, minutes: float, life_s: float, looks: int, address: str, say: Callable[[str], object]
 ) -> dict[str, Any]:
-    """Return the report; `say` is told of each reading.
+    """Run the load; returns the report.
+
+    Args:
+        leases: Number of leases at a time.
+        minutes: Duration of the load.
+        life_s: Mean life of a lease in seconds.
+        looks: Number of samples.
+        address: A daemon of this host; "" for a private one.
+        say: Receives a line about each sample.
 
     Raises:
         CannotStart: The private daemon does not start.
@@ -129,7 +138,7 @@ async def _looks(
 
 
 def tables(report: dict[str, Any]) -> str:
-    """Lay out the report for people."""
+    """The report as tables, and its verdict."""
     control = [
         [name, str(figures["count"]), *(f"{figures[part]:.1f}" for part in ("p50", "p99", "max"))]
         for name, figures in report["control_ms"].items()

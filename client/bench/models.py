@@ -1,4 +1,4 @@
-"""Measure a model server: `python -m gpulease.client.bench.models`, on the daemon that runs or a private one.
+"""Measures a model server: `python -m gpulease.client.bench.models`, on the running daemon or a private one.
 
 Callers are processes of their own, each with one request at a time; their simultaneous requests form a batch.
 """
@@ -88,7 +88,7 @@ def _asker(where: str, stack: ExitStack) -> Callable[[bytes], bytes]:
 
 
 def _call_for(where: str, seconds: float) -> None:
-    """Call for so long, and print the seconds of each request as JSON."""
+    """Send requests for `seconds`, and print the seconds of each as JSON."""
     images, _ = load_tests()
     inputs = [image.tobytes() for image in images]
     took: list[float] = []
@@ -114,7 +114,10 @@ def _load(where: str, callers: int, seconds: float) -> dict[str, float]:
 
 
 def _right(where: str) -> float:
-    """Return the share of test images that the server classifies rightly. Raises SystemExit if a score is wrong."""
+    """Share of test images that the server classifies correctly.
+
+    Raises SystemExit if a score differs from the reference.
+    """
     import numpy as np
 
     images, digits = load_tests()
@@ -134,7 +137,7 @@ def _cpu_s(pid: int) -> float:
 
 
 def model_figures(address: str, seconds: float, callers: tuple[int, ...]) -> dict[str, Any]:
-    """Times and rates, with batches and without them."""
+    """Times and rates, with and without batches."""
     figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         together, alone = Path(folder) / "together.toml", Path(folder) / "alone.toml"

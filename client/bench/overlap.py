@@ -1,4 +1,4 @@
-"""Time copies and kernels in two streams beside the same work in one."""
+"""Times copies and kernels in two streams, compared with the same work in one."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -10,11 +10,11 @@ from gpulease.client import Buffer, GpuBuilder, GpuLeaseError, GpuSession, Kerne
 from gpulease.client.bench.figures import percentile, timed_us
 
 PIECE_BYTES: Final = {"cuda": 64 << 20, "cpu": 1 << 20}
-"""Bytes copied to the card and back around each kernel, by driver. The embedded driver runs all streams in one
-order: it can gain nothing, so there is little to measure."""
+"""Bytes copied to the card and back around each kernel, by driver. The embedded driver runs all streams in one order:
+it can gain nothing, so there is little to measure."""
 
 ROUNDS: Final = {"cuda": 1000, "cpu": 1}
-"""Multiplications for each value: on a large card the kernel then takes about as long as either copy."""
+"""Multiplications per value: on a large card the kernel then takes about as long as either copy."""
 
 PIECES: Final = 8
 SAMPLES: Final = 5
@@ -61,7 +61,7 @@ class WrongOrder(GpuLeaseError):
 
 @dataclass(frozen=True, slots=True)
 class _Lane:
-    """The stream, the memory and the arrays of one lane: `data` and `back` are (values,) uint32."""
+    """The stream, the buffer and the arrays of one lane: `data` and `back` are (values,) uint32."""
 
     stream: Stream
     buffer: Buffer
@@ -70,7 +70,7 @@ class _Lane:
 
 
 def overlap(address: str, driver: str) -> dict[str, float]:
-    """Return median milliseconds for each piece (copy in, kernel, copy back) in one stream and in two."""
+    """Median milliseconds per piece (copy in, kernel, copy back), in one stream and in two."""
     size = PIECE_BYTES[driver]
     wanted = GpuBuilder(address).device("0").min_vram(2 * size).lease_secs(600)
     with wanted.acquire() as lease, GpuSession(lease) as session:

@@ -1,4 +1,4 @@
-"""Round trips of a session beside other callers of the CUDA driver, in one run: who is there, ratios, and goals."""
+"""Round trips of a session compared with other callers of the CUDA driver in one run: callers, ratios and goals."""
 
 import importlib.util
 import shutil
@@ -40,10 +40,10 @@ class Row:
     """A row of the table.
 
     Attributes:
-        stem: Begins the names of its figures.
-        text: Head of the row.
-        unit: Ends the names of its figures: us, ms or gb_s.
-        promise: Its table in bounds.toml, where its goal is.
+        stem: The beginning of its figures' names.
+        text: The row's title.
+        unit: The end of its figures' names: us, ms or gb_s.
+        promise: Its table in bounds.toml, which has its goal.
     """
 
     stem: str
@@ -52,7 +52,7 @@ class Row:
     promise: str
 
     def figure(self, percent: int) -> str:
-        """Return the name of its figure at that percentile."""
+        """The name of its figure at that percentile."""
         return f"{self.stem}_p{percent}_{self.unit}"
 
 
@@ -84,8 +84,8 @@ def measure_beside_peers(
 ) -> dict[str, Any]:
     """Measure all callers in turn, each but the session in a process of its own; medians of rounds count.
 
-    Every round begins with another caller. A caller that fails is left out, and the report says why.
-    Raises WrongResult if a session's results are wrong.
+    Every round starts with another caller. A caller that fails is left out, and the report says why. Raises WrongResult
+    if a session's results are wrong.
     """
     with tempfile.TemporaryDirectory(prefix="gpulease-") as folder:
         has_pool = card["warm_wanted"] > 0
@@ -106,7 +106,7 @@ def measure_beside_peers(
 def _in_turn(
     ready: Mapping[str, Callable[[], Figures]], absent: dict[str, str], rounds: int, say: Say
 ) -> dict[str, Figures]:
-    """Measure each caller in each round; move one that fails to `absent`."""
+    """Measure each caller in each round; one that fails is moved to `absent`."""
     names = list(ready)
     found: dict[str, list[Figures]] = {name: [] for name in names}
     for number in range(rounds):
@@ -135,7 +135,7 @@ def _measure_leased(address: str, launches: int, samples: int, *, has_pool: bool
 def _peers(
     folder: Path, card_uuid: str, launches: int, samples: int
 ) -> tuple[dict[str, Callable[[], Figures]], dict[str, str]]:
-    """Return the callers that can run here, and why the others can't."""
+    """The callers that can run here, and why the others can't."""
     ready: dict[str, Callable[[], Figures]] = {}
     absent: dict[str, str] = {}
     words = (str(launches), str(samples))
@@ -159,7 +159,7 @@ def _peers(
 
 
 def why_missing(package: str, module: str) -> str:
-    """Return a sentence if that module is not installed, else ""."""
+    """A sentence if that module is not installed, else ""."""
     try:
         is_there = importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
@@ -168,7 +168,7 @@ def why_missing(package: str, module: str) -> str:
 
 
 def compile_direct_calls(folder: Path) -> Path:
-    """Compile the C caller into a folder; return the program. Raises CannotStart."""
+    """Compile the C caller into a folder; returns the program's path. Raises CannotStart."""
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         raise CannotStart(f"no C compiler is there: install one of {', '.join(COMPILERS)}")
@@ -193,9 +193,9 @@ def _run_program(program: Path, words: tuple[str, ...], variables: Mapping[str, 
 def report_of(
     found: Mapping[str, Figures], absent: Mapping[str, str], rounds: int, *, has_goals: bool
 ) -> dict[str, Any]:
-    """Return the report: figures, ratios to each other caller by row, goals, and why callers are missing.
+    """The report: figures, ratios to each other caller by row, goals, and why callers are missing.
 
-    Goals are a card's: `has_goals` is False for the embedded driver.
+    Goals are for cards: `has_goals` is False for the embedded driver.
     """
     ours = found[LEASED]
     medians_of = {row.stem: row.figure(50) for row in ROWS}
@@ -217,7 +217,7 @@ def report_of(
 
 
 def _goals(found: Mapping[str, Figures]) -> dict[str, dict[str, Any]]:
-    """Return each row's goal in words, and whether the session reaches it: None if a figure for that is missing."""
+    """Each row's goal as text, and whether the session reaches it: None if a figure for that is missing."""
     bounds = {bound.name: bound for bound in load_bounds("cuda")}
     goals = {}
     for row in ROWS:

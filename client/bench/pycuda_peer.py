@@ -1,6 +1,6 @@
-"""`python -m gpulease.client.bench.pycuda_peer LAUNCHES SAMPLES`: the round trips' work by pycuda, as JSON.
+"""`python -m gpulease.client.bench.pycuda_peer LAUNCHES SAMPLES`: the round trips with pycuda, as JSON.
 
-No daemon and no lease. Launches are prepared calls, the fastest that pycuda has.
+No daemon and no lease. Launches are prepared calls, pycuda's fastest.
 """
 
 import json
@@ -32,7 +32,7 @@ def measure(launches: int, samples: int) -> dict[str, float]:
     """Time the calls on the first card that this process sees. Raises pycuda's Error and WrongResult."""
     started = time.perf_counter()
     cuda.init()
-    # The variable keeps the context alive: pycuda ends one that nothing refers to.
+    # The variable keeps the context alive: pycuda destroys one that nothing refers to.
     context = cuda.Device(0).make_context()
     context.synchronize()
     opened_ms = (time.perf_counter() - started) * 1e3

@@ -1,9 +1,9 @@
-"""Times of two ways for a tenant's sequence to go on in another region: computed again, or copied out and in.
+"""Times of two ways for a tenant's sequence to continue in another region: computed again, or copied out and in.
 
     python -m gpulease.client.bench.rebind_times [MODEL | llama-1b [PROMPT...]]
 
-PROMPT is a number of tokens. Uses the daemon that runs, or a private one. Prints a table, with medians of ROUNDS. The
-opening of the region is not in the times: it takes as long either way.
+PROMPT is a number of tokens. Uses the running daemon, or a private one. Prints a table with medians of ROUNDS. Opening
+the region is not included: it takes the same time either way.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from gpulease.client.serve.decode.row_records import NOBODY, PAGE, ROW, Rows
 PROMPTS: Final = (64, 128, 256, 512, 1024)
 ROUNDS: Final = 5
 CHUNK_ROWS: Final = 64
-"""Rows of a prompt in a step, as many as a decoder's step has at most."""
+"""Rows of a prompt per step, the most of a decoder's step."""
 
 LEASE_S: Final = 120.0
 
@@ -43,10 +43,10 @@ class RebindTimes:
     """Median times for one length of the prompt, in milliseconds.
 
     Attributes:
-        prompt: The prompt's tokens.
-        replay_ms: To compute it again, with nobody beside it.
-        out_ms: To copy its blocks to the host's memory.
-        in_ms: To copy them back.
+        prompt: Number of the prompt's tokens.
+        replay_ms: Time to compute it again, with no other load.
+        out_ms: Time to copy its blocks to host memory.
+        in_ms: Time to copy them back.
         copied_bytes: Their size.
     """
 
@@ -58,14 +58,14 @@ class RebindTimes:
 
     @property
     def stateful_ms(self) -> float:
-        """Both copies."""
+        """Time of both copies together."""
         return self.out_ms + self.in_ms
 
 
 async def measure_rebinds(
     address: str, checkpoint: Checkpoint, prompts: Sequence[int] = PROMPTS, rounds: int = ROUNDS
 ) -> list[RebindTimes]:
-    """Measure each length of the prompt on an engine of its own. Raises what the engine's opening raises."""
+    """Measure each length of the prompt on an engine of its own. Raises what opening the engine raises."""
     longest = max(prompts)
     limits = StepLimits(min(CHUNK_ROWS, longest), 1, longest + PAGE)
     blocks = limits.table_blocks
@@ -93,7 +93,7 @@ async def _times(engine: DecodeEngine, old: BlockPool, new: BlockPool, prompt: i
 
 
 async def _compute(engine: DecodeEngine, pool: BlockPool, prompt: int) -> None:
-    """Compute a prompt in chunks, with two steps under way."""
+    """Compute a prompt in chunks, with two steps in progress."""
     most = engine.limits.max_rows
     for begin in range(0, prompt, most):
         if engine.steps_under_way == MAX_STEPS:
@@ -123,7 +123,7 @@ async def _median_ms(rounds: int, work: Callable[[], Awaitable[object]]) -> floa
 
 
 def table_of(found: Sequence[RebindTimes]) -> str:
-    """Return the times as a table."""
+    """The times as a table."""
     lines = ["prompt   replay ms   stateful ms   (out + in)        MiB"]
     for times in found:
         parts = f"({times.out_ms:.2f} + {times.in_ms:.2f})"
@@ -133,7 +133,7 @@ def table_of(found: Sequence[RebindTimes]) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measure the model that the arguments name."""
+    """Measure the model that the arguments name, for the prompts they name."""
     checkpoint = checkpoint_named(arguments[0] if arguments else str(TINY_MODEL))
     prompts = [int(argument) for argument in arguments[1:]] or PROMPTS
     fitting = [prompt for prompt in prompts if prompt + PAGE <= checkpoint.config.context]

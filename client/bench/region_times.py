@@ -1,4 +1,4 @@
-"""Times of regions: opening, revoking, refusing and proving back, and what naming them costs a launch."""
+"""Times of regions: opening, revoking, refusing and proving free, and what naming regions costs a launch."""
 
 import contextlib
 import subprocess
@@ -24,14 +24,14 @@ GRAPH_NODES: Final = 100
 THREADS: Final = 32
 TTL_S: Final = 600.0
 END_S: Final = 20.0
-"""Seconds for a region to be refused, or proved back."""
+"""Longest time for a region to be refused, or proved free, in seconds."""
 
 FLOOR_TIMEOUT_S: Final = 120
 LAUNCHES: Final = 10_000
 
 
 def measure_regions(address: str, ptx: bytes, samples: int, say: Say) -> Figures:
-    """Return the figures of regions on the daemon's first card; times in us or ms, as their names say."""
+    """The figures of regions on the daemon's first card; times in us or ms, as their names say."""
     driver, card_uuid = (first_card(address)[key] for key in ("driver", "uuid"))
     size_bytes = REGION_BYTES[driver]
     figures = {"region_mib": size_bytes / MIB} | _floor(driver, card_uuid, size_bytes, samples, say)
@@ -51,7 +51,7 @@ def measure_regions(address: str, ptx: bytes, samples: int, say: Say) -> Figures
 
 
 def _floor(driver: str, card_uuid: str, size_bytes: int, samples: int, say: Say) -> Figures:
-    """Time the same calls of the driver in a process of their own, without a lease."""
+    """Time the same driver calls in a process of their own, without a lease."""
     say("regions: the driver's own calls")
     words = (driver, card_uuid, str(size_bytes), str(samples))
     return in_a_process("region_floor", *words, timeout_s=FLOOR_TIMEOUT_S)
@@ -86,7 +86,7 @@ class _Bench:
         return _quantiles("open_us", opened_us) | _quantiles("revoke_to_returned_us", returned_us)
 
     def gate(self, samples: int) -> Figures:
-        """Launch without a region, with one, and with as many as a set can name."""
+        """Time launches without a region, with one, and with as many as a set can name."""
         launches = max(100, LAUNCHES * samples // 100)
         figures = {"launch_us": per_call_us(self._launch, self._session.sync, launches)}
         for count in (1, MAX_REGIONS):
@@ -99,11 +99,11 @@ class _Bench:
         return figures
 
     def refused(self, samples: int) -> Figures:
-        """Revoke while launches follow one another, each waited for; the word's flip to the typed refusal."""
+        """Revoke during launches that are each waited for; the time from the word's flip to the typed refusal."""
         return self._refusals(samples, "revoke_wall_clock_us", self._launch)
 
     def refused_in_graphs(self, samples: int) -> Figures:
-        """Revoke while graphs follow one another, each waited for."""
+        """Revoke during graphs that are each waited for; the time from the word's flip to the typed refusal."""
         with self._session.record() as graph:
             for _ in range(GRAPH_NODES):
                 self._launch()
@@ -118,7 +118,7 @@ class _Bench:
         return figures | {"graph_step_us": step_us}
 
     def neighbour(self, samples: int) -> Figures:
-        """Launches in one region while others are opened and revoked, beside quiet."""
+        """Time launches in one region, quiet and while others are opened and revoked."""
         kept = self._open()
         names = self._session.region_set([kept])
 
@@ -180,10 +180,10 @@ class _Bench:
 
 @contextlib.contextmanager
 def _revoker(address: str) -> Iterator[Callable[[Region], Callable[[], int]]]:
-    """Yield a function that has another process revoke a region, and returns a function that waits for its answer.
+    """Yield a function that lets another process revoke a region, and returns a function that waits for its answer.
 
-    The answer is the time when the daemon said that the region's bytes are back. A thread of this process would keep
-    the interpreter from the launches that are timed.
+    The answer is the time at which the daemon reported that the region's bytes are free. A thread in this process would
+    delay, by the interpreter's lock, the launches that are timed.
     """
     command = [sys.executable, "-P", "-m", "gpulease.client.bench.region_times", address]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:

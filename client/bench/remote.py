@@ -58,10 +58,9 @@ def remote_figures(address: str, ptx: bytes, launches: int, sizes: tuple[int, ..
 
 
 def openssl_stream_rate(size: int = STREAM_BYTES) -> float | None:
-    """Return GB/s of a raw TLS stream from `openssl s_client` to `openssl s_server`; None if there is none.
+    """GB/s of a raw TLS stream from `openssl s_client` to `openssl s_server`.
 
-    There is none where openssl is not installed, or where it fails. GPULEASE_TLS_CERTIFICATE and _KEY name the server's
-    files.
+    None if openssl is not installed or fails. GPULEASE_TLS_CERTIFICATE and _KEY name the server's files.
     """
     program = shutil.which("openssl")
     if program is None:
@@ -74,7 +73,7 @@ def openssl_stream_rate(size: int = STREAM_BYTES) -> float | None:
     nowhere = subprocess.DEVNULL
     with tempfile.TemporaryFile() as zeros, contextlib.ExitStack() as stack:
         zeros.truncate(size)
-        # The server would end with its input.
+        # A pipe as input: the server would exit at the end of its input.
         server = stack.enter_context(
             subprocess.Popen([program, *serve], stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere)
         )
@@ -90,7 +89,7 @@ def openssl_stream_rate(size: int = STREAM_BYTES) -> float | None:
 
 
 def _listens(at: str) -> bool:
-    """Wait until somebody listens there; False if nobody does in time."""
+    """Wait until a program listens there; False if none does in time."""
     host, _, port = at.rpartition(":")
     until = time.monotonic() + _LISTEN_TIMEOUT_S
     while time.monotonic() < until:
@@ -101,14 +100,14 @@ def _listens(at: str) -> bool:
 
 
 def _connect_ms(address: str) -> float:
-    """Time from nothing to a connection that has said HELLO and got an answer to PING."""
+    """Milliseconds from nothing to a connection that has completed HELLO and PING."""
     started = time.perf_counter()
     ask(Opcode.PING, Ping(1), address)
     return (time.perf_counter() - started) * 1e3
 
 
 def make_certificates(folder: Path) -> tuple[str, dict[str, str]]:
-    """Make test certificates; return a daemon's settings and a tenant's environment for them.
+    """Make test certificates; returns a daemon's settings and a tenant's environment for them.
 
     Raises NoCertificates.
     """

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 THREADS: Final = 32
 ALLOCATION_BYTES: Final = 1 << 20
 OTHER_BYTES: Final = 512 << 10
-"""An allocation beside which the timed one finds room: the CUDA driver takes memory for small ones by 2 MiB."""
+"""An allocation that leaves room for the timed one: the CUDA driver reserves memory for small ones in 2 MiB granules.
+"""
 
 SMALL_COPY_BYTES: Final = 4096
 PINNED_BYTES: Final = 16 << 20
@@ -29,7 +30,7 @@ SLICE_BYTES: Final = 256 << 20
 
 WARM_LAUNCHES: Final = 50
 BURST_LAUNCHES: Final = 1000
-"""Launches between two syncs of a pipelined burst: one sync's share of each is then some hundredths."""
+"""Launches between two syncs of a pipelined burst: each launch's share of a sync is then some hundredths of it."""
 
 OWN_LAUNCHES: Final = 500
 """Launches of a burst that times the caller's own share: fewer than the CUDA driver queues, or the ring holds."""
@@ -39,7 +40,7 @@ TRAIN_LAUNCHES: Final = 20
 """Launches before one sync in the row of that name."""
 
 STEP: Final = 3
-"""Each launch adds it to every counter."""
+"""What each launch adds to every counter."""
 
 PATTERN: Final = 0x5A
 
@@ -47,21 +48,23 @@ Action = Callable[[], object]
 
 
 class WrongResult(Exception):
-    """A caller's work gave another result than it should have: its times mean nothing."""
+    """A caller's work gave a wrong result: its times mean nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """Calls of one caller, each with its arguments bound, behind its allocations.
+    """Calls of one caller, each with its arguments bound, after its allocations.
 
     Attributes:
         launch: Queues `count` over `THREADS` counters.
-        sync: Waits for all that is queued.
-        write_small, read_small: Copy `small` to the card, and back into it.
-        write_pinned, read_pinned: Copy `pinned` to the card, and back into it.
+        sync: Waits for everything that is queued.
+        write_small: Copies `small` to the card.
+        read_small: Copies it back into `small`.
+        write_pinned: Copies `pinned` to the card.
+        read_pinned: Copies it back into `pinned`.
         read_counters: Returns the counters: uint32, shape (THREADS,).
         small: Ordinary memory: uint8, shape (SMALL_COPY_BYTES,).
-        pinned: Pinned memory, of a session its arena: uint8, shape (PINNED_BYTES,).
+        pinned: Pinned memory, for a session an array in its arena: uint8, shape (PINNED_BYTES,).
     """
 
     launch: Action
@@ -76,7 +79,7 @@ class Calls:
 
 
 def kernel_text() -> bytes:
-    """Return the PTX of `count`."""
+    """The PTX of the kernel `count`."""
     return files("gpulease.client.bench").joinpath("round_trips.ptx").read_bytes()
 
 
@@ -87,8 +90,8 @@ def measure_calls(
 
     Args:
         alloc_and_free: Allocates and frees ALLOCATION_BYTES; at first, the caller holds no other allocation.
-        open_calls: Allocates what the other calls need, with OTHER_BYTES more, and keeps it.
-        launches: Launches pipelined, at least one burst.
+        open_calls: Allocates what the other calls need, and OTHER_BYTES more, and keeps them.
+        launches: Number of pipelined launches, at least one burst.
         samples: Samples of each call that is timed alone.
 
     Raises WrongResult.
@@ -107,7 +110,7 @@ def measure_calls(
 
 
 def _launch_figures(calls: Calls, launches: int, samples: int) -> tuple[int, dict[str, float]]:
-    """Return how many launches were made, and the figures of launches and syncs."""
+    """How many launches were made, and the figures of launches and syncs."""
     launch, sync = calls.launch, calls.sync
 
     def launch_and_sync() -> None:
@@ -131,7 +134,7 @@ def _launch_figures(calls: Calls, launches: int, samples: int) -> tuple[int, dic
 
 
 def _burst_us(calls: Calls, count: int) -> tuple[float, float]:
-    """Return the microseconds of each launch of a burst: until all calls have returned, and until all are done."""
+    """Microseconds per launch of a burst: until all calls have returned, and until all work is done."""
     launch = calls.launch
     started = time.perf_counter()
     for _ in range(count):
@@ -173,7 +176,7 @@ def _microseconds(name: str, times_us: list[float]) -> dict[str, float]:
 
 
 def _rates(name: str, times_us: list[float]) -> dict[str, float]:
-    """Return GB/s of PINNED_BYTES at those percentiles of the times: the p99 is among the slowest copies."""
+    """GB/s of PINNED_BYTES at those percentiles of the times: the p99 is among the slowest copies."""
     return {f"{name}_p{part}_gb_s": PINNED_BYTES / percentile(times_us, part) / 1e3 for part in (50, 99)}
 
 

@@ -1,4 +1,4 @@
-"""The speed of one session: launches, graphs, syncs, allocations and copies, seen from the tenant."""
+"""The speed of one session as its tenant sees it: launches, graphs, syncs, allocations and copies."""
 
 import time
 from collections.abc import Callable
@@ -17,7 +17,7 @@ COPY_SIZES: Final = (16 << 20,)
 """Sizes of large copies in bytes, whole MiB."""
 
 CARD_COPY_SIZES: Final = (16 << 20, 256 << 20)
-"""Sizes where a bus lies between; the embedded driver's memory is the host's."""
+"""Sizes if there is a bus; the embedded driver's memory is the host's."""
 
 COPIES: Final = 15
 """Copies of each large size and direction; the median counts."""
@@ -26,14 +26,14 @@ SMALL_COPY_BYTES: Final = 4096
 THREADS: Final = 32
 
 OWN_LAUNCHES: Final = 500
-"""Launches in a burst that times the client's own share: few enough that they never wait for room in the ring, whatever
-the worker does meanwhile."""
+"""Launches in a burst that times the client's own share: few enough never to wait for room in the ring, whatever the
+worker does meanwhile."""
 
 OWN_BURSTS: Final = 40
 
 
 def hot_path(address: str, ptx: bytes, launches: int, samples: int, *, shared_memory: bool = True) -> dict[str, float]:
-    """Time launches, syncs, copies and allocations of one session, through shared memory or its socket alone."""
+    """Time launches, syncs, copies and allocations of one session, through shared memory or only its socket."""
     # The direct calls use card 0, too.
     wanted = GpuBuilder(address).device("0").min_vram(SLICE_BYTES).lease_secs(600)
     with wanted.acquire() as lease, GpuSession(lease, shared_memory=shared_memory) as session:
@@ -65,7 +65,7 @@ def hot_path(address: str, ptx: bytes, launches: int, samples: int, *, shared_me
 
 
 def _own_share_us(launch: Callable[[], object], sync: Callable[[], object]) -> float:
-    """Return how long a launch keeps its caller, while the worker executes earlier ones."""
+    """How long a launch occupies its caller while the worker executes earlier ones, in microseconds."""
     bursts = []
     for _ in range(OWN_BURSTS):
         sync()
@@ -78,12 +78,12 @@ def _own_share_us(launch: Callable[[], object], sync: Callable[[], object]) -> f
 
 
 def copy_sizes(driver: str) -> tuple[int, ...]:
-    """Return the sizes of large copies for a driver, in bytes."""
+    """The sizes of large copies for a driver, in bytes."""
     return CARD_COPY_SIZES if driver == "cuda" else COPY_SIZES
 
 
 def bulk_copies(address: str, sizes: tuple[int, ...], *, shared_memory: bool = True) -> dict[str, float]:
-    """Return GB/s of ordinary arrays, and of arrays in memory shared with the worker, if any is."""
+    """GB/s of ordinary arrays, and of arrays in memory shared with the worker, if there is any."""
     figures: dict[str, float] = {}
     for size in sizes:
         wanted = GpuBuilder(address).device("0").min_vram(size).lease_secs(600)
@@ -130,11 +130,11 @@ def _small_copies(session: GpuSession, samples: int) -> dict[str, float]:
 GRAPH_LAUNCHES: Final = 20
 GRAPH_SLICE_BYTES: Final = 64 << 20
 GRAPH_CALLS: Final = 200
-"""Graphs launched without a wait: fewer than the driver queues."""
+"""Graphs launched without waiting: fewer than the driver queues."""
 
 
 def graph_figures(address: str, ptx: bytes, samples: int, *, shared_memory: bool = True) -> dict[str, float]:
-    """Return microseconds of twenty launches of a small kernel, as calls and as one graph."""
+    """Microseconds of twenty launches of a small kernel, as calls and as one graph."""
     wanted = GpuBuilder(address).device("0").min_vram(GRAPH_SLICE_BYTES).lease_secs(600)
     with wanted.acquire() as lease, GpuSession(lease, shared_memory=shared_memory) as session:
         module = session.module_load(ptx)

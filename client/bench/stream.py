@@ -18,7 +18,7 @@ _TO_THERE: Final = b"w"
 
 
 def stream_rates(sizes: tuple[int, ...]) -> dict[str, float]:
-    """Return GB/s by size, there (write) and back (read); a byte acknowledges the end of each copy."""
+    """GB/s by size, to the far end (write) and back (read); a byte acknowledges the end of each copy."""
     figures: dict[str, float] = {}
     for size in sizes:
         with socket.create_server(("127.0.0.1", 0)) as server:

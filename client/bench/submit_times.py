@@ -1,4 +1,4 @@
-"""Time a submit from its call to its answer, beside the same kernel in a session of the same lease."""
+"""Times a one-shot job from its call to its output, compared with the same kernel in a session of the same lease."""
 
 import time
 from typing import Final
@@ -12,23 +12,23 @@ from gpulease.client.errors import GpuLeaseError
 
 SLICE_BYTES: Final = 1 << 20
 ROOM_BYTES: Final = 1 << 20
-"""Memory kept for submits."""
+"""Memory reserved for jobs, in bytes."""
 
 THREADS: Final = 32
 SESSION_SAMPLES: Final = 500
 
 GONE_S: Final = 30.0
-"""Seconds for a submit's memory to be proved free."""
+"""Longest time for a job's memory to be proved free, in seconds."""
 
 _LOOK_S: Final = 0.005
 _X: Final = np.arange(1, THREADS + 1, dtype=np.float32)
 
 
 def submit_figures(address: str, ptx: bytes, count: int, *, has_pool: bool) -> dict[str, float]:
-    """Return milliseconds, seen from the tenant. Raises GpuLeaseError, also for a wrong output.
+    """Milliseconds as the tenant sees them. Raises GpuLeaseError, also for a wrong output.
 
-    On a daemon with a pool, only submits with a ready context are timed, each once the pool is full: what a submit gets
-    in between is chance.
+    On a daemon with a pool, only jobs with a ready context are timed, each after the pool is full: otherwise it would
+    be chance whether a job gets one.
     """
     wanted = GpuBuilder(address).device("0").min_vram(SLICE_BYTES).submits(ROOM_BYTES).lease_secs(600)
     with wanted.acquire() as lease:
@@ -72,7 +72,7 @@ def _in_a_session(lease: GpuLease, ptx: bytes) -> dict[str, float]:
 
 
 def _await_end(lease: GpuLease) -> None:
-    """Wait until no submit is under way: the next one would wait for its memory. Raises GpuLeaseError."""
+    """Wait until no job is in progress: the next one would wait for its memory. Raises GpuLeaseError."""
     until = time.monotonic() + GONE_S
     while "submit" in lease.query():
         if time.monotonic() > until:

@@ -1,4 +1,4 @@
-"""Every measurement of `gpulease bench`: leases beside the same driver called directly, in one run."""
+"""Every measurement of `gpulease bench`: leases compared with direct calls of the same driver, in one run."""
 
 import contextlib
 import os
@@ -27,7 +27,7 @@ from gpulease.client.cli.private_daemon import private_daemon, running_address
 from gpulease.client.cli.reports import first_card
 
 WARM_CONTEXTS: Final = 2
-"""Contexts of the private daemon for warm leases: one to take, and one that stays while the next is made."""
+"""Contexts of the private daemon for warm leases: one to use, and one that remains while the next is made."""
 
 REQUEST_CONTEXTS: Final = 4
 """Contexts of the pool for requests with a lease each."""
@@ -41,12 +41,13 @@ class Plan:
     """The size of one run.
 
     Attributes:
-        driver: Driver of a private daemon, and the driver that a running one must have; "auto" for any.
-        rounds: Rounds of leased and direct work in turn, of which the medians count.
+        driver: The driver of a private daemon, which a running one must have, too; "auto" for any.
+        rounds: Rounds of leased and direct work in turn; their medians count.
         launches: Launches pipelined in a round.
-        leases: Leases acquired and freed, and as many left to expire, and revoked.
+        leases: Number of leases acquired and freed; as many expire, and as many are revoked.
         flips: Revocations of a worker that launches as fast as it can.
-        tcp, tls: Addresses at which the running daemon listens for TCP and for TLS; "" for none.
+        tcp: Address at which the running daemon listens for TCP; "" for none.
+        tls: Address at which it listens for TLS; "" for none.
     """
 
     driver: str
@@ -59,7 +60,7 @@ class Plan:
 
 
 def measure_beside_direct_calls(plan: Plan, say: Say, warn: Say) -> dict[str, Any]:
-    """Measure everything on the running daemon, or on a private one, and return the report.
+    """Measure everything on the running daemon, or on a private one; returns the report.
 
     Raises CannotStart if the running daemon has another driver, or a prerequisite is missing.
     """
@@ -80,7 +81,7 @@ def measure_beside_direct_calls(plan: Plan, say: Say, warn: Say) -> dict[str, An
 
 
 def measure_round_trips(plan: Plan, say: Say) -> dict[str, Any]:
-    """Measure round trips beside other callers of the driver, and nothing else.
+    """Measure only round trips, compared with other callers of the driver.
 
     Raises CannotStart if the running daemon has another driver, or a prerequisite is missing, and WrongResult.
     """
@@ -94,7 +95,7 @@ def measure_round_trips(plan: Plan, say: Say) -> dict[str, Any]:
 
 
 def _card_for(address: str, driver: str) -> dict[str, Any]:
-    """Return the daemon's first card. Raises CannotStart if another driver is wanted than it computes with."""
+    """The daemon's first card. Raises CannotStart if it computes with another driver than the wanted one."""
     card = first_card(address)
     if driver not in ("auto", card["driver"]):
         raise CannotStart(f"the daemon at {address} computes with {card['driver']}, not {driver}: stop it first")
@@ -106,7 +107,7 @@ def _beside_peers(address: str, card: dict[str, Any], plan: Plan, say: Say) -> d
 
 
 def measure_requests(driver: str, seconds: float, say: Say) -> dict[str, dict[str, Figures]]:
-    """Measure requests with a lease each, on private daemons with and without a pool; for so long each."""
+    """Measure requests with a lease each, on private daemons with and without a pool, for `seconds` each."""
     figures, count, again = {}, REQUEST_CONTEXTS, 'recycle = "same-tenant"\n'
     daemons = {"fresh contexts": (0, ""), f"pool of {count}": (count, ""), "the tenant's own again": (count, again)}
     for name, (contexts, settings) in daemons.items():
@@ -134,7 +135,7 @@ class _Measured:
 
 
 def _start_private_daemon(plan: Plan, stack: contextlib.ExitStack, say: Say, warn: Say) -> tuple[str, Plan]:
-    """Start a daemon that also listens for TCP and TLS; return its address, and the plan with the other two."""
+    """Start a daemon that also listens for TCP and TLS; returns its address, and the plan with these two addresses."""
     tcp = f"tcp:127.0.0.1:{_free_port()}"
     settings = _make_reachable_by_tls(stack, warn)
     tls = f"tls:127.0.0.1:{_free_port()}" if settings else ""
@@ -220,7 +221,10 @@ def _rounds(address: str, driver: str, rounds: int, launches: int, say: Say) -> 
 
 
 def _acquisition(address: str, leases: int, *, has_pool: bool) -> Figures:
-    """Time leases and submits. With a pool, only those with ready contexts: in between, what a lease gets is chance."""
+    """Time leases and jobs.
+
+    With a pool, only those with ready contexts: otherwise it would be chance what a lease gets.
+    """
     figures = warm_acquisition(address, leases) if has_pool else acquisition(address, leases)
     return figures | submit_figures(address, transform_ptx(), leases, has_pool=has_pool)
 

@@ -1,1 +1,1 @@
-"""The command `gpulease`: everything a person types."""
+"""The command `gpulease`: everything that a person types."""

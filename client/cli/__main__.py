@@ -43,7 +43,7 @@ COMMANDS: Final = {
 
 
 class _Commands(click.Group):
-    """Finds commands by name, and shows a failure as a sentence, never as a traceback."""
+    """Finds commands by name, and reports a failure as a sentence, never as a traceback."""
 
     def make_context(self, info_name: str | None, args: list[str], *more: Any, **kwargs: Any) -> click.Context:
         with failures_as_sentences():

@@ -1,7 +1,7 @@
-"""`gpulease acquire`, `renew` and `free`: a lease that outlives the command that asked for it.
+"""`gpulease acquire`, `renew` and `free`: a lease that outlives the command that acquired it.
 
-Nothing holds such a lease but its time: it is never orphaned. Programs find it by GPULEASE_ADDRESS and
-GPULEASE_LEASE_ID, as those of `gpulease run` do.
+Only time ends such a lease: it is never orphaned. Programs find it by GPULEASE_ADDRESS and GPULEASE_LEASE_ID, as those
+of `gpulease run` do.
 """
 
 import json
@@ -29,17 +29,17 @@ from gpulease.protocol.lease_ids import LeaseId
 from gpulease.protocol.messages import LeaseRef, LeaseRenew, LeaseRenewed
 
 EPOCH_VARIABLE: Final = "GPULEASE_EPOCH"
-"""Environment variable by which `gpulease acquire` tells a program the number of its name's claim."""
+"""Environment variable in which `gpulease acquire` gives programs the number of its name's claim."""
 
 _json = click.option("--json", "as_json", is_flag=True, help="Print a JSON object instead.")
 _lease = lease_id_argument(variable=LEASE_ID_VARIABLE)
 
 
 class _LastingRequest(LeaseRequest):
-    """Asks for a lease that nobody needs to be connected to."""
+    """Acquires a lease that needs no connection."""
 
     def acquire(self) -> engine.LeaseState:
-        """Get the lease. Raises what `GpuBuilder.acquire` raises."""
+        """Acquire the lease. Raises what `GpuBuilder.acquire` raises."""
         self.orphan_secs(0)
         return drive(engine.acquire(self._where(), self._request(), threading.RLock()))
 
@@ -60,7 +60,7 @@ def acquire(wanted: WantedLease, as_json: bool) -> None:
     try:
         click.echo(json.dumps(_fields(lease)) if as_json else _exports(lease))
     except BaseException:
-        # Nobody was told of it, so nobody could free it.
+        # Its id was not printed, so no program could free it.
         with suppress(GpuLeaseError):
             drive(lease.free())
         raise
@@ -69,13 +69,13 @@ def acquire(wanted: WantedLease, as_json: bool) -> None:
 
 
 def _environment(lease: engine.LeaseState) -> dict[str, str]:
-    """Return the variables by which a program finds a lease."""
+    """The variables by which a program finds a lease."""
     found = {ADDRESS_VARIABLE: str(lease.address), LEASE_ID_VARIABLE: str(LeaseId(lease.grant.lease_id))}
     return found | ({EPOCH_VARIABLE: str(lease.epoch)} if lease.name else {})
 
 
 def _exports(lease: engine.LeaseState) -> str:
-    """Return commands for any shell; the semicolons let those of one line be evaluated, too."""
+    """Commands for any shell; the semicolons allow several of them on one line."""
     return "\n".join(f"export {name}={shlex.quote(value)};" for name, value in _environment(lease).items())
 
 
@@ -133,8 +133,11 @@ def free(lease_id: LeaseId, memory: bool, as_json: bool) -> None:
 
 
 def _reset(lease_id: LeaseId) -> int:
-    """Free what no open session of a lease holds; the number of bytes. Raises what `GpuSession.reset` raises."""
-    # Imported here, because importing these takes longer than the other commands take to run.
+    """Free what no open session of a lease holds; returns the number of bytes.
+
+    Raises what `GpuSession.reset` raises.
+    """
+    # Imported only here: importing these takes longer than the other commands take to run.
     from gpulease.client.sync.lease import GpuSharedLease
     from gpulease.client.sync.session import GpuSession
 

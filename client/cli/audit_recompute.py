@@ -1,4 +1,4 @@
-"""`gpulease audit recompute`: compute an audited request again, and compare what came out with its record."""
+"""`gpulease audit recompute`: compute an audited request again, and compare the result with its record."""
 
 import asyncio
 import contextlib
@@ -22,13 +22,14 @@ EXIT_NO_RECORD: Final = 65
 """EX_DATAERR of sysexits(3)."""
 
 MAX_RECORD_BYTES: Final = 1 << 20
-"""Bytes of a record's file: 32 times a line of the audit log. Stops a wrong file from filling the memory."""
+"""Largest file of a record, in bytes: 32 times a line of the audit log. Stops a wrong file from filling memory."""
 
 MAX_PROMPT_BYTES: Final = 64 << 20
-"""Bytes of a prompt's file, which no model's context holds."""
+"""Largest file of a prompt, in bytes: more than any model's context."""
 
 ROWS: Final = 16
-"""Rows of a step: the output does not depend on them. More need kernels that the embedded driver compiles for long."""
+"""Rows of a step; the output does not depend on them. More would need kernels that the embedded driver compiles slowly.
+"""
 
 EMBEDDED_DRIVER: Final = "cpu"
 
@@ -70,7 +71,7 @@ def _record_of(data: bytes) -> DecodeRecord:
 
 
 def _prompt_of(data: bytes, checkpoint: Checkpoint) -> list[int]:
-    """Return the prompt's tokens."""
+    """The prompt's tokens, from text or from a JSON array of ids."""
     with contextlib.suppress(ValueError, RecursionError):
         found = json.loads(data)
         if isinstance(found, list) and all(type(token) is int and 0 <= token < 1 << 32 for token in found):
@@ -83,7 +84,7 @@ def _prompt_of(data: bytes, checkpoint: Checkpoint) -> list[int]:
 
 
 def _check(said: DecodeRecord, prompt: TokenDigest, here: ComputedBy) -> None:
-    """Say everything that differs before anything is computed, and exit if something does."""
+    """Report every difference that shows before computing, and exit if there is one."""
     pairs = (
         ("prompt", EXIT_PROMPT_DIFFERS, str(said.prompt), str(prompt)),
         ("model", EXIT_MODEL_DIFFERS, said.by.model_sha256, here.model_sha256),

@@ -1,4 +1,4 @@
-"""`gpulease bench`: the command and its tables; `client.bench` measures."""
+"""`gpulease bench`: the command and its tables; `client.bench` does the measuring."""
 
 import contextlib
 import sys
@@ -30,12 +30,12 @@ from gpulease.client.verify.scene import Scene
 from gpulease.protocol.json_text import indented_json
 
 GATE_FLIPS: Final = 400
-"""Enough for a 99th percentile that means something; each takes milliseconds."""
+"""Enough for a meaningful 99th percentile; each takes milliseconds."""
 
 ROUNDS: Final = 3
 LAUNCHES: Final = 20_000
 LEASES: Final = 30
-"""Leases acquired one after the other, and as many left to expire, and revoked."""
+"""Leases acquired one after the other; as many expire, and as many are revoked."""
 
 QUICK_ROUNDS: Final = 1
 QUICK_LAUNCHES: Final = 5_000
@@ -43,7 +43,7 @@ QUICK_LEASES: Final = 5
 QUICK_GATE_FLIPS: Final = 50
 QUICK_REQUEST_S: Final = 1.0
 QUICK_MINUTES: Final = 1.0
-"""Sizes of `--quick`: about a minute in all. The 99th percentiles are then the worst of a few."""
+"""Sizes with `--quick`: about a minute in all. The 99th percentiles are then the worst of a few samples."""
 
 REGION_SAMPLES: Final = 200
 QUICK_REGION_SAMPLES: Final = 20
@@ -56,7 +56,7 @@ LOAD_MINUTES: Final = 10.0
 
 MIN_HORIZON_S: Final = 2
 MAX_HORIZON_S: Final = 600
-"""Horizons that a daemon takes."""
+"""Bounds of the membership deadline (horizon) that a daemon accepts, in seconds."""
 
 _POSITIVE: Final = click.IntRange(min=1)
 
@@ -201,7 +201,7 @@ def bench(
 
 
 def _plan(driver: str, quick: bool, given: tuple[int | None, int | None, int | None], tcp: str, tls: str) -> Plan:
-    """Return the plan with the rounds, launches and leases that are given, or else the usual ones."""
+    """The plan with the given rounds, launches and leases, or the usual ones where None is given."""
     usual = (QUICK_ROUNDS, QUICK_LAUNCHES, QUICK_LEASES) if quick else (ROUNDS, LAUNCHES, LEASES)
     rounds, launches, leases = (one or other for one, other in zip(given, usual, strict=True))
     return Plan(driver, rounds, launches, leases, QUICK_GATE_FLIPS if quick else GATE_FLIPS, tcp, tls)
@@ -214,14 +214,14 @@ def _run_round_trips(plan: Plan, say: Say, as_json: bool) -> None:
 
 
 def _run_storm(minutes: float, driver: str, as_json: bool) -> None:
-    # Only here: a decoder is of an extra, which the other figures do without.
+    # Imported only here: a decoder needs an extra, and the other figures don't.
     from gpulease.client.bench import decode_storm
 
     click.get_current_context().invoke(decode_storm.main, minutes=minutes, driver=driver, as_json=as_json)
 
 
 def _run_decode(driver: str, quick: bool, say: Say, as_json: bool) -> None:
-    # Only here: a decoder is of an extra, which the other figures do without.
+    # Imported only here: a decoder needs an extra, and the other figures don't.
     from gpulease.client.bench.decode_speed import measure_decode, plan_for
 
     figures: list[Mapping[str, object]] = []
@@ -238,7 +238,7 @@ def _run_decode(driver: str, quick: bool, say: Say, as_json: bool) -> None:
 
 def _run_check(driver: str, against: Path | None, to: Path, say: Say, as_json: bool) -> NoReturn:
     report = measure_promises(driver, say, lambda text: click.echo(text, err=True))
-    # First of all: whatever is wrong with the rest, the figures are kept.
+    # First of all: the figures are kept whatever goes wrong afterwards.
     try:
         to.write_text(indented_json(report) + "\n", encoding="utf-8")
     except OSError as error:
@@ -269,7 +269,7 @@ def _run_check(driver: str, against: Path | None, to: Path, say: Say, as_json: b
 
 
 def missed_text(outcome: Outcome) -> str:
-    """Return what is wrong with a missed bound."""
+    """A sentence about a missed bound."""
     bound, value = outcome.bound, outcome.value
     if value is None:
         return f"{bound.text}: not measured ({bound.figure}{f' / {bound.of}' if bound.of else ''})."
@@ -494,7 +494,7 @@ def _tables(report: dict[str, Any]) -> str:
 
 
 def round_trip_table(report: Mapping[str, Any]) -> str:
-    """Return the table of round trips, p50 and p99 of each caller, with the notes and who is missing below it."""
+    """The table of round trips, p50 and p99 of each caller; below it, notes, and which callers are missing and why."""
     found, ratio, goals = report["figures"], report["ratio"], report["goals"]
     callers = [name for name in CALLERS if name in found]
     others = [name for name in callers if name != LEASED]

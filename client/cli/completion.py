@@ -18,6 +18,6 @@ def completion(shell: str) -> None:
     if kind is None:
         raise click.UsageError(f"{shell} can't be completed for")
     root = click.get_current_context().find_root().command
-    # Fill in the template here: click's own method would run the shell to learn its version.
+    # Fill in the template here: click's own method would start the shell to learn its version.
     made = kind(root, {}, "gpulease", "_GPULEASE_COMPLETE")
     click.echo(made.source_template % made.source_vars())

@@ -1,6 +1,6 @@
-"""`gpulease audit` and `gpulease pki`: commands that a module of the daemon executes in this process's place.
+"""`gpulease audit` and `gpulease pki`: commands for which a module of the daemon replaces this process.
 
-Client and daemon import nothing of each other, so this process is replaced by one that runs the daemon's module.
+Client and daemon don't import each other, so this process is replaced by one that runs the daemon's module.
 """
 
 import os
@@ -17,11 +17,16 @@ _STARTER: Final = "from gpulease.client.cli.start import run_module_instead; run
 
 DAEMON: Final = "daemon"
 FLEET: Final = "daemon,fleet"
-"""Extras that have what modules of the daemon need."""
+"""Extras with the packages that modules of the daemon need."""
 
 
 def become_module(module: str, words: Sequence[str], extra: str = DAEMON) -> NoReturn:
-    """Replace this program by a module that needs an extra, with these arguments.
+    """Replace this process by a module of the daemon, with these arguments.
+
+    Args:
+        module: The module's name.
+        words: Its arguments.
+        extra: The extra that has the packages it needs.
 
     Raises CannotStart if no daemon is installed.
     """
@@ -41,7 +46,7 @@ AUDIT_MODULE: Final = "gpulease.daemon.record.audit"
 def audit(words: tuple[str, ...]) -> None:
     """Read audit logs: verify, show, usage, head, recompute. `gpulease audit -h` says more."""
     if words[:1] == (RECOMPUTE,):
-        # The daemon imports no client, so its module can't decode.
+        # The daemon imports nothing of the client, so its module can't decode.
         from gpulease.client.cli.audit_recompute import recompute
 
         recompute.main(list(words[1:]), f"gpulease audit {RECOMPUTE}", standalone_mode=False)

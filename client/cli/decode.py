@@ -1,4 +1,4 @@
-"""`gpulease decode`: continue a prompt by a language model, on a lease for as long as that takes."""
+"""`gpulease decode`: continue a prompt with a language model, on a lease that lasts as long as that takes."""
 
 import asyncio
 import contextlib
@@ -36,18 +36,19 @@ if TYPE_CHECKING:
 DEFAULT_MAX_TOKENS: Final = 64
 
 EMBEDDED_DRIVER: Final = "cpu"
-"""The name of the driver that executes PTX on the host: half a minute for a token of a model of 135 million values."""
+"""Name of the driver that executes PTX on the host: half a minute per token for a model of 135 million values."""
 
 PROMPT_ROWS: Final = 16
-"""Tokens of the prompt that one step computes: more need kernels that the embedded driver compiles for seconds."""
+"""Tokens of the prompt that one step computes: more would need kernels that the embedded driver compiles for seconds.
+"""
 
 HARMLESS: Final = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
-"""What a terminal gets in place of control characters: a model's text must not steer it."""
+"""What a terminal gets instead of control characters. Stops a model's text from controlling the terminal."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
-    """A text to continue, by which model, and how."""
+    """A text to continue, with which model, and how."""
 
     checkpoint: Checkpoint
     tokenizer: "Tokenizer"
@@ -114,7 +115,7 @@ def decode(
         raise click.UsageError(str(error)) from None
     say: Callable[[str], None] = _hold_back if as_json else partial(click.echo, err=True)
     with contextlib.ExitStack() as stack:
-        # Before a daemon is started for it.
+        # Check the model's path before starting a daemon for it.
         checkpoint = open_model(path) if path else None
         address = running_address()
         if address is None:
@@ -137,7 +138,14 @@ def decode(
 
 
 def model_at_hand(address: str) -> tuple[Path, str]:
-    """Choose a model where nobody names one, for the daemon or fleet there. Returns its path, and why this one."""
+    """Choose a model if the user names none.
+
+    Args:
+        address: The daemon or fleet that will compute it.
+
+    Returns:
+        Its path, and the reason for the choice.
+    """
     if address.startswith(FLEET_SCHEME):
         return TINY_MODEL, "a tiny one, because a fleet's nodes may be of any kind. Name a larger one with --model"
     if first_card(address)["driver"] == EMBEDDED_DRIVER:
@@ -149,10 +157,10 @@ def model_at_hand(address: str) -> tuple[Path, str]:
 
 
 async def _continue(address: str, prompt: _Prompt, show: Callable[[str], None]) -> _Answer:
-    """Decode, and show text as it comes: in a thread, so that the lease is renewed while nobody reads."""
+    """Decode, and show text as it comes, in a thread, so that the lease is renewed even if the output is not read."""
     answer = _Answer()
     context, length = prompt.checkpoint.config.context, len(prompt.tokens)
-    # What goes beyond the context is cut; a prompt that does is the decoder's to refuse.
+    # Cut the output to the model's context; the decoder refuses a prompt that is too long by itself.
     max_tokens = max(1, min(prompt.max_tokens, context - length + 1))
     settings = DecoderSettings(PROMPT_ROWS, PROMPT_ROWS, 1, min(context, length + max_tokens))
     began = time.monotonic()
@@ -181,17 +189,17 @@ async def _continue(address: str, prompt: _Prompt, show: Callable[[str], None]) 
 
 
 def _show(text: str) -> None:
-    """Print a piece of the text at once."""
+    """Print a piece of the text immediately, without control characters if this is a terminal."""
     click.echo(text.translate(HARMLESS) if sys.stdout.isatty() else text, nl=False)
 
 
 def _hold_back(text: str) -> None:
-    """Print nothing: programs get one object, at the end."""
+    """Print nothing: programs get one JSON object at the end."""
 
 
 @contextlib.contextmanager
 def _load_bar(answer: _Answer) -> Iterator[Callable[[int, int], None]]:
-    """Yield what a model's loading calls: shows a bar on stderr, where that is a terminal, with GB/s."""
+    """Yield the callback for a model's loading: a progress bar with GB/s on stderr, if that is a terminal."""
     if not sys.stderr.isatty():
         yield partial(_note_size, answer)
         return

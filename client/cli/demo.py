@@ -1,4 +1,4 @@
-"""`gpulease demo`: what a lease keeps between tenants, measured against a real daemon."""
+"""`gpulease demo`: what leases guarantee to tenants, measured against a real daemon."""
 
 import contextlib
 import sys
@@ -70,5 +70,5 @@ def demo(as_json: bool, of_fleet: bool, driver: str) -> None:
 
 
 def transform_ptx() -> bytes:
-    """Return PTX with `scale` and `bias`, compiled by nvcc from the transform.cu of the vectors."""
+    """PTX with `scale` and `bias`, compiled by nvcc from transform.cu of the vectors."""
     return files("gpulease.client.cli").joinpath("transform.ptx").read_bytes()

@@ -1,4 +1,4 @@
-"""`gpulease drain`: empty a node."""
+"""`gpulease drain`: empty a node, and optionally wait until it is empty."""
 
 import json
 import sys
@@ -19,16 +19,16 @@ from gpulease.protocol.counts import counted
 from gpulease.protocol.messages import Drain, DrainStatus, Empty
 
 POLL_S: Final = 0.2
-"""Seconds between two looks at the leases that are left."""
+"""Seconds between two queries for the remaining leases."""
 
 AWAY_S: Final = 30.0
-"""Seconds to wait for a daemon that restarts meanwhile."""
+"""How long to wait for a daemon that restarts meanwhile, in seconds."""
 
 _UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 
 def milliseconds_of(ctx: click.Context, param: click.Parameter, value: str) -> int:
-    """Parse a time span as people type it: "90", "90s", "10m", "1.5h"."""
+    """Parse a time span as people type it: "90", "90s", "10m", "1.5h". Raises BadParameter."""
     number = value.rstrip("abcdefghijklmnopqrstuvwxyz")
     try:
         return milliseconds(float(number) * _UNITS[value[len(number) :] or "s"], "a time", least_ms=0)
@@ -88,7 +88,7 @@ def drain(ctx: click.Context, within_ms: int, wait: bool, cancel: bool, as_json:
 
 
 def _check_drained() -> None:
-    """Raise InvalidRequest if the node grants again: who waits for an empty node must not be told that it is empty."""
+    """Raise InvalidRequest if the node grants leases again: a caller that waits must not believe that it is empty."""
     if all(card.get("drain_left_ms") is None for card in cards_of(_ask_patiently(Opcode.GET_INVENTORY))):
         raise InvalidRequest(
             "the node is no longer drained: the drain was cancelled, or its daemon was restarted without `state`",
@@ -97,7 +97,10 @@ def _check_drained() -> None:
 
 
 def _ask_patiently(op: Opcode) -> Any:
-    """Ask again while the daemon is away: with `state` its successor continues the drain. Raises Disconnected."""
+    """Send a request, again while the daemon is away: with `state`, its successor continues the drain.
+
+    Raises Disconnected.
+    """
     until = time.monotonic() + AWAY_S
     while True:
         try:
@@ -124,7 +127,7 @@ def _show(status: DrainStatus, fenced: list[str], as_json: bool) -> None:
 
 
 def drain_text(node: str, status: DrainStatus) -> str:
-    """Describe a node's drain in a sentence or two that begin with `node`."""
+    """Describe a node's drain in one or two sentences that begin with `node`."""
     if status.left_ms is None:
         return f"{node} is not drained: it grants leases."
     if not status.leases:

@@ -11,19 +11,19 @@ import click
 
 EXIT_FAILED: Final = 1
 EXIT_USAGE: Final = 2
-"""The command line makes no sense; click uses it, too."""
+"""The command line makes no sense; click uses this status, too."""
 
 EXIT_NO_DAEMON: Final = 69
 """EX_UNAVAILABLE of sysexits(3): no daemon answers."""
 
 EXIT_FAULT: Final = 70
-"""EX_SOFTWARE: a fault of this program itself."""
+"""EX_SOFTWARE: a bug in this program itself."""
 
 EXIT_CANNOT_WRITE: Final = 74
 """EX_IOERR: a file or the output can't be read or written."""
 
 TRACEBACK_VARIABLE: Final = "GPULEASE_TRACEBACK"
-"""If set, a fault of this program is shown as Python's traceback, for its authors."""
+"""If set, a bug in this program is shown as Python's traceback, for its authors."""
 
 
 class CannotStart(Exception):
@@ -32,20 +32,20 @@ class CannotStart(Exception):
 
 @contextmanager
 def needing(extra: str) -> Iterator[None]:
-    """Import what only an extra, or several with commas, installs. Raises CannotStart if it is not installed."""
+    """Import packages that only an extra (or several, with commas) installs. Raises CannotStart if one is missing."""
     try:
         yield
     except ImportError as error:
         if error.name is None or error.name.partition(".")[0] == "gpulease":
-            raise  # a fault of ours
-        # A package that is there, in a version without what is asked for, is named by the message.
+            raise  # our own bug
+        # If a package is installed in a version that lacks a name, the message names the package.
         what = f"{error.name} is not installed" if isinstance(error, ModuleNotFoundError) else str(error)
         raise CannotStart(f"{what}: pip install '.[{extra}]' in gpulease's repository") from None
 
 
 @contextmanager
 def failures_as_sentences() -> Iterator[None]:
-    """End the process with a sentence on stderr and a status for the kind of failure."""
+    """End the process with a sentence on stderr, and a status for the kind of failure."""
     try:
         yield
     except (click.ClickException, click.Abort, click.exceptions.Exit):
@@ -64,7 +64,7 @@ def failures_as_sentences() -> Iterator[None]:
 
 
 def _fail_by(error: Exception) -> NoReturn:
-    # Imported here, because importing these takes longer than most commands take to run.
+    # Imported only here: importing these takes longer than most commands take to run.
     from gpulease.client.errors import Disconnected, GpuLeaseError
 
     if isinstance(error, Disconnected):
@@ -78,7 +78,7 @@ def _fail_by(error: Exception) -> NoReturn:
 
 
 def check_words(words: Iterable[str]) -> None:
-    """End with EXIT_USAGE if an argument is not decodable text: no message could carry it."""
+    """End with EXIT_USAGE if an argument is not valid text: no message could carry it."""
     for word in words:
         # Python passes bytes that the locale can't decode as surrogates (PEP 383).
         if any("\ud800" <= mark <= "\udfff" for mark in word):
@@ -86,7 +86,7 @@ def check_words(words: Iterable[str]) -> None:
 
 
 def fail(message: str, status: int) -> NoReturn:
-    """Print a sentence on stderr and exit."""
+    """Print a sentence on stderr, and exit with that status."""
     from gpulease.client.cli.tables import shown
 
     with suppress(OSError):
@@ -95,7 +95,7 @@ def fail(message: str, status: int) -> NoReturn:
 
 
 def die_by_signal(number: signal.Signals) -> NoReturn:
-    """End as a signal ends any program: a shell sees it, and stops its script, too."""
+    """End as the signal ends any program: a shell sees that, and stops its script, too."""
     if number == signal.SIGPIPE:
         _drop_output()
     with suppress(OSError, ValueError):
@@ -108,8 +108,8 @@ def die_by_signal(number: signal.Signals) -> NoReturn:
 
 
 def interrupt_unwinds() -> None:
-    """From here on an interrupt raises KeyboardInterrupt, so that a command undoes the steps that it has begun."""
-    with suppress(ValueError):  # not the main thread: then no signal is handled here
+    """Make interrupts raise KeyboardInterrupt, so that a command can undo the steps that it has begun."""
+    with suppress(ValueError):  # not the main thread, which alone can handle signals
         if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -120,7 +120,7 @@ def _about(error: OSError) -> str:
 
 
 def _drop_output() -> None:
-    """Send unwritten output to /dev/null, so that the interpreter does not fail to write it again at its end."""
+    """Redirect unwritten output to /dev/null, so that the interpreter does not fail to write it again at exit."""
     with suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
         os.dup2(nowhere, sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""`gpulease fleet`: an operator's view of a fleet of nodes, and what takes a node out of it."""
+"""`gpulease fleet`: an operator's view of a fleet of nodes, and how to take a node out of it."""
 
 from typing import Any, Final
 
@@ -130,7 +130,7 @@ def _listing() -> Report:
 
 
 def _operators_listing() -> Report:
-    """Return the fleet's nodes and names. Raises Denied: directories tell the nodes to operators alone."""
+    """The fleet's nodes and names. Raises Denied: directories list the nodes for operators only."""
     listing = _listing()
     if not listing.get("operator", True):
         raise Denied("the fleet's nodes are listed for operators", "A directory's option --operator names them.")
@@ -138,7 +138,7 @@ def _operators_listing() -> Report:
 
 
 def _checked(report: Any) -> Report:
-    """Check what a directory sent. Raises Disconnected if it is no listing."""
+    """Check what a directory sent, and return it. Raises Disconnected if it is not a listing."""
     try:
         texts = [text for node in report["nodes"] for text in (node["node_id"], node["version"], *node["addresses"])]
         texts += [name[key] for name in report["names"] for key in ("name", "node_id", "tenant", "lease_id")]
@@ -169,9 +169,9 @@ def _node(node_id: str) -> Report:
 
 
 def ask_about(lease_id: LeaseId, op: Opcode, body: Body) -> Any:
-    """Ask about a lease: the daemon that GPULEASE_ADDRESS names, or of a fleet the node that serves the lease's name.
+    """Send a request about a lease to the daemon that GPULEASE_ADDRESS names, or to the lease's node in a fleet.
 
-    A directory knows leases by their names alone. Raises NotFound for a lease that has none.
+    A directory knows only leases with names. Raises NotFound for a lease without one.
     """
     if fleet_of(None) is None:
         return ask(op, body)
@@ -185,7 +185,7 @@ def ask_about(lease_id: LeaseId, op: Opcode, body: Body) -> Any:
 
 
 def _ask_node(node: Report, op: Opcode, body: Body) -> Any:
-    """Ask a node at the first of its addresses that answers."""
+    """Send a request to a node, at the first of its addresses that answers."""
     error: GpuLeaseError = Disconnected(f"node {node['node_id']} has no address")
     for address in node["addresses"]:
         try:

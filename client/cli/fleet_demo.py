@@ -1,4 +1,4 @@
-"""`gpulease demo --fleet`: three daemons and a real etcd; a node is killed, and its name lives on at another."""
+"""`gpulease demo --fleet`: three daemons and a real etcd; a node is killed, and another one takes over its name."""
 
 import tempfile
 import time
@@ -15,15 +15,21 @@ from gpulease.client.cli.private_fleet import PrivateFleet, private_etcd
 NODES: Final = 3
 NAME: Final = "model-a"
 HORIZON_S: Final = 4
-"""The fleet's horizon here: a dead node's names are free one horizon after its last beat. The default is 30 s."""
+"""The membership deadline (horizon) in seconds: a dead node's names are free this long after its last heartbeat. The
+default is 30 s."""
 
 JOIN_S: Final = 60.0
 KERNELS: Final = 100
-"""Kernels that run at the second node before the demonstration ends."""
+"""Kernels that run on the second node before the demonstration ends."""
 
 
 def run_fleet_demo(ptx: bytes, say: Callable[[str], Any]) -> dict[str, Any]:
-    """Run the demonstration, and return its report. Raises CannotStart or GpuLeaseError."""
+    """Run the demonstration; returns its report. Raises CannotStart or GpuLeaseError.
+
+    Args:
+        ptx: PTX with the kernel `bias`.
+        say: Prints a line.
+    """
     with unwound_by_signals(), tempfile.TemporaryDirectory(prefix="gpulease-", dir=short_folder()) as name:
         folder = Path(name)
         with private_etcd(folder / "etcd") as (etcd,), PrivateFleet(folder, [etcd.endpoint], HORIZON_S) as fleet:
@@ -71,7 +77,7 @@ def _fail_over(nodes: list[PrivateDaemon], ptx: bytes, say: Callable[[str], Any]
 
 
 def _refusal(address: str) -> str:
-    """Return what a tenant is told who wants the name while another node serves it."""
+    """The error that a second tenant gets when it asks for the name."""
     until_s = time.monotonic() + JOIN_S
     while True:
         try:

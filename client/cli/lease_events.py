@@ -1,4 +1,4 @@
-"""`gpulease events`: print what happens to leases, a line for each event."""
+"""`gpulease events`: print what happens to leases, one line per event."""
 
 import json
 import math
@@ -63,7 +63,7 @@ def _status_text(status: Status | int) -> str:
 
 
 def refusal_text(refusal: ForwardRevoked) -> str:
-    """Describe a refused launch in one line, without characters that a terminal obeys."""
+    """Describe a refused launch in one line, without characters that a terminal interprets."""
     what = f"launch {refusal.site} of {refusal.kernel}" if refusal.kernel else "a graph"
     after_us = (refusal.seen_ns - refusal.flipped_ns) / 1000
     parts = [
@@ -86,11 +86,11 @@ _NEXT: Final = {
     Phase.GRACE: "what still runs is killed in {} at most",
     Phase.TEARDOWN: "its memory is proved free in {}, or fenced",
 }
-"""The next step after a phase, and the time to it. Only a warning's time is the time to the lease's end."""
+"""What follows a phase, and when. Only a warning's time is the time to the lease's end."""
 
 
 def event_text(event: LeaseEvent) -> str:
-    """Describe an event in one line, without characters that a terminal obeys."""
+    """Describe an event in one line, without characters that a terminal interprets."""
     parts = [str(event.lease_id), event.phase_text]
     if event.left_s and isinstance(event.phase, Phase) and event.phase in _NEXT:
         # Rounded up, so that "0.0 s" means that the time has passed.

@@ -1,4 +1,4 @@
-"""A lease's id as an argument: typed whole or by its first digits, and completed from the daemon's list."""
+"""A lease id as an argument: complete, or its first digits; completed by the shell from the daemon's list."""
 
 import re
 import threading
@@ -18,31 +18,31 @@ from gpulease.protocol.lease_ids import LeaseId, lease_id_of
 from gpulease.protocol.messages import Empty
 
 COMPLETION_LIMIT_S: Final = 0.5
-"""Seconds for the daemon to list leases while a person waits for a completion; after that there is none."""
+"""Longest time for the daemon to list leases while a person waits for a completion, in seconds; then there is none."""
 
 MAX_COMPLETIONS: Final = 256
-"""Most ids given to a shell. A shell asks before it shows more, and nobody reads them."""
+"""Most ids offered to a shell, which asks before it shows more than fit on the screen."""
 
 MIN_PREFIX_DIGITS: Final = 4
-"""Least digits of an id's beginning; fewer are more likely a slip than a choice."""
+"""Least digits of an id's prefix; fewer are more likely a slip than a choice."""
 
 MAX_LISTED: Final = 8
-"""Most leases listed for an ambiguous beginning."""
+"""Most leases that the error about an ambiguous prefix lists."""
 
 _PREFIX: Final = re.compile(f"[0-9a-fA-F]{{{MIN_PREFIX_DIGITS},31}}")
 _LEASE_ID: Final = re.compile("[0-9a-fA-F]{32}")
-"""An id on the command line. Of the daemon's ids, only texts of this form reach a shell's line: another text there
-could be a command."""
+"""A complete id. Of the daemon's ids, only texts of this form reach a shell's command line. Stops a daemon from placing
+a command there."""
 
 
 def lease_id_argument(
     *, required: bool = True, variable: str | None = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Declare the argument LEASE_ID: a whole id, or the first digits of just one lease that this user may see.
+    """Declare the argument LEASE_ID: a complete id, or the first digits of exactly one lease that this user may see.
 
     Args:
-        required: Whether there must be one.
-        variable: The environment variable that has the id if no argument has.
+        required: Whether the argument is required.
+        variable: The environment variable that has the id if the argument is missing.
     """
     return click.argument(
         "lease_id",
@@ -69,7 +69,7 @@ def _parse_lease_id(ctx: click.Context, param: click.Parameter, value: str | Non
 
 
 def _lease_with_prefix(prefix: str) -> LeaseId:
-    """Return the one lease with these first digits. Raises NotFound, InvalidRequest if there are several."""
+    """The only lease with these first digits. Raises NotFound, or InvalidRequest if there are several."""
     ids = [lease["lease_id"] for lease in leases_of(ask(Opcode.LEASE_LIST_ACTIVE, Empty()).report)]
     found = [text for text in ids if _LEASE_ID.fullmatch(text) and text.startswith(prefix)]
     if not found:
@@ -84,9 +84,9 @@ def _lease_with_prefix(prefix: str) -> LeaseId:
 
 
 def complete_lease_ids(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Return ids of leases that this user may see; none if the daemon does not answer in time."""
+    """Ids of leases that this user may see; none if the daemon does not answer in time."""
     found: list[CompletionItem] = []
-    # A thread that is abandoned after the limit: looking up a host's name has no bound of its own.
+    # In a thread that is abandoned after the limit: resolving a host name has no time limit of its own.
     thread = threading.Thread(target=_list_leases_into, args=(found, incomplete.lower()), daemon=True)
     thread.start()
     thread.join(COMPLETION_LIMIT_S)
@@ -94,7 +94,7 @@ def complete_lease_ids(ctx: click.Context, param: click.Parameter, incomplete: s
 
 
 def _list_leases_into(found: list[CompletionItem], begin: str) -> None:
-    # A message would be printed into the shell's command line, so every error is dropped.
+    # Drop every error: its message would appear in the shell's command line.
     with suppress(Exception):
         report = ask(Opcode.LEASE_LIST_ACTIVE, Empty()).report
         those = (lease for lease in report if _LEASE_ID.fullmatch(lease["lease_id"]))

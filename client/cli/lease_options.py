@@ -1,4 +1,4 @@
-"""The options by which commands describe the lease that they ask for."""
+"""The options with which commands describe the lease to acquire."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -18,7 +18,7 @@ class WantedLease(NamedTuple):
 
     Attributes:
         vram_bytes: Its device memory.
-        ttl_ms: Its time.
+        ttl_ms: Its duration.
         wait_ms: Longest wait for room.
         device: Its card, by UUID or index; None for any.
         name: Its name in the fleet; None for none.
@@ -33,7 +33,7 @@ class WantedLease(NamedTuple):
     labels: dict[str, str]
 
     def described_to(self, builder: Builder) -> Builder:
-        """Tell a builder all of it, and return the builder. Raises InvalidRequest."""
+        """Set all of it in a builder, and return the builder. Raises InvalidRequest."""
         builder.min_vram(self.vram_bytes).lease_secs(self.ttl_ms / 1000).timeout(self.wait_ms / 1000)
         if self.device is not None:
             builder.device(self.device)
@@ -43,7 +43,7 @@ class WantedLease(NamedTuple):
 
 
 def lease_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the options of a lease. The command gets them as one argument `wanted`, a WantedLease."""
+    """Add a lease's options to a command, which receives them as one argument `wanted`, a WantedLease."""
 
     @wraps(command)
     def with_lease(**values: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Lines of a program that goes on: a terminal's last line is rewritten, a pipe gets a line now and then."""
+"""Progress lines: a terminal's last line is rewritten; a pipe gets a line now and then."""
 
 import os
 import time
@@ -10,31 +10,36 @@ import click
 from gpulease.client.cli.tables import is_terminal, output_width, shown
 
 PIPE_LINE_S: Final = 1.0
-"""Seconds between two lines of `show` in a pipe, whose reader keeps them all."""
+"""Seconds between two lines of `show` in a pipe, whose reader keeps all of them."""
 
 _ERASE: Final = "\r\x1b[2K"
-"""Carriage return; erase the line (ECMA-48, EL)."""
+"""Carriage return, then erase the line (ECMA-48, EL)."""
 
 
 class LiveLines:
-    """Prints on the standard output, or nothing at all."""
+    """Prints on standard output, or nothing at all."""
 
     def __init__(self, *, is_silent: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
-        """Args: is_silent: Print nothing. clock: Monotonic seconds."""
+        """Find out whether the output is a terminal.
+
+        Args:
+            is_silent: Print nothing.
+            clock: The monotonic time in seconds.
+        """
         self._is_silent, self._clock = is_silent, clock
         self._is_live = is_terminal() and os.environ.get("TERM") != "dumb"
         self._shown = ""
         self._last_s = clock()
 
     def say(self, text: str = "") -> None:
-        """Print a line that stays, or several."""
+        """Print a line that stays, or several lines."""
         if self._is_silent:
             return
         click.echo(f"{_ERASE if self._shown else ''}{text}", color=self._is_live)
         self._shown = ""
 
     def show(self, text: str) -> None:
-        """Print the state of what goes on: the next call replaces it on a terminal."""
+        """Print the current state: on a terminal, the next call replaces it."""
         now_s = self._clock()
         if self._is_silent:
             return

@@ -1,4 +1,4 @@
-"""`gpulease metrics` and `gpulease health`: for programs that watch a node."""
+"""`gpulease metrics` and `gpulease health`, for programs that monitor a node."""
 
 import sys
 
@@ -16,7 +16,7 @@ def metrics() -> None:
     """Print the node's metrics in Prometheus's format; for operators."""
     text = ask(Opcode.METRICS, Empty()).exposition
     if is_terminal():
-        # A program gets the daemon's bytes as they are; a terminal would obey control characters in them.
+        # A program gets the daemon's bytes unchanged; a terminal would interpret control characters in them.
         text = "\n".join(map(shown, text.split("\n")))
     click.echo(text, nl=False)
 
@@ -37,7 +37,7 @@ def health(as_json: bool) -> None:
 
 
 def _word(check: Report) -> str:
-    """Describe a check's result: one that is met may have something that an operator should look after."""
+    """A check's result in one word: one that passes may still have a detail for the operator."""
     if not check["ok"]:
         return "FAILS"
     return "warning" if check["detail"] else "ok"

@@ -1,4 +1,4 @@
-"""Tenants of a name: how they get its lease, and when the kernels of its session ran."""
+"""Tenants of a name: how they acquire its lease, and when their session's kernels ran."""
 
 import threading
 import time
@@ -19,8 +19,8 @@ class Work:
     """Kernels that a tenant ran in one session and waited for, each from its launch to its end.
 
     Attributes:
-        spans: Monotonic seconds.
-        end: How the session ended, in words.
+        spans: (start, end) of each, in monotonic seconds.
+        end: The error with which the session ended.
     """
 
     spans: list[tuple[float, float]] = field(default_factory=list)
@@ -28,7 +28,7 @@ class Work:
 
 
 class Tenant:
-    """A tenant that computes in one lease's session until the session ends or it is told to stop."""
+    """A tenant that computes in one lease's session until the session ends or `stop` is called."""
 
     def __init__(self, lease: GpuLease, ptx: bytes) -> None:
         self.work = Work()
@@ -38,20 +38,20 @@ class Tenant:
         self._thread = threading.Thread(target=self._run, name="tenant")
 
     def start(self) -> None:
-        """Begin to compute."""
+        """Start to compute, in a thread of its own."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Compute no more."""
+        """Stop computing, and wait for the thread."""
         self._is_over.set()
         self._thread.join()
 
     def join(self) -> None:
-        """Wait until the session has ended."""
+        """Wait until the session has ended by itself."""
         self._thread.join()
 
     def await_kernels(self, count: int) -> None:
-        """Wait until so many kernels have run, or the session has ended."""
+        """Wait until `count` kernels have run, or the session has ended."""
         while len(self.work.spans) < count and self._thread.is_alive():
             time.sleep(WORK_PAUSE_S)
 
@@ -70,7 +70,7 @@ class Tenant:
 
 
 def builder_of(address: str, name: str) -> GpuBuilder:
-    """Return a request for the name's lease."""
+    """A request for the name's lease, at that address."""
     return GpuBuilder(address).min_vram(SLICE_BYTES).lease_secs(LEASE_S).name(name)
 
 
@@ -87,5 +87,5 @@ def acquire_name(address: str, name: str, wait_s: float) -> GpuLease:
 
 
 def overlaps(first: Work, second: Work) -> int:
-    """Return how many pairs of both sessions' kernels ran at one time."""
+    """Number of pairs of kernels, one of each session, that ran at the same time."""
     return sum(a < d and c < b for a, b in first.spans for c, d in second.spans)

@@ -70,7 +70,7 @@ def _card_table(cards: list[Report], width: int | None) -> str:
 
 
 def _sandbox_text(sandbox: list[Report], width: int | None, *, is_whole: bool) -> str:
-    """Describe every measure, or only those that are off; "" if none is."""
+    """Describe every measure, or only those that are off; "" if none is off."""
     if is_whole:
         measures = [[found["measure"], "on" if found["on"] else "OFF", found["detail"]] for found in sandbox]
         return fitted(["workers' sandbox", "", "how far, or why not"], measures, width, is_text_last=True)
@@ -82,14 +82,14 @@ def _sandbox_text(sandbox: list[Report], width: int | None, *, is_whole: bool) -
 
 
 def _taken_by_others(card: Report) -> str:
-    """Describe memory of the card that others have taken since the daemon measured it; "" if none."""
+    """Describe memory of the card that others have taken since the daemon measured it; "" if there is none."""
     holders = (("unowned_bytes", "the driver"), ("outside_bytes", "programs outside gpulease"))
     held = [f"{size_text(card[name])} by {holder}" for name, holder in holders if card.get(name)]
     return f"GPU {card['index']}: taken since the daemon began: {' and '.join(held)}." if held else ""
 
 
 def _fenced(card: Report) -> str:
-    """Describe memory of the card that nobody gets; "" if none."""
+    """Describe memory of the card that is not granted because it is fenced; "" if there is none."""
     if not card["fenced_bytes"]:
         return ""
     return (
@@ -99,7 +99,7 @@ def _fenced(card: Report) -> str:
 
 
 def _warm(card: Report) -> str:
-    """Describe the pool: contexts that wait for a lease, and the memory that all of them hold."""
+    """Describe the pool: contexts that wait for a lease, and the memory that they hold."""
     if not card.get("warm_wanted") and not card.get("warm_bytes"):
         return "0"
     ready, wanted, held_bytes = (card.get(f"warm_{name}") or 0 for name in ("contexts", "wanted", "bytes"))
@@ -138,7 +138,7 @@ def leases(tenant: str | None, as_json: bool) -> None:
 
 
 def _indexes_by_uuid() -> dict[str, str]:
-    """Return the cards' numbers by their UUIDs, as `gpulease info` and `--device` have them."""
+    """The cards' indexes by UUID, as `gpulease info` and `--device` use them."""
     return {card["uuid"]: str(card["index"]) for card in cards_of(ask(Opcode.GET_INVENTORY, Empty()))}
 
 
@@ -159,7 +159,7 @@ def _row(lease: Report, gpus: dict[str, str]) -> list[str]:
 
 
 def _holders(lease: Report) -> str:
-    """Describe who holds the buffers of a lease's session; "" if nobody does, or the daemon is too old to tell."""
+    """Describe who holds the buffers of a lease's session; "" for none, or if the daemon is too old to report it."""
     connections = lease.get("connections") or []
     held = [
         (f"pid {one['pid']}" if one["pid"] else f"remote {one['number']}", one["held_bytes"]) for one in connections
@@ -169,7 +169,7 @@ def _holders(lease: Report) -> str:
 
 
 def _state(lease: Report) -> str:
-    """Describe a lease's state, and the cause that ends it or soon will."""
+    """Describe a lease's state, with the cause that ends it or soon will."""
     if lease.get("cause") is not None:
         return f"{lease['state']} ({lease['cause']})"
     left_ms = lease.get("orphaned_in_ms")
@@ -216,13 +216,13 @@ def _revoke_token(lease_id: LeaseId, nonce: int, as_json: bool) -> None:
 
 
 def outcome_word(outcome: int) -> str:
-    """Return a revocation's outcome for programs; a newer daemon's may be a number."""
+    """A revocation's outcome for programs; a newer daemon's may be a number."""
     words = {RevokeOutcome.TORN_DOWN: "torndown", RevokeOutcome.FENCED: "fenced", RevokeOutcome.NOT_FOUND: "notfound"}
     return {int(known): word for known, word in words.items()}.get(int(outcome), str(outcome))
 
 
 def outcome_text(lease_id: LeaseId, outcome: int) -> str:
-    """Return a revocation's outcome for people."""
+    """A revocation's outcome as a sentence."""
     match outcome:
         case RevokeOutcome.TORN_DOWN:
             return f"Lease {lease_id} is torn down and its memory is free."
@@ -234,7 +234,7 @@ def outcome_text(lease_id: LeaseId, outcome: int) -> str:
 
 
 def _sendable(text: str) -> str:
-    """Return a text that a request can carry. Raises BadParameter."""
+    """Return the text if a request can carry it. Raises BadParameter."""
     size_bytes = len(text.encode())
     if size_bytes > MAX_TEXT_BYTES:
         raise click.BadParameter(f"it has {size_bytes} bytes; at most {MAX_TEXT_BYTES} are allowed.")
@@ -242,14 +242,14 @@ def _sendable(text: str) -> str:
 
 
 def _reason(text: str) -> str:
-    """Return a reason that is not blank. Raises BadParameter."""
+    """Return the reason if it is not blank. Raises BadParameter."""
     if not text.strip():
         raise click.BadParameter("it is blank; give a reason, or leave --reason out.")
     return _sendable(text)
 
 
 def _nonce_number(text: str) -> int:
-    """Parse a token's nonce. Raises BadParameter."""
+    """Parse a token's nonce, 32 hex digits. Raises BadParameter."""
     if not _NONCE.fullmatch(text):
         raise click.BadParameter(
             f"it must be a token's nonce, not {text!r}. Copy one from `gpulease audit show --kind issue FOLDER`."

@@ -1,4 +1,4 @@
-"""The daemon that a command talks to: the one that runs, or a private one that ends with the command."""
+"""The daemon that a command uses: the one that is running, or a private one that ends with the command."""
 
 import contextlib
 import os
@@ -19,27 +19,27 @@ from gpulease.client.cli.exit_status import CannotStart, die_by_signal
 from gpulease.protocol.address import ADDRESS_VARIABLE, DEFAULT_ADDRESS, MAX_UNIX_PATH_BYTES, UnixAddress, parse_address
 
 START_TIMEOUT_S: Final = 90.0
-"""Seconds for a daemon to listen: on a GPU host it first makes a context on every card."""
+"""Longest time for a daemon to listen, in seconds: on a GPU host it first makes a context on every card."""
 
 SOCKET_NAME: Final = "daemon.sock"
 
 STOP_TIMEOUT_S: Final = 15.0
-"""Seconds for the daemon to release everything, before it is killed."""
+"""Longest time for the daemon to release everything before it is killed, in seconds."""
 
 SOCKET_NAME_BYTES: Final = 40
-"""Room kept for `/gpulease-xxxxxxxx/daemon.sock` behind the folder of temporary files."""
+"""Room for `/gpulease-xxxxxxxx/daemon.sock` after the folder of temporary files, in bytes."""
 
 UNWINDING: Final = (signal.SIGTERM, signal.SIGHUP)
-"""Signals that end a program which takes none of its own, beside an interrupt."""
+"""Signals, besides an interrupt, that end a program without a handler for them."""
 
 CACHE_VARIABLE: Final = "GPULEASE_CPU_CACHE"
-"""Names the folder in which workers keep compiled kernels. Without it they compile them anew in each session."""
+"""Names the folder in which workers cache compiled kernels. Without it they compile them again in each session."""
 
 _LOOK_S: Final = 0.01
 
 
 def running_address() -> str | None:
-    """Return GPULEASE_ADDRESS, else the default socket if a daemon listens there, else None."""
+    """GPULEASE_ADDRESS, else the default socket if a daemon listens there, else None."""
     named = os.environ.get(ADDRESS_VARIABLE)
     if named:
         return named
@@ -48,18 +48,18 @@ def running_address() -> str | None:
 
 
 def _cache() -> dict[str, str]:
-    """Name the folder in which the embedded driver keeps compiled kernels: the user's own, as the daemon is."""
+    """The variable with the folder in which the embedded driver caches compiled kernels: the user's own."""
     above = os.environ.get("XDG_CACHE_HOME", "")
     try:
         folder = Path(above) if os.path.isabs(above) else Path.home() / ".cache"
     except RuntimeError:
-        # The user has no home.
+        # The user has no home folder.
         return {}
     return {CACHE_VARIABLE: str(folder / "gpulease" / "cpu")}
 
 
 class PrivateServer:
-    """A process of gpulease's that listens at a socket in a folder of its own.
+    """A process of gpulease that listens at a socket in a folder of its own.
 
     Attributes:
         address: Where it listens.
@@ -78,30 +78,30 @@ class PrivateServer:
         self.await_answer()
 
     def begin(self) -> None:
-        """Start the process, and return at once."""
+        """Start the process, and return immediately."""
         with self._log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=_cache() | os.environ
             )
 
     def await_answer(self) -> None:
-        """Wait until the process answers. Raises CannotStart."""
+        """Wait until the process answers at its socket. Raises CannotStart."""
         if self._process is not None:
             _wait_until_it_answers(self._process, self._path, self._log_path)
 
     @property
     def has_crashed(self) -> bool:
-        """Return whether the process has ended, and not in order: what it had started may run still."""
+        """True if the process has ended with a failure: processes that it started may still run."""
         return self._process is not None and self._process.poll() not in (None, 0)
 
     def kill(self) -> None:
-        """End the process as a crash would: the sessions of a daemon that keeps its leases go on."""
+        """Kill the process, as a crash would: sessions of a daemon with a state folder continue."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
 
     def kill_all(self) -> None:
-        """End the process and all below it as the loss of its host would."""
+        """Kill the process and all its descendants, as the loss of its host would."""
         if self._process is not None:
             for pid in processes_of(self._process.pid):
                 with contextlib.suppress(ProcessLookupError):
@@ -110,18 +110,18 @@ class PrivateServer:
             self._process = None
 
     def ask_to_stop(self) -> None:
-        """Have the process stop in order, and return at once."""
+        """Send SIGTERM, so that the process stops in order; returns immediately."""
         if self._process is not None:
             _ask_to_stop(self._process)
 
     def stop(self) -> None:
-        """Stop the process in order, or kill it."""
+        """Stop the process in order, or kill it after STOP_TIMEOUT_S."""
         if self._process is not None:
             _stop(self._process)
 
 
 class PrivateDaemon(PrivateServer):
-    """A daemon's process."""
+    """A daemon's process, with settings as TOML."""
 
     def __init__(self, folder: Path, options: list[str], settings: str = "") -> None:
         if settings:
@@ -144,9 +144,9 @@ def private_daemon(
 
     Args:
         driver: The daemon's driver.
-        vram: Device memory for leases, for each card.
+        vram: Device memory for leases, per card.
         also_at: Further addresses to listen at.
-        warm_contexts: Contexts that the daemon keeps ready.
+        warm_contexts: Number of contexts that the daemon keeps ready.
         settings: Further settings, as TOML.
     """
     options = ["--driver", driver]
@@ -167,7 +167,7 @@ def private_daemon(
 
 @contextlib.contextmanager
 def killable_daemon(driver: str) -> Iterator[PrivateDaemon]:
-    """Start a daemon whose leases outlive its broker, until the block ends. Raises CannotStart."""
+    """Start a daemon until the block ends; its leases outlive its broker. Raises CannotStart."""
     with unwound_by_signals(), _folder() as folder:
         daemon = PrivateDaemon(folder, ["--driver", driver], f'state = "{folder / "state"}"\n')
         try:
@@ -179,9 +179,9 @@ def killable_daemon(driver: str) -> Iterator[PrivateDaemon]:
 
 @contextlib.contextmanager
 def unwound_by_signals() -> Iterator[None]:
-    """Have SIGTERM and a lost terminal's SIGHUP end the block as an interrupt does, and then the process by them.
+    """Make SIGTERM and SIGHUP end the block like an interrupt, and then end the process by the same signal.
 
-    Either would otherwise end this process at once and leave the daemon behind.
+    Otherwise either signal would end this process at once and leave the daemon behind.
     """
     came: list[signal.Signals] = []
 
@@ -190,7 +190,7 @@ def unwound_by_signals() -> Iterator[None]:
             return
         came.append(signal.Signals(number))
         handler = signal.getsignal(signal.SIGINT)
-        if not callable(handler):  # interrupts are ignored: a shell does so for `&`
+        if not callable(handler):  # interrupts are ignored, as shells do for `&`
             raise KeyboardInterrupt
         handler(signal.SIGINT, frame)
 
@@ -214,7 +214,7 @@ def _folder() -> Iterator[Path]:
 
 
 def short_folder() -> str | None:
-    """Return a folder in which a socket's path stays short enough: the usual one (None), else /tmp."""
+    """A folder in which a socket's path is short enough: None for the usual one, else /tmp."""
     usual = tempfile.gettempdir()
     return "/tmp" if len(os.fsencode(usual)) > MAX_UNIX_PATH_BYTES - SOCKET_NAME_BYTES else usual
 

@@ -24,14 +24,15 @@ from gpulease.protocol.counts import counted
 ETCD: Final = "etcd"
 INSTALL: Final = "install it, as by `apt install etcd-server`, or from etcd.io"
 ETCD_START_S: Final = 60.0
-"""Seconds for all members to know a leader."""
+"""Longest time until all members know a leader, in seconds."""
 
 ETCD_ANSWER_S: Final = 5.0
 JOIN_S: Final = 90.0
-"""Seconds for nodes to be members, and for a directory to say so."""
+"""Longest time until nodes are members and a directory lists them, in seconds."""
 
 GENERATION: Final = b"/gpulease/v1/generation"
-"""A node that finds it need not wait for a horizon before it joins: this store is new, and has lost nothing."""
+"""Key of the store's generation. If it exists, a node need not wait for a membership deadline before it joins: this
+store is new and has lost nothing."""
 
 DIRECTORY_MODULE: Final = "gpulease.daemon.fleet.directory"
 
@@ -48,16 +49,16 @@ class EtcdMember:
 
     @property
     def pid(self) -> int:
-        """The process id."""
+        """The process id of the member."""
         return self.process.pid
 
     def kill(self) -> None:
-        """End the member as a host that is lost."""
+        """Kill the member, as the loss of its host would."""
         self.process.kill()
         self.process.wait()
 
     def ask(self, path: str, **body: str) -> dict[str, Any]:
-        """Ask by etcd's HTTP. Raises OSError, HTTPException or ValueError if there is no answer."""
+        """Send a request to etcd's HTTP gateway. Raises OSError, HTTPException or ValueError if there is no answer."""
         connection = http.client.HTTPConnection(self.endpoint, timeout=ETCD_ANSWER_S)
         try:
             connection.request("POST", path, json.dumps(body))
@@ -71,18 +72,18 @@ class EtcdMember:
 
 
 def leader_of(members: Sequence[EtcdMember]) -> EtcdMember | None:
-    """Return the member that leads the others by its own word; None: nobody does now."""
+    """The member that reports itself as the leader; None if there is none at present."""
     for member in members:
         with contextlib.suppress(OSError, http.client.HTTPException, ValueError):
             status = member.ask("/v3/maintenance/status")
-            # A member that knows no leader doesn't tell of one: JSON leaves a zero out.
+            # A member that knows no leader omits the field: JSON leaves out a zero.
             if status.get("leader") == status["header"]["member_id"]:
                 return member
     return None
 
 
 def etcd_program() -> str:
-    """Return etcd's path. Raises CannotStart if it is not installed."""
+    """Path of the program etcd. Raises CannotStart if it is not installed."""
     program = shutil.which(ETCD)
     if program is None:
         raise CannotStart(f"etcd is not installed: {INSTALL}")
@@ -91,7 +92,7 @@ def etcd_program() -> str:
 
 @contextlib.contextmanager
 def private_etcd(folder: Path, count: int = 1) -> Iterator[list[EtcdMember]]:
-    """Run an etcd of so many members with its data in a new folder, and yield them. Raises CannotStart."""
+    """Run an etcd of `count` members with its data in a new folder; yields them. Raises CannotStart."""
     program = etcd_program()
     ports = _free_ports(2 * count)
     urls = [(f"http://127.0.0.1:{ports[2 * n]}", f"http://127.0.0.1:{ports[2 * n + 1]}") for n in range(count)]
@@ -137,7 +138,7 @@ class PrivateFleet:
 
     Attributes:
         nodes: The daemons, node-1 first.
-        address: The fleet's, for tenants, once `await_nodes` has returned.
+        address: The fleet's address for tenants, after `open_directory`.
     """
 
     def __init__(self, folder: Path, endpoints: Sequence[str], horizon_s: int) -> None:
@@ -157,7 +158,7 @@ class PrivateFleet:
         self._stack.close()
 
     def add(self, count: int, endpoints_of_first: Sequence[str] = ()) -> None:
-        """Start further daemons; the first of them may reach etcd by other endpoints. Raises CannotStart."""
+        """Start further daemons; the first of them may use other endpoints of etcd. Raises CannotStart."""
         new: list[PrivateDaemon] = []
         for _ in range(count):
             etcd = ",".join((endpoints_of_first if not new else ()) or self._endpoints)
@@ -174,7 +175,7 @@ class PrivateFleet:
             node.await_answer()
 
     def open_directory(self, placement: str = "pack") -> None:
-        """Start the directory, and return at once."""
+        """Start the directory, and return immediately."""
         home = self._folder / "directory"
         home.mkdir()
         options = ["--etcd", f"etcd://{','.join(self._endpoints)}"]
@@ -185,7 +186,7 @@ class PrivateFleet:
         self.address = f"fleet:{directory.address}"
 
     def await_nodes(self) -> None:
-        """Wait until the directory knows all nodes. Raises CannotStart."""
+        """Wait until the directory lists all nodes. Raises CannotStart."""
         fleet = fleet_of(self.address)
         if fleet is None or self._directory is None:
             raise ValueError("open_directory comes first")
@@ -219,7 +220,7 @@ def end_all(daemon: PrivateDaemon) -> None:
 
 
 class Link:
-    """A way to one member of etcd, which can be cut: then bytes vanish, and nobody is told."""
+    """A connection path to one member of etcd that can be cut: from then on bytes vanish without an error."""
 
     def __init__(self, endpoint: str) -> None:
         host, _, port = endpoint.rpartition(":")
@@ -230,11 +231,11 @@ class Link:
         threading.Thread(target=self._accept, args=(self._sockets[0],), daemon=True).start()
 
     def cut(self) -> None:
-        """Let nothing through any more."""
+        """Discard all further bytes, without closing any connection."""
         self._is_cut.set()
 
     def close(self) -> None:
-        """End all connections."""
+        """End all connections, and accept no more."""
         for one in self._sockets:
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)

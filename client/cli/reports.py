@@ -1,7 +1,7 @@
-"""Reports: the maps by which a daemon describes cards, leases and itself, checked before anybody reads them.
+"""Reports: maps with which a daemon describes cards, leases and itself, checked before they are used.
 
-A report has no fixed form on the wire: a daemon of another version may send more members, or lack some. Where a needed
-member is missing, MalformedReport blames the daemon's answer.
+A report has no fixed form on the wire: a daemon of another version may send more members, or lack some. If a required
+member is missing, MalformedReport says that the daemon's answer is wrong.
 """
 
 import math
@@ -18,11 +18,11 @@ Report = dict[str, Any]
 T = TypeVar("T")
 
 REGION_MARK: Final = "- "
-"""Stands before a region's id or tenant in a list, where it comes under its lease."""
+"""Precedes a region's id or tenant in a list, where it follows its lease."""
 
 
 class MalformedReport(GpuLeaseError):
-    """The daemon's answer is not what this program can read."""
+    """The daemon's answer has a form that this program can't read."""
 
     default_hint = (
         "Do their versions differ? Compare `gpulease --version` with what the daemon logs at its start; what answers"
@@ -58,11 +58,11 @@ LEASE_PERHAPS: Final = {
 }
 CONNECTION: Final = dict.fromkeys(("number", "pid", "held_bytes"), NUMBER)
 CHECK: Final = {"check": WORD, "ok": TRUTH, "detail": WORD}
-"""Members that each report must have, and those (`_PERHAPS`) that it may lack or have as None."""
+"""Members that each report must have, and those (`_PERHAPS`) that may be missing or None."""
 
 
 def cards_of(inventory: Inventory) -> list[Report]:
-    """GET_INVENTORY's cards, each with the sandbox's measures where it tells of any. Raises MalformedReport."""
+    """The cards of GET_INVENTORY, each with the sandbox's measures if it lists any. Raises MalformedReport."""
     cards = _maps(inventory.details, "card", CARD, CARD_PERHAPS)
     for card in cards:
         _maps(card.get("sandbox") or [], "measure of the sandbox", MEASURE)
@@ -70,7 +70,14 @@ def cards_of(inventory: Inventory) -> list[Report]:
 
 
 def first_card(address: str, *figures: str) -> Report:
-    """The first card of the daemon there, with these figures, too. Raises MalformedReport, or what `ask` raises."""
+    """The first card of the daemon at an address.
+
+    Args:
+        address: The daemon's address.
+        figures: Numbers that the card's report must have, too.
+
+    Raises MalformedReport, or what `ask` raises.
+    """
     cards = cards_of(ask(Opcode.GET_INVENTORY, Empty(), address))
     if not cards:
         raise MalformedReport("the daemon's answer contains no card")
@@ -78,7 +85,7 @@ def first_card(address: str, *figures: str) -> Report:
 
 
 def leases_of(report: object) -> list[Report]:
-    """LEASE_LIST_ACTIVE's leases, each with its connections where it tells of any. Raises MalformedReport."""
+    """The leases of LEASE_LIST_ACTIVE, each with its connections if it lists any. Raises MalformedReport."""
     leases = _maps(report, "lease", LEASE, LEASE_PERHAPS)
     for lease in leases:
         _maps(lease.get("connections") or [], "connection of a lease", CONNECTION)
@@ -86,7 +93,7 @@ def leases_of(report: object) -> list[Report]:
 
 
 def as_tree(found: Sequence[T], id_of: Callable[[T], str], parent_of: Callable[[T], str | None]) -> list[T]:
-    """Order each region directly under its lease. One whose lease is not among them stays in its place."""
+    """Order each region directly after its lease. One whose lease is not in the list keeps its place."""
     leases = {id_of(item) for item in found if not parent_of(item)}
     under: dict[str, list[T]] = {}
     tree = []
@@ -100,13 +107,13 @@ def as_tree(found: Sequence[T], id_of: Callable[[T], str], parent_of: Callable[[
 
 
 def health_of(report: object) -> tuple[bool, list[Report]]:
-    """HEALTH: whether leases can be granted, and what was looked at. Raises MalformedReport."""
+    """(whether leases can be granted, the checks) of HEALTH. Raises MalformedReport."""
     whole = _map(report, "the daemon's answer", {"ready": TRUTH, "checks": LIST}, {})
     return whole["ready"], _maps(whole["checks"], "check", CHECK)
 
 
 def json_text(report: object) -> str:
-    """A report as it came, for programs. Raises MalformedReport for what no JSON can hold."""
+    """A report as received, as JSON. Raises MalformedReport for what JSON can't represent."""
     try:
         return indented_json(report, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:

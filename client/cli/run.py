@@ -77,7 +77,7 @@ def run(wanted: WantedLease, command: tuple[str, ...]) -> None:
     """
     _check_program(command[0])
     usual = _block()
-    # Imported after `_block`: numpy starts threads at its import, and they inherit the blocked signals.
+    # Imported after `_block`: importing numpy starts threads, and they inherit the blocked signals.
     from gpulease.client.sync.public import GpuBuilder
 
     builder = wanted.described_to(GpuBuilder()).orphan_secs(ORPHAN_S)
@@ -97,7 +97,7 @@ def run(wanted: WantedLease, command: tuple[str, ...]) -> None:
 
 
 def _block() -> set[signal.Signals]:
-    """Block the signals that `_wait` takes one by one; return the signals that were blocked before.
+    """Block the signals that `_wait` receives one by one; returns the signals that were blocked before.
 
     A signal is blocked only if every thread of the process blocks it.
     """
@@ -106,7 +106,7 @@ def _block() -> set[signal.Signals]:
 
 
 def _check_program(program: str) -> None:
-    """End if the program can't be started; checked before there is a lease, as far as possible."""
+    """End if the program can't be started; checked before acquiring a lease, as far as possible."""
     if shutil.which(program) is not None:
         return
     where = program if os.path.dirname(program) else shutil.which(program, os.F_OK)
@@ -125,7 +125,7 @@ def _fail_to_start(program: str, error: OSError) -> NoReturn:
 
 
 def _give_back(lease: "GpuLease") -> None:
-    """Free the lease. A failure is told on stderr and leaves the program's exit status as it is."""
+    """Free the lease. A failure is reported on stderr and does not change the program's exit status."""
     said = [f"its daemon did not answer within {GIVE_BACK_S:g} s"]
 
     def leave() -> None:
@@ -148,7 +148,7 @@ class _LeasedProgram:
     """A lease and the program that runs on it.
 
     Attributes:
-        end_reason: The reason for which the lease ended before the program; "" if it did not.
+        end_reason: Why the lease ended before the program; "" if it did not.
     """
 
     def __init__(self, lease: "GpuLease") -> None:
@@ -160,7 +160,12 @@ class _LeasedProgram:
         self._pid = 0
 
     def run(self, command: tuple[str, ...], mask: Iterable[int]) -> int:
-        """Run the program; return its wait status, as waitpid(2) has it. `mask`: the signals that it blocks."""
+        """Run the program; returns its wait status, as waitpid(2) defines it.
+
+        Args:
+            command: The program and its arguments.
+            mask: The signals that it blocks.
+        """
         events = self._lease.events()
         threading.Thread(target=self._watch, args=(events,), daemon=True).start()
         try:
@@ -174,7 +179,7 @@ class _LeasedProgram:
         return os.environ | {ADDRESS_VARIABLE: self._lease.address, LEASE_ID_VARIABLE: self._lease.lease_id_text}
 
     def _watch(self, events: LeaseEvents) -> None:
-        """Wake the main thread when the lease has ended. A daemon that goes away for good does not report it."""
+        """Wake the main thread when the lease has ended. A daemon that goes away for good does not report that."""
         while not self._has_ended:
             try:
                 for event in events:
@@ -194,6 +199,8 @@ class _LeasedProgram:
     def _wait(self) -> int:
         kill_s = 0.0
         while True:
+            # Each round: has the program ended? Then wait for a signal, at most until the time by which the lease must
+            # have ended or, after its end, until the program is to be killed.
             pid, status = os.waitpid(self._pid, os.WNOHANG)
             if pid:
                 return status

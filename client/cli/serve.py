@@ -1,4 +1,4 @@
-"""`gpulease serve`: servers that lease for the requests of others: a gateway, a model server, a decode server."""
+"""`gpulease serve`: servers that lease on behalf of others' requests: a gateway, a model server, a decode server."""
 
 import contextlib
 import tempfile
@@ -13,7 +13,7 @@ from gpulease.client.cli.serve_decode import serve_decode
 from gpulease.client.errors import InvalidRequest
 
 STOP_MARGIN_S = 10.0
-"""Seconds beyond the longest wait and the longest lease, for a gateway to finish the requests that it has begun."""
+"""How long a gateway may take to finish requests, beyond the longest wait and the longest lease, in seconds."""
 
 _POSITIVE = click.IntRange(min=1)
 _SECONDS = click.FloatRange(min=0)
@@ -163,7 +163,7 @@ def models(config: Path | None, listen: str, host_names: tuple[str, ...], rpc: s
 
 
 def _daemon_address(stack: contextlib.ExitStack, *, is_demo: bool) -> str | None:
-    """Return the running daemon's address, or for a demonstration that of a private daemon; else None."""
+    """The running daemon's address; for a demonstration, that of a private one; else None."""
     address = running_address()
     if address is None and is_demo:
         click.echo("No daemon runs here: starting a private one on the embedded driver (no GPU needed).")

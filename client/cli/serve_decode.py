@@ -1,4 +1,4 @@
-"""`gpulease serve decode`: a server of a language model for many tenants, which OpenAI's clients speak to."""
+"""`gpulease serve decode`: serve a language model to many tenants, with OpenAI's API."""
 
 import asyncio
 import contextlib
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     from gpulease.protocol.http_origin import KnownHosts
 
 STOP_LIMIT_S: Final = 30.0
-"""Seconds in which a server that is told to stop ends the answers that it has begun."""
+"""Longest time for a stopping server to finish the answers that it has started, in seconds."""
 
 DEMO_TENANTS: Final = ("ann", "bob", "cem", "dee")
 DEMO_POSITIONS: Final = 512
-"""Positions of a demonstration's sequences, or the model's: a region for few of them fits any card."""
+"""Positions of a demonstration's sequences, at most the model's: a region for a few such sequences fits any card."""
 
 DEMO_SEQUENCES: Final = 4
 """Sequences of full length that a demonstration's tenant may have at a time."""
 
 DEMO_ROWS: Final = 16
-"""Rows of a demonstration's step: more need kernels that the embedded driver compiles for seconds."""
+"""Rows of a demonstration's step: more would need kernels that the embedded driver compiles for seconds."""
 
 
 @click.command("decode", short_help="Serve a language model to many tenants, with OpenAI's API.")
@@ -83,7 +83,7 @@ class _DemoKeys:
 
 @contextlib.asynccontextmanager
 async def _going_on(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Do some work beside the block, and stop it with the block."""
+    """Run some work concurrently with the block, and stop it with the block."""
     task = asyncio.create_task(work)
     try:
         yield
@@ -100,7 +100,7 @@ async def _serve(
     demo: "_DemoKeys | None",
     observers: Sequence[DecoderObserver] = (),
 ) -> None:
-    """Open the decoder, and serve until a signal; the lease ends with it."""
+    """Open the decoder, and serve until a signal; the lease ends with this call."""
     from gpulease.client.serve.decode.decode_audit import DecodeAudit
     from gpulease.client.serve.decode.decode_metrics import DecodeMetrics
     from gpulease.client.serve.decode.decode_page import DecodePage
@@ -139,7 +139,7 @@ async def _serve(
             metrics=metrics.text,
             health=lambda: {"steps": decoder.steps, "rebinds": decoder.rebinds, "moves": decoder.moves.count},
         )
-        # Before the first request, and not by it.
+        # Start it now: the first request should not have to.
         await decoder.prompts.start()
         click.echo(f"decode listens on {url}, serves {settings.name} to {', '.join(names)}")
         if demo is not None:
@@ -155,12 +155,12 @@ async def _serve(
 
         async with _going_on(stop_with_decoder()):
             await serve_within(app, sock, known=known, stop_s=STOP_LIMIT_S, began=servers.append)
-        # What ended the decoder ends the process with an error, and its unit starts it again.
+        # If the decoder ended by itself, this raises the reason, and the service's unit restarts the process.
         decoder.check_alive()
 
 
 def _demo_settings(stack: contextlib.ExitStack) -> "tuple[DecodeSettings, _DemoKeys]":
-    """Make a demonstration's settings and keys, with a daemon if none runs."""
+    """A demonstration's settings and keys; starts a private daemon if none is running."""
     from gpulease.client.serve.decode.openai_http.api_keys import distinct_keys, key_digest
     from gpulease.client.serve.decode.openai_http.decode_settings import (
         DEFAULT_CHAT_TOKENS,
@@ -200,7 +200,7 @@ def _demo_settings(stack: contextlib.ExitStack) -> "tuple[DecodeSettings, _DemoK
 
 
 def _hint(url: str, key: str) -> str:
-    """Return a command that asks the server, ready to paste."""
+    """A command that sends a request to the server, ready to paste."""
     where = f"{url}/v1/completions"
     if url.startswith("http+unix://"):
         where = f"--unix-socket {url.removeprefix('http+unix://')} http://localhost/v1/completions"

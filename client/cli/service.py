@@ -14,7 +14,7 @@ import click
 from gpulease.client.cli.exit_status import CannotStart
 
 UNITS: Final = Path(__file__).resolve().parents[2] / "systemd"
-"""The units' folder beside the client's, in a checkout as in an installation."""
+"""The folder of the units, next to the client's, in a checkout as in an installation."""
 
 PLACES: Final = {
     "gpuleased.service": "etc/systemd/system/gpuleased.service",
@@ -27,8 +27,8 @@ PLACES: Final = {
     "gpulease.sysusers": "etc/sysusers.d/gpulease.conf",
     "gpuleased.toml": "etc/gpulease/gpuleased.toml",
 }
-"""Paths of the administrator (systemd.unit(5), tmpfiles.d(5), sysusers.d(5)); a distribution's package would use
-/usr."""
+"""The administrator's paths (systemd.unit(5), tmpfiles.d(5), sysusers.d(5)); a distribution's package would use /usr.
+"""
 
 OPERATORS_OWN: Final = "gpuleased.toml"
 """Written if it is missing, and never replaced: the operator edits it."""
@@ -56,12 +56,12 @@ _SPECIAL: Final = re.compile(r'([\\"])')
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """The Python that the daemon runs in.
+    """The Python that runs the daemon.
 
     Attributes:
-        command: Starts the daemon, before its options.
-        variables: Environment variables that it needs, NAME=VALUE each.
-        folders: Folders that it reads its code from.
+        command: Starts the daemon; options follow.
+        variables: Environment variables that it needs, each NAME=VALUE.
+        folders: Folders from which it reads its code.
     """
 
     command: tuple[str, ...]
@@ -70,19 +70,19 @@ class Environment:
 
     @property
     def client_command(self) -> tuple[str, ...]:
-        """Return what starts `gpulease` of the same Python, before its options."""
+        """The command that starts `gpulease` with the same Python; options follow."""
         program, *options = self.command
         if not options:
             return (str(Path(program).with_name("gpulease")),)
         return (program, "-P", "-m", "gpulease.client.cli")
 
     def under(self, tops: Sequence[str]) -> Path | None:
-        """Return the first folder that lies in one of these; None if none does."""
+        """The first folder that is inside one of `tops`; None if none is."""
         return next((folder for folder in self.folders for top in tops if folder.is_relative_to(top)), None)
 
 
 def this_environment() -> Environment:
-    """Return the environment of this command. Raises CannotStart if the daemon is not installed."""
+    """The environment of this command. Raises CannotStart if the daemon is not installed."""
     daemon = find_spec("gpulease.daemon")
     if daemon is None or daemon.origin is None:
         raise CannotStart("no daemon is installed with this client: pip install '.[daemon]' in gpulease's repository")
@@ -98,7 +98,7 @@ def this_environment() -> Environment:
 
 
 def filled_in(name: str, text: str, environment: Environment) -> str:
-    """Return a packaged file with that environment's paths."""
+    """A packaged file with that environment's paths filled in."""
     if name not in _EXEC_START:
         return text
     lines = [f"Environment={quoted(variable)}" for variable in environment.variables]
@@ -113,8 +113,10 @@ def filled_in(name: str, text: str, environment: Environment) -> str:
 def quoted(word: str, *, is_option: bool = False) -> str:
     """Quote a word for systemd (systemd.syntax(7), "Quoting"; systemd.unit(5), "Specifiers").
 
-    `is_option`: the word stands behind the program, where systemd substitutes variables (systemd.service(5), "Command
-    lines").
+    Args:
+        word: The word.
+        is_option: Whether it follows the program, where systemd substitutes variables (systemd.service(5), "Command
+            lines").
     """
     doubled = word.replace("%", "%%")
     escaped = _SPECIAL.sub(r"\\\1", doubled.replace("$", "$$") if is_option else doubled)
@@ -175,7 +177,7 @@ def _install(files: dict[str, str], root: Path) -> Iterator[str]:
 
 
 def _write(path: Path, text: str, *, is_operators: bool) -> str:
-    """Replace a file atomically; return a phrase that says what happened. Raises OSError."""
+    """Replace a file atomically; returns a phrase that says what happened. Raises OSError."""
     if path.exists():
         if path.read_text("utf-8", errors="replace") == text:
             return "is as it should be"

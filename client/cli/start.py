@@ -1,4 +1,4 @@
-"""Entry point of the command `gpulease`: nothing slow is imported before interrupts are handled."""
+"""Entry point of the command `gpulease`: handles interrupts before anything slow is imported."""
 
 import signal
 import sys
@@ -13,7 +13,7 @@ def run() -> None:
 
 
 def run_module_instead() -> None:
-    """Run the module that the second argument names, of a part that is not imported here; the first names its extras.
+    """Run the module that the second argument names; the first names the extras that it needs.
 
     The process ends as every command does.
     """
@@ -29,7 +29,7 @@ def run_module_instead() -> None:
 
 
 def interrupt_ends_it() -> None:
-    """Have an interrupt end the process at once, silently: until a command runs, there is nothing to undo."""
-    # The parent may have had interrupts ignored, as shells do for `&`.
+    """Make an interrupt end the process at once, silently: until a command runs, there is nothing to undo."""
+    # The parent may have set interrupts to be ignored, as shells do for `&`.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""`gpulease submit`: run one kernel of a file, on a lease for as long as that takes."""
+"""`gpulease submit`: run one kernel of a file, on a lease that lasts as long as that takes."""
 
 import sys
 from pathlib import Path
@@ -10,10 +10,10 @@ from gpulease.client import GpuBuilder, KernelArgs, Submission
 from gpulease.client.cli.exit_status import CannotStart
 
 DEFAULT_ROOM_MIB: Final = 64
-"""MiB kept for the submit: a small image, and the largest outputs of a submit several times over."""
+"""MiB reserved for the job: a small image, and the largest outputs of a job several times over."""
 
 SESSION_BYTES: Final = 1 << 20
-"""Memory of the lease's session, which computes nothing."""
+"""Memory of the lease's session, which computes nothing, in bytes."""
 
 _NUMBERS: Final[dict[str, type[int] | type[float]]] = {
     "u32": int,

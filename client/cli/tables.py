@@ -1,4 +1,4 @@
-"""Tables, sizes and times for people; nothing in a table's cells that a terminal obeys.
+"""Tables, sizes and times for people, without characters in a table's cells that a terminal interprets.
 
 Names and messages of tenants, kernels and daemons are shown to operators. A control character in them could clear the
 screen, forge a line or set the terminal's title (CWE-150). Each character that is not plainly printable is escaped.
@@ -16,18 +16,19 @@ from typing import Final, TextIO
 from gpulease.protocol.foreign_text import escape
 
 MISSING: Final = "-"
-"""Shown in a cell for which the daemon gives no value."""
+"""Shown in a cell for which the daemon sends no value."""
 
 GAP: Final = "  "
-"""Stands between two columns."""
+"""Between two columns."""
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, texts: Collection[str] = ()) -> str:
-    """Lay out a table with columns as wide as they need to be; columns of figures are flushed right.
+    """Lay out a table with columns as wide as their widest cell; columns of figures are aligned right.
 
-    Unprintable characters in a cell are escaped. `texts` are heads of columns that are never figures, whatever their
-    cells
-    begin with: ids, names.
+    Args:
+        head: The columns' titles.
+        rows: One cell per column. Unprintable characters are escaped.
+        texts: Titles of columns that are never figures, whatever their cells begin with: ids, names.
     """
     columns = [[shown(cell) for cell in column] for column in zip(head, *rows, strict=True)]
     widths = [max(width_of(cell) for cell in column) for column in columns]
@@ -44,10 +45,10 @@ def _are_figures(cells: Sequence[str]) -> bool:
 
 
 MIN_TEXT: Final = 24
-"""Least cells for a last column of text; with fewer, the text goes below its row."""
+"""Least width of a last column of text, in cells; if there is less, the text goes below its row."""
 
 MIN_INDENTED: Final = 12
-"""Least width in cells from which on lines are indented; below, each cell is needed."""
+"""Least width in cells for indented lines; below it, every cell is needed."""
 
 _INDENT: Final = "  "
 
@@ -62,19 +63,19 @@ def fitted(
     texts: Collection[str] = (),
     is_text_last: bool = False,
 ) -> str:
-    """Lay out a table in lines of so many cells.
+    """Lay out a table in lines of at most `width` cells.
 
-    If it is too wide, its last column is wrapped if that is text. Else the columns of `spared` are dropped one by one,
-    until it fits. If it never does, each row becomes a few lines: its title, then each cell behind its head.
+    If it is too wide, its last column is wrapped if that is text. Otherwise the columns of `spared` are dropped one by
+    one until it fits. If it never does, each row becomes a few lines: its title, then each cell after its head.
 
     Args:
         head: Titles of the columns; "" for one whose cells need none.
-        rows: A cell for each column.
-        width: None for as many cells as it takes.
-        title: The column that a stacked row begins with.
-        spared: Heads of columns that may be dropped, in this order.
-        texts: Heads of columns that are never figures, as in `table`.
-        is_text_last: The last column is text for people.
+        rows: One cell per column.
+        width: The width; None for unlimited.
+        title: Index of the column with which a stacked row begins.
+        spared: Titles of columns that may be dropped, in this order.
+        texts: Titles of columns that are never figures, as in `table`.
+        is_text_last: Whether the last column is text for people.
     """
     whole = table(head, rows, texts=texts)
     if width is None or _fits(whole, width):
@@ -93,7 +94,7 @@ def fitted(
 
 
 def wrapped_text(text: str, width: int | None) -> str:
-    """Wrap a sentence in lines of so many cells."""
+    """Wrap a sentence into lines of at most `width` cells."""
     return text if width is None else "\n".join(wrap(shown(text), width))
 
 
@@ -102,8 +103,8 @@ def _fits(text: str, width: int) -> bool:
 
 
 def _with_text_wrapped(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:
-    """Return the table with its last column wrapped; "" if there is no room for that."""
-    # Not splitlines(): it would leave out a last row that is empty but for its text.
+    """The table with its last column wrapped; "" if there is no room for that."""
+    # Not splitlines(): it would drop a last row that is empty except for its text.
     others = table(head[:-1], [row[:-1] for row in rows]).split("\n")
     begin = max(width_of(line) for line in others) + len(GAP)
     if width - begin < MIN_TEXT:
@@ -117,7 +118,7 @@ def _with_text_wrapped(head: Sequence[str], rows: Sequence[Sequence[str]], width
 
 
 def _stacked(head: Sequence[str], row: Sequence[str], width: int, title: int, *, is_text_last: bool) -> str:
-    """Lay out the row's title, then `head cell` pairs, as many a line as fit; text is a paragraph of its own."""
+    """Lay out the row's title, then `head cell` pairs, as many per line as fit; text is a paragraph of its own."""
     cells = [(shown(name), shown(cell)) for name, cell in zip(head, row, strict=True)]
     text = cells.pop()[1] if is_text_last else ""
     title_cell = cells.pop(title)[1]
@@ -141,20 +142,20 @@ def _paragraph(text: str, width: int) -> list[str]:
 
 
 MAX_COLUMNS: Final = 1000
-"""Largest width that is believed of the environment: no terminal is wider."""
+"""Largest width that is accepted from the environment: no terminal is wider."""
 
 
 def is_terminal() -> bool:
-    """Return True if the output is a terminal."""
+    """True if standard output is a terminal."""
     # None if the parent closed this program's output.
     output: TextIO | None = sys.stdout
     return output is not None and output.isatty()
 
 
 def output_width() -> int | None:
-    """Return the cells of a line of the output; None for a file or a program.
+    """Width of the output in cells; None for a file or a program.
 
-    The width is the terminal's, or, for a pipe, the environment's: watch(1) sets it for its pipe.
+    It is the terminal's width or, for a pipe, the environment's: watch(1) sets it for its pipe.
     """
     if is_terminal():
         try:
@@ -169,18 +170,18 @@ _UNITS: Final = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 
 def size_text(size_bytes: int) -> str:
-    """Return bytes in short, rounded to three digits: "1.5 GiB"."""
+    """A size in short, rounded to three digits: "1.5 GiB"."""
     for unit, scale in _UNITS:
         if size_bytes >= scale:
             places = 2 if size_bytes < 10 * scale else 1 if size_bytes < 100 * scale else 0
-            # Rounded in whole numbers, half up, as the web page does it.
+            # Round in integers, half up, as the web page does.
             rounded = (2 * size_bytes * 10**places + scale) // (2 * scale) / 10**places
             return f"{rounded:g} {unit}"
     return f"{size_bytes} B"
 
 
 def seconds_text(seconds: float) -> str:
-    """Return a time span in short: "2 h 05 min", "3 min 20 s", "4.2 s"."""
+    """A time span in short: "2 h 05 min", "3 min 20 s", "4.2 s"."""
     if seconds >= 3600:
         return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02d} min"
     if seconds >= 60:
@@ -189,16 +190,16 @@ def seconds_text(seconds: float) -> str:
 
 
 _MARKS: Final = ("Mn", "Mc", "Me")
-"""Categories of characters that take no cell of their own, or one by the font (Unicode Standard, chapter 4.5)."""
+"""Categories of characters that take no cell, or one depending on the font (Unicode Standard, chapter 4.5)."""
 
 _JOINING: Final = range(0x1160, 0x1200)
-"""Hangul vowels and finals: some terminals join them to the character before, others show them alone."""
+"""Hangul vowels and finals: some terminals join them to the preceding character, others show them separately."""
 
 
 def shown(text: str) -> str:
-    """Return text as one line of printable characters of agreed widths; others are escaped, as in Python.
+    """Text as one line of printable characters with well-defined widths; others are escaped, as in Python.
 
-    Bidirectional controls and zero-width characters are escaped, too: they would hide or reorder others.
+    Bidirectional controls and zero-width characters are escaped, too: they would hide or reorder other characters.
     """
     if text.isascii() and text.isprintable():
         return text
@@ -210,7 +211,7 @@ def _is_plain(mark: str) -> bool:
 
 
 def width_of(text: str) -> int:
-    """Return the cells of shown text: two for characters that East Asian fonts draw wide (Unicode Annex 11)."""
+    """Width of shown text in cells: two for characters that East Asian fonts draw wide (Unicode Annex 11)."""
     if text.isascii():
         return len(text)
     return sum(_cells(mark) for mark in text)
@@ -221,7 +222,7 @@ def _cells(mark: str) -> int:
 
 
 def fit(text: str, width: int) -> str:
-    """Cut shown text to so many cells; a `+` marks the cut."""
+    """Cut shown text to `width` cells; a `+` marks the cut."""
     if width_of(text) <= width:
         return text
     kept, used = [], 0
@@ -234,7 +235,7 @@ def fit(text: str, width: int) -> str:
 
 
 def wrap(text: str, width: int) -> list[str]:
-    """Break shown text into lines of at most so many cells, at spaces, or within a word that is wider than a line.
+    """Break shown text into lines of at most `width` cells, at spaces, or inside a word that is wider than a line.
 
     A line has at least one character, however narrow it is.
     """
@@ -262,7 +263,7 @@ def _pieces(word: str, width: int) -> list[str]:
 
 
 def pad(text: str, width: int, *, right: bool = False) -> str:
-    """Return shown text in exactly so many cells, flushed left or right."""
+    """Shown text in exactly `width` cells, aligned left or right."""
     text = fit(text, width)
     space = " " * (width - width_of(text))
     return space + text if right else text + space

@@ -1,6 +1,6 @@
-"""The demonstration of `gpulease demo`: three tenants on one card, each claim measured as it is made.
+"""The demonstration of `gpulease demo`: three tenants on one card; each claim is measured as it is made.
 
-ann works, in a process of her own, and compares every result. bob's kernel never ends; his lease does. carol gets his
+ann works, in a process of her own, and checks every result. bob's kernel never ends; his lease does. carol gets his
 memory, which reads as zeros, and has one of her two regions revoked.
 """
 
@@ -35,30 +35,31 @@ from gpulease.client.verify.scene import Breach, Scene
 
 MIB: Final = 1 << 20
 PRIVATE_VRAM: Final = {"cpu": "256MiB", "cuda": "4GiB"}
-"""The card of a private daemon, by its driver: small, so that carol has no room while bob is there."""
+"""A private daemon's card, by driver: small, so that carol has no room while bob is there."""
 
 SHARED_BYTES: Final = 256 * MIB
-"""Bytes of bob's lease at a daemon that others use too; a quarter of what is free, if that is less."""
+"""Size of bob's lease at a daemon that others use too; a quarter of what is free, if that is less."""
 
 LEAST_BYTES: Final = 64 * MIB
-"""Least bytes of bob's lease: carol's regions have to fit."""
+"""Least size of bob's lease: carol's regions must fit."""
 
 SPARE_BYTES: Final = {"cpu": 2 * MIB, "cuda": 32 * MIB}
 """Bytes of a slice that are left for code and small buffers."""
 
 BEFORE_S: Final = 1.0
 AFTER_S: Final = 1.0
-"""Seconds that ann is watched before bob comes, and at least after his end."""
+"""Seconds for which ann is watched before bob comes, and at least after his end."""
 
 BOB_S: Final = (2.5, 10.0, 40.0)
-"""Seconds of bob's lease; each is tried if he could not start his kernel in the one before, on a slow host."""
+"""Seconds of bob's lease. If a slow host could not start his kernel within one, the next is tried."""
 
 CAROL_S: Final = 300.0
 REGION_TTL_S: Final = 120.0
 REGION_BYTES: Final = 8 * MIB
 
 END_S: Final = 60.0
-"""Longest for bob's thread to be told of his lease's end, once that is over, and for his memory to be granted again."""
+"""Longest time, in seconds, until bob's thread gets the error after his lease has ended, and until his memory is
+granted again."""
 
 LOOK_S: Final = 0.25
 PATTERN: Final = 0xA5A5A5A5
@@ -71,7 +72,7 @@ SHOWN: Final = (0, 1, 100)
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What the demonstration says, whether it was so, and what was measured."""
+    """A claim of the demonstration, whether it was true, and what was measured."""
 
     claim: str
     holds: bool
@@ -80,7 +81,7 @@ class Claim:
 
 @dataclass(slots=True)
 class Phase:
-    """ann's work in a part of the demonstration: launches whose whole result was compared."""
+    """Ann's work during a part of the demonstration: launches with their complete results checked."""
 
     name: str
     launches: int = 0
@@ -90,7 +91,7 @@ class Phase:
 
     @property
     def per_s(self) -> float:
-        """Checked launches a second."""
+        """Checked launches per second."""
         return self.launches / self.seconds if self.seconds else 0.0
 
 
@@ -103,7 +104,7 @@ class Ann:
         self._looked_s = 0.0
 
     def begin(self, name: str) -> None:
-        """End the phase so far, and begin another."""
+        """End the current phase, and begin another."""
         if self.phases:
             self.look()
         else:
@@ -112,7 +113,7 @@ class Ann:
         self.phases.append(Phase(name))
 
     def look(self) -> None:
-        """Add what she has done since the last look."""
+        """Add what she has done since the last call to the current phase."""
         window, phase = self._process.window(), self.phases[-1]
         now_s = time.monotonic()
         phase.launches += window.rounds
@@ -124,7 +125,13 @@ class Ann:
     def watch(
         self, is_over: Callable[[], bool], wait: Callable[[float], Any] = time.sleep, beside: Callable[[], str] = str
     ) -> None:
-        """Show her work, and what is beside it, until something is over, which `wait` may see sooner than LOOK_S."""
+        """Show her work until something is over.
+
+        Args:
+            is_over: Whether it is over.
+            wait: Waits for a number of seconds; may return early, when it is over.
+            beside: Returns what to show next to her work.
+        """
         while not is_over():
             wait(LOOK_S)
             self.look()
@@ -134,12 +141,12 @@ class Ann:
         self._lines.settle()
 
     def watch_for(self, seconds: float) -> None:
-        """Show her work for so long."""
+        """Show her work for so many seconds."""
         until_s = time.monotonic() + seconds
         self.watch(lambda: time.monotonic() >= until_s)
 
     def claim(self) -> Claim:
-        """Say that she noticed nothing."""
+        """The claim that she noticed nothing."""
         errors = sum(phase.errors for phase in self.phases)
         first = next((f": {phase.first_error}" for phase in self.phases if phase.first_error), "")
         holds = not errors and all(phase.launches for phase in self.phases)
@@ -148,12 +155,12 @@ class Ann:
 
 
 class Bob:
-    """bob: a lease full of his bytes, and a kernel that never ends.
+    """bob: a lease filled with his bytes, and a kernel that never ends.
 
     Attributes:
-        told_name: The error that his session ended with; "nothing" while there is none.
-        told_after_ms: Milliseconds from his lease's deadline, by this machine's monotonic clock, until it came.
-        proved_after_ms: Milliseconds from the deadline, by the daemon's clock, until his memory was proved free.
+        told_name: The error with which his session ended; "nothing" while there is none.
+        told_after_ms: Milliseconds from his lease's deadline until the error came, by this machine's monotonic clock.
+        proved_after_ms: Milliseconds from the deadline until his memory was proved free, by the daemon's clock.
     """
 
     def __init__(self, scene: Scene, size_bytes: int, seconds: float) -> None:
@@ -171,7 +178,7 @@ class Bob:
         session = self._session = GpuSession(self.lease)
         words = written_bytes // WORD_BYTES
         module = session.module_load(rule_breakers())
-        # The kernel ends once the flag is not 0, which new memory is, and nobody writes to.
+        # The kernel runs until the flag is not 0. New memory is 0, and nobody writes to it.
         memory, flag = self._kept = session.mem_alloc(written_bytes), session.mem_alloc(WORD_BYTES)
         fill(session, module, memory, words, PATTERN)
         written = count_set(session, module, memory, words)
@@ -189,15 +196,15 @@ class Bob:
 
     @property
     def left_s(self) -> float:
-        """Seconds until his deadline."""
+        """Seconds until his deadline; 0 after it."""
         return max(0.0, self.deadline_s - time.monotonic())
 
     def join(self, seconds: float) -> None:
-        """Wait until his session has said something, no longer than so many seconds."""
+        """Wait until his session has raised its error, at most this many seconds."""
         self._thread.join(seconds)
 
     def is_told(self) -> bool:
-        """Return whether his session has said anything; False no longer than END_S after his deadline."""
+        """True once his session has raised its error, or END_S after his deadline."""
         return not self._thread.is_alive() or time.monotonic() > self.deadline_s + END_S
 
     def end(self, scene: Scene) -> str:
@@ -210,7 +217,7 @@ class Bob:
         return cause
 
     def leave(self) -> None:
-        """Give the lease back, if it has not ended."""
+        """Free the lease, if it has not ended, and close the session."""
         with contextlib.suppress(GpuLeaseError):
             self.lease.free()
         if self._session is not None:
@@ -220,13 +227,13 @@ class Bob:
 def run_tenants_demo(
     address: str, lines: LiveLines, transform_ptx: bytes, *, is_private: bool
 ) -> tuple[dict[str, Any], list[Claim]]:
-    """Run the demonstration; returns its report, and its claims. Raises CannotStart, Breach or GpuLeaseError.
+    """Run the demonstration; returns its report and its claims. Raises CannotStart, Breach or GpuLeaseError.
 
     Args:
-        address: The daemon's.
-        lines: Where it is told.
+        address: The daemon's address.
+        lines: Prints the progress.
         transform_ptx: PTX with `scale` and `bias`.
-        is_private: The daemon is this program's alone.
+        is_private: Whether this program alone uses the daemon.
     """
     scene = Scene.at(address)
     with neighbour(address, scene.card_uuid) as process:
@@ -266,7 +273,7 @@ def run_tenants_demo(
                 f"{bob.told_name}; the lease's end: {end}",
             )
         ]
-        # Where others lease, too, their coming and going would be counted.
+        # If others lease too, their memory would be counted.
         if before["leases"] == after["leases"] == 1:
             came_back = after["available_bytes"] - during["available_bytes"]
             found = f"{size_text(size)} leased, {size_text(max(0, came_back))} came back"
@@ -306,7 +313,7 @@ def run_tenants_demo(
 
 
 def _bob_bytes(free_bytes: int, *, is_private: bool) -> int:
-    """Return the size of bob's lease, and of carol's: on a card of their own, more than half of what is free."""
+    """Size of bob's lease, and of carol's: on a card of their own, more than half of what is free."""
     size = free_bytes * 3 // 4 if is_private else min(SHARED_BYTES, free_bytes // 4)
     size -= size % (2 * MIB)
     if size < LEAST_BYTES:
@@ -318,7 +325,7 @@ def _bob_bytes(free_bytes: int, *, is_private: bool) -> int:
 
 @contextlib.contextmanager
 def _bob_at_work(scene: Scene, size: int, written_bytes: int, lines: LiveLines) -> Iterator[tuple[Bob, int]]:
-    """Yield bob with his kernel started, and how many words he wrote; afterwards his lease has ended."""
+    """Yield bob with his kernel started, and how many words he wrote; at the end his lease has ended."""
     for seconds in BOB_S:
         bob = Bob(scene, size, seconds)
         try:
@@ -341,7 +348,7 @@ def _bob_at_work(scene: Scene, size: int, written_bytes: int, lines: LiveLines) 
 
 
 def _refusal(scene: Scene, size: int) -> str:
-    """Return what carol is told while bob has the memory; "" if she gets a lease."""
+    """The error that carol gets while bob has the memory; "" if she gets a lease."""
     try:
         scene.builder(size).acquire().free()
     except CapacityExceeded as error:
@@ -392,7 +399,7 @@ def _transformed(session: GpuSession, ptx: bytes) -> "np.ndarray[Any, np.dtype[n
 
 
 def _one_region_revoked(lease: GpuLease, session: GpuSession, module: Module, lines: LiveLines) -> Claim:
-    """Revoke one of two regions of a session, and go on in the other."""
+    """Revoke one of two regions of a session, and continue in the other."""
     with (
         lease.region(REGION_BYTES, ttl_secs=REGION_TTL_S) as kept,
         lease.region(REGION_BYTES, ttl_secs=REGION_TTL_S) as gone,

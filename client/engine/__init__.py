@@ -1,1 +1,1 @@
-"""The engine of both faces. Nothing here waits: its procedures are generators that yield the steps to wait for."""
+"""The core of both APIs. Nothing here waits: procedures are generators that yield the steps to wait for."""

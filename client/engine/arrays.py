@@ -1,7 +1,7 @@
-"""Arrays on the card: made, read, written, copied and filled by what a session does for anybody.
+"""Device arrays: made, read, written, copied and filled by calls of the session's own API.
 
-Each operation is a generator of the face's calls (`Call`): the face makes them one by one and sends back what they
-return. So every rule is written once, and calls are recorded, ordered and locked as a user's own.
+Each operation is a generator that yields the API's calls (`Call`): the API executes them one by one and sends back
+their results. So every rule is written once, and these calls are recorded, ordered and locked like a program's own.
 """
 
 import struct
@@ -35,10 +35,11 @@ T = TypeVar("T")
 A = TypeVar("A", bound="SessionArray")
 
 BLOCK_THREADS: Final = 256
-"""Threads of a block of the kernel that copies and fills."""
+"""Threads per block of the kernel that copies and fills."""
 
 MAX_BLOCKS: Final = 4096
-"""Most blocks of one launch, several for each multiprocessor of any card; each thread then takes several units."""
+"""Most blocks of one launch, several for each multiprocessor of any card. Beyond that, each thread copies several
+units."""
 
 _LAYOUT: Final = struct.Struct(f"<3Q{MAX_UNIT_BYTES}s{MAX_DIMENSIONS}Q{2 * MAX_DIMENSIONS}q")
 """`Layout` of the kernel's source: count, last, unit_bytes, pattern, lengths, to_strides, from_strides."""
@@ -47,20 +48,20 @@ PLAIN_TYPES: Final = frozenset(
     {"bool", "complex64", "complex128", "float16", "float32", "float64"}
     | {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
 )
-"""Types of numpy's own that kernels have, too: numbers of 1 to 16 bytes, a power of two, little-endian."""
+"""numpy dtypes that kernels have, too: numbers of 1 to 16 bytes, a power of two, little-endian."""
 
 NARROW_TYPES: Final = frozenset(
     {"bfloat16", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"}
 )
-"""Types of the package ml_dtypes, which numpy has not."""
+"""Dtypes of the package ml_dtypes, which numpy lacks."""
 
 _RANKS: Final = {"b": 0, "i": 1, "u": 1, "f": 2, "c": 3}
-"""Order of the kinds of numbers: each holds what is before it."""
+"""Order of the kinds of numbers: each can hold those before it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of a method of the session's face; the answer is what it returns."""
+    """A call of a method of the session's API; the generator receives its result."""
 
     method: str
     args: tuple[Any, ...]
@@ -68,14 +69,14 @@ class Call:
 
 
 Calls: TypeAlias = Generator[Call | Procedure[Any], Any, T]
-"""An operation: yields calls, and procedures that no method of the face has; returns its result."""
+"""An operation: yields calls, and procedures for which the API has no method; returns its result."""
 
 
 class SessionArray(ArrayView):
-    """An array that knows its session; the base of both faces' arrays.
+    """An array that knows its session; the base of both APIs' arrays.
 
     Attributes:
-        session: Its session, which lives as long as the array.
+        session: Its session, which exists as long as the array.
     """
 
     __slots__ = ("session",)
@@ -95,16 +96,29 @@ class SessionArray(ArrayView):
 
 
 def new(session: SessionView, kind: type[A], shape: Any, dtype: Any, doing: str) -> Calls[A]:
-    """Make an array of zeros. Raises InvalidRequest, Unsupported or AllocFailed."""
+    """Make an array of zeros.
+
+    Args:
+        session: The session.
+        kind: The API's kind of array.
+        shape: One length or several.
+        dtype: The elements' dtype.
+        doing: The operation, for messages.
+
+    Raises InvalidRequest, Unsupported or AllocFailed.
+    """
     given = checked_dtype(dtype, doing)
     layout = ArrayLayout.contiguous(checked_shape(shape, given.itemsize, doing), given.itemsize)
-    # An array without elements has an address, too.
+    # At least one byte: an array without elements has an address, too.
     buffer = yield Call("mem_alloc", (max(layout.size_bytes, 1),))
     return kind(session, buffer, layout, given)
 
 
 def upload(session: SessionView, kind: type[A], given: Any, dtype: Any) -> Calls[A]:
-    """Make an array of what numpy makes an array of. Raises InvalidRequest, Unsupported or AllocFailed."""
+    """Make a device array from anything that numpy converts to an array.
+
+    Raises InvalidRequest, Unsupported or AllocFailed.
+    """
     data = host_array(given, dtype)
     array = yield from new(session, kind, data.shape, data.dtype, "array")
     yield from _write(array, data, None)
@@ -112,7 +126,7 @@ def upload(session: SessionView, kind: type[A], given: Any, dtype: Any) -> Calls
 
 
 def read(array: SessionArray, stream: StreamHandle | None) -> Calls[NDArray[Any]]:
-    """Copy an array to a new one of numpy's. One with gaps is packed on the card first."""
+    """Copy an array into a new numpy array. An array with gaps is packed on the card first."""
     found = np.empty(array.shape, array.dtype)
     if array.size:
         source = array if array.is_contiguous else (yield from copy(array, stream))
@@ -122,14 +136,14 @@ def read(array: SessionArray, stream: StreamHandle | None) -> Calls[NDArray[Any]
 
 
 def copy(array: A, stream: StreamHandle | None) -> Calls[A]:
-    """Copy an array to a new one without gaps."""
+    """Copy an array into a new, contiguous one on the card."""
     made = yield from new(array.session, type(array), array.shape, array.dtype, "copy")
     yield from _transfer(made, array, stream)
     return made
 
 
 def fill(array: SessionArray, value: Any, stream: StreamHandle | None) -> Calls[None]:
-    """Write one number everywhere. Raises InvalidRequest if it is none, or does not fit."""
+    """Write one number to every element. Raises InvalidRequest if the value is not one number, or does not fit."""
     number = host_value(value, array.dtype, "fill")
     if number.ndim:
         raise InvalidRequest(f"fill: {quoted(value)} is not one number", "a[...] = values takes several")
@@ -139,10 +153,11 @@ def fill(array: SessionArray, value: Any, stream: StreamHandle | None) -> Calls[
 
 
 def assign(array: SessionArray, value: Any, stream: StreamHandle | None) -> Calls[None]:
-    """Write numbers, an array of the host's or one on the card, repeated to this one's shape.
+    """Write numbers, a host array or a device array to this one, broadcast to its shape.
 
-    Raises InvalidRequest if shape or type do not fit.
+    Raises InvalidRequest if shape or dtype do not fit.
     """
+    # Three sources: a device array, one number, or host values.
     if isinstance(value, SessionArray):
         yield from _assign_from_card(array, value, stream)
         return
@@ -153,6 +168,8 @@ def assign(array: SessionArray, value: Any, stream: StreamHandle | None) -> Call
     layout = ArrayLayout.contiguous(data.shape, data.itemsize).broadcast(array.shape, "assign")
     if not array.size:
         return
+    # Contiguous on both sides: copy the bytes straight there. Otherwise upload the values, and let the kernel on the
+    # card distribute them.
     if array.is_contiguous and layout.is_contiguous:
         yield from _write(array, data, stream)
         return
@@ -173,7 +190,8 @@ def _assign_from_card(array: SessionArray, source: SessionArray, stream: StreamH
             return
         (first, end), (other_first, other_end) = layout.span, array.layout.span
         if first < other_end and other_first < end:
-            # Threads run in any order: without a copy some would read what others have written.
+            # The two overlap, and the kernel's threads run in any order: without a copy some would read what others
+            # have written.
             source = yield from copy(source, stream)
             layout = source.layout.broadcast(array.shape, "assign")
     yield from _transfer(array, _viewed(source, layout), stream)
@@ -206,6 +224,7 @@ def _launch(to: SessionArray, source: SessionArray | None, pattern: bytes, strea
         args.push_u64(0)
     else:
         args.push_buffer(source.buffer, source.layout.offset)
+    # Load the kernel on first use, outside any recording: the worker does not know of recordings.
     module = to.session._array_kernels
     if module is None or not module.is_alive:
         module = to.session._array_kernels = yield to.session._session.resources.load_unrecorded(_ptx(), LoadedModule)
@@ -219,7 +238,7 @@ def _ptx() -> bytes:
 
 
 def _bytes_of(data: NDArray[Any]) -> NDArray[Any]:
-    """View the bytes of an array without gaps: types that numpy has not are no buffers by themselves."""
+    """View a contiguous array as bytes: dtypes that numpy lacks don't have the buffer protocol."""
     return data.reshape(-1).view(np.uint8)
 
 
@@ -227,11 +246,15 @@ def _bytes_of(data: NDArray[Any]) -> NDArray[Any]:
 
 
 def checked_dtype(dtype: Any, doing: str) -> np.dtype[Any]:
-    """Make numpy's type of elements that a kernel can have.
+    """The numpy dtype of elements that kernels support.
+
+    Args:
+        dtype: What the program gave: a dtype, or the name of one.
+        doing: The operation, for messages.
 
     Raises:
-        InvalidRequest: No kernel has such elements.
-        Unsupported: The type's package is not installed.
+        InvalidRequest: Kernels don't support such elements.
+        Unsupported: The dtype's package is not installed.
     """
     if isinstance(dtype, str) and dtype in NARROW_TYPES:
         try:
@@ -255,7 +278,7 @@ def checked_dtype(dtype: Any, doing: str) -> np.dtype[Any]:
 
 
 def host_array(given: Any, dtype: Any) -> NDArray[Any]:
-    """Make an array without gaps of whatever numpy takes, converted if a type is told. Raises InvalidRequest."""
+    """A contiguous numpy array of the given values, converted if a dtype is given. Raises InvalidRequest."""
     if isinstance(given, ArrayView):
         raise InvalidRequest(f"array: {given!r} is on the card already", "Copy it there by its copy()")
     wanted = None if dtype is None else checked_dtype(dtype, "array")
@@ -271,7 +294,7 @@ def host_array(given: Any, dtype: Any) -> NDArray[Any]:
 
 
 def host_value(value: Any, dtype: np.dtype[Any], doing: str) -> NDArray[Any]:
-    """Make an array of a type, without gaps, of numbers, nested lists of numbers, or an array of that type.
+    """A contiguous numpy array of `dtype` from numbers, nested lists of numbers, or an array of that dtype.
 
     Numbers are converted if they fit; arrays never are. Raises InvalidRequest.
     """
@@ -284,6 +307,7 @@ def host_value(value: Any, dtype: np.dtype[Any], doing: str) -> NDArray[Any]:
             )
         return np.ascontiguousarray(value)
     try:
+        # Numbers convert only to a kind that can hold them: an int to a float, but not a float to an int.
         given = np.asarray(value)
         rank = _RANKS[given.dtype.kind] if given.dtype != dtype else 0
         if rank > _RANKS.get(dtype.kind, _RANKS["f"]):
@@ -294,6 +318,7 @@ def host_value(value: Any, dtype: np.dtype[Any], doing: str) -> NDArray[Any]:
         raise InvalidRequest(
             f"{doing}: the value must be a number that fits an array of {dtype}, not {quoted(value)}: {error}"
         ) from None
+    # Conversion must not change integers. For floats only overflow to infinity counts: rounding is expected.
     is_whole = dtype.kind in "iu" and given.dtype.kind in "iu"
     fits = np.array_equal(made, given) if is_whole else bool((np.isfinite(made) == np.isfinite(given)).all())
     if not fits:

@@ -27,14 +27,14 @@ from gpulease.protocol.primitives import Tlv
 from gpulease.protocol.ring import Wanted
 
 ATTACH_LIMIT_S: Final = 30.0
-"""Longest a session may take to open. A process and its context take 0.6 s, sixteen at once 3 s."""
+"""Longest time for a session to open, in seconds. A process and its context take 0.6 s, sixteen at once 3 s."""
 
 MEM_WRITE_FIXED_BYTES: Final = 20
-"""Bytes of a MEM_WRITE's payload that are not data: handle, offset and length."""
+"""Bytes of a MEM_WRITE's payload other than data: handle, offset and length."""
 
 QUIET_WRITE_BYTES: Final = 64 << 10
-"""Largest write that is handed over without waiting; its bytes are taken when the call returns. Waiting for a larger
-one costs little beside the copy, and tells at once whether it was done."""
+"""Largest write that is queued without waiting; its bytes are copied when the call returns. For a larger one, a wait
+costs little compared with the copy, and shows at once whether it succeeded."""
 
 _ABILITIES: Final = {spec.op: spec.ability for spec in SPECS.values() if spec.is_session}
 
@@ -45,19 +45,19 @@ _CLOSED: Final = Failure(Status.INVALID_REQUEST, "the session was closed", "Open
 
 
 class ActiveRecording(Protocol):
-    """The recording that stands in for a session; see `recording`."""
+    """The recording that replaces a session's launches and copies; see `recorder`."""
 
     def refusal(self, doing: str) -> GpuLeaseError:
-        """The error of an operation that no graph can have."""
+        """The error of an operation that a graph can't contain."""
 
 
 class LentArrays:
     """Arrays of the arena that the worker may still read or write.
 
-    The arena must not hand out their memory again, even when the program has dropped them.
+    The arena must not reuse their memory, even if the program has dropped them.
 
     Attributes:
-        is_used: False if there is nothing to take back; a sync reads it, because a call would cost too much.
+        is_used: False if there is nothing to take back; a sync reads this, because a call would cost too much.
     """
 
     def __init__(self) -> None:
@@ -66,17 +66,17 @@ class LentArrays:
         self._of_graphs: list[object] = []
 
     def lend(self, stream: int, place: int, view: memoryview) -> None:
-        """Hold what a copy in a stream uses, until that stream, or the session, was waited for."""
+        """Hold the array of a copy in a stream until that stream, or the session, was waited for."""
         self.is_used = True
         self._by_stream.setdefault(stream, {})[place, len(view)] = view
 
     def lend_to_graph(self, arrays: object) -> None:
-        """Hold what queued launches of a closed graph use, until the session was waited for."""
+        """Hold the arrays of a closed graph's queued launches until the session was waited for."""
         self.is_used = True
         self._of_graphs.append(arrays)
 
     def take_back(self, stream: int | None = None) -> None:
-        """Forget the arrays of one stream, or of the whole session, which was waited for."""
+        """Release the arrays of one stream, or of the whole session, which was waited for."""
         if stream is not None:
             self._by_stream.pop(stream, None)
         else:
@@ -90,19 +90,20 @@ class LentArrays:
 
 MAX_HELD_BYTES: Final = 16 << 20
 HELD_PART: Final = 16
-"""Most bytes that freed buffers may go on taking of a session, and of how many parts of its slice they may take one:
-little enough that no other allocation misses them before it has them given back."""
+"""Most bytes that freed buffers may continue to occupy in a session, also as a fraction of its slice (1 of this many
+parts): little enough that any other allocation that needs them can have them freed first."""
 
 
 MAX_HELD_BUFFERS: Final = 64
-"""Most of them: one operation frees all (`operations.FREES_PER_FLUSH`), and the next allocation finds their memory."""
+"""Most held buffers: one operation frees all of them (`operations.FREES_PER_FLUSH`), and the next allocation finds
+their memory."""
 
 
 class HeldBuffers:
-    """Buffers that the tenant has freed and the worker has not been told of: the next one of a size takes their place.
+    """Buffers that the tenant has freed and the worker has not been asked to free: the next of the same size takes one.
 
-    So a loop that allocates and frees waits for nobody (MEM_REUSE). They are given back before anything that may need
-    their memory.
+    So a loop that allocates and frees does not wait (MEM_REUSE). They are freed before anything that may need their
+    memory.
     """
 
     def __init__(self) -> None:
@@ -113,16 +114,16 @@ class HeldBuffers:
         return bool(self._by_size)
 
     def allow(self, slice_bytes: int) -> None:
-        """Hold buffers of a slice of so many bytes from now on."""
+        """Hold buffers of a slice of this size from now on."""
         self._most_bytes = min(MAX_HELD_BYTES, slice_bytes // HELD_PART)
 
     def hold(self, buffer: Buffer) -> bool:
-        """Hold a buffer, which is freed by that, if there is room for it."""
+        """Hold a buffer, which becomes freed for its program; False if there is no room for it."""
         size_bytes = buffer.size_bytes
         if self._held_bytes + size_bytes > self._most_bytes or self._count >= MAX_HELD_BUFFERS:
             return False
         by_size, handle = self._by_size, buffer.handle
-        # Straight on to the end, as in `take`: interrupted, it is the tenant's still or held.
+        # No call from here on, as in `take`: after an interrupt the buffer is either the program's or held.
         self._count += 1
         self._held_bytes += size_bytes
         if size_bytes in by_size:
@@ -133,7 +134,7 @@ class HeldBuffers:
         return True
 
     def take(self, size_bytes: int, owner: HandleOwner) -> Buffer | None:
-        """A new handle of a held buffer of exactly that size, the one freed last; None if there is none."""
+        """A new handle for a held buffer of exactly that size, the one freed last; None if there is none."""
         by_size = self._by_size
         if size_bytes not in by_size:
             return None
@@ -148,7 +149,7 @@ class HeldBuffers:
         return buffer
 
     def give_back(self, dropped: list[tuple[Opcode, int]]) -> None:
-        """Hold none any more; `dropped` gets what frees them."""
+        """Hold none any longer; `dropped` receives the (operation, handle) that free them."""
         frees = [(Opcode.MEM_FREE, handle) for handles in self._by_size.values() for handle in handles]
         none: dict[int, list[int]] = {}
         self._held_bytes = self._count = 0
@@ -161,36 +162,44 @@ class Attachment:
 
     Attributes:
         lease: The session's lease.
-        token: The token that opens the session; empty where the lease's own tenant opens it.
-        lock: The face's lock; whoever asks holds it.
-        session_id: The lease's number.
+        token: The token with which the session was opened; empty if the lease's own tenant opened it.
+        lock: The API's lock; an operation holds it.
+        session_id: The lease's id.
         channel: The connection.
         connection: The protocol's state of that connection.
-        writer: The channel's writer, for frames that nobody waits for.
-        reply: The worker's answer to ATTACH.
-        served: The operations that the worker serves, by the abilities in that answer.
-        lease_bytes: The lease's size when the worker answered.
-        end: How the session ended; None while it lives.
+        writer: The channel's writer, for frames that no caller waits for.
+        reply: The worker's reply to ATTACH.
+        served: The operations that the worker serves, by the abilities in that reply.
+        lease_bytes: The lease's size when the worker replied.
+        end: How the session ended; None while it has not.
         arena: Memory shared with the worker; None if there is none.
-        lease_word: The lease's word, which the broker writes; not 0 once the lease is over.
-        words: The session's words, by which the client refuses what names an ended region; None if the worker gives
-            none, or is too old to be told of such a refusal.
-        regions_epoch: Their epoch alone, which is raised after each change of a region's word.
+        lease_word: The lease's word, which the broker writes; not 0 once the lease has ended.
+        words: The session's words, by which the client refuses launches that name an ended region; None if the worker
+            gives none, or is too old to accept a report of such a refusal.
+        regions_epoch: The words' epoch alone, which is raised after each change of a region's word.
         last_raised: The last failure of a reply, or end of the session, that was raised.
-        dropped: Handles without a reference, which the next operation frees.
-        held: Buffers that were freed, and that the next allocation of their size gets.
+        dropped: Handles without a reference; the next operation frees them.
+        held: Buffers that were freed; the next allocation of their size reuses them.
         lent: Arrays that the worker may still use.
-        chunk_bytes: Size of the pieces that copies are cut into.
+        chunk_bytes: Size of the pieces into which copies are cut.
         quiet_bytes: Largest write that is not waited for.
-        max_payload_bytes: Largest payload that the daemon takes.
-        recording: The recording under way; None while the session does not record.
-        has_sync_word: Whether a sync needs no frame: the session gives SYNC_WORD.
-        has_loaded: Whether a module was loaded, so that kernels of this connection's own may run.
+        max_payload_bytes: Largest payload that the daemon accepts.
+        recording: The recording in progress; None while the session does not record.
+        has_sync_word: Whether a sync needs no frame: the session has SYNC_WORD.
+        has_loaded: Whether a module was loaded, so that kernels of this connection may run.
         at_end: Functions to call once, when the session ends.
     """
 
     def __init__(self, lease: LeaseState, lock: Any, *, token: bytes, wanted: Wanted, spin: SpinPolicy) -> None:
-        """Args: wanted: Memory to share with the worker. spin: How long to look for a reply before sleeping."""
+        """Prepare a connection, which `attach` opens.
+
+        Args:
+            lease: The session's lease.
+            lock: The API's kind of lock.
+            token: A token of the lease; empty for its own tenant.
+            wanted: Memory to share with the worker.
+            spin: How long to poll for a reply before sleeping.
+        """
         self.lease = lease
         self.token = token
         self.lock = lock
@@ -220,25 +229,25 @@ class Attachment:
 
     @property
     def over(self) -> Failure | None:
-        """The end of the session, or else of its lease; None while both live."""
+        """The end of the session, or else of its lease; None while neither has ended."""
         if self.end is None and self.lease_word[0]:
             self.lease.look()
         return self.end or self.lease.over
 
     def check_open(self, doing: str) -> None:
-        """Raise the end of the session, or of its lease, if there is one. A block's end does not raise it again."""
+        """Raise the end of the session or of its lease, if there is one. The end of a block does not raise it again."""
         if (over := self.over) is not None:
             self.last_raised = over
             raise error_of(over, doing)
 
     @property
     def is_alive(self) -> bool:
-        """True while the session is open and its lease not over, as far as is known here."""
+        """True until the session or its lease is known here to have ended."""
         return self.end is None and self.lease.remaining_s > 0
 
     @property
     def is_at_rest(self) -> bool:
-        """True if the session lives, has nothing to free, records nothing, and has no reply under way."""
+        """True if the session is open, has nothing to free, records nothing, and awaits no reply."""
         link = self.channel.link
         return (
             self.end is None
@@ -252,19 +261,22 @@ class Attachment:
     # --- opening ---
 
     def attach(self) -> Procedure[None]:
-        """Open a connection and make it this session's. Raises why it can't be."""
+        """Open a connection and make it this session's. Raises the reason if that fails."""
         lease = self.lease
         if lease.over is not None:
             raise error_of(lease.over, "attach")
+        # Step 1: connect, and send HELLO and ATTACH in one flight.
         limit = TimeLimit(CONNECT_LIMIT_S, "connect", lease.address)
         body, takes_descriptors = Attach(self._options()), self._wanted != Wanted()
         first = First(Opcode.ATTACH, body, self.session_id, takes_descriptors)
         self.channel, hello, number = yield from dial_for(lease.address, limit, first)
+        # Step 2: HELLO's reply bounds the size of frames, hence of copies.
         self.max_payload_bytes = hello.max_payload_bytes
         self.chunk_bytes = max(
             1, min(DATA_CHUNK_BYTES, MAX_DATA_BYTES, hello.max_payload_bytes - MEM_WRITE_FIXED_BYTES)
         )
         self.quiet_bytes = min(QUIET_WRITE_BYTES, self.chunk_bytes)
+        # Step 3: ATTACH's reply takes as long as making a context, so it has a limit of its own.
         try:
             limit = TimeLimit(ATTACH_LIMIT_S, "attach", lease.address)
             answer: Any = yield from receive(self.channel, number, limit)
@@ -282,19 +294,21 @@ class Attachment:
         raise (yield from self.end_error(failure, "attach"))
 
     def told(self, option: SessionOption) -> bytes | None:
-        """Return the value of an option of ATTACH's reply; None if the worker did not give it."""
+        """The value of an option in ATTACH's reply; None if the worker did not send it."""
         return next((found.value for found in self.reply.options if found.type == option), None)
 
     def require(self, op: Opcode, doing: str) -> None:
-        """Raises Unsupported, naming what is being done, if the worker is too old to serve an operation."""
+        """Raise Unsupported, naming what is being done, if the worker is too old to serve an operation."""
         if op not in self.served:
             raise Unsupported(f"{doing}: the session's daemon is too old for it", "Ask its operator for a newer one")
 
     def _begin(self, reply: AttachReply) -> None:
         self.reply = reply
+        # The options of the reply say what this worker can do: an older one has fewer.
         given = {option.type for option in reply.options}
         self.served = frozenset(op for op, ability in _ABILITIES.items() if ability is None or ability in given)
         self.lease_bytes = self.lease.grant.size_bytes
+        # The channel that attached is replaced by the session's kind: a ring, or a socket that gathers frames.
         self.channel, self.arena, words = share(self.channel, reply.options, self._spin)
         if words is not None:
             self.lease.words, self.lease_word = words, words.lease
@@ -303,7 +317,7 @@ class Attachment:
         self.connection, self.writer = self.channel.link.connection, self.channel.writer
         self.has_sync_word = self.told(SessionOption.SYNC_WORD) is not None
         if self.has_sync_word and Opcode.MEM_REUSE in self.served:
-            # Nobody else allocates in the session.
+            # No other connection allocates in the session.
             self.held.allow(reply.slice_bytes)
         self.end = None
 
@@ -317,17 +331,17 @@ class Attachment:
         """Leave the session to the parent process (`fork_guard.Inherited`).
 
         Returns:
-            A new lock that takes the old one's place: a thread of the parent's may hold the old one for ever.
+            A new lock that replaces the old one: one of the parent's threads may have held that, forever.
         """
         if self.end is None:
             self.end = OF_PARENT
-        # The parent hands out the arena's memory.
+        # The parent allocates the arena's memory.
         self.arena = None
         self.lock = type(self.lock)()
         return self.lock
 
     def wake(self) -> None:
-        """Begin to close: whoever waits on the connection stops waiting and releases the lock."""
+        """Begin to close: a thread or task that waits on the connection stops waiting and releases the lock."""
         if self.end is None:
             self.end = _CLOSED
             self.channel.send_rest()
@@ -335,41 +349,43 @@ class Attachment:
                 self.channel.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """End the session from this side; its lease goes on."""
+        """End the session from this side; its lease continues."""
         self.finish(_CLOSED)
         if self.lease.token:
-            # The control connection showed the token, so nobody else can use it.
+            # The control connection presented the token, so it is of no further use.
             self.lease.channel.close()
 
     def give_up(self) -> None:
-        """Close what an attach that failed, or was interrupted, has opened."""
+        """Close what an attach that failed or was interrupted has opened."""
         if getattr(self, "channel", None) is not None:
             self.finish(_CLOSED)
 
     def finish(self, failure: Failure) -> None:
-        """End the session for good. A reason that is known already stays."""
+        """End the session for good. If a reason is known already, it stays."""
         if self.end is None or self.end is _NOT_OPEN:
             self.end = failure
         self.channel.close()
+        # Read the word once more before the page goes: it may have the reason of the lease's end.
         if self.lease.words is not None and self.lease.words.lease is self.lease_word:
             self.lease.look()
             self.lease.words = None
         self.lease_word = self.regions_epoch = NO_WORD
         self.words = None
-        # Without the arena nobody hands out the lent arrays' memory again.
+        # Without the arena, nothing can reuse the lent arrays' memory.
         self.arena = None
         self.lent.take_back()
         while self.at_end:
             self.at_end.pop()()
 
     def end_error(self, failure: Failure, doing: str) -> Procedure[GpuLeaseError]:
-        """The error to raise where the connection ended with `failure`: the daemon knows how the lease ended."""
+        """The error to raise after the connection ended with `failure`: the daemon knows how the lease ended."""
+        # In this order: an end that is known already, the lease's end, and only then a question to the broker.
         if self.end is not None and self.end is not _NOT_OPEN:
             failure = self.end
         elif self.lease.over is not None:
             failure = self.lease.over
         elif failure.status is Status.SESSION_FAILED:
-            # The worker was told that the session is over, not why.
+            # The worker learned that the session is over, but not why.
             reason = yield from find_end_reason(self.lease, failure)
             failure = failure if reason.status is Status.DISCONNECTED else reason
         elif not self.channel.link.is_end_explained:

@@ -1,7 +1,7 @@
-"""Clean-ups: procedures that give back what an interrupted call has made, which another interrupt must not stop.
+"""Clean-ups: procedures that give back what an interrupted call has made, and that a second interrupt must not stop.
 
-Who presses Ctrl-C twice, or cancels a task twice, interrupts the clean-up of the first time. What that has not given
-back yet would be left.
+A user who presses Ctrl-C twice, or a program that cancels a task twice, interrupts the clean-up after the first
+interrupt. What it has not given back by then would leak.
 """
 
 import inspect
@@ -15,22 +15,23 @@ from gpulease.client.engine.waits import Locked, Procedure, Step, Wait, is_held
 T = TypeVar("T")
 
 CLEAN_UP_S: Final = 2.0
-"""Longest that a clean-up puts an interrupt off, in seconds. It takes milliseconds where the daemon answers; a daemon
-that hangs must not make Ctrl-C useless."""
+"""Longest time for which a clean-up defers an interrupt, in seconds. A clean-up takes milliseconds if the daemon
+answers; a daemon that hangs must not make Ctrl-C useless."""
 
 
 def clean_up(work: Procedure[T], clock: Callable[[], float] = time.monotonic) -> Procedure[T]:
-    """Drive a clean-up to its end although it is interrupted; the last interrupt is raised then.
+    """Drive a clean-up to its end even if it is interrupted; then raise the last interrupt.
 
-    Interrupts are KeyboardInterrupt, CancelledError, SystemExit and their like. They are put off until CLEAN_UP_S
-    seconds after the begin, and not at all where somebody else holds the lock that is waited for.
+    Interrupts are KeyboardInterrupt, CancelledError, SystemExit and the like. They are deferred until CLEAN_UP_S
+    seconds after the start; an interrupt while waiting for a lock that another thread or task holds is not deferred.
 
     Args:
-        work: The clean-up. A wait that is interrupted ends early, so it looks again at what it waits for.
-        clock: The time in seconds.
+        work: The clean-up. A wait that is interrupted ends early, so it must check again what it waits for.
+        clock: The monotonic time in seconds.
     """
     interrupts: list[BaseException] = []
     try:
+        # Interrupts are collected while the clean-up runs; the last one is what the user wanted most recently.
         result = yield from _going_on(work, interrupts, clock() + CLEAN_UP_S, clock)
         if interrupts:
             raise interrupts[-1]
@@ -51,8 +52,9 @@ def _going_on(
             result: T = done.value
             return result
         finally:
-            answer = thrown = None  # an error that this frame keeps would keep the frame
-        # What is done under a lock goes on as well; its result is here even if the lock's release is interrupted.
+            answer = thrown = None  # an error that this frame refers to would keep the frame alive
+        # The procedure inside a lock is protected in the same way. Its result is stored here, so that it survives an
+        # interrupt while the lock is released.
         results: list[Any] = []
         inner: Procedure[None] | None = None
         lock: Any = None
@@ -60,6 +62,7 @@ def _going_on(
             lock, inner = step.lock, _into(results, _going_on(step.procedure, interrupts, until, clock))
             step = Locked(lock, inner)
         while True:
+            # Wait for this step. After an interrupt, wait again, but no longer than the time that is left.
             left_s = until - clock()
             if interrupts and left_s <= 0:
                 thrown = interrupts[-1]
@@ -67,8 +70,10 @@ def _going_on(
             try:
                 answer = yield (_at_most(step, left_s) if interrupts else step)
             except (Exception, GeneratorExit) as failure:
-                thrown = failure  # of what was waited for
+                thrown = failure  # the wait itself failed: the procedure handles it
             except BaseException as interrupt:
+                # Three cases in which the interrupt can't be deferred: the locked procedure was cut off in the middle,
+                # the time is over, or another thread or task holds the lock, perhaps forever.
                 is_new = inner is not None and inspect.getgeneratorstate(inner) is inspect.GEN_CREATED
                 is_lost = inner is not None and not is_new and not results
                 if is_lost or clock() >= until or (is_new and is_held(lock)):
@@ -76,7 +81,7 @@ def _going_on(
                 else:
                     interrupts.append(interrupt)
                     if is_new:
-                        continue  # for the lock
+                        continue  # the lock was not acquired yet: wait for it again
             if results:
                 answer = results[0]
             break

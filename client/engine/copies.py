@@ -1,8 +1,8 @@
-"""A session's copies to and from device memory: cut into chunks, pipelined, without a copy of the data on this side.
+"""A session's copies to and from device memory: in chunks, pipelined, without copying the data in the client.
 
-A copy goes one of four ways. A small write is a quiet frame. A small read is a `SmallRead`. An array of the arena
-(`GpuSession.empty`) is copied by the worker in place. Larger copies of ordinary memory go through a part of the arena
-(`staging`), or, without an arena, as a pipeline of MEM_WRITEs or MEM_READs.
+A copy takes one of four ways. A small write is a quiet frame. A small read is a `SmallRead`. The worker copies an array
+of the arena (`GpuSession.empty`) in place. Larger copies of ordinary memory go through a part of the arena
+(`staged_copies`) or, without an arena, as a pipeline of MEM_WRITEs or MEM_READs.
 """
 
 import struct
@@ -25,20 +25,21 @@ from gpulease.protocol.fastpath import ARENA_COPY, mem_read_frame, mem_write_pre
 from gpulease.protocol.messages import Body
 
 SMALL_READ_BYTES: Final = 32 << 10
-"""Largest read whose reply is looked for in the ring as a whole; the ring has room for much more."""
+"""Largest read that waits for its reply by spinning; the ring has room for much more."""
 
 READ_WINDOW: Final = 4
-"""MEM_READs in flight at once: enough that the worker copies the next chunk while this one is received."""
+"""MEM_READs in flight at once: enough for the worker to copy the next chunk while this one is being received."""
 
 COPY_BYTES_PER_NS: Final = 20
-"""A slow bus's rate. The client spins for the reply to an arena's copy for as long as the copy takes, then as usual."""
+"""Rate of a slow bus. The client spins for the reply to an arena copy as long as the copy takes, then as usual."""
 
 MAX_COPY_SPIN_NS: Final = 1_000_000
-"""Longest such spin: it keeps the tenant's other threads from running. To sleep costs little beside a longer copy."""
+"""Longest such spin, in nanoseconds: it keeps the tenant's other threads from running. Compared with a longer copy, a
+sleep costs little."""
 
 
 class CopyCommands(Protocol):
-    """Copies, as a session and a recording take them."""
+    """Copies, as both a session and a recording implement them."""
 
     def write(self, buffer: Buffer, offset: int, data: Any, stream: StreamHandle | None = None) -> Begun[None]:
         """Copy bytes to the device, under the session's lock."""
@@ -46,14 +47,14 @@ class CopyCommands(Protocol):
     def read(
         self, buffer: Buffer, offset: int, nbytes: int, into: Any = None, stream: StreamHandle | None = None
     ) -> Procedure[Any]:
-        """Copy bytes from the device, to `into`, or to new bytes; the result is either."""
+        """Copy bytes from the device into `into`, or into new bytes if that is None; returns them."""
 
     def read_at_once(self, buffer: Buffer, offset: int, nbytes: int, into: Any) -> Begun[Any]:
-        """`read`, tried at once, under the session's lock; the result is None where `into` was filled at once."""
+        """`read`, tried immediately, under the session's lock; the result is None if `into` was filled."""
 
 
 class Copies(CopyCommands):
-    """The copies of one session."""
+    """The copies of one session, in all four ways."""
 
     def __init__(self, operations: Operations, streams: Streams, refused: RefusedRegions) -> None:
         self._operations = operations
@@ -71,6 +72,8 @@ class Copies(CopyCommands):
     def write(self, buffer: Buffer, offset: int, data: Any, stream: StreamHandle | None = None) -> Begun[None]:
         """Copy bytes to the device, under the session's lock."""
         attachment = self._attachment
+        # The fast way: every check that can fail is made here in one expression. Anything unusual takes the general
+        # way, which finds out and reports what it is.
         if (
             type(buffer) is Buffer
             and buffer.owner is attachment
@@ -89,7 +92,7 @@ class Copies(CopyCommands):
                 elif attachment.arena is not None:
                     return self._write_from_arena(buffer, offset, data)
             except (TypeError, ValueError, struct.error):
-                pass  # bytes that are not in one piece, or something wrong: found out below
+                pass  # not contiguous, or invalid: the general way reports it
         return self._operations.guarded("mem_write", self._write_checked(buffer, offset, data, stream))
 
     def _write_checked(self, buffer: Buffer, offset: int, data: Any, stream: StreamHandle | None) -> Procedure[None]:
@@ -109,6 +112,7 @@ class Copies(CopyCommands):
 
     def _write(self, buffer: Buffer, offset: int, data: memoryview) -> Procedure[None]:
         attachment = self._attachment
+        # Choose the way by size and place: in place in the arena, staged, one quiet frame, or chunks.
         place = self._place_of(data) if len(data) > attachment.quiet_bytes else None
         if place is not None:
             copy = ARENA_COPY.pack(buffer.handle, offset, place, len(data))
@@ -122,7 +126,7 @@ class Copies(CopyCommands):
             yield from self._write_chunks(buffer, offset, data)
 
     def _write_chunks(self, buffer: Buffer, offset: int, data: memoryview) -> Procedure[None]:
-        """MEM_WRITEs of a chunk each, quiet but for the last, whose reply answers for all."""
+        """Send MEM_WRITEs of one chunk each. All but the last are quiet; its reply answers for all of them."""
         attachment, operations = self._attachment, self._operations
         link, limit = attachment.channel.link, operations.limit
         own_requests: list[int] = []
@@ -130,6 +134,7 @@ class Copies(CopyCommands):
         for at in range(0, len(data), attachment.chunk_bytes):
             piece = data[at : at + attachment.chunk_bytes]
             is_last = at + len(piece) == len(data)
+            # Only the last request has a reply; the worker keeps a failure of the quiet ones for it.
             if is_last:
                 request_id = link.expect(Opcode.MEM_WRITE)
             else:
@@ -142,7 +147,7 @@ class Copies(CopyCommands):
         operations.acknowledge(Opcode.MEM_WRITE, request_id, first_id)
 
     def _quiet_prefix(self, buffer: Buffer, offset: int, data: memoryview) -> bytes:
-        """The part before the data of a write that nobody waits for."""
+        """The part before the data of a write that no caller waits for."""
         attachment = self._attachment
         number = attachment.connection.next_request_id()
         return mem_write_prefix(
@@ -154,10 +159,11 @@ class Copies(CopyCommands):
     def read(
         self, buffer: Buffer, offset: int, nbytes: int, into: Any = None, stream: StreamHandle | None = None
     ) -> Procedure[Any]:
-        """Copy bytes from the device, to `into`, or to new bytes; the result is either."""
+        """Copy bytes from the device into `into`, or into new bytes if that is None; returns them."""
         self._operations.check(buffer, Buffer, "mem_read")
         self._refused.check_copy(buffer, "mem_read")
         check_range(buffer, offset, nbytes, "mem_read")
+        # Without `into`, read into memory of our own, and return it as bytes at the end.
         owned = bytearray(nbytes) if into is None else None
         target = writable_bytes(into if owned is None else owned, nbytes, "mem_read")
         if nbytes:
@@ -167,7 +173,7 @@ class Copies(CopyCommands):
         return into if owned is None else bytes(owned)
 
     def read_at_once(self, buffer: Buffer, offset: int, nbytes: int, into: Any) -> Begun[Any]:
-        """`read`, tried at once, under the session's lock; the result is None where `into` was filled at once."""
+        """`read`, tried immediately, under the session's lock; the result is None if `into` was filled."""
         outcome: Outcome[None]
         if type(nbytes) is int and 0 < nbytes <= SMALL_READ_BYTES:
             outcome = self._ask_small(buffer, offset, nbytes, into)
@@ -195,7 +201,7 @@ class Copies(CopyCommands):
                 if not view.readonly and len(view) >= nbytes:
                     return self._small_read.ask(buffer.handle, offset, view[:nbytes])
             except (TypeError, ValueError, struct.error):
-                pass  # `read` finds out what is wrong
+                pass  # `read` reports what is wrong
         return NotSent()
 
     def _read(self, buffer: Buffer, offset: int, target: memoryview) -> Procedure[None]:
@@ -209,13 +215,15 @@ class Copies(CopyCommands):
             yield from self._read_chunks(buffer, offset, target)
 
     def _read_chunks(self, buffer: Buffer, offset: int, target: memoryview) -> Procedure[None]:
-        """MEM_READs of a chunk each, a few in flight at a time, received where they belong."""
+        """Send MEM_READs of one chunk each, a few in flight at a time, and receive the data in place."""
         attachment, operations = self._attachment, self._operations
         in_flight: deque[int] = deque()
         failures: list[Failure] = []
         for at in range(0, len(target), attachment.chunk_bytes):
+            # Keep the window full, but take replies in order: the link receives data for the oldest one first.
             if len(in_flight) == READ_WINDOW:
                 yield from self._take(in_flight.popleft(), failures)
+            # After a failure no further requests, but those in flight must still be received.
             if failures:
                 break
             piece = target[at : at + attachment.chunk_bytes]
@@ -226,7 +234,7 @@ class Copies(CopyCommands):
             in_flight.append(request_id)
         while in_flight:
             yield from self._take(in_flight.popleft(), failures)
-        # The first failure matters: it may be an earlier launch's, and the reads behind it then succeed.
+        # Report the first failure: it may be that of an earlier launch, after which the later reads succeed.
         operations.settle(failures[0] if failures else None, "mem_read")
         operations.acknowledge(Opcode.MEM_READ, attachment.connection.last_request_id)
 
@@ -240,7 +248,7 @@ class Copies(CopyCommands):
     def _ask_arena(
         self, request: FastRequest, buffer: Buffer, offset: int, data: Any, nbytes: int | None
     ) -> Outcome[None]:
-        """Ask for the copy from or to an array of the arena; not sent if it is none, or anything is wrong."""
+        """Ask for a copy from or to an array of the arena; NotSent if the array is elsewhere or anything is wrong."""
         arena = self._attachment.arena
         if (
             arena is None
@@ -262,12 +270,12 @@ class Copies(CopyCommands):
         return request.ask(copy, more_ns)
 
     def _place_of(self, view: memoryview) -> int | None:
-        """Offset of a view's bytes in the arena; None outside of it."""
+        """Offset of a view's bytes in the arena; None if they are elsewhere."""
         arena = self._attachment.arena
         return None if arena is None else arena.offset_of(view)
 
     def _ready_staging(self) -> Staging | None:
-        """The slots in the arena, None if it has no room for them."""
+        """The slots in the arena; None if there is no arena or no room for them."""
         arena = self._attachment.arena
         if arena is None:
             return None
@@ -282,12 +290,12 @@ class Copies(CopyCommands):
 
 
 def spin_ns(nbytes: int) -> int:
-    """Time that a copy in the arena takes the card, in nanoseconds, at most `MAX_COPY_SPIN_NS`."""
+    """How long a copy in the arena takes the card, in nanoseconds, at most `MAX_COPY_SPIN_NS`."""
     return min(nbytes // COPY_BYTES_PER_NS, MAX_COPY_SPIN_NS)
 
 
 def check_range(buffer: Buffer, offset: int, nbytes: int, doing: str) -> None:
-    """Raises InvalidHandle or InvalidRequest unless the bytes are all inside the buffer."""
+    """Raise InvalidHandle or InvalidRequest unless the bytes are all inside the buffer."""
     if not isinstance(offset, int) or not isinstance(nbytes, int) or nbytes < 0:
         raise InvalidRequest(f"{doing}: offset {quoted(offset)} and length {quoted(nbytes)} are not counts of bytes")
     buffer.check_range(offset, nbytes, doing)

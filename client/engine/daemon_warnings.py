@@ -1,4 +1,4 @@
-"""What a daemon says to whoever gets a lease of it (HelloOption.WARNING): logged, once in a process."""
+"""Warnings that a daemon sends to tenants with a lease (HelloOption.WARNING): each is logged once per process."""
 
 import logging
 from typing import Final
@@ -6,7 +6,7 @@ from typing import Final
 from gpulease.protocol.foreign_text import printable
 
 MAX_WARNINGS: Final = 16
-"""Most different texts that a process logs. Stops a daemon that makes a new one for each connection."""
+"""Most different warnings that a process logs. Stops a daemon that makes a new one for each connection."""
 
 _log: Final = logging.getLogger("gpulease")
 _logged: Final = set[str]()
@@ -16,5 +16,5 @@ def log_warning(text: str) -> None:
     """Log a daemon's text as a warning, unless it was logged before."""
     if text not in _logged and len(_logged) < MAX_WARNINGS:
         _logged.add(text)
-        # A terminal would obey control characters.
+        # printable(): a terminal would interpret control characters.
         _log.warning("the daemon warns: %s", printable(text))

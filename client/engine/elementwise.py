@@ -1,6 +1,6 @@
-"""Calls of element-wise kernels: arguments are checked, outputs made, CUDA C for them compiled once, and launched.
+"""Calls of elementwise kernels: check the arguments, make the outputs, compile CUDA C for them once, and launch.
 
-All of it is `Calls`, so both faces share it.
+All of it is written as `Calls`, so both APIs share it.
 """
 
 import math
@@ -21,10 +21,10 @@ from gpulease.protocol.counts import counted
 
 
 class ElementwiseOperation:
-    """A kernel, and its modules for the types and dimensions of its calls."""
+    """A kernel, and its loaded modules for the dtypes and dimensions of its calls."""
 
     def __init__(self, source: ElementwiseSource, options: Sequence[str] = (), arch: int | None = None) -> None:
-        """Keep a description; `options` and `arch` are those of the session's `compile`."""
+        """Store a description; `options` and `arch` are those of the session's `compile`."""
         self._source = source
         self._parameters = source.parameters
         self._compile = {"options": options, "arch": arch}
@@ -42,10 +42,10 @@ class ElementwiseOperation:
 
         Args:
             session: The session.
-            kind: The face's kind of arrays.
-            args: Inputs, and outputs too unless they are to be made.
-            size: Number of elements where every array is raw.
-            place: Stream, regions and position, as the session's launch takes them.
+            kind: The API's kind of array.
+            args: Inputs; then all outputs, or none of them, in which case they are made.
+            size: Number of elements if all arrays are raw.
+            place: Stream, regions and position, as in the session's launch.
 
         Returns:
             The output array, or a tuple of several.
@@ -53,6 +53,7 @@ class ElementwiseOperation:
         Raises LaunchFailed, LoadFailed, AllocFailed or Unsupported.
         """
         source = self._source
+        # Check everything before anything is allocated, compiled or launched.
         self._check_count_and_kinds(args)
         types = self._types(args)
         shape = self._shape(args, size)
@@ -61,6 +62,7 @@ class ElementwiseOperation:
             for parameter, value in zip(source.inputs, args, strict=False)
         ]
         outputs = list(args[len(inputs) :])
+        # Outputs that were not given have the broadcast shape of the inputs.
         if not outputs:
             for parameter in source.outputs:
                 outputs.append((yield from new(session, kind, shape, types[parameter.kind], source.name)))
@@ -102,9 +104,11 @@ class ElementwiseOperation:
             raise self._failed(f"{parameter.name}: {quoted(value)} is {wanted}", "Make one by session.array(values)")
 
     def _types(self, args: Sequence[Any]) -> dict[str, np.dtype[Any]]:
-        """The element type of each parameter's kind: arrays and numpy's scalars tell it, or else Python's numbers."""
+        """The element dtype of each parameter's kind: from arrays and numpy scalars, otherwise from Python numbers."""
         found = {parameter.kind: np.dtype(parameter.kind) for parameter in self._parameters if not parameter.is_generic}
         untyped: dict[str, list[Any]] = {}
+        # Arrays and numpy scalars have a dtype, which must agree for each letter. Python numbers only decide if nothing
+        # else does.
         for parameter, value in zip(self._parameters, args, strict=False):
             dtype = getattr(value, "dtype", None)
             if dtype is None:
@@ -128,6 +132,7 @@ class ElementwiseOperation:
             for parameter, value in zip(self._parameters, args, strict=False)
             if isinstance(value, ArrayView) and not parameter.is_raw
         ]
+        # The number of elements comes from arrays or from `size`, never from both.
         if bool(shaped) == (size is not None):
             raise self._failed("size is given if, and only if, no array but raw ones is", "Use kernel(..., size=n)")
         if size is not None:

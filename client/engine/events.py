@@ -1,4 +1,4 @@
-"""Subscriptions to a lease's events, each on a connection of its own: no other reply waits behind them."""
+"""Subscriptions to a lease's events, each on its own connection, so that no other reply waits for them."""
 
 import socket
 from collections.abc import Callable
@@ -23,15 +23,15 @@ from gpulease.protocol.lease_ids import LeaseId
 from gpulease.protocol.messages import CapabilityPresent, LeaseRef, LeaseSubscribe
 
 EVERY_LEASE: Final = 0
-"""In place of a lease's id: all leases that the daemon lets this user see."""
+"""Instead of a lease's id: all leases that the daemon shows this user."""
 
 WAIT_S: Final = 3600.0
-"""Longest single wait for an event; there may be any number of waits."""
+"""Longest single wait for an event, in seconds; any number of waits may follow."""
 
 E = TypeVar("E")
 
 OnWarning = Callable[["LeaseEvent"], None]
-"""Called with a WARNING event."""
+"""Receives a WARNING event."""
 
 _DOING: Final = "events"
 _KNOWN_PHASES: Final = {int(phase): phase for phase in Phase}
@@ -40,16 +40,16 @@ _KNOWN_STATUSES: Final = {int(status): status for status in Status}
 
 @dataclass(frozen=True, slots=True)
 class LeaseEvent:
-    """A lease's phase, and why it is in it.
+    """A lease's phase, and the reason for it.
 
     Attributes:
         lease_id: The lease.
         phase: ACTIVE, WARNING, GRACE, TEARDOWN, ENDED; a newer daemon may send another number.
-        left_s: Seconds to the next phase, at most; 0 if that is not known.
-        generation: The lease's.
-        cause: Why it ends or ended, a word; "" while nothing ends it.
-        reason: The cause in words for people, or the reason of a warning.
-        lost: Events that were dropped before this one, because they were not read.
+        left_s: At most this many seconds until the next phase; 0 if that is not known.
+        generation: The lease's generation, which each renewal increments.
+        cause: Why it ends or ended, one word; "" while nothing ends it.
+        reason: The cause as a sentence, or the reason of a warning.
+        lost: Number of events that were dropped before this one because they were not read.
     """
 
     lease_id: LeaseId
@@ -62,23 +62,23 @@ class LeaseEvent:
 
     @property
     def phase_text(self) -> str:
-        """The phase as a word."""
+        """The phase as a word, or "phase N" for a number that this client does not know."""
         return self.phase.name.lower() if isinstance(self.phase, Phase) else f"phase {self.phase}"
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardRevoked:
-    """A launch was refused because a region that it named had ended, or was cancelled.
+    """A launch was refused because a region that it named had ended or was cancelled.
 
     Attributes:
         lease_id: The region.
         status: How the region ended; FENCED for every refusal but the first. A newer daemon may send another number.
         kernel: The kernel; "" for a graph of several.
-        site: The launch's number in its burst or graph, from 0.
-        position: The position that the launch gave of itself.
+        site: The launch's index in its burst or graph, from 0.
+        position: The position that the launch passed.
         flipped_ns: When the daemon ended or cancelled the region, on its host's monotonic clock.
-        seen_ns: When the session saw that, on the same clock.
-        lost: Events that were dropped before this one, because they were not read.
+        seen_ns: When the session noticed that, on the same clock.
+        lost: Number of events that were dropped before this one because they were not read.
     """
 
     lease_id: LeaseId
@@ -92,7 +92,7 @@ class ForwardRevoked:
 
 
 def event_of(told: Notification) -> LeaseEvent:
-    """Read an event of a lease's phase that the daemon sent."""
+    """Convert a notification of a lease's phase."""
     event = told.event
     phase = _KNOWN_PHASES.get(event.phase, event.phase)
     return LeaseEvent(
@@ -101,7 +101,7 @@ def event_of(told: Notification) -> LeaseEvent:
 
 
 def refusal_of(told: RegionNotification) -> ForwardRevoked:
-    """Read an event of a refused launch that the daemon sent."""
+    """Convert a notification of a refused launch."""
     event = told.event
     return ForwardRevoked(
         LeaseId(event.lease_id),
@@ -116,7 +116,14 @@ def refusal_of(told: RegionNotification) -> ForwardRevoked:
 
 
 class Subscription(Generic[E]):
-    """A subscription on a connection of its own."""
+    """A subscription on its own connection.
+
+    Args:
+        address: The daemon's address.
+        op: The request that subscribes.
+        body: The request's body, which names the lease.
+        token: A token of another tenant's lease; empty for the program's own.
+    """
 
     def __init__(self, address: Address, op: Opcode, body: LeaseSubscribe | LeaseRef, token: bytes) -> None:
         self._address = address
@@ -132,6 +139,7 @@ class Subscription(Generic[E]):
         try:
             channel, _ = yield from dial(self._address, TimeLimit(CONNECT_LIMIT_S, "connect", self._address))
             limit = TimeLimit(CONTROL_REPLY_LIMIT_S, _DOING, self._address)
+            # Step 1: another tenant's lease: present the token first, on this same connection. Step 2: subscribe.
             if self._token:
                 yield from ask(channel, Opcode.CAPABILITY_PRESENT, CapabilityPresent(self._token), limit)
             yield from ask(channel, self._op, self._body, limit)
@@ -144,10 +152,11 @@ class Subscription(Generic[E]):
                 channel.close()
 
     def next(self) -> Procedure[E | None]:
-        """The next event, None once there can be none. Raises Disconnected if the daemon goes away."""
+        """The next event; None once there can be none. Raises Disconnected if the daemon goes away."""
         channel = self._channel
         if channel is None:
             return None
+        # Events may have come together with an earlier one; then there is no need to wait.
         while not channel.link.told and channel.link.end is None and not self._is_over:
             yield Wait(channel, False, WAIT_S)
             channel.pump()
@@ -156,6 +165,7 @@ class Subscription(Generic[E]):
             if self._is_last(event):
                 self.close()
             return event
+        # No event: either this side closed the subscription, or the connection ended.
         is_closed_here = self._is_over
         self.close()
         if is_closed_here or channel.link.end is None:
@@ -169,25 +179,21 @@ class Subscription(Generic[E]):
         return False
 
     def wake(self) -> None:
-        """Begin to close: whoever waits for an event stops waiting."""
+        """Begin to close: a thread or task that waits for an event stops waiting."""
         self._is_over = True
         if self._channel is not None:
             with suppress(OSError):
                 self._channel.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """End the subscription."""
+        """End the subscription by closing its connection."""
         channel, self._channel, self._is_over = self._channel, None, True
         if channel is not None:
             channel.close()
 
 
 class EventStream(Subscription[LeaseEvent]):
-    """A subscription to the phases of one lease, or of every lease.
-
-    Args:
-        token: A token of another tenant's lease; empty for the program's own.
-    """
+    """A subscription to the phases of one lease, or of every lease (EVERY_LEASE)."""
 
     def __init__(self, address: Address, lease_id: int, token: bytes = b"") -> None:
         super().__init__(address, Opcode.LEASE_SUBSCRIBE, LeaseSubscribe(lease_id), token)

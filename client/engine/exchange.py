@@ -1,4 +1,4 @@
-"""The basic procedures: send, receive, ask, connect. Every other procedure is made of them."""
+"""The basic procedures: send, receive, ask, connect. All others are built from them."""
 
 import contextlib
 import errno
@@ -23,18 +23,19 @@ from gpulease.protocol.opcodes import HelloRequestOption
 from gpulease.protocol.primitives import Tlv
 
 CONNECT_LIMIT_S: Final = 10.0
-"""Longest a connect and its HELLO may take. A daemon answers in milliseconds; ten seconds is a host that swaps."""
+"""Longest time for a connect and its HELLO, in seconds. A daemon answers in milliseconds; ten seconds mean a host that
+swaps."""
 
 CONTROL_REPLY_LIMIT_S: Final = 30.0
-"""Longest a control request may take, besides the wait it asks for. Freeing a lease waits for a process to be reaped
-and its memory to be seen free, which is well under a second; past this the daemon hangs."""
+"""Longest time for a control request, in seconds, in addition to the wait that it asks for. Freeing a lease waits until
+a process is reaped and its memory is seen free, which takes well under a second; beyond this the daemon hangs."""
 
 PING_AFTER_S: Final = 2.0
-"""Silence behind a request that makes something, or waits for room, after which a daemon is asked whether it lives. Far
-longer than a grant takes that need not wait, so that hardly any acquire pings."""
+"""Silence after a request that makes something, or waits for room, before the client pings the daemon, in seconds. Far
+longer than a grant that need not wait, so that hardly any acquire pings."""
 
 CONNECT_RETRY_S: Final = 0.01
-"""Pause before trying again a Unix socket whose queue of pending connections is full."""
+"""Pause before another connect to a Unix socket whose backlog is full, in seconds."""
 
 AGENT: Final = "gpulease-python/0.1"
 """Name of this client in HELLO."""
@@ -42,14 +43,14 @@ AGENT: Final = "gpulease-python/0.1"
 _HTTP: Final = "an HTTP server answers there, not gpuleased", "Is it the port of the web page? Name one of `listen`"
 
 OTHER_PEERS: Final = {
-    # An alert (RFC 8446, 5.1).
+    # A TLS alert (RFC 8446, section 5.1).
     b"\x15\x03": ("it speaks TLS", "Write the address as tls:HOST:PORT"),
     b"HTTP/": _HTTP,
-    # Some answer a request that they can't read with the body alone, as HTTP/0.9 has it.
+    # Some servers answer a request that they can't parse with the body alone, as in HTTP/0.9.
     b"<": _HTTP,
     b"SSH-": ("an SSH server answers there, not gpuleased", "Name the port that gpuleased listens at"),
 }
-"""What is wrong with an address, and what to do, by the first bytes that plain frames are answered with there."""
+"""By the first bytes with which a peer answers plain frames: what is wrong with the address, and what to do."""
 
 _INTERRUPTED: Final = Failure(
     Status.DISCONNECTED, "an earlier operation was interrupted in the middle of a request", "Open another connection"
@@ -59,7 +60,7 @@ Clock = Callable[[], float]
 
 
 class TimeLimit:
-    """Ends a fixed number of seconds from now, with Disconnected."""
+    """A deadline a fixed number of seconds from now; raises Disconnected when it is over."""
 
     def __init__(self, seconds: float, doing: str, address: Address, clock: Clock = time.monotonic) -> None:
         self._clock = clock
@@ -69,24 +70,26 @@ class TimeLimit:
         self._hint = f"The daemon hangs or its host is overloaded: see its log{other}"
 
     def remaining_s(self) -> float:
-        """Seconds left."""
+        """Seconds left; negative after the deadline."""
         return self._end - self._clock()
 
     def over(self) -> Procedure[None]:
-        """Raises Disconnected."""
+        """Raise Disconnected, which names the daemon and the limit."""
         raise Disconnected(self._why, self._hint)
         yield  # makes this a procedure, as `Limit` says
 
 
 def send(channel: Channel, parts: Iterable[bytes | memoryview], limit: Limit) -> Procedure[None]:
-    """Write buffers, one after the other and without joining them. Raises LinkEnded, or what the limit raises.
+    """Write buffers one after the other, without joining them. Raises LinkEnded, or what the limit raises.
 
-    This returns when the kernel, or the ring, has all of the bytes. If it is interrupted after some of them went, the
+    Returns when the kernel, or the ring, has all of the bytes. If it is interrupted after some of them were sent, the
     stream can't be used any more and is broken off.
     """
     rest = deque(memoryview(part) for part in parts if len(part))
     whole_bytes = sum(map(len, rest))
     try:
+        # push() takes what the channel accepts and drops it from `rest`; the bytes that stay need room, so wait for it
+        # and receive meanwhile: a peer that waits for us to read would never make room.
         while rest or channel.has_unsent:
             if channel.link.end is not None:
                 raise LinkEnded(channel.link.end)
@@ -94,6 +97,7 @@ def send(channel: Channel, parts: Iterable[bytes | memoryview], limit: Limit) ->
                 yield from _wait(channel, limit, for_room=True)
                 channel.pump()
     except BaseException:
+        # Half a frame was sent, or nobody knows how much of it: anything sent after it would be read as its rest.
         if channel.is_torn or 0 < sum(map(len, rest)) < whole_bytes:
             channel.link.break_off(_INTERRUPTED, is_explained=True)
         raise
@@ -103,6 +107,8 @@ def receive(channel: Channel, request_id: int, limit: Limit) -> Procedure[Body |
     """Wait for the result of a request. Raises LinkEnded, or what the limit raises."""
     take = channel.link.take
     while (result := take(request_id)) is None:
+        # Most replies come while spinning. Only then does the driver's wait, a system call and perhaps a task switch,
+        # pay.
         if not channel.spin():
             yield from _wait(channel, limit, for_room=False)
             channel.pump()
@@ -112,16 +118,26 @@ def receive(channel: Channel, request_id: int, limit: Limit) -> Procedure[Body |
 def receive_from_living(
     channel: Channel, request_id: int, limit: Limit, *, pong_limit_s: float, clock: Clock = time.monotonic
 ) -> Procedure[Body | Failure]:
-    """Wait for the result of a control request that may take long, while the daemon answers PING beside it.
+    """Wait for the result of a control request that may take long, while the daemon answers PING meanwhile.
 
-    Raises LinkEnded, what the limit raises, or Disconnected if a PING is not answered within `pong_limit_s`: the daemon
-    hangs, or its host is gone without a word.
+    Args:
+        channel: The connection.
+        request_id: The request.
+        limit: The limit of the request itself.
+        pong_limit_s: Longest time for the answer to a PING, in seconds.
+        clock: The monotonic time in seconds.
+
+    Raises LinkEnded, what the limit raises, or Disconnected if a PING is not answered in time: the daemon hangs, or its
+    host is gone without closing the connection.
     """
     take, doing = channel.link.take, doing_of(Opcode.PING)
     ping_id, quiet = 0, TimeLimit(PING_AFTER_S, doing, channel.address, clock)
     while (result := take(request_id)) is None:
+        # The daemon answered the PING: begin another period of silence.
         if ping_id and take(ping_id) is not None:
             ping_id, quiet = 0, TimeLimit(PING_AFTER_S, doing, channel.address, clock)
+        # Four cases: the request's own time is over; wait quietly; a PING was sent and its time is over; the silence
+        # lasted PING_AFTER_S, so send a PING and give it `pong_limit_s`.
         if limit.remaining_s() <= 0:
             yield from limit.over()
         elif quiet.remaining_s() > 0:
@@ -137,7 +153,7 @@ def receive_from_living(
 
 
 def wait_for_room(channel: Channel, limit: Limit) -> Procedure[None]:
-    """Wait until the channel may take more. Raises LinkEnded, or what the limit raises."""
+    """Wait until the channel may accept more. Raises LinkEnded, or what the limit raises."""
     if channel.link.end is None:
         yield from _wait(channel, limit, for_room=True)
         channel.pump()
@@ -161,14 +177,14 @@ def answer_to(channel: Channel, op: Opcode, body: Body, limit: Limit, session_id
 
 
 Undo = Callable[[Any], "First | None"]
-"""By a reply's body: the request that gives back what it brings; None if there is nothing."""
+"""From a reply's body: the request that gives back what the reply brings; None if there is nothing."""
 
 
 def give_up(channel: Channel, request_id: int, undo: Undo) -> Procedure[None]:
-    """End a connection whose request makes something and was interrupted. Raises nothing but another interrupt.
+    """End a connection whose request makes something and was interrupted. Raises only a further interrupt.
 
-    This side's half is closed, so the daemon makes nothing from then on, and closes its half. If it had made something,
-    its reply comes before that, and what it brings is given back over another connection.
+    This side closes its half. From then on the daemon makes nothing, and closes its half too. If it had made something
+    before, its reply arrives first, and what it brings is given back over another connection.
     """
     return clean_up(_give_up(channel, request_id, undo))
 
@@ -176,10 +192,13 @@ def give_up(channel: Channel, request_id: int, undo: Undo) -> Procedure[None]:
 def _give_up(channel: Channel, request_id: int, undo: Undo) -> Procedure[None]:
     limit, link = TimeLimit(CLEAN_UP_S, "give up", channel.address), channel.link
     try:
+        # Step 1: no more requests from here. The daemon sees the end of the stream and finishes what it has begun.
         with contextlib.suppress(OSError):
             channel.sock.shutdown(socket.SHUT_WR)
+        # Step 2: its reply, if it made something, comes before it closes its half.
         with contextlib.suppress(LinkEnded, GpuLeaseError):
             reply = yield from receive(channel, request_id, limit)
+            # Step 3: this half is closed, so what the reply brings has to be given back over another connection.
             again = None if isinstance(reply, Failure) else undo(reply)
             if again is not None:
                 yield from ask_once(channel.address, again.op, again.body, CLEAN_UP_S, CLEAN_UP_S)
@@ -197,12 +216,13 @@ def ask(channel: Channel, op: Opcode, body: Body, limit: Limit) -> Procedure[Any
 
 
 def doing_of(op: Opcode) -> str:
-    """The name of an operation in messages."""
+    """The name of an operation in messages: the opcode's, in lower case."""
     return op.name.lower()
 
 
 def disconnected(ended: LinkEnded, channel: Channel, doing: str) -> GpuLeaseError:
-    """The error of a control connection that ended: the goodbye's, or Disconnected."""
+    """The error for a control connection that ended: the goodbye's own error, or Disconnected."""
+    # The peer's own reason is the best. Otherwise a hint of the failure, or the guess that no daemon is running.
     if channel.link.is_end_explained:
         return error_of(ended.failure, doing)
     own = ended.failure.hint
@@ -212,7 +232,7 @@ def disconnected(ended: LinkEnded, channel: Channel, doing: str) -> GpuLeaseErro
 
 @contextlib.contextmanager
 def closing_on_failure(channel: Channel, doing: str) -> Iterator[None]:
-    """Close the channel if the block fails. Raises the error of a control connection where the stream ended."""
+    """Close the channel if the block fails. If the stream ended, raises the error that `disconnected` gives."""
     try:
         yield
     except LinkEnded as ended:
@@ -224,13 +244,13 @@ def closing_on_failure(channel: Channel, doing: str) -> Iterator[None]:
 
 
 class First(NamedTuple):
-    """The first request of a connection, sent in one flight with HELLO.
+    """The first request of a connection, sent together with HELLO to save a round trip.
 
     Attributes:
         op: Its operation, a control request.
         body: Its body.
         session_id: The session that it is for.
-        takes_descriptors: Whether descriptors that come beside its reply are wanted.
+        takes_descriptors: Whether descriptors that come with its reply are wanted.
         undo: Gives back what the reply brings, if the caller is interrupted.
     """
 
@@ -242,25 +262,28 @@ class First(NamedTuple):
 
 
 def dial(address: Address, limit: Limit) -> Procedure[tuple[Channel, HelloReply]]:
-    """Connect and say HELLO. Raises Disconnected, Untrusted, Busy, Unsupported, Denied or InvalidRequest."""
+    """Connect and send HELLO. Raises Disconnected, Untrusted, Busy, Unsupported, Denied or InvalidRequest."""
     channel, hello, _ = yield from _dial(address, limit, None)
     return channel, hello
 
 
 def dial_for(address: Address, limit: Limit, first: First) -> Procedure[tuple[Channel, HelloReply, int]]:
-    """Connect, say HELLO and send a request behind it; returns its number too, for `receive`. Raises what `dial` does.
+    """Connect, and send HELLO and another request together; also returns the request id, for `receive`.
 
-    The request's reply is not waited for: it has a limit of its own.
+    The request's reply is not awaited here: it has a limit of its own. Raises what `dial` raises.
     """
     return (yield from _dial(address, limit, first))
 
 
 def _dial(address: Address, limit: Limit, first: First | None) -> Procedure[tuple[Channel, HelloReply, int]]:
+    # Step 1: the transport: TCP or a Unix socket, and TLS on it.
     channel = yield from _connect(address, limit)
     if isinstance(address, SecuredAddress):
         channel = yield from _secure(channel, address, limit)
+    # Step 2: HELLO and the first request in one flight, which saves a round trip. Only HELLO's reply is awaited here.
     first_id = 0
     try:
+        # On TCP another server may be listening. The line end makes one that expects lines answer at once.
         options = (Tlv(HelloRequestOption.LINE_END, b"\r\n\r\n"),) if isinstance(address, TcpAddress) else ()
         hello_id, frame = channel.link.request(Opcode.HELLO, Hello(0, AGENT, options))
         if first is not None:
@@ -280,6 +303,7 @@ def _dial(address: Address, limit: Limit, first: First | None) -> Procedure[tupl
         channel.close()
         raise
     except BaseException:
+        # Interrupted with a request in flight that may make something: wait for its reply and give that back.
         if first is not None and first.undo is not None and first_id:
             yield from give_up(channel, first_id, first.undo)
         channel.close()
@@ -288,7 +312,11 @@ def _dial(address: Address, limit: Limit, first: First | None) -> Procedure[tupl
 
 
 def _receive_hello(channel: Channel, hello_id: int, limit: Limit) -> Procedure[Body | Failure]:
-    """Wait for the answer to HELLO. Raises as `receive` does, or Disconnected as soon as another program answers."""
+    """Wait for the answer to HELLO.
+
+    Raises what `receive` raises, or Disconnected as soon as another program answers.
+    """
+    # Check the first bytes after each receive: an HTTP or SSH server would otherwise only show as a timeout.
     while (hello := channel.link.take(hello_id)) is None:
         yield from _wait(channel, limit, for_room=False)
         channel.pump()
@@ -297,7 +325,7 @@ def _receive_hello(channel: Channel, hello_id: int, limit: Limit) -> Procedure[B
 
 
 def _check_peer(channel: Channel) -> None:
-    """Raises Disconnected if the first bytes that came are those of a known program that is no gpuleased."""
+    """Raise Disconnected if the first received bytes are those of a known program other than gpuleased."""
     came = channel.link.strange_bytes()
     for begin, (what, hint) in OTHER_PEERS.items():
         if came.startswith(begin):
@@ -310,6 +338,7 @@ def _connect(address: Address, limit: Limit) -> Procedure[Channel]:
     except OSError as error:
         raise _unreachable(address, error.strerror or str(error)) from None
     code = 0
+    # Try every address of the name. A Unix socket with a full backlog answers EAGAIN: try again until the limit.
     for family, where in ways:
         channel, code = start_connecting(family, where, address)
         try:
@@ -338,7 +367,9 @@ def _connect(address: Address, limit: Limit) -> Procedure[Channel]:
 
 
 def _why(address: Address, code: int) -> str:
-    """The system's error text, or more: it refuses a folder in the same words as a socket that nobody listens at."""
+    """The system's error text, or more: it refuses a folder in the same words as a socket without a listener."""
+    # ECONNREFUSED means either that no process listens or that the path is no socket at all, which the path itself
+    # shows.
     if code == errno.ECONNREFUSED and isinstance(address, UnixAddress):
         with contextlib.suppress(OSError):
             mode = os.stat(address.path).st_mode
@@ -348,7 +379,7 @@ def _why(address: Address, code: int) -> str:
 
 
 def _secure(channel: Channel, address: SecuredAddress, limit: Limit) -> Procedure[Channel]:
-    # Only here: ssl takes a third of all the time it takes to import this package.
+    # Imported only here: ssl takes a third of this package's import time.
     from gpulease.client.transport.tls import TlsChannel, TlsEnded, TlsStream, context_of
 
     try:
@@ -376,11 +407,22 @@ def _is_it_running(address: Address) -> str:
 def ask_once(
     address: Address, op: Opcode, body: Body, reply_limit_s: float, connect_limit_s: float = CONNECT_LIMIT_S
 ) -> Procedure[Any]:
-    """Ask one control request over a connection of its own; returns the reply's body."""
+    """Send one control request over a connection of its own; returns the reply's body.
+
+    Args:
+        address: The daemon's address.
+        op: The operation.
+        body: The request's body.
+        reply_limit_s: Longest wait for the reply, in seconds.
+        connect_limit_s: Longest time for the connect and HELLO, in seconds.
+
+    Raises what `dial` raises, the refusal's error, or Disconnected.
+    """
     doing = doing_of(op)
     limit = TimeLimit(connect_limit_s, "connect", address)
     channel, _, number = yield from dial_for(address, limit, First(op, body))
     try:
+        # The reply has a limit of its own: the connect's is short, but a control request may work for a while.
         result = yield from receive(channel, number, TimeLimit(reply_limit_s, doing, address))
         if isinstance(result, Failure):
             raise error_of(result, doing)

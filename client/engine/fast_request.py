@@ -1,8 +1,8 @@
-"""Requests whose reply is known to the byte before it comes: one frame out, one frame back, nothing parsed.
+"""Requests whose reply is known byte for byte in advance: one frame out, one frame back, nothing parsed.
 
-A successful reply without a body is known in advance; one with a handle is known but for the handle. If the reply comes
-while this side still spins for it, it is compared, not parsed, and a round trip costs a few microseconds. Failures and
-late replies take the general way (`Operations`).
+A successful reply without a body is known in advance; one with a handle is known except for the handle. If the reply
+comes while this side still spins for it, it is compared instead of parsed, and a round trip takes a few microseconds.
+Failures and late replies take the general way (`Operations`).
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ _REPLY: Final = int(Flag.REPLY)
 
 @dataclass(slots=True)
 class Done(Generic[T]):
-    """The reply came and was a success; `value` is what it carried."""
+    """The reply came and reports success; `value` is what it carried."""
 
     value: T
 
@@ -36,7 +36,7 @@ class Done(Generic[T]):
 class Pending:
     """The request was sent; `rest` waits for its reply and returns the reply's body.
 
-    A reply that brings something new is waited for by `Operations.made` instead.
+    If the reply brings a new object, use `Operations.made` instead.
     """
 
     receive: Callable[[int], Procedure[Any]]
@@ -44,12 +44,12 @@ class Pending:
 
     @property
     def rest(self) -> Procedure[Any]:
-        """What waits for the reply."""
+        """The procedure that waits for the reply's body."""
         return self.receive(self.request_id)
 
 
 class NotSent:
-    """Nothing was sent: the session is not at rest, or the channel can't ask this way now."""
+    """Nothing was sent: the session is not at rest, or the channel can't send this way now."""
 
 
 Outcome: TypeAlias = Done[T] | Pending | NotSent
@@ -57,16 +57,22 @@ Outcome: TypeAlias = Done[T] | Pending | NotSent
 NOT_SENT: Final = NotSent()
 DONE: Final = Done(None)
 
-# A member of an enum is looked up in several steps, a global in one.
+# Looking up a member of an enum takes several steps; a global takes one.
 _ANSWERED: Final = Asked.ANSWERED
 _UNANSWERED: Final = Asked.UNANSWERED
 
 
 class _KnownReply:
-    """Base of the two: one operation of one session, asked again only when the last request was answered."""
+    """Base of both requests: one operation of one session, sent only after the last request was answered."""
 
     def __init__(self, operations: Operations, op: Opcode, makes: Opcode | None = None) -> None:
-        """Args: makes: The operation that gives back what a reply brings."""
+        """Prepare the operation.
+
+        Args:
+            operations: The session's operations.
+            op: The operation.
+            makes: The operation that gives back what a reply brings.
+        """
         self._operations = operations
         self._attachment = operations.attachment
         self._op = op
@@ -81,13 +87,22 @@ class _KnownReply:
         more_ns: int = 0,
         late_into: memoryview | None = None,
     ) -> Outcome[None]:
-        """`Channel.ask`. Args: late_into: Target of a late reply's data; None if a late reply is to be parsed."""
+        """Send by `Channel.ask`, and expect the reply if it is late.
+
+        Args:
+            request_id: The request's id.
+            request: Its frame.
+            reply: The expected reply.
+            into: Target of the data after the reply.
+            more_ns: Time that the operation itself takes, in nanoseconds.
+            late_into: Target of a late reply's data; None if a late reply is to be parsed.
+        """
         operations, channel = self._operations, self._attachment.channel
         asked: Asked = _UNANSWERED
         try:
             asked = channel.ask(request, reply, into, more_ns)
         finally:
-            # Also if Ctrl-C came between: the reply is still to come, and must find its request.
+            # Also after an interrupt: the reply is still to come, and the link must know its request.
             if asked is _UNANSWERED:
                 try:
                     self._expect(request_id, into, late_into)
@@ -98,19 +113,19 @@ class _KnownReply:
             if operations.freed:
                 operations.settle(None, "")
             if self._op in operations.fences or operations.settled_id == request_id - 1:
-                operations.settled_id = request_id  # as `Operations.acknowledge` does
+                operations.settled_id = request_id  # as in `Operations.acknowledge`
             return DONE
         return NOT_SENT if asked is Asked.NOT_SENT else Pending(self._receive, request_id)
 
     def _expect(self, request_id: int, into: memoryview, late_into: memoryview | None) -> None:
-        """Have the link expect the reply to a request that was sent; again is harmless."""
+        """Make the link expect the reply to a request that was sent. Calling it twice is harmless."""
         channel = self._attachment.channel
         if self._makes is None or not any(into):
             channel.link.expect_late(self._op, request_id, late_into, self._makes)
             channel.feed()
 
     def _receive(self, request_id: int) -> Procedure[Any]:
-        """The late reply's body."""
+        """Wait for a late reply; returns its body."""
         operations = self._operations
         result: Body | Failure = yield from receive(self._attachment.channel, request_id, operations.limit)
         operations.settle(result, doing_of(self._op))
@@ -119,7 +134,7 @@ class _KnownReply:
 
 
 class FastRequest(_KnownReply):
-    """A request whose payload has the same size each time."""
+    """A request with a payload of the same size each time."""
 
     def __init__(
         self,
@@ -129,7 +144,15 @@ class FastRequest(_KnownReply):
         answer_bytes: int = 0,
         makes: Opcode | None = None,
     ) -> None:
-        """Args: answer_bytes: Size of a successful reply's body. makes: As in `Link.expect`."""
+        """Build the frames' constant parts.
+
+        Args:
+            operations: The session's operations.
+            op: The operation.
+            payload_bytes: Size of the request's payload.
+            answer_bytes: Size of a successful reply's body.
+            makes: As in `Link.expect`.
+        """
         super().__init__(operations, op, makes)
         self._answer_bytes = answer_bytes
         session_id = self._attachment.session_id
@@ -139,7 +162,13 @@ class FastRequest(_KnownReply):
         self._reply_head, self._reply_tail = reply[:REQUEST_ID_OFFSET], reply[MIDDLE_AT : len(reply) - answer_bytes]
 
     def ask(self, payload: bytes = b"", more_ns: int = 0, into: memoryview = NO_DATA) -> Outcome[None]:
-        """Ask, under the session's lock. Args: more_ns: Time that the work itself takes."""
+        """Send the request, under the session's lock.
+
+        Args:
+            payload: The request's payload.
+            more_ns: Time that the operation itself takes, in nanoseconds.
+            into: Receives the reply's body.
+        """
         attachment = self._attachment
         if not attachment.is_at_rest:
             return NOT_SENT
@@ -150,7 +179,7 @@ class FastRequest(_KnownReply):
         return self._ask(request_id, request, reply, into, more_ns)
 
     def do(self, payload: bytes = b"", more_ns: int = 0) -> Procedure[None]:
-        """Ask, one way or the other, and wait for the reply."""
+        """Send the request, the fast way if possible, and wait for the reply."""
         match self.ask(payload, more_ns):
             case NotSent():
                 yield from self._operations.ask(self._op, payload)
@@ -159,13 +188,13 @@ class FastRequest(_KnownReply):
 
 
 class SmallRead(_KnownReply):
-    """A MEM_READ whose reply is looked for as a whole: a known beginning, then data, received where it belongs."""
+    """A MEM_READ with a reply that is compared as a whole: a known beginning, then data, received in place."""
 
     def __init__(self, operations: Operations) -> None:
         super().__init__(operations, Opcode.MEM_READ)
 
     def ask(self, handle: int, offset: int, into: memoryview) -> Outcome[None]:
-        """Read `len(into)` bytes, under the session's lock."""
+        """Read `len(into)` bytes from byte `offset`, under the session's lock."""
         attachment = self._attachment
         if not attachment.is_at_rest:
             return NOT_SENT

@@ -1,17 +1,18 @@
-"""A lease of a fleet: a directory names nodes, and each is asked in turn until one grants.
+"""Acquires a lease in a fleet: a directory names nodes, and the client asks one after another until one grants.
 
-Theory of operation. A directory's answer may be seconds old, so a node that it named may refuse. Then the next is
-asked. All tries of one acquire have one request id. If a connection ends before the node's answer came, the lease may
-be there already. So the same node is asked again, by the same id, before another is. A node looks for the id before it
-refuses anything. So its answer is final, also where it is no grant; a connection that is refused says nothing. Who
-waits for a name need not stay with such a node: a name is granted once, and a later round asks the node again.
+Theory of operation. A directory's answer may be seconds old, so a node that it named may refuse. Then the client asks
+the next one. All tries of one acquire have the same request id. If a connection ends before the node's answer came, the
+lease may exist already. So the client asks the same node again, with the same id, before it asks another. A node looks
+for the id before it refuses anything, so its answer is final even if it is a refusal; a refused connection proves
+nothing. A client that waits for a name need not stay with such a node: a name is granted once, and a later round asks
+the node again.
 
-A node that hangs, or whose host is gone, is left after seconds: it answers no PING beside the request. A lease without
-a name that it grants all the same, once it goes on, is an orphan, for nobody is connected to it.
-Afterwards the fleet plays no part: all requests about the lease go to its own node.
+A node that hangs, or whose host is gone, is given up after seconds, because it answers no PING during the request. If
+it resumes and grants a lease without a name after all, that lease is an orphan: nobody is connected to it. After the
+grant the fleet is no longer involved: all requests about the lease go to its node.
 
-The request id is one call's. A program that dies in `acquire()` and calls it anew asks for another lease; the first
-one, if it was granted, ends with its time, or as an orphan. A name prevents two leases over all calls.
+The request id belongs to one call. If a program dies in `acquire()` and calls it again, it asks for another lease; the
+first one, if it was granted, ends at its deadline or as an orphan. A name prevents two leases across all calls.
 """
 
 import random
@@ -65,39 +66,42 @@ from gpulease.protocol.primitives import LeaseParameter
 T = TypeVar("T")
 
 DIRECTORY_LIMIT_S: Final = 4.0
-"""Longest time for a directory to be reached, and then to answer. It answers from memory, within milliseconds; another
-one is asked instead."""
+"""Longest time to reach a directory, and then for its answer, in seconds. It answers from memory within milliseconds;
+after this another one is asked."""
 
 NODE_LIMIT_S: Final = 4.0
-"""Longest time for a node to be reached, and to answer PING while it works on the request. Both take it milliseconds;
-another one is asked instead. A grant itself may take longer."""
+"""Longest time to reach a node, and for its answer to a PING while it works on the request, in seconds. Both take
+milliseconds; after this another one is asked. A grant itself may take longer."""
 
 PLACEMENTS_PER_ROUND: Final = 3
-"""Times that a directory is asked for further nodes in a row: of 24 nodes drawn at random one has room, or few have."""
+"""How often a round asks a directory for further nodes: if none of 24 nodes drawn at random has room, few have."""
 
 GRANT_LIMIT_S: Final = 90.0
-"""Longest a grant may take at a node that lives, beside the wait for room: that of an acquire at one host."""
+"""Longest time for a grant at a node that answers PING, in addition to the wait for room, in seconds; as for an acquire
+at a single host."""
 
 LOST_ANSWER_S: Final = 15.0
-"""Time in which a node is asked again after an answer was lost. A broker that restarts is back by then: on a host with
-few cores, all of them busy, that took 3 s. A daemon that was killed costs an acquire this long, if it went while it was
-asked, and no name can be waited for elsewhere."""
+"""How long a node is asked again after an answer was lost, in seconds. A restarting broker is back by then: on a host
+with few cores, all of them busy, it took 3 s. If a daemon was killed while it was being asked, and the client can't
+wait for a name elsewhere, the acquire takes this much longer."""
 
 LOST_PAUSE_S: Final = 0.1
-"""Pause between two such tries."""
+"""Pause between two such tries, in seconds."""
 
 WAIT_SLICE_S: Final = 2.0
-"""Longest wait in one node's line, before others are asked again: room or the name may be free elsewhere by then."""
+"""Longest wait in one node's queue before others are asked again, in seconds: room or the name may be free elsewhere.
+"""
 
 ROUND_PAUSE_S: Final = 0.25
-"""Pause between two rounds where no node has a line to wait in, or none for this wait."""
+"""Pause between two rounds if no node has a queue for this request, in seconds."""
 
 NAME_TRIES: Final = 3
-"""Nodes of a round that may say BUSY to a name. Who serves another tenant's name is not told, and each node that is
-asked asks the fleet's store. A node that is cut off says BUSY, too, so the first is not the last."""
+"""How many nodes of a round may answer BUSY to a name. A directory does not say who serves another tenant's name, and
+each node that is asked queries the fleet's store. A node that is cut off answers BUSY too, so one answer is not
+enough."""
 
 MAX_TOLD: Final = 8
-"""Most nodes whose refusals an error tells in words."""
+"""Most refusing nodes that an error message lists."""
 
 REQUEST_ID_BYTES: Final = 16
 
@@ -108,7 +112,7 @@ class Fleet:
 
     Attributes:
         address: Its address.
-        directories: The addresses of its directories, with the files that they take.
+        directories: The addresses of its directories, with the files that they need.
         files: The tenant's files, for the nodes.
     """
 
@@ -118,7 +122,7 @@ class Fleet:
 
     @classmethod
     def of(cls, address: FleetAddress, files: TlsFiles) -> "Fleet":
-        """Join a fleet's address and its files. Raises InvalidRequest if a file is missing."""
+        """Combine a fleet's address and its files. Raises InvalidRequest if a file is missing."""
         return cls(address, tuple(with_files(one, files) for one in address.directories), files)
 
     def __str__(self) -> str:
@@ -126,15 +130,18 @@ class Fleet:
 
 
 Make: TypeAlias = Callable[[Channel, HelloReply, LeaseGrant], T]
-"""Makes a lease of a grant, and of the connection to its node that it came on."""
+"""Makes a lease from a grant, and from the connection to its node on which it came."""
 
 
 def ask_directories(fleet: Fleet, op: Opcode, body: Body) -> Procedure[Any]:
-    """Ask the directories, one after the other, until one answers; returns the reply's body.
+    """Ask the directories in random order until one answers; returns the reply's body.
 
-    Raises InvalidRequest if the request makes no sense, Disconnected or another error if none answered.
+    Raises InvalidRequest if the request makes no sense; if no directory answered, the only directory's error, or one
+    that names what each said.
     """
     directories = list(fleet.directories)
+    # A random order spreads the load. An invalid request is invalid everywhere; any other error may be that
+    # directory's.
     random.shuffle(directories)
     errors: list[tuple[Address, GpuLeaseError]] = []
     for directory in directories:
@@ -144,9 +151,11 @@ def ask_directories(fleet: Fleet, op: Opcode, body: Body) -> Procedure[Any]:
             raise
         except GpuLeaseError as error:
             errors.append((directory, error))
+    # One directory: its own error says more than a summary of one.
     if len(errors) == 1:
         raise errors[0][1].with_traceback(None)
     told = "; ".join(f"{directory}: {error.message}" for directory, error in errors)
+    # If all failed in the same way, keep that status, so that the caller can react to it.
     kinds = {type(error) for _, error in errors}
     status = errors[-1][1].status if len(kinds) == 1 else Status.DISCONNECTED
     message = f"none of the fleet's {len(errors)} directories can answer: {told}"
@@ -156,16 +165,23 @@ def ask_directories(fleet: Fleet, op: Opcode, body: Body) -> Procedure[Any]:
 def acquire_in(
     fleet: Fleet, wanted: LeaseAlloc, make: Make[T], undo: Undo, clock: Clock = time.monotonic
 ) -> Procedure[T]:
-    """Ask a fleet for a lease, and make it of the grant.
+    """Ask a fleet for a lease, and make it from the grant.
 
-    If this is interrupted, `undo` gives back what a node has granted. Raises CapacityExceeded, Drained, Disconnected
-    and their like, or InvalidRequest; the error says how many nodes were asked, and why each refused.
+    Args:
+        fleet: The fleet.
+        wanted: The request, with the time that it may wait for room.
+        make: Makes the lease.
+        undo: Gives back what a node has granted, if this is interrupted.
+        clock: The monotonic time in seconds.
+
+    Raises CapacityExceeded, Drained, Disconnected and their like, or InvalidRequest. The error says how many nodes were
+    asked, and why each refused.
     """
     return (yield from _Search(fleet, wanted, make, undo, clock).run())
 
 
 class _Refusal(NamedTuple):
-    """A node that refused, and why; `holds_name`: it serves the name, as the directory has it."""
+    """A node that refused, and why. `holds_name`: it serves the name, according to the directory."""
 
     candidate: Candidate
     error: GpuLeaseError
@@ -173,7 +189,7 @@ class _Refusal(NamedTuple):
 
 
 class _Search(Generic[T]):
-    """An acquire in a fleet, until a node grants."""
+    """One acquire in a fleet, until a node grants."""
 
     def __init__(self, fleet: Fleet, wanted: LeaseAlloc, make: Make[T], undo: Undo, clock: Clock) -> None:
         self._fleet = fleet
@@ -190,6 +206,8 @@ class _Search(Generic[T]):
     def run(self) -> Procedure[T]:
         """Ask until a node grants or the time is over."""
         while True:
+            # Each round asks nodes that grant immediately. Only if none does, wait for a slice of the time, and begin
+            # again: room may have become free at any node meanwhile.
             granted = yield from self._round()
             left_s = self._end - self._clock()
             if granted is None and left_s > 0:
@@ -203,8 +221,10 @@ class _Search(Generic[T]):
         """Ask each node that a directory names, without waiting for room."""
         self._refusals = {}
         for _ in range(PLACEMENTS_PER_ROUND):
+            # The directory leaves out nodes that have refused in this round.
             place = replace(self._place, tried=tuple(self._refusals)[-MAX_TRIED:])
             self._last = yield from ask_directories(self._fleet, Opcode.PLACE, place)
+            # Ask without waiting. Stop as soon as a node grants, or as it is clear that the name is taken.
             for candidate in self._last.candidates:
                 granted = yield from self._ask(candidate, 0)
                 if granted is not None or self._is_taken(candidate):
@@ -214,11 +234,12 @@ class _Search(Generic[T]):
         return None
 
     def _wait(self, left_s: float) -> Procedure[T | None]:
-        """Wait a slice where that helps: for a name at a node that said it is taken, else for room in one node's line.
+        """Wait a slice where it helps: for a name at a node that said it is taken, else for room in one node's queue.
 
-        A node that refuses before the slice is over has no line for this wait: a pause follows, so that nobody is asked
-        again at once.
+        If the node refuses before the slice is over, it has no queue for this request. Then a pause follows, so that no
+        node is asked again at once.
         """
+        # The node that serves the name comes first: only its lease's end frees the name.
         slice_s = min(left_s, WAIT_SLICE_S)
         slice_end = self._clock() + slice_s
         waits = sorted(self._refusals.values(), key=lambda refusal: not refusal.holds_name)
@@ -226,18 +247,20 @@ class _Search(Generic[T]):
         full = [refusal for refusal in waits if type(refusal.error) is CapacityExceeded]
         for refusal in (named or full)[:1]:
             granted = yield from self._ask(refusal.candidate, slice_s)
+            # That node may be cut off: let another one try, too, as it could fence it.
             if granted is None and named and refusal.holds_name and (left_s := self._end - self._clock()) > 0:
                 granted = yield from self._ask_another(refusal.candidate, min(left_s, WAIT_SLICE_S))
             if granted is not None:
                 return granted
+        # The node refused before the slice was over, because it has no queue for this request.
         if (pause_s := min(slice_end - self._clock(), ROUND_PAUSE_S)) > 0:
             yield Sleep(pause_s)
         return None
 
     def _ask_another(self, holder: Candidate, wait_s: float) -> Procedure[T | None]:
-        """Wait for a name at another node than the one that serves it.
+        """Wait for a name at a node other than the one that serves it.
 
-        A node that is cut off from its fleet keeps who waits there waiting. Only another node can fence it.
+        If the serving node is cut off from its fleet, it keeps its waiters waiting. Only another node can fence it.
         """
         place = replace(self._place, tried=(holder.node_id,))
         self._last = yield from ask_directories(self._fleet, Opcode.PLACE, place)
@@ -246,7 +269,10 @@ class _Search(Generic[T]):
         return None
 
     def _is_taken(self, candidate: Candidate) -> bool:
-        """Return whether it is vain to ask others for the name: the node that serves it keeps it, or several say so."""
+        """Return whether asking others for the name is useless.
+
+        It is if the node that serves the name refused, or if NAME_TRIES nodes are BUSY.
+        """
         refusal = self._refusals[candidate.node_id]
         if not self._place.name or type(refusal.error) is not Busy:
             return False
@@ -254,10 +280,12 @@ class _Search(Generic[T]):
         return refusal.holds_name or busy >= NAME_TRIES
 
     def _ask(self, candidate: Candidate, wait_s: float) -> Procedure[T | None]:
-        """Ask one node; None if it refuses in a way by which another may grant. Raises what no other would grant."""
+        """Ask one node; None if it refuses but another may grant. Raises errors that every node would give."""
         try:
             return (yield from self._ask_surely(candidate, wait_s))
         except GpuLeaseError as error:
+            # An invalid request is refused everywhere. NotFound, which is an InvalidRequest too, only means that this
+            # node lacks the card.
             if isinstance(error, InvalidRequest) and not isinstance(error, NotFound):
                 raise
             holds_name = candidate.node_id == self._last.holder
@@ -273,6 +301,7 @@ class _Search(Generic[T]):
             number = 0
             try:
                 channel, hello = yield from self._dial(candidate)
+                # Each try waits only for what is left of its slice.
                 wanted = replace(self._wanted, wait_ms=int(left_s * 1000))
                 number, frame = channel.link.request(Opcode.LEASE_ALLOC, wanted, makes=True)
                 answer = yield from _answer(channel, number, frame, GRANT_LIMIT_S + left_s, self._clock)
@@ -281,6 +310,9 @@ class _Search(Generic[T]):
                     channel.link.claim(number)
                     return lease
             except GpuLeaseError as error:
+                # Give up if the answer was not lost on the first try, or if later rounds will ask this node for the
+                # name anyway. After the first lost answer every error, including a refused connection, leads to another
+                # try until the time is over: only the node's own answer says whether it has granted the lease.
                 is_lost = _is_lost(error, channel)
                 if channel is not None:
                     channel.close()
@@ -291,6 +323,7 @@ class _Search(Generic[T]):
             except GeneratorExit:
                 raise
             except BaseException:
+                # Interrupted while the node may be granting: give back what it grants.
                 if channel is not None and number:
                     yield from give_up(channel, number, self._undo)
                 raise
@@ -302,12 +335,13 @@ class _Search(Generic[T]):
             left_s = max(0.0, wait_until - self._clock())
 
     def _waits_for_name(self) -> bool:
-        """Return whether a name is asked for, with time left for rounds that ask this node again beside others."""
+        """Return whether a name is wanted and time is left for rounds that ask this node again among others."""
         return bool(self._place.name) and self._end - self._clock() > LOST_ANSWER_S
 
     def _dial(self, candidate: Candidate) -> Procedure[tuple[Channel, HelloReply]]:
         """Connect to a node, at the first of its addresses that answers."""
         error: GpuLeaseError = Disconnected(f"node {candidate.node_id} has no address that can be used")
+        # An address that this client can't parse belongs to a newer fleet: skip it.
         for text in candidate.addresses:
             try:
                 address = with_files(parse_address(text), self._fleet.files)
@@ -331,20 +365,21 @@ class _Search(Generic[T]):
             parts.append(f"a directory reports about the nodes: {self._last.why}")
         if self._place.name and self._last.holder is not None:
             parts.append(f"the name {self._place.name!r} is served by node {self._last.holder}")
+        # Of several errors, lack of room is the most useful to the caller: it can ask for less, or wait.
         errors = [refusal.error for refusal in refused.values()]
         chosen = next((error for error in errors if type(error) is CapacityExceeded), errors[0] if errors else None)
         message = ": ".join(parts[:2]) + "".join(f"; {part}" for part in parts[2:])
         status = Status.CAPACITY_EXCEEDED if chosen is None else chosen.status
-        # A full node's own hint names other nodes, which were asked.
+        # A full node's own hint recommends other nodes, and these were asked.
         is_full = status is Status.CAPACITY_EXCEEDED
         hint = CapacityExceeded.default_hint if chosen is None or is_full else chosen.hint
         return error_of(Failure(status, message, hint), "acquire")
 
 
 def _is_lost(error: GpuLeaseError, channel: Channel | None) -> bool:
-    """Return whether a first try was asked and its answer was lost with the connection, so that it may come once more.
+    """Return whether the node's answer was lost with the connection, so that it may have granted the lease.
 
-    A node that says goodbye has granted nothing; one that hangs has not ended the connection.
+    A node that sent a goodbye has granted nothing; one that hangs has not ended the connection.
     """
     if channel is None or not isinstance(error, Disconnected):
         return False
@@ -369,7 +404,7 @@ def _short(error: GpuLeaseError) -> str:
 
 
 def _place_of(wanted: LeaseAlloc) -> Place:
-    """Return the request for a place of a request for a lease. Raises InvalidRequest."""
+    """The request to a directory that corresponds to a request for a lease. Raises InvalidRequest."""
     parameters = {parameter.tag: parameter.value for parameter in wanted.parameters}
     exclusivity = parameters.get(EXCLUSIVITY_TAG, bytes([Exclusivity.SESSION_EXCLUSIVE]))[0]
     name = parameters.get(NAME_TAG, b"").decode()

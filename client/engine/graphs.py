@@ -1,4 +1,4 @@
-"""Launch graphs on this side: the handle of a recorded one, and how it is made, launched and closed."""
+"""Launch graphs in the client: the handle of a recorded graph, and how it is made, launched and closed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,9 +31,9 @@ class GraphRecord:
 
     Attributes:
         body: The message that makes the graph.
-        parameters: Its parameters by name, in the order of the body's.
-        handles: Buffers and modules that the graph needs.
-        arrays: Arrays of the arena that the graph copies from and to.
+        parameters: Its parameters by name, in the body's order.
+        handles: Buffers and modules that the graph uses.
+        arrays: Arrays in the arena that the graph copies from and to.
         kernel: The kernel of its only launch; "" for a graph of several, or of copies alone.
     """
 
@@ -45,9 +45,9 @@ class GraphRecord:
 
 
 class GraphHandle(Handle):
-    """A recorded sequence of launches and copies; the base of both faces' graphs.
+    """A recorded sequence of launches and copies; the base of both APIs' graphs.
 
-    It holds the buffers, modules and arrays it was recorded with, so they live as long as it does.
+    It holds the buffers, modules and arrays with which it was recorded, so they exist as long as it does.
     """
 
     __slots__ = ("_args", "_graphs", "_head", "_head_in", "_middle", "_record", "_why_not")
@@ -55,7 +55,7 @@ class GraphHandle(Handle):
     _free_op = Opcode.GRAPH_DESTROY
 
     def __init__(self) -> None:
-        """Begin as a graph that is still being recorded; `made` follows."""
+        """Begin as a graph that is still being recorded; `made` completes it."""
         self.owner = None
         self.handle = 0
         self._graphs: Graphs
@@ -65,11 +65,11 @@ class GraphHandle(Handle):
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """The names of the parameters that `launch` can be given."""
+        """The names of the parameters that `launch` accepts."""
         return () if self._record is None else tuple(self._record.parameters)
 
     def made(self, graphs: "Graphs", handle: int, record: GraphRecord) -> Self:
-        """Note the number that the worker gave the graph, and prepare its launch frame; it has no owner yet."""
+        """Store the worker's handle of the graph, and prepare its launch frame; it has no owner yet."""
         self._graphs = graphs
         self.handle, self._record = handle, record
         self._args = b"".join(parameter.value for parameter in record.parameters.values())
@@ -78,6 +78,7 @@ class GraphHandle(Handle):
         def made(op: Opcode, payload: bytes) -> bytes:
             return build_frame(op, payload, request_id=0, session_id=session_id, flags=Flag.QUIET)
 
+        # Build the frame once. A launch fills in the request id, between head and middle, and the arguments at the end.
         frame = made(Opcode.GRAPH_LAUNCH, graph_launch_payload(handle, self._args))
         self._head, self._middle = frame[:REQUEST_ID_OFFSET], frame[MIDDLE_AT : len(frame) - len(self._args)]
         in_regions = graph_launch_payload(handle, self._args, 0, 0)
@@ -86,7 +87,7 @@ class GraphHandle(Handle):
         return self
 
     def discarded(self) -> None:
-        """Note that the recording failed."""
+        """Record that the recording failed, for later errors."""
         self._why_not = "was discarded: its recording failed"
 
     def graphs(self, doing: str) -> "Graphs":
@@ -103,12 +104,13 @@ class GraphHandle(Handle):
     def frame(
         self, attachment: Attachment, values: Mapping[str, Any], regions: RegionSet | None, position: int
     ) -> tuple[int, bytes, bool]:
-        """(number, frame, whether its regions are active) of a quiet launch of it.
+        """(request id, frame, whether its regions are active) of a quiet launch of it.
 
-        Raises InvalidHandle, InvalidRequest or RegionFailed; nothing is sent then.
+        Raises InvalidHandle, InvalidRequest or RegionFailed, and nothing is sent.
         """
         record = self._record
         assert record is not None
+        # Whatever the graph uses must still exist in this session.
         for handle in record.handles:
             if handle.owner is not attachment:
                 handle.check(attachment, _LAUNCH)
@@ -128,6 +130,7 @@ class GraphHandle(Handle):
                 f"{_LAUNCH}: it has no parameter {quoted(sorted(unknown)[0])}; its parameters: {known}"
             )
         parts = []
+        # The wire has the values in the order of the parameters, each with the size that it was recorded with.
         for name, parameter in record.parameters.items():
             if name not in values:
                 parts.append(parameter.value)
@@ -144,12 +147,12 @@ class GraphHandle(Handle):
 
     def lend_arrays(self) -> None:
         """Lend its arrays for as long as queued copies may use them."""
-        # Copies of it that are queued may still read and write its arrays, whose memory others must not get yet.
+        # Queued copies may still read and write its arrays: their memory must not be given to others yet.
         if self.owner is not None and self._record is not None and self._record.arrays:
             self._graphs.attachment.lent.lend_to_graph(self._record.arrays)
 
     def __del__(self) -> None:
-        # It may be half-built: see Handle.
+        # It may be half-built, as in `Handle.__del__`.
         if getattr(self, "owner", None) is not None:
             self.lend_arrays()
         super().__del__()
@@ -163,7 +166,7 @@ class GraphHandle(Handle):
 
 
 class Graphs:
-    """The launch graphs of one session, which are launched into its streams.
+    """Makes, launches and closes the launch graphs of one session.
 
     Attributes:
         attachment: The session's connection.
@@ -177,7 +180,7 @@ class Graphs:
         self._streams = streams
 
     def make(self, graph: GraphHandle, record: GraphRecord) -> Procedure[None]:
-        """Have the worker check and keep a recording."""
+        """Send a recording to the worker, which checks and keeps it. Raises InvalidRequest if it is too large."""
         payload = build_body(record.body)
         most = min(MAX_GRAPH_BYTES, self.attachment.max_payload_bytes)
         if len(payload) > most:
@@ -195,7 +198,7 @@ class Graphs:
         regions: RegionSet | None = None,
         position: int = 0,
     ) -> Begun[int]:
-        """Send a graph's launch at once, under the session's lock; the result is the launch's number."""
+        """Send a graph's launch immediately, under the session's lock; the result is the launch's number."""
         attachment = self.attachment
         attachment.check_open(_LAUNCH)
         if attachment.recording is not None:
@@ -208,6 +211,6 @@ class Graphs:
         return begun if are_active else self.refused.confirmed(begun, _LAUNCH)
 
     def close(self, graph: GraphHandle) -> Procedure[None]:
-        """Free a graph; queued launches of it run to their end."""
+        """Free a graph. Queued launches of it run to their end."""
         graph.lend_arrays()
         yield from self._operations.free(graph, GraphHandle, "close")

@@ -1,4 +1,4 @@
-"""Buffers that a lease keeps by name beyond the session that made them, so that programs hand them on to each other."""
+"""Buffers that a lease keeps by name beyond the session that made them, so that programs can pass them on."""
 
 from typing import Final
 
@@ -14,18 +14,18 @@ from gpulease.protocol.messages import Freed, KeptBuffer, MemKeep
 from gpulease.protocol.messages import KeptBuffers as KeptBuffersBody
 
 MAX_NAMED: Final = 16
-"""Most kept buffers that an error names."""
+"""Most kept buffers that an error message lists."""
 
 
 class KeptBuffers:
-    """The kept buffers of a session's lease."""
+    """The buffers that a session's lease keeps."""
 
     def __init__(self, operations: Operations) -> None:
         self._operations = operations
         self._attachment = operations.attachment
 
     def keep(self, buffer: Buffer, name: str) -> Procedure[None]:
-        """Have the lease hold a buffer under a name; its handle here stays good, and frees nothing when it goes."""
+        """Make the lease hold a buffer under a name; its handle here stays valid, and no longer frees the buffer."""
         self._operations.check_recording("keep")
         return self._keep(buffer, name)
 
@@ -37,7 +37,7 @@ class KeptBuffers:
         buffer.lend()
 
     def find(self, name: str) -> Procedure[BorrowedBuffer]:
-        """Find a kept buffer, which stays kept. Raises InvalidHandle if there is none."""
+        """Find a kept buffer, which stays kept. Raises InvalidHandle if there is none of that name."""
         self._operations.check_recording("kept")
         return self._find(name)
 
@@ -47,7 +47,7 @@ class KeptBuffers:
         return BorrowedBuffer(self._attachment, found.handle, found.size_bytes)
 
     def names(self) -> Procedure[dict[str, int]]:
-        """Ask for the sizes of all kept buffers by their names."""
+        """List the kept buffers: name to size in bytes."""
         self._operations.check_recording("kept_names")
         return self._names()
 
@@ -67,7 +67,7 @@ class KeptBuffers:
         return (yield from self._operations.do(doing, self._taken(self._checked_name(name, doing), doing)))
 
     def reset(self) -> Procedure[int]:
-        """Wait for all streams, then free what no open session holds; the number of bytes."""
+        """Wait for all streams, then free what no open session holds; returns the number of bytes."""
         self._operations.check_recording("reset")
         return self._reset()
 

@@ -1,4 +1,4 @@
-"""A session's launches: checked once for each kernel, shape and argument sizes, then sent from a template."""
+"""A session's launches: checked once per kernel, shape and argument sizes, then sent from a template."""
 
 import struct
 from collections.abc import Iterable, Sequence
@@ -23,8 +23,8 @@ from gpulease.protocol.messages import KernelEntry, Launch
 from gpulease.protocol.opcodes import LaunchFlag, ParameterType
 
 MAX_TEMPLATES: Final = 1024
-"""Launch templates kept per module, about half a kilobyte each. A tenant whose grid is never the same twice would fill
-memory otherwise; past this they are dropped and made anew."""
+"""Launch templates kept per module, about half a kilobyte each. Stops a tenant whose grid is never the same twice from
+filling memory: beyond this all are dropped and made again."""
 
 MAX_U32: Final = 2**32 - 1
 """Largest dimension of a grid or block that fits the wire's u32."""
@@ -37,24 +37,24 @@ KernelArguments = KernelArgs | bytes | bytearray | memoryview | list[Any] | tupl
 
 @dataclass(frozen=True, slots=True)
 class LaunchAttributes:
-    """The wishes of a launch beyond its shape.
+    """The attributes of a launch besides its shape.
 
     Attributes:
         cooperative: All blocks run at the same time, so that they may wait for each other.
-        cluster: Neighbouring blocks that run together, one to three numbers; None for no clusters.
+        cluster: Neighbouring blocks that run together, in one to three dimensions; None for no clusters.
     """
 
     cooperative: bool
     cluster: Sequence[int] | None
 
     def trailer(self, kernel: str) -> tuple[int, int, int, int]:
-        """The integers behind a LAUNCH_IN. Raises LaunchFailed."""
+        """The integers at the end of a LAUNCH_WITH, after the regions. Raises LaunchFailed."""
         cluster = () if self.cluster is None else dimensions(kernel, "cluster", self.cluster)
         return (LaunchFlag.COOPERATIVE if self.cooperative else 0, *(cluster or (0, 0, 0)))
 
 
 class LaunchCommands(Protocol):
-    """Launches, as a session and a recording take them."""
+    """Launches, as both a session and a recording implement them."""
 
     def launch(
         self,
@@ -82,7 +82,7 @@ class LaunchCommands(Protocol):
         shared_bytes: int,
         stream: StreamHandle | None = None,
     ) -> Begun[int]:
-        """`launch`, only while every region of the set goes on."""
+        """`launch`, only if no region of the set has ended or is cancelled."""
 
     def launch_with(
         self,
@@ -104,8 +104,8 @@ class LaunchCommands(Protocol):
 class _LatestLaunch:
     """A module's last launch that was checked and sent; a launch like it is not checked again.
 
-    A sequence that its caller may change is kept as a copy, and compared. The same object proves the same value only
-    where it can't change.
+    A sequence that its caller may change is stored as a copy, and compared by value. Only for an immutable object does
+    identity prove an equal value.
     """
 
     __slots__ = ("block", "block_type", "grid", "grid_type", "kernel", "kinds", "shared_bytes", "template")
@@ -130,7 +130,7 @@ class _LatestLaunch:
     def is_like(
         self, kernel: str, grid: Sequence[int], block: Sequence[int], args: KernelArguments, shared_bytes: int
     ) -> bool:
-        """Return whether a launch of these is like this one."""
+        """True if a launch with these arguments is like this one."""
         return (
             kernel == self.kernel
             and type(args) is KernelArgs
@@ -160,13 +160,15 @@ class Launches(LaunchCommands):
         shared_bytes: int,
         stream: StreamHandle | None = None,
     ) -> Begun[int]:
-        """Send a launch at once, under the session's lock; the result is the launch's number.
+        """Send a launch immediately, under the session's lock; the result is the launch's number.
 
-        A launch like the module's last one is checked and sent in this one frame: a call or a generator would cost as
-        much as all the rest. Any other launch, and whatever is wrong, is left to `_launch_anew`.
+        A launch like the module's last one is checked and sent inside this function: another call or a generator would
+        cost as much as all the rest. Any other launch, and any error, is left to `_launch_anew`.
         """
         attachment = self._attachment
         try:
+            # One expression checks everything that may have changed since the module's last launch. The first mismatch,
+            # or a module without a last launch, leads to the general way below.
             latest = module.latest
             if (
                 kernel == latest.kernel
@@ -184,6 +186,7 @@ class Launches(LaunchCommands):
                 and not self._streams.selected
                 and stream is None
             ):
+                # Each buffer must still be this session's: a freed one has no owner.
                 for buffer in args.buffers:
                     if buffer.owner is not attachment:
                         break
@@ -195,7 +198,7 @@ class Launches(LaunchCommands):
                     ):
                         return number
         except (AttributeError, TypeError, ValueError, OSError, FramingError):
-            pass  # a wrong type, the first launch, or no peer: found out below
+            pass  # a wrong type, the first launch, or the peer is gone: the general way reports it
         try:
             return self._launch_anew(module, kernel, grid, block, args, arg_sizes, shared_bytes, stream)
         except GpuLeaseError as error:
@@ -229,7 +232,7 @@ class Launches(LaunchCommands):
         shared_bytes: int,
         stream: StreamHandle | None = None,
     ) -> Begun[int]:
-        """Send a launch in regions at once, under the session's lock; the result is the launch's number."""
+        """Send a launch in regions immediately, under the session's lock; the result is the launch's number."""
         attachment = self._attachment
         try:
             latest = module.latest_in
@@ -255,7 +258,7 @@ class Launches(LaunchCommands):
                 ):
                     return number
         except (AttributeError, TypeError, ValueError, OSError, FramingError, struct.error):
-            pass  # a wrong type or value, the first launch, or no peer: found out below
+            pass  # a wrong type or value, the first launch, or the peer is gone: the general way reports it
         try:
             attachment.check_open("launch")
             doing = f"launch of {quoted(kernel)}"
@@ -287,7 +290,7 @@ class Launches(LaunchCommands):
         shared_bytes: int,
         stream: StreamHandle | None = None,
     ) -> Begun[int]:
-        """Send a launch with attributes at once, under the session's lock; the result is the launch's number."""
+        """Send a launch with attributes immediately, under the session's lock; the result is the launch's number."""
         attachment = self._attachment
         attachment.check_open("launch")
         attachment.require(Opcode.LAUNCH_WITH, "launch")
@@ -312,7 +315,7 @@ class Launches(LaunchCommands):
         arg_sizes: Iterable[int] | None,
         shared_bytes: int,
     ) -> tuple[int, bytes]:
-        """(number, frame) of a quiet launch, checked. Raises LaunchFailed, InvalidHandle or InvalidRequest."""
+        """(request id, frame) of a quiet launch, checked. Raises LaunchFailed, InvalidHandle or InvalidRequest."""
         args = in_order(module, kernel, args)
         template, data = self._prepared(Opcode.LAUNCH, module, kernel, grid, block, args, arg_sizes, shared_bytes)
         if isinstance(args, KernelArgs):
@@ -340,7 +343,8 @@ class Launches(LaunchCommands):
         else:
             data, kinds, buffers = _raw(kernel, args, arg_sizes)
         template = self._template(op, module, kernel, grid, block, kinds, shared_bytes)
-        # These may have changed since the template was made.
+        # Check again what may have changed since the template was made: whether module and buffers are still this
+        # session's.
         self._check_owner(module, kernel)
         for buffer in buffers:
             if buffer.owner is not attachment:
@@ -360,9 +364,10 @@ class Launches(LaunchCommands):
         shared_bytes: int,
     ) -> LaunchTemplate:
         try:
+            # The second way: launches with this kernel, shape and argument sizes were checked before.
             found = module.templates.get((op, kernel, tuple(grid), tuple(block), shared_bytes, kinds))
         except (TypeError, AttributeError):
-            found = None  # a wrong type: what is wrong with it is found out below
+            found = None  # a wrong type: the checks below report it
         if found is not None:
             return found
         if not isinstance(module, Module):
@@ -372,6 +377,7 @@ class Launches(LaunchCommands):
             # A kernel's first launch may need memory.
             self._streams.operations.give_back_at_once()
         try:
+            # The third way: check everything, and keep the result as a template.
             launch = _checked(module, kernel, grid, block, kinds, shared_bytes)
             template = LaunchTemplate(launch, self._attachment.session_id, op)
         except ProtocolError as error:
@@ -412,7 +418,7 @@ def _checked(
 
 
 def _entry(module: Module, kernel: str) -> KernelEntry:
-    """A kernel of a module. Raises LaunchFailed if it has none of that name, InvalidRequest for what is no name."""
+    """A kernel of a module. Raises LaunchFailed if there is none of that name, InvalidRequest for an invalid name."""
     entry = module.kernels.get(kernel_name(kernel, "launch"))
     if entry is None:
         raise _failed(kernel, f"the module has no such kernel; it has {_listed(module)}")
@@ -420,12 +426,12 @@ def _entry(module: Module, kernel: str) -> KernelEntry:
 
 
 def in_order(module: Module, kernel: str, args: KernelArguments) -> KernelArgs | bytes | bytearray | memoryview:
-    """Pack a list of arguments as KernelArgs; leave any others as they are. Raises what `pack_listed` does."""
+    """Pack a list of arguments as KernelArgs; return other forms unchanged. Raises what `pack_listed` raises."""
     if not isinstance(args, list | tuple):
         return args
     types: tuple[ParameterType, ...] = ()
     if isinstance(module, Module):
-        # A name that is wrong is said before its arguments, whose types it would have told.
+        # Check the name first: the types of the arguments depend on it.
         types = module.parameter_types.get(_entry(module, kernel).name, ())
     try:
         return pack_listed(args, types)
@@ -436,7 +442,15 @@ def in_order(module: Module, kernel: str, args: KernelArguments) -> KernelArgs |
 
 
 def dimensions(kernel: str, what: str, given: Any) -> tuple[int, int, int]:
-    """Complete a grid, block or cluster of one to three numbers to three. Raises LaunchFailed."""
+    """Complete a grid, block or cluster of one to three numbers to three.
+
+    Args:
+        kernel: The kernel, for messages.
+        what: "grid", "block" or "cluster", for messages.
+        given: What the program passed.
+
+    Raises LaunchFailed.
+    """
     try:
         numbers = [item.__index__() for item in given]
     except (TypeError, AttributeError):

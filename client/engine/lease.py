@@ -1,8 +1,8 @@
-"""A lease as the client knows it: the control requests about it, its renewal, and how it ended.
+"""A lease in the client: the control requests about it, its renewal, and how it ended.
 
-`LeaseState` holds the lease for both faces; `LeaseView` is the base of the faces' own classes. `keep_renewed` renews a
-lease by a `RenewalSchedule`. `find_end_reason` asks the broker how a lease ended whose session's connection did.
-`LeaseReport` types LEASE_QUERY's map.
+`LeaseState` holds the lease for both APIs; `LeaseView` is the base of their public classes. `keep_renewed` renews a
+lease by a `RenewalSchedule`. `find_end_reason` asks the broker how a lease ended after its session's connection ended.
+`LeaseReport` types the map of a LEASE_QUERY.
 """
 
 import json
@@ -85,14 +85,14 @@ from gpulease.protocol.opcodes import NAME_TAG, WAITING_TAG, HelloOption
 
 
 class SubmitReport(TypedDict):
-    """A submit of a lease.
+    """A one-shot job of a lease.
 
     Attributes:
-        number: The submit's number on the daemon.
+        number: The job's number on the daemon.
         reason: Why it ended or ends, "" while nothing ends it.
-        timed_out: True if the submit, its kernel or its image took too long.
-        state: starting, running, ending or fenced; absent once the submit is gone.
-        launches: Kernels started; absent once the submit is gone.
+        timed_out: True if the job, its kernel or its image took too long.
+        state: starting, running, ending or fenced; absent once the job is gone.
+        launches: Number of kernels started; absent once the job is gone.
     """
 
     number: int
@@ -119,48 +119,50 @@ class ConnectionReport(TypedDict):
 class LeaseReport(TypedDict):
     """A lease, as the daemon reports it.
 
-    A daemon of another version may send more members, and lack those that are not required.
+    A daemon of another version may send more members, and may lack those that are not required.
 
     Attributes:
-        lease_id: The id's text, 32 hexadecimal digits: equal to `lease.lease_id_text`, not to `lease.lease_id`.
-        state: pending, active, draining (it ends), torndown (its memory is free) or fenced (that could not be proved).
-        generation: Goes up with every renewal.
+        lease_id: The id as text, 32 hexadecimal digits: equal to `lease.lease_id_text`, not to `lease.lease_id`.
+        state: pending, active, draining (it is ending), torndown (its memory is free) or fenced (that could not be
+            proved).
+        generation: Incremented by every renewal.
         size_bytes: Device memory granted.
         card_uuid: The card.
         exclusivity: shared, session_exclusive, device_exclusive or partition_exclusive.
-        remaining_ms: Milliseconds to its end, 0 once it has ended.
+        remaining_ms: Milliseconds until its end, 0 once it has ended.
         ttl_ms: Milliseconds last asked for.
-        cause: Why it ended or ends, a word as `expired`; None while nothing ends it.
-        reason: Why it ends or ended, for people; "" while there is no reason.
+        cause: Why it ended or ends, one word such as `expired`; None while nothing ends it.
+        reason: Why it ends or ended, as a sentence; "" while there is no reason.
         fault: The worker's message when the context was lost, "" if it was not.
         tenant: Its tenant.
         age_ms: Milliseconds since it was asked for.
         phase: active, warning, grace, teardown or ended; absent before it was granted.
-        ended_after_deadline_us: Microseconds from its deadline to the proof that its memory is free; below 0 if it
-            ended earlier, absent while it has not.
-        orphan_ms: Milliseconds it may be without a connection; 0: as long as it lasts.
-        orphaned_in_ms: Milliseconds until it ends for want of a connection; None while it has one.
-        allocated_bytes: Device memory its session holds. The worker counts this and the members below; they are absent
-            once there is no worker.
-        most_allocated_bytes: The most that it has held.
-        launches: Kernels its session queued.
-        syncs: Waits for the card that went well.
-        operations: Requests its session took.
-        failed_operations: Requests that failed.
-        sync_errors: Waits for the card that ended with a failure.
-        copies: Copies to and from the card.
-        copied_bytes: Bytes of these.
+        ended_after_deadline_us: Microseconds from its deadline to the proof that its memory is free; negative if it
+            ended earlier, absent while it has not ended.
+        orphan_ms: Milliseconds that it may be without a connection; 0: unlimited.
+        orphaned_in_ms: Milliseconds until it ends because it has no connection; None while it has one.
+        allocated_bytes: Device memory that its session holds. The worker counts this and the members below; they are
+            absent once there is no worker.
+        most_allocated_bytes: The most that its session has held.
+        launches: Number of kernels that its session queued.
+        syncs: Number of waits for the card that succeeded.
+        operations: Number of requests that its session received.
+        failed_operations: Number of requests that failed.
+        sync_errors: Number of waits for the card that ended with a failure.
+        copies: Number of copies to and from the card.
+        copied_bytes: Bytes of these copies.
         connections: The session's connections; absent with a daemon that is too old.
-        kept_memory_bytes: Bytes of buffers that the lease keeps by name; absent with them.
-        unheld_bytes: Bytes of buffers that no open session holds: of one that has ended while its kernels run, or of an
-            older client, whose buffers stay; absent with them.
-        submit: The submit that is not proved gone; absent if there is none.
-        last_submit: The last submit that is gone; absent if there was none.
+        kept_memory_bytes: Bytes of buffers that the lease keeps by name; absent together with `connections`.
+        unheld_bytes: Bytes of buffers that no open session holds: of a session that has ended while its kernels run, or
+            of an older client, whose buffers stay; absent together with `connections`.
+        submit: The job that is not proved gone; absent if there is none.
+        last_submit: The last job that is gone; absent if there was none.
         parent: For a region, the text of its lease's id; absent for a lease.
-        name: The name that its fleet serves once; absent without one.
-        epoch: The number of the name's claim; absent with it.
-        regions: The ids' texts of a lease's regions; absent for a region, and from an older daemon for a lease without.
-        region_bytes: Bytes of its slice that these take; absent with them.
+        name: The lease's name, which is unique in its fleet; absent without one.
+        epoch: The number of the name's claim; absent without a name.
+        regions: The ids of a lease's regions, as text; absent for a region, and with an older daemon for a lease
+            without regions.
+        region_bytes: Bytes of its slice that these take; absent together with `regions`.
     """
 
     lease_id: str
@@ -205,8 +207,8 @@ class LeaseUse(NamedTuple):
     """The device memory that a lease's session holds.
 
     Attributes:
-        now_bytes: What it holds: buffers, modules, streams, and the memory that they share.
-        most_bytes: The most that it has held since the lease began: what the next such lease needs.
+        now_bytes: What it holds now: buffers, modules, streams, and the memory that they share.
+        most_bytes: The most that it has held since the lease began: the size to ask for next time.
     """
 
     now_bytes: int
@@ -218,7 +220,10 @@ _NUMBERS: Final = ("generation", "size_bytes", "remaining_ms", "ttl_ms")
 
 
 def lease_report_of(found: Any, doing: str) -> LeaseReport:
-    """Check a map that the daemon sent. Raises Disconnected if it is none, or has other types than the protocol's."""
+    """Check a map that the daemon sent, and return it.
+
+    Raises Disconnected if it is not a map, or if members have other types than the protocol's.
+    """
     is_typed = (
         isinstance(found, dict)
         and all(isinstance(found.get(name, ""), str) for name in _TEXTS)
@@ -240,61 +245,64 @@ LEASE_OVER: Final = frozenset(
         Status.DRAINED,
     }
 )
-"""Statuses by which the daemon says for good that a lease is no more. A daemon that stops says DISCONNECTED. Do not use
-this on failures found here, where DISCONNECTED means that nothing is known of the lease."""
+"""Statuses with which the daemon says that a lease has ended for good. A daemon that stops sends DISCONNECTED. Do not
+use this for failures found in the client, where DISCONNECTED says nothing about the lease."""
 
 LEASE_OVER_FOR_BROKER: Final = LEASE_OVER | {Status.SESSION_FAILED}
-"""`LEASE_OVER` in the reply to a control request. A session's reply says SESSION_FAILED of a single operation too."""
+"""`LEASE_OVER` for replies to control requests. In a session's reply, SESSION_FAILED can concern a single operation."""
 
 REPEATABLE: Final = frozenset({Opcode.LEASE_RENEW, Opcode.LEASE_QUERY, Opcode.LEASE_FREE, Opcode.CAPABILITY_REVOKE})
-"""Requests that may be repeated without knowing whether the first was done: nobody can see a difference."""
+"""Requests that may be repeated without knowing whether the first one was executed: twice has the same effect as once.
+"""
 
 ACQUIRE_REPLY_LIMIT_S: Final = 90.0
-"""Longest a grant may take, beside the wait for room. Where hundreds ask at once, each waits for the workers of those
-before it. The daemon gives a worker 60 s to start, and then says itself that it did not."""
+"""Longest time for a grant, in addition to the wait for room, in seconds. If hundreds ask at once, each waits for the
+workers of those before it. The daemon gives a worker 60 s to start, and then reports that it did not."""
 
 RECONNECT_LIMIT_S: Final = 30.0
-"""Longest a request of `REPEATABLE` waits for a daemon whose leases outlive it, and no longer than the lease lasts. A
-restart takes seconds; a daemon that is not back by then is more than restarted."""
+"""Longest time that a request of `REPEATABLE` waits for a daemon whose leases outlive it, in seconds, but never longer
+than the lease lasts. A restart takes seconds; a daemon that is away for longer has another problem."""
 
 END_MARGIN_S: Final = 5.0
-"""Time that LEASE_QUERY and LEASE_FREE wait longer than the lease lasts: they make sense just after its end, too."""
+"""How much longer than the lease LEASE_QUERY and LEASE_FREE wait, in seconds: they make sense just after its end, too.
+"""
 
 MAX_NOTES: Final = 256
-"""Notes in flight together: more come no faster, and the daemon takes only so many requests of one connection."""
+"""Most notes in flight together: a larger number gains no speed, and the daemon accepts a bounded number of requests
+per connection."""
 
 FIRST_RECONNECT_PAUSE_S: Final = 0.05
-"""Pause before the first new connection after one that broke; it doubles with each that fails."""
+"""Pause before the first reconnect, in seconds; it doubles with each that fails."""
 
 MAX_RECONNECT_PAUSE_S: Final = 1.0
-"""Longest pause between two new connections."""
+"""Longest pause between two reconnects, in seconds."""
 
 DAEMON_STOPS_HINT: Final = LEASE_ENDS["shutdown"].hint.rstrip(".")
 
 
 _GIVEN_BACK: Final = frozenset({Status.LEASE_FREED, Status.LEASE_EXPIRED, Status.DRAINED, Status.NOT_FOUND})
-"""Statuses of a repeated LEASE_FREE if the first one was done, or if the lease's time ran out meanwhile."""
+"""Statuses of a repeated LEASE_FREE if the first one was executed, or if the lease's time ran out meanwhile."""
 
 
 class LeaseState:
-    """A granted lease, and the connection to ask about it.
+    """A granted lease, and the connection for requests about it.
 
     Attributes:
         grant: The daemon's grant.
-        generation: Goes up with every renewal.
-        ttl_s: The time it was last granted or renewed for.
+        generation: Incremented by every renewal.
+        ttl_s: The time for which it was last granted or renewed.
         deadline: When it ends, on `clock`.
-        expires_at_unix_s: When it ends, by the daemon's date, for people.
+        expires_at_unix_s: When it ends, by the daemon's date, for display.
         over: How the lease ended, once that is known.
-        waiting: How its sessions wait; None: as the hosts allow.
-        token: The token by which another tenant uses it; empty for its own tenant.
-        outlives_daemon: True if the daemon said that its leases outlive its process.
-        regions: The regions of it that were opened here, by their ids.
+        waiting: How its sessions wait; None: what suits the hosts.
+        token: The token with which another tenant uses it; empty for its own tenant.
+        outlives_daemon: True if the daemon reported that its leases outlive its process.
+        regions: Its regions that were opened here, by their ids.
         attached: Returns the operations of its session that was opened here last; None if that is gone.
-        asked: The request that it was granted for; None where somebody else asked.
-        words: The words of its session that was opened here last; None if that is gone, or gives none.
-        fleet: The fleet that it was asked of; None if it was one daemon.
-        name: The name that its fleet serves once; "" without one.
+        asked: The request for which it was granted; None if another program asked.
+        words: The words of its session that was opened here last; None if that is gone, or has none.
+        fleet: The fleet that granted it; None if it was a single daemon.
+        name: Its name, which is unique in its fleet; "" without one.
         epoch: The number of the name's claim; 0 without a name.
     """
 
@@ -325,7 +333,7 @@ class LeaseState:
         self.over = self.over or OF_PARENT
 
     def extend(self, generation: int, ttl_ms: int, expires_at_unix_s: int) -> None:
-        """Take note that the lease lasts `ttl_ms` from now."""
+        """Record that the lease lasts `ttl_ms` from now."""
         self.generation = generation
         self.ttl_s = ttl_ms / 1000
         self.deadline = self.clock() + self.ttl_s
@@ -333,28 +341,32 @@ class LeaseState:
 
     @property
     def remaining_s(self) -> float:
-        """Seconds until the lease ends; 0 when it has."""
+        """Seconds until the lease ends; 0 once it has."""
         return 0.0 if self.over is not None else max(0.0, self.deadline - self.clock())
 
     @property
     def is_revoked(self) -> bool:
-        """True once launches are refused because it has ended: by one load, while a session gives its words."""
+        """True once launches are refused because the lease has ended: one load, while a session has words."""
         words = self.words
         return self.over is not None or (words is not None and words.lease[0] != 0)
 
     def look(self) -> None:
-        """Take note of an end that the session's words tell of."""
+        """Record an end that the session's words report."""
         end = None if self.words is None else self.words.lease_end()
         if end is not None and self.over is None:
             self.over = end_reason_of(end)
 
     def note_failure(self, said: Failure, over: Container[Status] = LEASE_OVER) -> Failure:
-        """Take note of a failure that the daemon sent: it may say that the lease is over.
+        """Record a failure that the daemon sent: it may say that the lease has ended.
 
-        An end that is known already stays. A failure that names a region is about that region alone.
+        An end that is known already stays. A failure that names a region concerns that region alone.
+
+        Args:
+            said: The failure.
+            over: Statuses that mean the lease's end.
 
         Returns:
-            The failure, with a hint where the daemon gave none.
+            The failure, with a hint if the daemon sent none.
         """
         if said.region is not None:
             region = self.regions.get(said.region)
@@ -368,7 +380,12 @@ class LeaseState:
     # --- procedures ---
 
     def renew(self, seconds: float, *, waits_for_daemon: bool = True) -> Procedure[None]:
-        """Make it last at least `seconds` from now. Args: waits_for_daemon: Wait for a daemon that is away."""
+        """Move the deadline to at least `seconds` from now.
+
+        Args:
+            seconds: The time.
+            waits_for_daemon: Whether to wait for a daemon that is restarting.
+        """
         ttl_ms = milliseconds(seconds, "renew", least_ms=1)
         self.look()
         body = LeaseRenew(self.grant.lease_id, ttl_ms)
@@ -376,24 +393,25 @@ class LeaseState:
         self.extend(renewed.generation, renewed.ttl_ms, renewed.expires_at_unix_s)
 
     def free(self) -> Procedure[None]:
-        """Give it back. Raises the error of its end if it had ended before."""
+        """Free the lease. If it had ended before, raises the error of its end."""
         yield from self._control(Opcode.LEASE_FREE, LeaseRef(self.grant.lease_id))
         self.over = Failure(Status.LEASE_FREED, "the lease was freed")
         self.channel.close()
 
     def free_at_exit(self) -> Procedure[None]:
-        """Give it back at the end of a `with` block; a lease that is over already is no error."""
+        """Free the lease at the end of a `with` block; a lease that has ended already is no error."""
         try:
             if self.over is None:
                 yield from clean_up(self.free())
         except GpuLeaseError as error:
+            # FENCED is reported in any case: the memory was not proved free, and an operator has to act.
             if self.over is None or error.status is Status.FENCED:
                 raise
         finally:
             self.channel.close()
 
     def issue(self, wanted: CapabilityIssue) -> Procedure[Grant]:
-        """Issue a token for others."""
+        """Issue a token for another program, as `GpuLease.issue`."""
         granted: CapabilityGrant = yield from self._control(Opcode.CAPABILITY_ISSUE, wanted)
         return Grant(
             granted.token,
@@ -405,20 +423,20 @@ class LeaseState:
         )
 
     def inspect_token(self, token: bytes) -> Procedure[HeldToken]:
-        """Ask what a token of it is worth, on its own connection."""
+        """Ask what a token of the lease permits, on the lease's own connection."""
         return HeldToken.of((yield from self._control(Opcode.CAPABILITY_PRESENT, CapabilityPresent(token))))
 
     def revoke_token(self, token: bytes) -> Procedure[None]:
-        """End one token of it."""
+        """End one token of the lease, and those attenuated from it."""
         yield from self._control(Opcode.CAPABILITY_REVOKE, CapabilityRevoke(self.grant.lease_id, 0, token))
 
     def query(self) -> Procedure[LeaseReport]:
-        """Ask the daemon about it, whether it lives or not."""
+        """Ask the daemon for the lease's state, also after its end."""
         reply = yield from self._control(Opcode.LEASE_QUERY, LeaseRef(self.grant.lease_id))
         return lease_report_of(reply.report, doing_of(Opcode.LEASE_QUERY))
 
     def used(self) -> Procedure[LeaseUse]:
-        """Ask what its session holds."""
+        """Ask how much device memory its session holds and has held at most. Raises Unsupported."""
         yield from self.give_back()
         report = yield from self.query()
         now, most = report.get("allocated_bytes"), report.get("most_allocated_bytes")
@@ -429,33 +447,38 @@ class LeaseState:
         return LeaseUse(now, most)
 
     def give_back(self) -> Procedure[None]:
-        """Have its session that was opened here last free what its tenant has freed."""
+        """Make its session that was opened here last free what its tenant has freed."""
         operations = self.attached()
         if operations is not None:
             yield from operations.give_back()
 
     def resize(self, size_bytes: int) -> Procedure[None]:
-        """Give it another size. Raises CapacityExceeded or AllocFailed."""
+        """Change its size. Raises CapacityExceeded or AllocFailed."""
         yield from self.give_back()
         body, resized = LeaseResize(self.grant.lease_id, size_bytes), list[Any]()
         try:
             yield from self._control(Opcode.LEASE_RESIZE, body, made=resized)
         finally:
-            # Also where the wait was interrupted: the next size counts from this one.
+            # Also if the wait was interrupted: the next change counts from this size.
             if resized:
                 self.grant = replace(self.grant, size_bytes=resized[0].size_bytes)
 
     def note(self, data: Mapping[str, Any]) -> Procedure[None]:
-        """Write a record about it to the audit log."""
+        """Write a record about the lease to the audit log."""
         yield from self._control(Opcode.LEASE_NOTE, LeaseNote(self.grant.lease_id, _note_of(data)))
 
     def notes(self, several: Sequence[Mapping[str, Any]]) -> Procedure[list[GpuLeaseError | None]]:
-        """Write records about it, all in flight together; returns for each None, or why it may not be there."""
+        """Write records about the lease, all in flight together.
+
+        Returns:
+            For each record None, or why it may not be in the log.
+        """
         doing = doing_of(Opcode.LEASE_NOTE)
         if len(several) > MAX_NOTES:
             raise InvalidRequest(f"notes: {len(several)} at once; {MAX_NOTES} are the most")
         if self.over is not None:
             raise error_of(self.over, doing)
+        # Step 1: encode all records. One that can't be encoded gets its error, and the others are sent.
         bodies: dict[int, LeaseNote] = {}
         outcomes: list[GpuLeaseError | None] = [None] * len(several)
         for number, data in enumerate(several):
@@ -463,12 +486,15 @@ class LeaseState:
                 bodies[number] = LeaseNote(self.grant.lease_id, _note_of(data))
             except InvalidRequest as error:
                 outcomes[number] = error
+        # Step 2: send all and collect replies. If the connection ends, `answers` has those that came before.
         answers: dict[int, Body | Failure] = {}
         lost: GpuLeaseError | None = None
         try:
             yield Locked(self.lock, self._ask_all(Opcode.LEASE_NOTE, bodies, answers, doing))
         except GpuLeaseError as error:
             lost = error
+        # Step 3: for a record without a reply it is unknown whether it is in the log, so it gets the connection's
+        # error.
         for number in bodies:
             answer = answers.get(number)
             if answer is None:
@@ -478,13 +504,13 @@ class LeaseState:
         return outcomes
 
     def refusal_stream(self) -> RefusalStream:
-        """A subscription to launches that its regions refuse, not opened yet."""
+        """A subscription to the launches that its regions refuse; not opened yet."""
         if self.over is OF_PARENT:
             raise error_of(OF_PARENT, "watch")
         return RefusalStream(self.address, self.grant.lease_id, self.token)
 
     def event_stream(self) -> EventStream:
-        """A subscription to it, not opened yet."""
+        """A subscription to its events; not opened yet."""
         if self.over is OF_PARENT:
             raise error_of(OF_PARENT, "events")
         return EventStream(self.address, self.grant.lease_id, self.token)
@@ -492,10 +518,18 @@ class LeaseState:
     def _control(
         self, op: Opcode, body: Body, *, waits_for_daemon: bool = True, made: list[Any] | None = None
     ) -> Procedure[Any]:
-        """Ask about it. Args: made: Gets the reply's body at once, also one that comes when this was interrupted."""
+        """Send a request about the lease; returns the reply's body.
+
+        Args:
+            op: The operation.
+            body: The request's body.
+            waits_for_daemon: Whether to wait for a daemon that is restarting.
+            made: Receives the reply's body as soon as it comes, even after this call was interrupted.
+        """
         doing = doing_of(op)
         if self.over is not None and (op is not Opcode.LEASE_QUERY or self.over is OF_PARENT):
             raise error_of(self.over, doing)
+        # A repeat after a restart is safe only for some requests, and useful only if the leases outlive the daemon.
         waits_for_daemon = waits_for_daemon and self.outlives_daemon and op in REPEATABLE
         wait_s = self.remaining_s + (0.0 if op is Opcode.LEASE_RENEW else END_MARGIN_S)
         wait_s = min(wait_s, RECONNECT_LIMIT_S) if waits_for_daemon else 0.0
@@ -505,11 +539,12 @@ class LeaseState:
         return answer
 
     def _ask_until(self, op: Opcode, body: Body, doing: str, wait_s: float, made: list[Any] | None) -> Procedure[Any]:
-        """Repeat the request for `wait_s`, where that is safe and the daemon may come back, with growing pauses."""
+        """Repeat the request for `wait_s`, with growing pauses, if that is safe and the daemon may come back."""
         last, failures = self.clock() + wait_s, 0
         while True:
             try:
                 return (yield from self._ask_again_if_stale(op, body, doing, made, is_again=failures > 0))
+            # Busy too: right after a restart, all clients reconnect at once.
             except (Disconnected, Busy):
                 left_s = last - self.clock()
                 if left_s <= 0:
@@ -520,7 +555,10 @@ class LeaseState:
     def _ask_all(
         self, op: Opcode, bodies: Mapping[int, Body], answers: dict[int, Body | Failure], doing: str
     ) -> Procedure[None]:
-        """Ask several requests, none of them twice; `answers` gets what is answered before the connection ends."""
+        """Send several requests, none of them twice.
+
+        `answers` receives the replies that come before the connection ends.
+        """
         yield from self._reconnect_if_stale(doing)
         link, limit = self.channel.link, TimeLimit(CONTROL_REPLY_LIMIT_S, doing, self.address, self.clock)
         try:
@@ -533,10 +571,10 @@ class LeaseState:
             raise disconnected(ended, self.channel, doing) from None
 
     def _reconnect_if_stale(self, doing: str) -> Procedure[bool]:
-        """Connect anew if the connection is dead; returns whether it was."""
+        """Connect again if the connection is dead; returns whether it was."""
         is_stale = self.channel.link.end is not None
         if is_stale:
-            # The connection may have ended right behind an answer, unseen until now.
+            # The connection may have ended directly after a reply, unnoticed until now.
             self.channel.close()
             self.channel, _ = yield from dial(self.address, TimeLimit(CONNECT_LIMIT_S, doing, self.address))
         self.channel.link.forget([])
@@ -545,10 +583,10 @@ class LeaseState:
     def _ask_again_if_stale(
         self, op: Opcode, body: Body, doing: str, made: list[Any] | None, *, is_again: bool
     ) -> Procedure[Any]:
-        """Ask on the connection that the lease came on; if that is dead, ask once more on a new one.
+        """Send on the connection on which the lease was granted; if that is dead, send once more on a new one.
 
-        All but REGION_OPEN may be repeated: a second LEASE_FREE finds the lease over, as was wanted. A second
-        REGION_OPEN could leave a region that nobody here knows.
+        Every request but REGION_OPEN may be repeated: a second LEASE_FREE finds the lease ended, which was the purpose.
+        A second REGION_OPEN could leave a region that no client knows.
         """
         while True:
             fresh = yield from self._reconnect_if_stale(doing)
@@ -558,6 +596,7 @@ class LeaseState:
                 answer = yield from (asking if made is None else self._ask_to_make(asking, op, made))
             except LinkEnded as ended:
                 self.channel.close()
+                # The daemon is stopping. Its goodbye is the answer: another connection would reach nobody.
                 if self.channel.link.said_goodbye and ended.failure.status is Status.DISCONNECTED:
                     return ended.failure
                 if fresh or op is Opcode.REGION_OPEN:
@@ -565,14 +604,16 @@ class LeaseState:
                 is_again = True
                 continue
             is_refused = isinstance(answer, Failure)
+            # The first LEASE_FREE, whose reply was lost, has freed the lease: the refusal of the second is a success.
             if is_refused and is_again and op is Opcode.LEASE_FREE and answer.status in _GIVEN_BACK:
                 return None
             return answer
 
     def _ask_to_make(self, asking: Procedure[Any], op: Opcode, made: list[Any]) -> Procedure[Any]:
-        """Drive a request that makes something; `made` gets the reply's body, for which it waits even if interrupted.
+        """Drive a request that makes something, and wait for its reply even if interrupted.
 
-        If no reply comes, the connection is closed: what the daemon makes for nobody, it takes back.
+        `made` receives the reply's body. If no reply comes, the connection is closed: the daemon takes back what it
+        made for a connection that is gone.
         """
         channel = self.channel
         number = channel.link.connection.last_request_id + 1
@@ -586,6 +627,7 @@ class LeaseState:
         except (LinkEnded, GeneratorExit):
             raise
         except BaseException:
+            # Interrupted before the reply: wait for it even now, so that what was made has an owner.
             if answer is None and channel.link.end is None:
                 yield from clean_up(self._take_late(channel, number, op, made))
             elif answer is not None and not made and not isinstance(answer, Failure):
@@ -593,7 +635,7 @@ class LeaseState:
             raise
 
     def _take_late(self, channel: Channel, number: int, op: Opcode, made: list[Any]) -> Procedure[None]:
-        """Wait for the reply to a request that makes something and was interrupted; `made` gets its body."""
+        """Wait for the reply to an interrupted request that makes something; `made` receives its body."""
         try:
             limit = TimeLimit(CLEAN_UP_S, doing_of(op), self.address, self.clock)
             answer = yield from receive(channel, number, limit)
@@ -607,7 +649,7 @@ class LeaseState:
 
 
 def _note_of(data: Mapping[str, Any]) -> bytes:
-    """Encode a note in the audit log's canonical form. Raises InvalidRequest for one that is too long, or no JSON."""
+    """Encode a note in the audit log's canonical form. Raises InvalidRequest if it is too long, or not JSON."""
     try:
         text = json.dumps(dict(data), ensure_ascii=False, allow_nan=False, sort_keys=True, separators=(",", ":"))
         note = text.encode()
@@ -619,14 +661,14 @@ def _note_of(data: Mapping[str, Any]) -> bytes:
 
 
 class Renewed(Protocol):
-    """A lease or region of a face, as far as its renewal knows it."""
+    """The part of a lease or region that its renewal uses."""
 
     @property
     def _state(self) -> LeaseState: ...
 
 
 def state_of(lease: Any) -> LeaseState:
-    """Return a lease's state, for a session on it. Raises InvalidRequest for what a program takes for a lease."""
+    """A lease's state, for a session on it. Raises InvalidRequest for what programs mistake for a lease."""
     state = getattr(lease, "_state", None)
     if isinstance(state, LeaseState):
         return state
@@ -637,80 +679,81 @@ def state_of(lease: Any) -> LeaseState:
 
 
 class LeaseView:
-    """Base of both faces' leases: everything that they show without asking the daemon."""
+    """Base of both APIs' leases: all properties that need no request to the daemon."""
 
     _state: LeaseState
 
     @property
     def lease_id(self) -> LeaseId:
-        """The lease's number, 128 bits, printed as 32 hex digits; also its session's."""
+        """The lease's id, 128 bits, printed as 32 hex digits; also its session's id."""
         return LeaseId(self._state.grant.lease_id)
 
     @property
     def lease_id_text(self) -> str:
-        """The lease's number as 32 hex digits, for what needs a str."""
+        """The lease's id as 32 hex digits, for code that needs a str."""
         return str(self.lease_id)
 
     @property
     def expires_at_unix_secs(self) -> int:
-        """The date of its end, by the daemon's wall clock; for people."""
+        """The date of its end, by the daemon's wall clock; for display."""
         return self._state.expires_at_unix_s
 
     @property
     def remaining_s(self) -> float:
-        """Seconds until it ends, by this machine's monotonic clock; 0 when it has."""
+        """Seconds until it ends, by this machine's monotonic clock; 0 once it has."""
         return self._state.remaining_s
 
     @property
     def size_bytes(self) -> int:
-        """Device memory granted."""
+        """Device memory granted, in bytes, after all `grow` and `shrink`."""
         return self._state.grant.size_bytes
 
     @property
     def card_uuid(self) -> str:
-        """The UUID of its card."""
+        """The UUID of its card, as the driver reports it."""
         return self._state.grant.card_uuid
 
     @property
     def generation(self) -> int:
-        """Goes up with every renewal."""
+        """Incremented by every renewal, from 1; a token is valid for one generation."""
         return self._state.generation
 
     @property
     def name(self) -> str:
-        """The name that its fleet serves once, by `GpuBuilder().name(...)`; "" without one."""
+        """The name set by `GpuBuilder().name(...)`, which is unique in its fleet; "" without one."""
         return self._state.name
 
     @property
     def epoch(self) -> int:
-        """The number of its name's claim, above that of every earlier lease of the name; 0 without a name.
+        """The number of its name's claim, higher than that of every earlier lease of the name; 0 without a name.
 
-        A store that keeps the highest epoch it has seen can refuse what an earlier holder of the name still writes.
+        A store that remembers the highest epoch it has seen can refuse late writes of an earlier holder of the name.
         """
         return self._state.epoch
 
     @property
     def exclusivity(self) -> Exclusivity:
-        """The rule for other leases on the same card."""
+        """Which other leases may be on the same card."""
         return Exclusivity(self._state.grant.exclusivity)
 
     @property
     def is_alive(self) -> bool:
-        """True while it has time left and nothing is known of its end."""
+        """True while it has time left and is not known here to have ended."""
         return self._state.remaining_s > 0
 
     @property
     def revoked(self) -> bool:
         """True once launches are refused because the lease has ended, for whatever cause.
 
-        One load of memory that the daemon writes, while a session with shared memory is open: an engine may read it
-        between its own steps. Over TCP and TLS it turns True when an operation, or the daemon, has said so.
+        While a session with shared memory is open, this is one load of memory that the daemon writes: an engine may
+        read it between its own steps. Over TCP and TLS it turns True when an operation or the daemon has reported the
+        end.
         """
         return self._state.is_revoked
 
     @property
     def address(self) -> str:
-        """The address of its daemon."""
+        """The address of its daemon; for a fleet's lease, of its node."""
         return str(self._state.address)
 
     def __repr__(self) -> str:
@@ -718,17 +761,18 @@ class LeaseView:
         return f"<{type(self).__name__} {self.lease_id_text} {self.size_bytes} bytes on {self.card_uuid}, {left}>"
 
     def _free_when_dropped(self) -> None:
-        """Give the lease back when its last reference goes or the program ends, as well as that can be done."""
+        """Try to free the lease when its last reference is dropped or the program exits."""
         weakref.finalize(self, free_silently, self._state)
 
 
 def acquire(where: Address | Fleet, wanted: LeaseAlloc, lock: Any) -> Procedure[LeaseState]:
     """Ask a daemon or a fleet for a lease. Raises CapacityExceeded, Unsupported, InvalidRequest, Disconnected.
 
-    If this is interrupted before the grant comes, it is the daemon's to take back; behind that it is given back here.
+    If this is interrupted before the grant comes, the daemon takes the lease back; after that, it is freed here.
     """
     lease: LeaseState | None = None
     try:
+        # A fleet chooses the node. A single daemon is asked directly, in one flight with HELLO.
         if isinstance(where, Fleet):
             lease = yield from acquire_in(where, wanted, partial(_lease_on, lock=lock), free_of)
             lease.fleet = where
@@ -737,6 +781,7 @@ def acquire(where: Address | Fleet, wanted: LeaseAlloc, lock: Any) -> Procedure[
             opening = Opcode.LEASE_ALLOC, wanted, limit_s, lambda grant: grant, free_of
             lease = yield from _open(where, lock, *opening)
         lease.waiting, lease.asked = _waiting_of(wanted), wanted
+        # The grant does not carry the name's epoch: ask for it.
         if name := _name_of(wanted):
             yield from _take_name(lease, name)
     except BaseException:
@@ -747,9 +792,10 @@ def acquire(where: Address | Fleet, wanted: LeaseAlloc, lock: Any) -> Procedure[
 
 
 def _take_name(lease: LeaseState, name: str) -> Procedure[None]:
-    """Ask for the epoch of a lease's name. Gives the lease back if its daemon is too old to know of names."""
+    """Ask for the epoch of a lease's name. Frees the lease if its daemon is too old for names."""
     report = yield from lease.query()
     _take_claim(lease, report)
+    # A daemon that does not know names has granted a lease without one. Using it would break the name's promise.
     if lease.name != name:
         yield from lease.free()
         failure = Failure(Status.UNSUPPORTED, "the daemon knows of no names", hint="Leave the name out, or update it.")
@@ -761,10 +807,11 @@ def _take_claim(lease: LeaseState, report: LeaseReport) -> None:
 
 
 def reacquire(lease: LeaseState, lock: Any) -> Procedure[LeaseState]:
-    """Ask for a lease by the request of one that has ended. Raises InvalidRequest while that one goes on."""
+    """Ask for a lease with the request of one that has ended. Raises InvalidRequest if it has not ended."""
     if lease.over is OF_PARENT:
         raise error_of(OF_PARENT, "reacquire")
     if lease.remaining_s > 0:
+        # By its own deadline the lease is alive: ask the daemon, which may have ended it early or forgotten it.
         report: LeaseReport | None = None
         with suppress(NotFound):
             report = yield from lease.query()
@@ -778,7 +825,7 @@ def reacquire(lease: LeaseState, lock: Any) -> Procedure[LeaseState]:
 
 
 def by_token(address: Address, token: bytes, lock: Any) -> Procedure[LeaseState]:
-    """Another tenant's lease, as far as a token shows it. Raises Denied with the check that the token failed."""
+    """Another tenant's lease, as a token shows it. Raises Denied, naming the check that the token failed."""
 
     def grant_of(held: CapabilityHeld) -> LeaseGrant:
         return LeaseGrant(held.lease_id, held.generation, 0, held.ttl_ms, held.expires_at_unix_s, 0, "")
@@ -786,13 +833,13 @@ def by_token(address: Address, token: bytes, lock: Any) -> Procedure[LeaseState]
     body = CapabilityPresent(token)
     lease = yield from _open(address, lock, Opcode.CAPABILITY_PRESENT, body, CONTROL_REPLY_LIMIT_S, grant_of)
     lease.token = token
-    # Another connection would not have shown the token: after a restart nothing is asked again on one.
+    # A new connection would not have presented the token: after a restart nothing is sent again.
     lease.outlives_daemon = False
     return lease
 
 
 def by_environment(address: Address, lock: Any) -> Procedure[LeaseState]:
-    """The tenant's own lease that GPULEASE_LEASE_ID names. Raises InvalidRequest, NotFound if there is none."""
+    """The tenant's own lease that GPULEASE_LEASE_ID names. Raises InvalidRequest, or NotFound if there is none."""
     text = os.environ.get(LEASE_ID_VARIABLE, "")
     if not text:
         raise InvalidRequest(
@@ -829,9 +876,16 @@ def _open(
     grant_of: Callable[[Any], LeaseGrant],
     undo: Undo | None = None,
 ) -> Procedure[LeaseState]:
-    """Dial, ask the request that shows a lease, and keep the connection for the lease; close it on any failure.
+    """Connect, send the request that yields a lease, and keep the connection for the lease; close it on any failure.
 
-    If this is interrupted, `undo` gives back what the reply has brought.
+    Args:
+        address: The daemon's address.
+        lock: The API's kind of lock.
+        op: The request.
+        body: Its body.
+        reply_limit_s: Longest wait for the reply, in seconds.
+        grant_of: Makes the grant from the reply's body.
+        undo: If this is interrupted, gives back what the reply has brought.
     """
     doing = doing_of(op)
     limit = TimeLimit(CONNECT_LIMIT_S, "connect", address)
@@ -839,9 +893,11 @@ def _open(
     try:
         channel, hello, number = yield from dial_for(address, limit, First(op, body, undo=undo))
         limit = TimeLimit(reply_limit_s, doing, address)
+        # The grant may take long. PINGs show meanwhile whether the daemon is alive.
         reply = yield from receive_from_living(channel, number, limit, pong_limit_s=CONNECT_LIMIT_S)
         if isinstance(reply, Failure):
             raise error_of(reply, doing)
+        # The lease owns the connection from here on: claim the reply, so that no interrupt gives it back.
         lease = _lease_on(channel, hello, grant_of(reply), lock)
         channel.link.claim(number)
         return lease
@@ -858,7 +914,7 @@ def _open(
 
 
 def free_of(granted: LeaseGrant | RegionGrant) -> First:
-    """The request that gives back a lease, or a region of one's own."""
+    """The request that frees a lease, or a region of one's own lease."""
     return First(Opcode.LEASE_FREE, LeaseRef(granted.lease_id))
 
 
@@ -873,7 +929,7 @@ def _lease_on(channel: Channel, hello: HelloReply, grant: LeaseGrant, lock: Any)
 
 
 def _granted(lease_id: int, report: Any) -> LeaseGrant:
-    """The daemon's grant, as far as a lease's report tells it. Raises Disconnected for anything but a report."""
+    """The grant, as far as a lease's report contains it. Raises Disconnected for anything but a report."""
     try:
         exclusivity = Exclusivity[report["exclusivity"].upper()]
         times = report["generation"], report["size_bytes"], report["remaining_ms"]
@@ -894,8 +950,9 @@ def _name_of(wanted: LeaseAlloc) -> str:
 
 
 def free_silently(state: LeaseState) -> None:
-    """Send LEASE_FREE if that takes no waiting. Runs in finalizers and where a call was interrupted: never raises."""
+    """Send LEASE_FREE if that needs no waiting. Runs in finalizers and after interrupts: never raises."""
     channel = state.channel
+    # Not if another thread or task uses the connection. The connection's end tells the daemon in any case.
     if state.over is None and channel.link.end is None and not is_held(state.lock):
         with suppress(OSError, ProtocolError):
             _, frame = channel.link.request(Opcode.LEASE_FREE, LeaseRef(state.grant.lease_id))
@@ -904,32 +961,32 @@ def free_silently(state: LeaseState) -> None:
 
 
 RENEW_AT: Final = 0.75
-"""Part of its time that a lease has used when it is renewed: early enough for several tries."""
+"""Fraction of its time after which a lease is renewed: early enough for several tries."""
 
 JITTER: Final = 0.10
-"""Part by which each renewal is moved at random, so that leases granted together are not renewed together."""
+"""Fraction by which each renewal is moved at random, so that leases granted together are not renewed together."""
 
 FIRST_BACKOFF_S: Final = 0.1
-"""Pause after the first failure; it doubles with each one that follows."""
+"""Pause after the first failure, in seconds; it doubles with each further one."""
 
 MAX_BACKOFF_S: Final = 5.0
-"""Longest pause between two tries."""
+"""Longest pause between two tries, in seconds."""
 
 CUT_SHORT_PART: Final = 0.9
-"""A renewal that gives less than this part of the time asked for was cut short: only a drain does that."""
+"""A renewal that grants less than this fraction of the requested time was cut short, which only a drain does."""
 
 CUT_SHORT_SLACK_S: Final = 0.1
-"""Time that the daemon's answer may have taken; a lease as short as that finds out at the next renewal."""
+"""How long the daemon's reply may have taken, in seconds; a lease as short as this finds out at the next renewal."""
 
 LEAST_DELAY_S: Final = 0.01
-"""Shortest pause at all, so that a lease of a millisecond does not spin."""
+"""Shortest pause, in seconds, so that a lease of a millisecond does not spin."""
 
 
 class RenewalSchedule:
     """Computes how long to wait before the next renewal.
 
     Args:
-        uniform: Random numbers from 0 to 1.
+        uniform: Returns random numbers from 0 to 1.
     """
 
     def __init__(self, uniform: Callable[[], float] = random.random) -> None:
@@ -937,7 +994,7 @@ class RenewalSchedule:
         self._failures = 0
 
     def after_grant(self, remaining_s: float) -> float:
-        """Seconds until the renewal of a lease that has `remaining_s` left, just granted or renewed."""
+        """Seconds until the next renewal of a lease that was just granted or renewed and has `remaining_s` left."""
         self._failures = 0
         return max(LEAST_DELAY_S, remaining_s * RENEW_AT * (1 + JITTER * (2 * self._uniform() - 1)))
 
@@ -947,7 +1004,7 @@ class RenewalSchedule:
             return None
         pause_s = back_off_s(self._failures, FIRST_BACKOFF_S, MAX_BACKOFF_S)
         self._failures += 1
-        # Half of what is left, so that the last tries come closer together instead of too late.
+        # At most half of what is left, so that the last tries get closer together instead of coming too late.
         return max(LEAST_DELAY_S, min(pause_s, remaining_s / 2))
 
 
@@ -956,7 +1013,7 @@ OnLoss = Callable[[GpuLeaseError], None]
 
 
 def raise_untold(loss: GpuLeaseError | None, on_loss: OnLoss | None) -> None:
-    """Raise a loss that nobody was told of: a block whose lease has not been renewed must not end as if it had."""
+    """Raise a loss that was not reported to `on_loss`: a block must not end as if its lease had been renewed."""
     if loss is not None and on_loss is None:
         raise loss.with_traceback(None)
 
@@ -964,12 +1021,12 @@ def raise_untold(loss: GpuLeaseError | None, on_loss: OnLoss | None) -> None:
 def keep_renewed(
     lease: Callable[[], Renewed | None], schedule: RenewalSchedule, stopped: Any = None
 ) -> Procedure[GpuLeaseError | None]:
-    """Renew a lease for the time it was granted for, again and again, until it is lost.
+    """Renew a lease, each time for the time for which it was granted, until it is lost.
 
     Args:
-        lease: A weak reference to the lease. Dropping it or giving it back ends this without a loss.
+        lease: A weak reference to the lease. Dropping or freeing the lease ends this without a loss.
         schedule: When to renew.
-        stopped: An event of the face's kind that ends this; None if the face ends it in another way.
+        stopped: An event of the API's kind that ends this; None if the API ends it in another way.
 
     Returns:
         Why the lease was lost; None if it was not.
@@ -981,13 +1038,16 @@ def keep_renewed(
     ttl_s = state.ttl_s
     delay_s = schedule.after_grant(state.remaining_s)
     while True:
+        # No reference while waiting: dropping the lease must end the renewals.
         del view
         yield Sleep(delay_s, stopped)
         view = lease()
         if view is None or (stopped is not None and stopped.is_set()):
             return None
         try:
+            # Don't wait for a daemon that is restarting: the schedule's own tries do that, and end with the lease.
             yield from state.renew(ttl_s, waits_for_daemon=False)
+            # Only a drain grants less than was asked for. Renewing again would only shorten the pauses until the end.
             if state.ttl_s < ttl_s * CUT_SHORT_PART - CUT_SHORT_SLACK_S:
                 del view
                 return Drained(
@@ -1004,14 +1064,14 @@ def keep_renewed(
 
 
 END_REASON_WAIT_S: Final = 2.0
-"""Longest the broker may take to notice that a worker is gone. The kernel tells it within milliseconds; two seconds is
-a host under heavy load."""
+"""Longest time for the broker to notice that a worker is gone, in seconds. The kernel reports it within milliseconds;
+two seconds mean a host under heavy load."""
 
 END_REASON_POLL_S: Final = 0.05
-"""Pause between two queries for it."""
+"""Pause between two queries for the reason, in seconds."""
 
 _FENCE_MATTERS: Final = frozenset({Status.SESSION_FAILED, Status.DISCONNECTED})
-"""Ends for which FENCED takes the place of the status: any other end matters more to the tenant than its memory."""
+"""Ends whose status FENCED replaces: any other end matters more to the tenant than its memory."""
 
 
 def end_reason_of(report: Mapping[str, object]) -> Failure | None:
@@ -1022,6 +1082,7 @@ def end_reason_of(report: Mapping[str, object]) -> Failure | None:
     reason = str(report.get("reason") or "")
     end = LEASE_ENDS.get(str(cause))
     status, words = (end.status, end.words) if end else (Status.SESSION_FAILED, f"the lease ended ({cause})")
+    # A lease that expired or was revoked keeps that reason even if its memory is fenced.
     if state == "fenced" and status in _FENCE_MATTERS:
         status, words = Status.FENCED, f"{words} and its memory is fenced"
     hint = DAEMON_STOPS_HINT if status is Status.DISCONNECTED else ""
@@ -1030,14 +1091,16 @@ def end_reason_of(report: Mapping[str, object]) -> Failure | None:
 
 
 def find_end_reason(lease: LeaseState, ended: Failure) -> Procedure[Failure]:
-    """Ask the broker how a lease ended whose session's connection ended with `ended`. Raises nothing."""
+    """Ask the broker how a lease ended after its session's connection ended with `ended`. Raises nothing."""
     last = lease.clock() + END_REASON_WAIT_S
     try:
+        # The worker's connection often ends before the broker has noticed why: poll for a bounded time.
         while lease.over is None:
             lease.over = end_reason_of((yield from lease.query()))
             if lease.over is not None or lease.clock() >= last:
                 break
             yield Sleep(END_REASON_POLL_S)
+    # The daemon is gone too, and with it the reason: report both ends.
     except Disconnected as error:
         return lease.over or Failure(Status.DISCONNECTED, f"{ended.message}; then {error.message}", error.hint)
     except GpuLeaseError as error:
@@ -1050,7 +1113,7 @@ def find_end_reason(lease: LeaseState, ended: Failure) -> Procedure[Failure]:
 
 
 def _unknown_lease(lease: LeaseState, failure: Failure) -> Failure:
-    """The end of a lease that the daemon has forgotten, some time after it: past its deadline it expired."""
+    """The end of a lease that the daemon has forgotten, some time after it: after its deadline it expired."""
     if failure.status is Status.NOT_FOUND and lease.clock() >= lease.deadline:
         return Failure(Status.LEASE_EXPIRED, "the lease expired")
     return failure

@@ -1,4 +1,4 @@
-"""A tenant's request for a lease: the builder that both faces inherit from."""
+"""A tenant's request for a lease: the builder from which both APIs' builders inherit."""
 
 import math
 import os
@@ -36,29 +36,30 @@ from gpulease.protocol.primitives import LeaseParameter
 from gpulease.protocol.sizes import parse_size
 
 LEASE_ID_VARIABLE: Final = "GPULEASE_LEASE_ID"
-"""Environment variable by which `gpulease run` names a program's lease: 32 hex digits."""
+"""Environment variable in which `gpulease run` names a program's lease: 32 hex digits."""
 
 DEFAULT_LEASE_S: Final = 60.0
-"""Life of a lease if the tenant names none: long enough to try things by hand, short enough to forget."""
+"""Lifetime of a lease in seconds if the tenant names none: long enough to try things by hand, short enough to forget.
+"""
 
 MAX_WIRE_MS: Final = 2**32 - 1
 """Longest time that fits the wire's u32 of milliseconds, 49.7 days."""
 
 MAX_CARD_INDEX: Final = 2**32 - 1
-"""Largest index of a card: more than any host has, and short to write."""
+"""Largest card index: more than any host has, and short to print."""
 
 MAX_WIRE_BYTES: Final = 2**64 - 1
 """Largest size that fits the wire's u64."""
 
 
 ASK_FIRST: Final = "Ask for one: lease = GpuBuilder().min_vram(...).acquire()"
-"""What to do where a builder, or nothing, stands for a lease."""
+"""Hint for a program that uses a builder, or nothing, as a lease."""
 
 
 def address_of(text: str | None, files: TlsFiles = TlsFiles()) -> Address:  # noqa: B008  # it can't be changed
-    """The address given, else GPULEASE_ADDRESS, else the default socket. Raises InvalidRequest.
+    """The given address, else GPULEASE_ADDRESS, else the default socket. Raises InvalidRequest.
 
-    A tls: address comes with the files that it takes, from `files` or the environment.
+    A tls: address includes the files that it needs, from `files` or the environment.
     """
     try:
         if text is not None:
@@ -70,10 +71,10 @@ def address_of(text: str | None, files: TlsFiles = TlsFiles()) -> Address:  # no
 
 
 def fleet_of(text: str | None, files: TlsFiles = TlsFiles()) -> Fleet | None:  # noqa: B008  # it can't be changed
-    """The fleet that the address given, else GPULEASE_ADDRESS, names; None for a daemon. Raises InvalidRequest."""
+    """The fleet that the given address, else GPULEASE_ADDRESS, names; None for a daemon. Raises InvalidRequest."""
     named = text or os.environ.get(ADDRESS_VARIABLE) or ""
     if not isinstance(named, str) or not named.startswith(FLEET_SCHEME):
-        return None  # `address_of` refuses what is no text
+        return None  # `address_of` refuses anything but a string
     try:
         utf8(named, "the fleet's address")
         return Fleet.of(parse_fleet_address(named), files)
@@ -82,7 +83,15 @@ def fleet_of(text: str | None, files: TlsFiles = TlsFiles()) -> Fleet | None:  #
 
 
 def milliseconds(seconds: float, what: str, *, least_ms: int) -> int:
-    """Convert seconds to the wire's milliseconds. Raises InvalidRequest for a time that does not fit."""
+    """Convert seconds to the wire's milliseconds, rounded up.
+
+    Args:
+        seconds: What the program gave.
+        what: How messages name it.
+        least_ms: Shortest time that is allowed.
+
+    Raises InvalidRequest for a time that does not fit.
+    """
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not math.isfinite(seconds):
         hint = "Give seconds as a number: 600 for ten minutes" if isinstance(seconds, str) else ""
         raise InvalidRequest(f"{what}: {quoted(seconds)} is not a number of seconds", hint)
@@ -93,10 +102,14 @@ def milliseconds(seconds: float, what: str, *, least_ms: int) -> int:
 
 
 class LeaseRequest:
-    """Describes the lease to ask for; every public method returns the builder itself."""
+    """Describes the lease to acquire; every public method returns the builder itself."""
 
     def __init__(self, address: str | None = None) -> None:
-        """Args: address: The daemon's or the fleet's address; None for GPULEASE_ADDRESS, else the default socket."""
+        """Describe a lease.
+
+        Args:
+            address: The daemon's or the fleet's address; None for GPULEASE_ADDRESS, else the default socket.
+        """
         self._address = address
         self._min_vram_bytes = 0
         self._submit_bytes = 0
@@ -108,7 +121,7 @@ class LeaseRequest:
         self._tls_files = TlsFiles()
 
     if not TYPE_CHECKING:
-        # Only for who takes it for the lease, and has no type checker to say so.
+        # Helps programs that use the builder as a lease and have no type checker to report that.
 
         def __getattr__(self, name: str) -> NoReturn:
             raise AttributeError(
@@ -126,36 +139,43 @@ class LeaseRequest:
         async def __aexit__(self, *ended: object) -> None: ...
 
     def tls(self, certificate: str | None = None, key: str | None = None, ca: str | None = None) -> Self:
-        """Name the PEM files that prove this tenant to a remote daemon, and the daemon to this tenant.
+        """Set the PEM files with which this tenant proves itself to a remote daemon and verifies the daemon.
 
-        A file that is not given is taken from GPULEASE_TLS_CERTIFICATE, GPULEASE_TLS_KEY or GPULEASE_TLS_CA.
+        Args:
+            certificate: The tenant's certificate; None for GPULEASE_TLS_CERTIFICATE.
+            key: Its private key; None for GPULEASE_TLS_KEY.
+            ca: The CAs that issue nodes' certificates; None for GPULEASE_TLS_CA.
         """
         self._tls_files = TlsFiles(certificate, key, ca)
         return self
 
     def min_vram(self, size_bytes: int | str) -> Self:
-        """Set the device memory, all of it for the tenant: bytes, or a text such as "4GiB"."""
+        """Set the device memory that the tenant can use completely: bytes, or a string such as "4GiB"."""
         self._min_vram_bytes = size_of(size_bytes, "min_vram")
         return self
 
     def submits(self, size_bytes: int | str) -> Self:
-        """Set the device memory for `lease.submit`, besides `min_vram`: for its image and arguments on the card."""
+        """Reserve device memory for `lease.submit`, in addition to `min_vram`, for a job's image and arguments.
+
+        Args:
+            size_bytes: Bytes, or a string such as "64MiB".
+        """
         self._submit_bytes = size_of(size_bytes, "submits")
         self._parameters[SUBMIT_TAG] = self._submit_bytes.to_bytes(8, "big")
         return self
 
     def lease_secs(self, seconds: float) -> Self:
-        """Set the seconds that the lease lasts unless it is renewed; the daemon has a maximum."""
+        """Set how many seconds the lease lasts unless it is renewed; the daemon has a maximum. The default is 60."""
         self._ttl_ms = milliseconds(seconds, "lease_secs", least_ms=1)
         return self
 
     def exclusivity(self, exclusivity: Exclusivity | int) -> Self:
-        """Set the rule for other leases on the same card."""
+        """Set which other leases may be on the same card."""
         self._parameters[EXCLUSIVITY_TAG] = bytes([_member(Exclusivity, exclusivity, "exclusivity")])
         return self
 
     def waiting(self, waiting: Waiting | int) -> Self:
-        """Set how session and worker wait: SPIN for the soonest answer, YIELD on a busy host, BLOCK to sleep at once.
+        """Set how session and worker wait: SPIN for the fastest replies, YIELD on a busy host, BLOCK to sleep at once.
 
         If this is not called, they spin for a bounded time where the host has cores for both of them.
         """
@@ -163,30 +183,30 @@ class LeaseRequest:
         return self
 
     def max_kernel_secs(self, seconds: float) -> Self:
-        """Set the seconds that one kernel may run; a longer one ends the lease. No bound if this is not called."""
+        """Set how many seconds one kernel may run; a longer one ends the lease. Unlimited if this is not called."""
         value = milliseconds(seconds, "max_kernel_secs", least_ms=1)
         self._parameters[MAX_KERNEL_TAG] = value.to_bytes(4, "big")
         return self
 
     def orphan_secs(self, seconds: float) -> Self:
-        """Set the seconds that the lease may be without a connection before it ends, orphaned; 0: as long as it lasts.
+        """End the lease when it has had no connection for `seconds`; 0: never for this reason.
 
-        Its connections are the lease object's own, those of its session, also by a token, and its submits'. A renewal
-        begins the wait anew. The daemon's operator has a default if this is not called.
+        Its connections are the lease object's own, those of its sessions, including sessions by token, and those of its
+        jobs. A renewal restarts the time. If this is not called, the daemon operator's default applies.
         """
         self._parameters[ORPHAN_TAG] = milliseconds(seconds, "orphan_secs", least_ms=0).to_bytes(4, "big")
         return self
 
     def regions_required(self) -> Self:
-        """Have the session refuse every launch that names no region set: no launch site can forget it."""
+        """Make the session refuse every launch that names no region set, so that no launch can forget it."""
         self._parameters[REGIONS_REQUIRED_TAG] = b"\x01"
         return self
 
     def name(self, name: str) -> Self:
-        """Set the name that the daemon's fleet serves once: while this lease lives, no other one has it.
+        """Set a name that is unique in the daemon's fleet: while this lease lives, no other lease has it.
 
-        The lease's `epoch` tells it from every earlier one of the name. A node that is cut off from its fleet ends the
-        lease.
+        The lease's `epoch` distinguishes it from every earlier lease of that name. A node that is cut off from its
+        fleet ends the lease.
         """
         encoded = utf8(name, "name")
         if not NAME.fullmatch(name):
@@ -195,7 +215,7 @@ class LeaseRequest:
         return self
 
     def labels(self, **labels: str) -> Self:
-        """Set what the node must be labelled with, such as zone="a"; its operator has given it labels."""
+        """Set labels that the node must have, such as zone="a"; its operator assigns them."""
         for key, value in labels.items():
             utf8(value, f"labels: {quoted(key)}")
             if not NAME.fullmatch(key) or not NAME.fullmatch(value):
@@ -211,7 +231,7 @@ class LeaseRequest:
         return self
 
     def device(self, uuid_or_index: str | int) -> Self:
-        """Choose the card, by its UUID or its index. Any card that fits if this is not called."""
+        """Choose the card, by its UUID or its index. If this is not called, any card that fits."""
         if isinstance(uuid_or_index, str):
             self._device = bounded(uuid_or_index, "device: a card's name", MAX_TEXT_BYTES)
         else:
@@ -219,7 +239,7 @@ class LeaseRequest:
         return self
 
     def timeout(self, seconds: float) -> Self:
-        """Set the seconds to wait for room; 0, the default: do not wait."""
+        """Set how many seconds to wait for room; 0, the default: do not wait."""
         self._wait_ms = milliseconds(seconds, "timeout", least_ms=0)
         return self
 
@@ -243,7 +263,7 @@ def _member(kind: type[IntEnum], given: int, what: str) -> int:
 
 
 def size_of(size: Any, what: str) -> int:
-    """Convert a size as people write it, "4GiB" or 4 << 30, to bytes. Raises InvalidRequest."""
+    """Convert a size such as "4GiB" or 4 << 30 to bytes. Raises InvalidRequest, naming it `what`."""
     if isinstance(size, str):
         try:
             size = parse_size(bounded(size, what, MAX_TEXT_BYTES))
@@ -253,7 +273,10 @@ def size_of(size: Any, what: str) -> int:
 
 
 def whole(value: Any, what: str, *, least: int, most: int) -> int:
-    """Check an integer's range; numpy's integers are integers too. Raises InvalidRequest."""
+    """Check an integer's range and return it as an int; numpy's integers are accepted.
+
+    Raises InvalidRequest, naming the value `what`.
+    """
     try:
         number = value.__index__()
     except (AttributeError, TypeError):

@@ -1,4 +1,4 @@
-"""Flat views of the memory that a program gives to be copied: bytes, arrays, any buffer."""
+"""Flat views of the memory that a program passes to be copied: bytes, arrays, any buffer."""
 
 import ctypes
 from typing import Any
@@ -8,6 +8,10 @@ from gpulease.client.errors import InvalidRequest
 
 def readable_bytes(data: Any, doing: str) -> memoryview:
     """A flat view of a buffer's bytes. A buffer that is not contiguous is copied in C order, as numpy's tobytes does.
+
+    Args:
+        data: Any object with Python's buffer protocol.
+        doing: The operation, for messages.
 
     Raises InvalidRequest.
     """
@@ -19,7 +23,15 @@ def readable_bytes(data: Any, doing: str) -> memoryview:
 
 
 def writable_bytes(into: Any, nbytes: int, doing: str) -> memoryview:
-    """A flat view of the first `nbytes` of a buffer that can be written in place. Raises InvalidRequest."""
+    """A flat view of the first `nbytes` of a buffer that can be written in place.
+
+    Args:
+        into: A writable, C-contiguous object with Python's buffer protocol.
+        nbytes: How many bytes will be written.
+        doing: The operation, for messages.
+
+    Raises InvalidRequest.
+    """
     try:
         view = memoryview(into)
     except (TypeError, ValueError) as error:
@@ -40,13 +52,13 @@ def writable_bytes(into: Any, nbytes: int, doing: str) -> memoryview:
 
 
 def _flat(view: memoryview) -> memoryview | None:
-    """The bytes of a C-contiguous view in place; None if it is none, or can't be seen in place."""
+    """The bytes of a C-contiguous view in place; None if it is not contiguous, or can't be viewed in place."""
     if not view.c_contiguous:
         return None
     try:
         return view.cast("B")
     except TypeError:
-        pass  # no bytes at all, or a format that struct does not know: a complex number's, a record's
+        pass  # no bytes at all, or a format that struct does not know, such as complex numbers or records
     if view.readonly or not view.nbytes:
         return None
     return memoryview((ctypes.c_ubyte * view.nbytes).from_buffer(view)).cast("B")

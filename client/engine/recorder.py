@@ -1,7 +1,7 @@
-"""Recording a launch graph: launches and copies are checked as usual and written down; anything else is refused.
+"""Records a launch graph: launches and copies are checked as usual and recorded; anything else is refused.
 
-A recording takes the place of the session's launches and copies (`LaunchCommands`, `CopyCommands`) in the face for as
-long as it lasts. So a session that does not record pays nothing for being able to.
+A recording replaces the session's launches and copies (`LaunchCommands`, `CopyCommands`) in the API while it lasts. So
+a session that does not record pays nothing for being able to.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -34,18 +34,18 @@ from gpulease.protocol.messages import GraphCreate, GraphNode, GraphParameter, G
 from gpulease.protocol.opcodes import ParameterKind
 
 MAX_WRITE_BYTES: Final = MAX_GRAPH_NODE_BYTES - 20
-"""Most data of one recorded write: a node's body also has handle, offset and length."""
+"""Most data of one recorded write, in bytes: a node's body also holds handle, offset and length."""
 
 
 class Recording(LaunchCommands, CopyCommands):
-    """The launches and copies of one graph while it is recorded."""
+    """The launches and copies of one graph, while they are recorded."""
 
     def __init__(self, session: Session, caller: Callable[[], object]) -> None:
-        """Make a recording that `begin` begins.
+        """Prepare a recording, which `begin` starts.
 
         Args:
             session: The session.
-            caller: Names the thread or task that calls; the one that began the recording owns it.
+            caller: Returns the calling thread or task; the one that started the recording owns it.
         """
         self._session = session
         self._attachment = session.attachment
@@ -61,24 +61,24 @@ class Recording(LaunchCommands, CopyCommands):
         self._kernels: list[str] = []
 
     def begin(self) -> None:
-        """Record from now on. Raises InvalidRequest if the session records already, or the error of its end."""
+        """Start recording. Raises InvalidRequest if the session is recording already, or the error of its end."""
         self._attachment.check_open("record")
         if self._attachment.recording is not None:
             raise InvalidRequest("record: the session is recording already", "One graph is recorded at a time")
         self._attachment.recording = self
 
     def stop(self) -> None:
-        """Record no more; again is harmless, also where another recording has begun."""
+        """Stop recording. Calling it twice is harmless, also after another recording has started."""
         if self._attachment.recording is self:
             self._attachment.recording = None
 
     def refusal(self, doing: str) -> InvalidRequest:
-        """The error of an operation that no graph can have. Raises what `_check_caller` raises."""
+        """The error of an operation that a graph can't contain. Raises what `_check_caller` raises."""
         self._check_caller(doing)
         return not_recorded(doing)
 
     def record(self) -> GraphRecord:
-        """The finished recording. Raises InvalidRequest if it can't be a graph."""
+        """The finished recording. Raises InvalidRequest if it can't become a graph."""
         if not self._nodes:
             raise InvalidRequest("record: nothing was recorded", "Launch or copy something in the block")
         if len(self._used) > MAX_GRAPH_HANDLES:
@@ -110,25 +110,27 @@ class Recording(LaunchCommands, CopyCommands):
         shared_bytes: int,
         stream: StreamHandle | None = None,
     ) -> int:
-        """Record a launch; the result is its node's number."""
+        """Record a launch; returns the number of its node."""
         self._check_caller("launch")
         _check_stream(stream, "launch")
         args = in_order(module, kernel, args)
         _, frame = self._session.launches.frame(module, kernel, grid, block, args, arg_sizes, shared_bytes)
         number = len(self._nodes)
+        # First the check that can fail, then the node, then what the node uses: a refused launch leaves nothing behind.
         if isinstance(args, KernelArgs):
             self._add_parameters(kernel, number, args)
         self._add(Opcode.LAUNCH, frame[HEADER_BYTES:])
         self._kernels.append(kernel)
         self._modules[id(module)] = module
         if isinstance(args, KernelArgs):
+            # A buffer that is a parameter may be replaced at each launch, so the graph doesn't need it to stay.
             rebound = {id(bound.buffer) for _, _, bound in args.parameters}
             self._buffers |= {id(buffer): buffer for buffer in args.buffers}
             self._used |= {buffer.handle for buffer in args.buffers if id(buffer) not in rebound}
         return number
 
     def launch_in(self, regions: RegionSet, position: int, *launch: Any) -> int:
-        """Refuse: all of a graph is in the regions that its launch names."""
+        """Refuse: a graph's regions are named by its launch, for all of it."""
         self._check_caller("launch")
         raise InvalidRequest(
             "launch: what is recorded names no regions of its own; a graph's launch names them for all of it",
@@ -136,12 +138,12 @@ class Recording(LaunchCommands, CopyCommands):
         )
 
     def launch_with(self, wanted: LaunchAttributes, *launch: Any) -> int:
-        """Refuse: no graph has such launches."""
+        """Refuse: graphs don't support cooperative launches and clusters."""
         self._check_caller("launch")
         raise InvalidRequest("launch: cooperative launches and clusters can't be recorded", "Launch it by itself")
 
     def write(self, buffer: Buffer, offset: int, data: Any, stream: StreamHandle | None = None) -> None:
-        """Record a copy to the device."""
+        """Record a copy to the device: the bytes of an immutable object, or the place of an array in the arena."""
         self._check_caller("mem_write")
         _check_stream(stream, "mem_write")
         self._session.operations.check(buffer, Buffer, "mem_write")
@@ -149,6 +151,8 @@ class Recording(LaunchCommands, CopyCommands):
         check_range(buffer, offset, len(view), "mem_write")
         if not view:
             return
+        # Memory that can change is copied at each launch of the graph, from its place in the arena. Immutable bytes
+        # become part of the graph.
         if not memoryview(data).readonly:
             self._add_arena_copy(Opcode.ARENA_WRITE, buffer, offset, data, len(view))
         elif len(view) > MAX_WRITE_BYTES:
@@ -164,14 +168,14 @@ class Recording(LaunchCommands, CopyCommands):
     def read(
         self, buffer: Buffer, offset: int, nbytes: int, into: Any = None, stream: StreamHandle | None = None
     ) -> Procedure[Any]:
-        """Record a copy from the device; the result is `into`."""
+        """Record a copy from the device into `into`, an array in the arena; returns `into`."""
         self._check_caller("mem_read")
         _check_stream(stream, "mem_read")
         self.read_at_once(buffer, offset, nbytes, into)
         return _done(into)
 
     def read_at_once(self, buffer: Buffer, offset: int, nbytes: int, into: Any) -> None:
-        """Record a copy from the device."""
+        """Record a copy from the device into `into`, an array in the arena."""
         self._check_caller("mem_read")
         self._session.operations.check(buffer, Buffer, "mem_read")
         check_range(buffer, offset, nbytes, "mem_read")
@@ -184,7 +188,7 @@ class Recording(LaunchCommands, CopyCommands):
     # --- nodes ---
 
     def _check_caller(self, doing: str) -> None:
-        """Raises how the session ended, or InvalidRequest for another thread or task than the one that records."""
+        """Raise the error of the session's end, or InvalidRequest if another thread or task owns the recording."""
         self._attachment.check_open(doing)
         if self._caller() != self._owner:
             raise InvalidRequest(
@@ -204,7 +208,7 @@ class Recording(LaunchCommands, CopyCommands):
             try:
                 place = arena.offset_of(memoryview(data))
             except (TypeError, ValueError):
-                place = None  # not in one piece
+                place = None  # not contiguous
         if place is None:
             writes = op is Opcode.ARENA_WRITE
             raise InvalidRequest(
@@ -222,6 +226,8 @@ class Recording(LaunchCommands, CopyCommands):
         for name, _, bound in args.parameters:
             if len(name.encode()) > MAX_PARAMETER_NAME_BYTES:
                 raise InvalidRequest(f"launch of {kernel!r}: a name of over {MAX_PARAMETER_NAME_BYTES} bytes")
+            # Several arguments may share a name. They must agree, because a launch without a value uses the recorded
+            # one.
             known = added.setdefault(name, bound)
             if (known.kind, known.value) != (bound.kind, bound.value):
                 raise InvalidRequest(
@@ -239,7 +245,7 @@ class Recording(LaunchCommands, CopyCommands):
 
 
 def _check_stream(stream: StreamHandle | None, doing: str) -> None:
-    """Raises InvalidRequest for a launch or copy that names a stream."""
+    """Raise InvalidRequest for a launch or copy that names a stream."""
     if stream is not None:
         raise InvalidRequest(
             f"{doing}: recorded operations can't choose a stream; launch the graph in one",
@@ -248,6 +254,6 @@ def _check_stream(stream: StreamHandle | None, doing: str) -> None:
 
 
 def _done(result: Any) -> Procedure[Any]:
-    """A procedure that has ended already."""
+    """A procedure that has ended already, with that result."""
     return result
     yield  # makes this a procedure

@@ -1,4 +1,4 @@
-"""Region sets: the regions that launches name, told to the session's worker once for many launches."""
+"""Region sets: the regions that launches name, sent to the session's worker once for many launches."""
 
 from collections.abc import Iterable
 
@@ -19,9 +19,9 @@ from gpulease.protocol.opcodes import SessionOption
 
 
 class RegionSet(Handle):
-    """The regions that launches touch; made by `session.region_set`, freed when the last reference goes.
+    """The regions that launches use; made by `session.region_set`, freed with its last reference.
 
-    A launch that names it begins only while every one of its regions goes on.
+    A launch that names it starts only if none of its regions has ended or is cancelled.
 
     Attributes:
         regions: The regions.
@@ -42,7 +42,7 @@ class RegionSet(Handle):
 
 
 class RegionSets:
-    """The region sets of one session."""
+    """Makes the region sets of one session, which launches name."""
 
     def __init__(self, operations: Operations) -> None:
         self._operations = operations
@@ -50,12 +50,12 @@ class RegionSets:
 
     @property
     def granule_bytes(self) -> int:
-        """Regions have multiples of so many bytes; 0 if the session's worker has no regions."""
+        """Sizes of regions are multiples of this many bytes; 0 if the session's worker has no regions."""
         told = self._attachment.told(SessionOption.REGIONS)
         return int.from_bytes(told) if told is not None and len(told) == 4 else 0
 
     def make(self, regions: Iterable[RegionView]) -> Procedure[RegionSet]:
-        """Name regions. Raises Unsupported, InvalidHandle, or InvalidRequest while the session records."""
+        """Name regions. Raises Unsupported, InvalidHandle, or InvalidRequest, also while the session records."""
         self._operations.check_recording("region_set")
         return self._make(tuple(dict.fromkeys(regions)))
 
@@ -79,7 +79,16 @@ class RegionSets:
 
 
 def regions_named(regions: RegionSet, position: int, session: HandleOwner, what: str) -> tuple[int, int]:
-    """The set and the position of a launch as its frame has them. Raises InvalidHandle or InvalidRequest."""
+    """The set's handle and the position of a launch, as its frame carries them.
+
+    Args:
+        regions: The set.
+        position: What the launch passed.
+        session: The session's connection, which the set must belong to.
+        what: The operation, for messages.
+
+    Raises InvalidHandle or InvalidRequest.
+    """
     if not isinstance(regions, RegionSet):
         raise InvalidHandle(f"{what}: {quoted(regions)} is not a RegionSet", "Make one with session.region_set([...])")
     if regions.owner is not session:

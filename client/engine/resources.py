@@ -1,4 +1,4 @@
-"""A session's device memory and modules."""
+"""A session's device memory and modules: allocate, free, load, unload."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -19,15 +19,16 @@ from gpulease.protocol.limits import MAX_KERNEL_NAME_BYTES
 from gpulease.protocol.messages import KernelEntry, KernelFigures, ModuleLoad, VariableName
 
 MODULE_LOAD_FIXED_BYTES: Final = 4
-"""Bytes of a MODULE_LOAD's payload that are not the image: its length."""
+"""Bytes of a MODULE_LOAD's payload other than the image: the field with its length."""
 
 
 MAX_UNSETTLED: Final = 256
-"""Most frees and reuses that no reply has settled: one more allocation is answered, and settles them."""
+"""Most frees and reuses without a settling reply. At this number an allocation asks the worker, and the reply settles
+them."""
 
 
 class LoadedModule(Module):
-    """Code that a session has loaded; the base of both faces' modules."""
+    """Code that a session has loaded; the base of both APIs' modules."""
 
     __slots__ = ("_resources",)
 
@@ -40,7 +41,7 @@ M = TypeVar("M", bound=LoadedModule)
 
 
 class Resources:
-    """The device memory and the modules of one session."""
+    """Allocates and frees one session's device memory; loads and unloads its modules."""
 
     def __init__(self, operations: Operations) -> None:
         self._operations = operations
@@ -50,7 +51,7 @@ class Resources:
         )
 
     def alloc(self, size_bytes: int) -> Procedure[Buffer]:
-        """Allocate device memory. Raises InvalidRequest while the session records."""
+        """Allocate device memory of `size_bytes`, zeroed. Raises InvalidRequest while the session records."""
         self._operations.check_recording("mem_alloc")
         return self._alloc(size_bytes)
 
@@ -62,14 +63,17 @@ class Resources:
         return (yield from self._operations.do("mem_alloc", making))
 
     def alloc_at_once(self, size_bytes: int) -> Begun[Buffer]:
-        """`alloc`, tried at once, under the session's lock."""
+        """`alloc`, tried immediately, under the session's lock."""
         size = whole(size_bytes, "mem_alloc", least=1, most=MAX_WIRE_BYTES)
         attachment = self.attachment
+        # A freed buffer of this size that the client still holds saves the round trip. Otherwise the held ones really
+        # go back first, because the slice may need their room.
         if attachment.held:
             again = self._alloc_again(size)
             if again is not None:
                 return again
             self._operations.drop_held()
+        # The handle arrives in `answer`, which is reachable here at every moment: an interrupt can't lose it.
         buffer, answer = Buffer(None, 0, size), bytearray(HANDLE.size)
         try:
             outcome = self._alloc_request.ask(MEM_ALLOC.pack(size), into=memoryview(answer))
@@ -79,9 +83,10 @@ class Resources:
                 return buffer
         except BaseException:
             if any(answer):
-                # Interrupted behind the reply: nobody has the handle yet.
+                # Interrupted after the reply came: no handle owns the memory yet, so free it.
                 attachment.dropped.append((Opcode.MEM_FREE, *HANDLE.unpack(answer)))
             raise
+        # The reply did not come while spinning. Wait for it in the general way, with the same handle object.
         if isinstance(outcome, Pending):
 
             def late(reply: Any) -> Buffer:
@@ -93,9 +98,9 @@ class Resources:
         return self.alloc(size)
 
     def _alloc_again(self, size: int) -> Begun[Buffer] | None:
-        """Give a held buffer once more; None if there is none, or the worker has to answer first."""
+        """Reuse a held buffer; None if there is none, or if the worker has to reply first."""
         attachment, operations = self.attachment, self._operations
-        # A failure of the worker's must be able to name those that it has not done.
+        # When the worker fails, it must be able to name the requests that it has not executed; hence the limit.
         if attachment.over is not None or attachment.recording is not None or len(operations.freed) >= MAX_UNSETTLED:
             return None
         buffer = attachment.held.take(size, attachment)
@@ -105,7 +110,7 @@ class Resources:
         return buffer if rest is None else _after(rest, buffer)
 
     def free(self, buffer: Buffer) -> Begun[None]:
-        """Give a buffer back at once, under the session's lock, without waiting for a reply."""
+        """Free a buffer immediately, under the session's lock, without waiting for a reply."""
         attachment, operations = self.attachment, self._operations
         operations.check_recording("mem_free")
         try:
@@ -113,6 +118,7 @@ class Resources:
         except GpuLeaseError as error:
             raise error.with_traceback(None)  # noqa: B904  # its traceback begins at the caller's line, as a driver's
         attachment.check_open("mem_free")
+        # Keep the memory for the next allocation of its size, if there is room for that.
         if type(buffer) is Buffer and attachment.held.hold(buffer):
             return None
         attachment.dropped.append(buffer.mark_freed())
@@ -121,7 +127,7 @@ class Resources:
         return operations.go_on("mem_free", operations.send_frees())
 
     def load(self, image: Any, kind: type[M]) -> Procedure[M]:
-        """Compile and load PTX, or load a cubin, as a face's kind. Raises InvalidRequest while the session records."""
+        """Compile and load PTX, or load a cubin, as the API's kind of module. Raises InvalidRequest while recording."""
         self._operations.check_recording("module_load")
         return self.load_unrecorded(image, kind)
 
@@ -142,6 +148,7 @@ class Resources:
 
         load = build_body(ModuleLoad(code))
         module = yield from operations.make(Opcode.MODULE_LOAD, load, Opcode.MODULE_UNLOAD, loaded)
+        # A newer worker also reports the parameter types, with which launches check Python numbers.
         if Opcode.MODULE_PARAMETERS in attachment.served:
             parameters = HANDLE.pack(module.handle)
             answer = yield from operations.ask(Opcode.MODULE_PARAMETERS, parameters, doing="module_load")
@@ -149,7 +156,7 @@ class Resources:
         return module
 
     def variable(self, module: Module, name: str) -> Procedure[Variable]:
-        """Find a variable of a module. Raises InvalidHandle if it has none of that name."""
+        """Find a variable of a module. Raises InvalidHandle if the module has none of that name."""
         doing = "variable"
         self._check_details(Opcode.MODULE_VARIABLE, module, doing)
         wanted = VariableName(module.handle, bounded(name, "variable: a name", MAX_KERNEL_NAME_BYTES))
@@ -158,7 +165,7 @@ class Resources:
         return Variable(module, name, self.attachment, reply.handle, reply.size_bytes)
 
     def figures(self, module: Module) -> Procedure[Mapping[str, KernelFigures]]:
-        """Ask for the resources of a module's kernels."""
+        """Ask how many registers and how much memory each kernel of a module uses."""
         doing = "kernel_figures"
         self._check_details(Opcode.MODULE_FIGURES, module, doing)
         asking = self._operations.ask(Opcode.MODULE_FIGURES, HANDLE.pack(module.handle), doing=doing)

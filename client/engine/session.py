@@ -1,7 +1,7 @@
 """A session: its connection, and the parts that do its work.
 
-Both faces hold a `Session` and call its parts. Only launches and copies can be recorded: a `Recording` takes the place
-of those two parts in the face while it lasts.
+Both APIs hold a `Session` and call its parts. Only launches and copies can be recorded: a `Recording` replaces these
+two parts in the API while it lasts.
 """
 
 import weakref
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 CARD_BYTES: Final = 6
-"""Bytes of the option CARD of ATTACH's reply: a u16 and a u32."""
+"""Bytes of the option CARD in ATTACH's reply: a u16 and a u32."""
 
 
 class Session:
@@ -45,8 +45,8 @@ class Session:
 
     Attributes:
         attachment: Its connection, its lease, and how it ended.
-        operations: How each of its operations is done.
-        streams: Its streams, and which of them is selected.
+        operations: How each of its operations is carried out.
+        streams: Its streams, and which one is selected.
         resources: Its device memory and modules.
         copies: Copies to and from that memory.
         launches: Launches of its modules' kernels.
@@ -56,15 +56,18 @@ class Session:
     """
 
     def __init__(self, lease: LeaseState, lock: Any, *, grant: Grant | None, shared_memory: bool, spin_ns: int) -> None:
-        """Make a session that `attach` opens. Raises InvalidRequest for another lease's grant.
+        """Prepare a session, which `attach` opens.
 
         Args:
             lease: Its lease.
-            lock: The face's kind of lock.
-            grant: A token of the lease, by which to open it; None to open it as the lease's holder.
+            lock: The API's kind of lock.
+            grant: A token of the lease with which to open it; None to open it as the lease's holder.
             shared_memory: Whether to share memory with the worker, where the address allows it.
-            spin_ns: Longest time to look for a reply before sleeping.
+            spin_ns: Longest time to poll for a reply before sleeping, in nanoseconds.
+
+        Raises InvalidRequest for another lease's grant.
         """
+        # Memory can only be shared on one host, which the address shows.
         wanted = wanted_of(lease.address) if shared_memory else Wanted()
         if grant is not None and grant.lease_id != lease.grant.lease_id:
             raise InvalidRequest(f"attach: the grant is of lease {grant.lease_id}, not of this one")
@@ -82,7 +85,7 @@ class Session:
         self.kept = KeptBuffers(self.operations)
 
     def attach(self) -> Procedure[None]:
-        """Open it. Raises why it can't be opened."""
+        """Open the session. Raises the reason if it can't be opened."""
         yield from self.attachment.attach()
         self.operations.begin()
         self.attachment.lease.attached = weakref.ref(self.operations)
@@ -92,7 +95,7 @@ S = TypeVar("S", bound="np.generic")
 
 
 class SessionView:
-    """Base of both faces' sessions: everything that they show without asking the worker."""
+    """Base of both APIs' sessions: all properties that need no request to the worker."""
 
     _session: Session
     _lock: Any
@@ -123,15 +126,15 @@ class SessionView:
     def empty(self, shape: int | Sequence[int], dtype: Any) -> "NDArray[Any]": ...
 
     def empty(self, shape: int | Sequence[int], dtype: Any = float) -> "NDArray[Any]":
-        """Make a numpy array, not initialised, in memory shared with the session's process.
+        """Make an uninitialised numpy array in memory that is shared with the session's worker.
 
         mem_write and mem_read of the array, or of a contiguous part of it, are as fast as the card's bus. Over TCP, or
-        where the session's arena has no room left, it is an ordinary array, and all works the same. A process that is
-        forked shares the arrays that were made before the fork with its parent.
+        if the session's arena has no room left, it is an ordinary array, and everything works the same. A forked
+        process shares the arrays made before the fork with its parent.
 
         Args:
-            shape: One size, or a size for each dimension.
-            dtype: numpy's type of the elements.
+            shape: One size, or a size per dimension.
+            dtype: The elements' numpy dtype.
 
         Raises InvalidRequest for a `dtype` that numpy does not know.
         """
@@ -140,9 +143,10 @@ class SessionView:
         return empty(self._session.attachment.arena, shape, dtype)
 
     def buffer(self, handle: int, size_bytes: int) -> BorrowedBuffer:
-        """Use memory that was allocated on another connection to the lease, which lasts until that ends (`keep`).
+        """Use memory that another connection to the lease allocated, for as long as it exists (`keep`).
 
-        Dropping the last reference does not free it; `mem_free` does. Operations on it find out if the handle is wrong.
+        Dropping the last reference does not free it; `mem_free` does. Operations on it raise InvalidHandle if the
+        handle is wrong.
 
         Args:
             handle: Its `handle` there.
@@ -153,32 +157,32 @@ class SessionView:
 
     @property
     def session_id(self) -> LeaseId:
-        """The session's number: its lease's."""
+        """The session's id, which is its lease's id."""
         return LeaseId(self._session.attachment.session_id)
 
     @property
     def driver(self) -> str:
-        """The driver the session computes with: "cuda" or "cpu"."""
+        """The driver with which the session computes: "cuda" or "cpu"."""
         return self._session.attachment.reply.driver
 
     @property
     def card_uuid(self) -> str:
-        """The UUID of the session's card."""
+        """The UUID of the session's card, as the driver reports it."""
         return self._session.attachment.reply.card_uuid
 
     @property
     def compute_capability(self) -> int:
-        """The capability to compile kernels for: 90 for 9.0; 0 if the session's daemon is too old to tell."""
+        """The capability to compile kernels for: 90 for 9.0; 0 if the session's daemon is too old to report it."""
         return int.from_bytes(self._card[:2])
 
     @property
     def cuda_version(self) -> int:
-        """The version of CUDA that the card's driver has, 13000 for 13.0; 0 if there is none, or it is not told."""
+        """The CUDA version of the card's driver, 13000 for 13.0; 0 if there is none, or it is not reported."""
         return int.from_bytes(self._card[2:])
 
     @property
     def _arch(self) -> int | None:
-        """The capability that compilers are asked for: the card's. The embedded driver takes their default."""
+        """The capability to compile for: the card's. None, the compilers' default, for the embedded driver."""
         return (self.compute_capability or None) if self.driver == "cuda" else None
 
     @property
@@ -187,17 +191,17 @@ class SessionView:
         return told if told is not None and len(told) == CARD_BYTES else bytes(CARD_BYTES)
 
     def on_printed(self, callback: PrintedCallback | None) -> None:
-        """Have each sync, and the end of the `with` block, give `callback` what kernels have printed; None ends it.
+        """Pass what kernels have printed to `callback` at each sync and at the end of the `with` block.
 
-        It is called where the sync was, and only if something was printed. What it raises, the sync raises. Raises
-        Unsupported if the session's daemon is too old.
+        None stops this. The sync itself calls it, and only if something was printed. What it raises, the sync raises.
+        Raises Unsupported if the session's daemon is too old.
         """
         self._session.attachment.require(Opcode.PRINTED, "on_printed")
         self._on_printed = callback
 
     @property
     def slice_bytes(self) -> int:
-        """Bytes of device memory that the session may allocate in all."""
+        """Total device memory that the session may allocate, in bytes."""
         attachment = self._session.attachment
         return attachment.reply.slice_bytes + attachment.lease.grant.size_bytes - attachment.lease_bytes
 
@@ -208,17 +212,17 @@ class SessionView:
 
     @property
     def shares_memory(self) -> bool:
-        """True if `empty` makes arrays that the session's process reads, and graphs copy; False over TCP."""
+        """True if `empty` makes arrays that the session's worker reads and graphs can copy; False over TCP."""
         return self._session.attachment.arena is not None
 
     @property
     def region_granule_bytes(self) -> int:
-        """Regions of the lease have multiples of so many bytes; 0 if its session is too old to have regions."""
+        """Sizes of the lease's regions are multiples of this many bytes; 0 if its session is too old for regions."""
         return self._session.region_sets.granule_bytes
 
     @property
     def is_alive(self) -> bool:
-        """True while the session is open and its lease not over, as far as is known here."""
+        """True until the session or its lease is known here to have ended."""
         return self._session.attachment.is_alive
 
     def __repr__(self) -> str:

@@ -1,12 +1,12 @@
 """Copies of ordinary memory through slots in the session's arena, by threads where the host has cores for them.
 
-Theory of operation. One core copies 9 to 13 GB/s on a host whose bus takes 55. So a copy is cut into pieces, and a part
-of the arena into slots. While the worker's card copies one slot, threads here fill the next ones (a write) or empty
-them (a read). No bytes go through ring or socket, and the slots are pinned once. Pieces are asked for in groups, quiet
-but for the last of each group: a reply costs both sides as much as a piece.
+Theory of operation. One core copies 9 to 13 GB/s on a host whose bus transfers 55. So a copy is cut into pieces, and a
+part of the arena into slots. While the worker's card copies one slot, threads here fill the next ones (a write) or
+empty them (a read). No data goes through ring or socket, and the slots are pinned once. Pieces are requested in groups,
+quiet except for the last of each group: a reply costs both sides as much as a piece.
 
-A write that finds a failure kept from an earlier operation must not be done, and the failure is reported once. So a
-SYNC goes ahead of a write's pieces; the worker answers it while the first slots are filled.
+If a failure is kept from an earlier operation, a write must not be done, and the failure must be reported once. So a
+SYNC precedes a write's pieces; the worker answers it while the first slots are being filled.
 """
 
 import ctypes
@@ -31,27 +31,29 @@ from gpulease.protocol.messages import Body
 from gpulease.protocol.opcodes import Flag
 
 STAGED_FROM_BYTES: Final = 128 << 10
-"""Smallest copy that is staged: the bytes of a smaller one are in the frame before a slot's copy is asked for."""
+"""Smallest copy that is staged: a smaller one's bytes are in the frame sooner than the copy of a slot could be
+requested."""
 
 ONE_PIECE_BYTES: Final = 1 << 20
 """Largest copy in one piece, without threads: waking them takes as long as a part of it."""
 
 SLOT_BYTES: Final = 2 << 20
-"""Size of a slot, so of a large copy's pieces: a request costs either side up to 40 us, a core 200, the card 40."""
+"""Size of a slot, and so of a large copy's pieces: its request costs each side up to 40 us, a core 200 us, the card 40
+us."""
 
 MIN_PIECE_BYTES: Final = 512 << 10
-"""Smallest piece of a copy that is cut into `MIN_PIECES`: a smaller one's request takes longer than its copy."""
+"""Smallest piece of a copy that is cut into `MIN_PIECES`: the request for a smaller one takes longer than its copy."""
 
 MIN_PIECES: Final = 4
-"""Least pieces of a copy, where they are not too small: the first and the last piece are copied one after the other,
-here and by the card."""
+"""Least pieces of a copy, unless they would be too small: the first and the last piece are copied sequentially, here
+and by the card."""
 
 SLOTS: Final = 8
-"""Pieces under way at a time. With `SLOT_BYTES`, the arena's and the host's memory this takes."""
+"""Pieces in progress at a time. Times `SLOT_BYTES`, this is the arena's and the host's memory in use."""
 
 WRITE_GROUP: Final = 2
 READ_GROUP: Final = 1
-"""Pieces for each reply. A piece that is read can be taken only when it is answered."""
+"""Pieces per reply. A piece that is read can be used only after it was answered."""
 
 
 class _Piece(NamedTuple):
@@ -64,37 +66,44 @@ class Staging:
     """The slots of one session. Used under the session's lock."""
 
     def __init__(self, arena: Arena, operations: Operations, writes: FastRequest, reads: FastRequest) -> None:
-        """Args: writes, reads: Requests for a copy in one piece, to and from the card."""
+        """Prepare; the slots are allocated on first use.
+
+        Args:
+            arena: The session's arena.
+            operations: The session's operations.
+            writes: Requests a copy in one piece to the card.
+            reads: Requests a copy in one piece from the card.
+        """
         self.operations = operations
         self._arena = arena
         self._writes, self._reads = writes, reads
         self._block: Any = None
         self._copiers: Copiers | None = None
-        # An operation was left before its end: the worker may still use slots.
+        # An operation was interrupted: the worker may still use slots.
         self._is_unsettled = False
 
     @property
     def is_ready(self) -> bool:
-        """True if the slots are there, or could be made: the arena may have no room for them."""
+        """True if the slots exist or could be allocated: the arena may have no room for them."""
         if self._block is None:
             self._block = self._arena.allocate(SLOTS * SLOT_BYTES)
         return self._block is not None
 
     @property
     def copiers(self) -> "Copiers":
-        """The threads; the first copy that needs them starts them."""
+        """The threads, which start with the first copy that needs them."""
         if self._copiers is None:
             self._copiers = Copiers()
         return self._copiers
 
     def close(self) -> None:
-        """End the threads, once they have copied what was begun."""
+        """End the threads, after they have copied what they had started."""
         copiers, self._copiers = self._copiers, None
         if copiers is not None:
             copiers.close()
 
     def write(self, handle: int, offset: int, data: memoryview) -> Procedure[None]:
-        """Copy bytes to an allocation."""
+        """Copy bytes to an allocation, from byte `offset` on."""
         yield from self._settle()
         source, slots = _address_of(data), self.slot_address(0)
         if len(data) <= ONE_PIECE_BYTES:
@@ -105,7 +114,7 @@ class Staging:
         yield from self._run(copy, copy.write(), "mem_write")
 
     def read(self, handle: int, offset: int, into: memoryview) -> Procedure[None]:
-        """Copy an allocation's bytes."""
+        """Copy an allocation's bytes, from byte `offset` on, into memory here."""
         yield from self._settle()
         target, slots = _address_of(into), self.slot_address(0)
         if len(into) <= ONE_PIECE_BYTES:
@@ -126,24 +135,24 @@ class Staging:
             yield from pieces
             yield from copy.end_group()
         except BaseException:
-            # The caller's memory is the caller's again: no thread may touch it any more, wherever this was left.
+            # The caller gets its memory back: however this ended, no thread may touch it any more.
             self.close()
             raise
         self._is_unsettled = False
         copy.raise_failure(doing)
 
     def slot_address(self, slot: int) -> int:
-        """A slot's address in this process."""
+        """A slot's address in this process, by its index."""
         return ctypes.addressof(self._block) + slot * SLOT_BYTES
 
     def request(self, handle: int, offset: int, piece: _Piece) -> bytes:
-        """The body of the request to copy a piece."""
+        """The body of the request to copy one piece."""
         place = self._arena.offset_of_address(self.slot_address(piece.slot))
         return ARENA_COPY.pack(handle, offset + piece.at, place, piece.nbytes)
 
 
 class _StagedCopy:
-    """A copy of several pieces."""
+    """A copy of several pieces in progress."""
 
     def __init__(self, staging: Staging, handle: int, offset: int, address: int, nbytes: int) -> None:
         self._staging = staging
@@ -157,7 +166,8 @@ class _StagedCopy:
         self._begun = 0
         self._free = deque(range(SLOTS))
         self._copying = 0
-        # Pieces that a later piece's reply answers for; then the requests with a reply, each with all its pieces.
+        # Quiet pieces, which a later piece's reply answers for; then the requests with a reply, each with all its
+        # pieces.
         self._quiet: list[_Piece] = []
         self._asked: deque[tuple[int, list[_Piece]]] = deque()
         self._own_requests: list[int] = []
@@ -166,12 +176,15 @@ class _StagedCopy:
 
     def write(self) -> Procedure[None]:
         """Fill slots, have the card copy them, reuse them."""
+        # Each round does the first of these that is possible: give a free slot to the threads; request the copy of a
+        # slot that they have filled; wait for the worker to free slots.
         fence = yield from self._ask(Opcode.SYNC, b"")
         while (piece := self._next(self._copiers.most)) or self._copying or self._asked:
             if piece:
                 self._copy(self._staging.slot_address(piece.slot), self._address + piece.at, piece)
             elif self._copying:
                 copied = self._end_copy()
+                # Only now wait for the SYNC: the first slots were filled meanwhile.
                 if fence:
                     yield from self._take(fence)
                     fence = 0
@@ -184,6 +197,8 @@ class _StagedCopy:
 
     def read(self) -> Procedure[None]:
         """Have the card fill slots, empty them, reuse them."""
+        # Each round does the first of these that is possible: request a piece into a free slot; take a slot that the
+        # threads have emptied; wait for the worker. Slots that the card has filled go to the threads.
         while (piece := self._next(SLOTS)) or self._copying or self._asked:
             answered: Iterable[_Piece] = ()
             if piece:
@@ -198,18 +213,18 @@ class _StagedCopy:
                 self._copy(self._address + piece.at, self._staging.slot_address(piece.slot), piece)
 
     def end_group(self) -> Procedure[None]:
-        """Wait for pieces without a reply of their own, left over where one before them failed: they may fail too."""
+        """After a failure, wait for earlier pieces that have no reply of their own: they may have failed too."""
         if self._quiet:
             yield from self._take((yield from self._ask(Opcode.SYNC, b"")))
 
     def raise_failure(self, doing: str) -> None:
-        """Raises the first failure: it may be an earlier operation's, and those behind it have succeeded."""
+        """Raise the first failure: it may be an earlier operation's, after which later pieces have succeeded."""
         self._operations.settle(self._failures[0] if self._failures else None, doing, self._own_requests)
 
     # --- slots ---
 
     def _next(self, most_copying: int) -> _Piece | None:
-        """The next piece, in a free slot, if one may begin."""
+        """The next piece, with a free slot, if one may start."""
         if self._begun == self._nbytes or not self._free or self._failures or self._copying >= most_copying:
             return None
         piece = _Piece(self._free.popleft(), self._begun, min(self._piece_bytes, self._nbytes - self._begun))
@@ -241,7 +256,7 @@ class _StagedCopy:
         return pieces
 
     def _answers(self) -> Procedure[list[_Piece]]:
-        """The next pieces that the worker answers for."""
+        """Wait for the next pieces that the worker answers for."""
         request_id, pieces = self._asked[0]
         yield from self._take(request_id)
         self._asked.popleft()
@@ -285,33 +300,34 @@ def _address_of(data: memoryview) -> int:
 # --- threads that copy ---
 
 MAX_COPIERS: Final = 4
-"""Most threads of a session that copy: with four, an H100's host copies faster than the card takes it from the
-worker's hands."""
+"""Most threads of a session that copy: with four, an H100's host copies faster than the card fetches from the worker.
+"""
 
 CORES_PER_COPIER: Final = 4
-"""Cores this process must have for each thread: on fewer they would take the worker's, or the tenant's."""
+"""Cores that this process must have per thread: with fewer, the threads would take the worker's or the tenant's."""
 
 PART_BYTES: Final = 512 << 10
-"""Size of the part that a thread takes at a time, so that threads share the first piece of a copy, and its last."""
+"""Size of the part that a thread copies at a time, so that threads share the first piece of a copy, and the last."""
 
 _Job = tuple[int, int, int, list[Any]]
-"""Target, source, bytes, and as many items as parts of the copy are left: the token, and None for each other part."""
+"""Target, source, bytes, and a list with one item per part of the copy that is left: the token, then None for the
+others."""
 
 _COUNT: Final = min(MAX_COPIERS, len(os.sched_getaffinity(0)) // CORES_PER_COPIER)
 
 
 class Copiers:
-    """Copies memory, in threads where the host has cores for them, else in the call.
+    """Copies memory, in threads where the host has cores for them, otherwise in the call.
 
     Attributes:
-        most: How many copies are worth having under way.
+        most: How many copies it pays to have in progress.
     """
 
     def __init__(self, count: int = _COUNT) -> None:
         self.most = 4 if count else 1
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._done: SimpleQueue[Any] = SimpleQueue()
-        # Daemon threads, because a session that nobody closed must not keep its program from ending.
+        # Daemon threads: a session that was never closed must not keep its program from exiting.
         self._threads = [
             threading.Thread(target=_work, args=(self._jobs, self._done), name="gpulease-copier", daemon=True)
             for _ in range(count)
@@ -320,7 +336,10 @@ class Copiers:
             thread.start()
 
     def copy(self, target: int, source: int, nbytes: int, token: Any) -> None:
-        """Begin to copy from one address to another; both must stay valid until `done` gives the token, not None."""
+        """Start to copy from one address to another; both must stay valid until `done` returns the token.
+
+        The token must not be None.
+        """
         if not self._threads:
             ctypes.memmove(target, source, nbytes)
             self._done.put(token)
@@ -331,9 +350,10 @@ class Copiers:
             self._jobs.put((target + at, source + at, min(PART_BYTES, nbytes - at), left))
 
     def done(self) -> Any:
-        """Wait for a copy to be complete, and return its token.
+        """Wait until a copy is complete, and return its token.
 
-        Meanwhile this thread copies too: waking the others takes as long as a part or two, and so would its own sleep.
+        Meanwhile this thread copies too: waking the others takes as long as one or two parts, and so would its own
+        sleep.
         """
         while self._done.empty():
             try:
@@ -345,7 +365,7 @@ class Copiers:
         return self._done.get()
 
     def close(self) -> None:
-        """End the threads, once all copies are complete that were begun."""
+        """End the threads, after all copies that were started are complete."""
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
@@ -361,8 +381,8 @@ def _work(jobs: "SimpleQueue[_Job | None]", done: "SimpleQueue[Any]") -> None:
 
 def _do(job: _Job, done: "SimpleQueue[Any]") -> None:
     target, source, nbytes, left = job
-    ctypes.memmove(target, source, nbytes)  # without the interpreter's lock
-    # A list's pop is atomic: the token comes to whoever ends the last part, and to nobody else.
+    ctypes.memmove(target, source, nbytes)  # releases the interpreter's lock
+    # A list's pop is atomic: exactly one thread, the one that copies the last part, gets the token.
     token = left.pop()
     if token is not None:
         done.put(token)

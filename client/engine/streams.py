@@ -1,8 +1,8 @@
 """A session's streams: which one the worker has selected, and what goes into each.
 
-The worker puts launches and copies where the last STREAM_SELECT said. The client sends one in front of the first
-operation that is meant for another stream, so a program with one stream sends none. The client relies on a selection
-only once all of its frame went: after an interrupted send the selection is unknown, and the next operation selects
+The worker puts launches and copies into the stream that the last STREAM_SELECT named. The client sends a STREAM_SELECT
+before the first operation for another stream, so a program with one stream sends none. The client relies on a selection
+only after all of its frame was sent: after an interrupted send the selection is unknown, and the next operation selects
 again.
 """
 
@@ -25,17 +25,17 @@ T = TypeVar("T")
 S = TypeVar("S", bound="StreamHandle")
 
 DEFAULT: Final = 0
-"""Number of the stream that is always there."""
+"""Number of the stream that always exists."""
 
 TRUSTED_NS: Final = 1_000_000
-"""Time after a sync for which a session that was asked nothing since is taken to live. So a sync that has nothing to
-wait for asks nobody, and one after a lease's sudden end finds that out at most so late."""
+"""How long after a sync an unused session is assumed to be alive, in nanoseconds. So a sync with nothing to wait for
+sends no request, and one after a lease's sudden end notices it at most this much later."""
 
 _UNKNOWN: Final = -1
 
 
 class StreamHandle(Handle):
-    """An order of launches and copies; the base of both faces' streams. Number 0 is the default stream."""
+    """A queue of launches and copies; the base of both APIs' streams. Number 0 is the default stream."""
 
     __slots__ = ("_streams",)
 
@@ -55,7 +55,7 @@ class StreamHandle(Handle):
         return self._streams
 
     def drop(self) -> None:
-        """Have the session's next operation free it, without a reply; again is harmless."""
+        """Make the session's next operation free it, without a reply. Calling it twice is harmless."""
         owner, self.owner = self.owner, None
         if owner is not None and self.handle:
             owner.dropped.append((self._free_op, self.handle))
@@ -66,7 +66,7 @@ class StreamHandle(Handle):
 
 
 class EventHandle(Handle):
-    """The time at which a stream had run all that it held; the base of both faces' events."""
+    """The moment at which a stream has finished what was queued before; the base of both APIs' events."""
 
     __slots__ = ("_streams",)
 
@@ -88,7 +88,7 @@ class PrintedText(NamedTuple):
 
     Attributes:
         text: What they printed.
-        is_lost: Whether there was more than MAX_PRINTED_BYTES: the later part is not there.
+        is_lost: True if they printed more than MAX_PRINTED_BYTES: the later part is missing.
     """
 
     text: str
@@ -96,16 +96,16 @@ class PrintedText(NamedTuple):
 
 
 PrintedCallback = Callable[[PrintedText], object]
-"""Takes what kernels have printed."""
+"""Receives what kernels have printed."""
 
 
 class Streams:
-    """The streams of one session.
+    """Makes, orders and waits for the streams of one session.
 
     Attributes:
         attachment: The session's connection.
-        operations: The session's.
-        selected: Number of the stream that the worker has selected; no stream's number while that is unknown.
+        operations: The session's operations.
+        selected: Number of the stream that the worker has selected; -1 while that is unknown.
     """
 
     def __init__(self, operations: Operations) -> None:
@@ -113,7 +113,7 @@ class Streams:
         self.attachment = operations.attachment
         self.selected = DEFAULT
         self._last_event = 0
-        # The last request that a sync found ended, and until when the session's life is taken for granted.
+        # The last request that a sync found finished, and until when the session is assumed to be alive.
         self._ended_id = self._ended_until_ns = 0
         self._sync = FastRequest(operations, Opcode.SYNC)
         self._stream_sync = FastRequest(operations, Opcode.STREAM_SYNC, HANDLE.size)
@@ -121,7 +121,7 @@ class Streams:
     # --- their life ---
 
     def create(self, kind: type[S]) -> Procedure[S]:
-        """Make a stream, as a face's kind. Raises InvalidRequest while the session records."""
+        """Make a stream, as the API's kind. Raises InvalidRequest while the session records."""
         self.operations.check_recording("stream")
         return self._create(kind)
 
@@ -134,13 +134,13 @@ class Streams:
         return (yield from self.operations.do("stream", making))
 
     def default(self, kind: type[S]) -> S:
-        """The stream that is always there, as a face's kind."""
+        """The stream that always exists, as the API's kind."""
         stream = kind(self, DEFAULT)
         stream.owner = self.attachment
         return stream
 
     def destroy(self, stream: StreamHandle) -> Procedure[None]:
-        """Free a stream; what it holds goes on, and its arrays stay lent until the session is waited for."""
+        """Free a stream. Its queued work still runs; its arrays stay lent until the session was waited for."""
         if stream.handle == DEFAULT:
             raise InvalidRequest("close: the default stream is always there")
         yield from self.operations.free(stream, StreamHandle, "close")
@@ -148,7 +148,7 @@ class Streams:
     # --- order ---
 
     def wait_for(self, stream: StreamHandle, other: StreamHandle | None) -> Procedure[None]:
-        """Order launches and copies that come next in a stream behind all that another holds now."""
+        """Make later launches and copies of a stream wait for all that another has queued now."""
         self._check_recording("wait_for")
         operations = self.operations
         pair = STREAM_WAIT.pack(self.number(stream, "wait_for"), self.number(other, "wait_for"))
@@ -156,7 +156,7 @@ class Streams:
         yield from operations.do("wait_for", send(self.attachment.channel, (frame,), operations.limit))
 
     def record(self, stream: StreamHandle, kind: type[E]) -> Procedure[E]:
-        """Record an event in a stream, as a face's kind; it travels with the launches before and behind it."""
+        """Record an event in a stream, as the API's kind; it is queued in order with the stream's launches."""
         self._check_recording("event")
         self.attachment.require(Opcode.EVENT_RECORD, "event")
         return (yield from self.operations.do("event", self._record(self.number(stream, "event"), kind)))
@@ -173,7 +173,7 @@ class Streams:
         return event
 
     def printed(self) -> Procedure[PrintedText]:
-        """Wait for all streams, and take what kernels have printed."""
+        """Wait for all streams, and return what kernels have printed since the last call."""
         self._check_recording("printed")
         self.attachment.require(Opcode.PRINTED, "printed")
         asking = self.operations.ask(Opcode.PRINTED, doing="printed")
@@ -181,9 +181,10 @@ class Streams:
         return PrintedText(reply.data.decode(errors="replace"), bool(reply.is_lost))
 
     def elapsed_ms(self, start: EventHandle, end: EventHandle) -> Procedure[float]:
-        """Wait for two events; the milliseconds from one to the other."""
+        """Wait for two events; returns the milliseconds from the first to the second."""
         doing, operations = "elapsed_ms", self.operations
         self._check_recording(doing)
+        # Both must be this session's: another session's event number would name an unrelated event here.
         for event in (start, end):
             operations.check(event, EventHandle, doing)
         pair = build_body(EventPair(start.handle, end.handle))
@@ -191,14 +192,16 @@ class Streams:
         return float(reply.nanoseconds / 1e6)
 
     def sync(self) -> Procedure[None]:
-        """Wait until all streams have ended what they hold. Raises InvalidRequest while the session records."""
+        """Wait until all streams have finished. Raises InvalidRequest while the session records."""
         self.operations.check_recording("sync")
         return self.operations.do("sync", self._taking_back(self.operations.ask(Opcode.SYNC)))
 
     def sync_at_once(self) -> Begun[None]:
-        """`sync`, tried at once, under the session's lock."""
+        """`sync`, tried immediately, under the session's lock."""
         attachment = self.attachment
         connection = attachment.connection
+        # Three ways, the cheapest first. No request since the last sync: all work has ended, and the session was alive
+        # moments ago. Then the shared sync word, without a frame. Then a SYNC request.
         if attachment.has_sync_word:
             if (
                 connection.last_request_id == self._ended_id
@@ -221,7 +224,7 @@ class Streams:
         return self.sync()
 
     def _note_end(self) -> None:
-        """Note that the work of all requests so far has ended well."""
+        """Record that the work of all requests so far has ended without failure."""
         operations, attachment = self.operations, self.attachment
         self._ended_id = operations.settled_id = attachment.connection.last_request_id
         self._ended_until_ns = monotonic_ns() + TRUSTED_NS
@@ -231,14 +234,14 @@ class Streams:
             attachment.lent.take_back()
 
     def sync_one(self, stream: StreamHandle) -> Procedure[None]:
-        """Wait until one stream has ended what it holds."""
+        """Wait until one stream has finished what it has queued."""
         self._check_recording("sync")
         number = self.number(stream, "sync")
         asking = self.operations.ask(Opcode.STREAM_SYNC, HANDLE.pack(number))
         yield from self.operations.do("sync", self._taking_back(asking, number))
 
     def sync_one_at_once(self, stream: StreamHandle) -> Begun[None]:
-        """`sync_one`, tried at once, under the session's lock."""
+        """`sync_one`, tried immediately, under the session's lock."""
         self._check_recording("sync")
         number = self.number(stream, "sync")
         outcome = self._stream_sync.ask(HANDLE.pack(number))
@@ -252,9 +255,11 @@ class Streams:
     def fence(self, limit: Limit, stream: StreamHandle | None = None) -> Procedure[None]:
         """Wait for all streams, or for one, under the session's lock; raise what failed and was not raised before.
 
-        A guest without kernels of its own asks only about its own requests: kernels and their failures are others'.
+        A session by token that loaded no module waits for its own requests only: kernels, and their failures, are
+        others'.
         """
         operations, raised = self.operations, self.attachment.last_raised
+        # A PING is answered in order, so its reply shows that this connection's own requests are done.
         if self.attachment.token and not self.attachment.has_loaded:
             waiting = operations.ask(Opcode.PING, build_body(Ping(0)), limit, "sync")
         elif stream is None:
@@ -265,7 +270,7 @@ class Streams:
         try:
             yield from operations.guarded("sync", waiting)
         except GpuLeaseError as error:
-            # A context that a fault ended answers everything with that fault.
+            # After a fault ended the context, every request gets that fault as its reply.
             if error.failure != raised:
                 raise
 
@@ -281,9 +286,10 @@ class Streams:
     # --- launches and copies in them ---
 
     def run_in(self, stream: StreamHandle | None, procedure: Procedure[T]) -> Procedure[T]:
-        """Do an operation in a stream, under the session's lock."""
+        """Execute an operation in a stream, under the session's lock."""
         number = self.number(stream, "mem_write or mem_read")
         if self.selected != number:
+            # Unknown until the whole frame was sent: an interrupt may come in between.
             self.selected = _UNKNOWN
             yield from self.operations.send_frames(self._select(number))
             self.selected = number
@@ -292,7 +298,7 @@ class Streams:
     def begin_copy(
         self, op: Opcode, stream: StreamHandle | None, buffer: Buffer, offset: int, view: memoryview
     ) -> Procedure[None] | None:
-        """Begin a copy between a buffer and the arena without waiting; None without a stream, or outside the arena."""
+        """Start a copy between a buffer and the arena without waiting; None without a stream, or for other memory."""
         number, arena = self.number(stream, "mem_write or mem_read"), self.attachment.arena
         place = None if number == DEFAULT or arena is None else arena.offset_of(view)
         if place is None:
@@ -300,12 +306,19 @@ class Streams:
         return self._begin(op, number, ARENA_COPY.pack(buffer.handle, offset, place, len(view)), place, view)
 
     def _begin(self, op: Opcode, number: int, copy: bytes, place: int, view: memoryview) -> Procedure[None]:
-        # Lent before it is sent: an interrupted send may have begun the copy.
+        # Lend the array before sending: an interrupted send may have started the copy.
         self.attachment.lent.lend(number, place, view)
         yield from self.operations.send_frames(self.operations.quiet_frame(op, copy))
 
     def hand_over(self, stream: StreamHandle | None, number: int, frame: bytes, doing: str) -> Begun[int]:
-        """Hand over the quiet request `number` for a stream, under the session's lock; its result is that number."""
+        """Queue the quiet request `number` for a stream, under the session's lock; the result is that number.
+
+        Args:
+            stream: The stream; None for the default one.
+            number: The request id in the frame.
+            frame: The request.
+            doing: The operation, for messages.
+        """
         if stream is not None or self.selected != DEFAULT:
             rest = self._put_in(stream, frame, doing)
         else:
@@ -319,9 +332,10 @@ class Streams:
         return number
 
     def _put_in(self, stream: StreamHandle | None, frame: bytes, doing: str) -> bytes:
-        """Put a frame into a stream; returns the bytes that are still to be sent, if it did not go at once."""
+        """Queue a frame in a stream; returns the bytes that are still to be sent, empty if all were queued."""
         number = self.number(stream, doing)
         if self.selected != number:
+            # Both frames go together: no other launch can come between selection and launch.
             frame = self._select(number) + frame
             self.selected = _UNKNOWN
         if not self.operations.put(frame):
@@ -340,7 +354,7 @@ class Streams:
         return self.operations.quiet_frame(Opcode.STREAM_SELECT, HANDLE.pack(number))
 
     def _check_recording(self, doing: str) -> None:
-        # Its stream knows the session itself, not the recording that stands in for it.
+        # A stream refers to the session itself, not to the recording that stands in for it.
         if self.attachment.recording is not None:
             raise not_recorded(doing)
 

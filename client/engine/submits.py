@@ -1,4 +1,4 @@
-"""Submits: one kernel on a lease, in a context that ends with the call."""
+"""One-shot jobs: one kernel on a lease, in a context that ends with the call."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,20 +33,20 @@ from gpulease.protocol.opcodes import TYPED_VALUE, ArgumentKind, ParameterType, 
 from gpulease.protocol.primitives import Tlv
 
 Image = bytes | bytearray | memoryview | str
-"""PTX text or a cubin."""
+"""PTX text or a cubin, as bytes, a buffer or a string."""
 
 READY_LIMIT_S: Final = 150.0
-"""Longest until a submit may begin: the one before it is waited for, 30 s at most; if a context made ahead is lost, its
-bytes, 32 s at most; then a context is made, 60 s at most. Past this the daemon hangs."""
+"""Longest time until a job may start, in seconds: the job before it, 30 s at most; if a prepared context is lost,
+freeing its bytes, 32 s at most; then making a context, 60 s at most. Beyond this the daemon hangs."""
 
 RUN_MARGIN_S: Final = 10.0
-"""Time that a submit's reply is waited for beyond the submit's own: the daemon's grace, a slow host."""
+"""How long a job's reply is awaited beyond the job's own limit, in seconds: the daemon's grace, and a slow host."""
 
 RUN_FIXED_BYTES: Final = 38
-"""Bytes of a SUBMIT_RUN's payload besides name, arguments and image: their lengths and the launch's shape."""
+"""Bytes of a SUBMIT_RUN's payload other than name, arguments and image: their lengths and the launch's shape."""
 
 ARGUMENT_FIXED_BYTES: Final = 13
-"""Bytes of an argument besides its data."""
+"""Bytes of an argument other than its data."""
 
 MAY_HAVE_RUN: Final = "The kernel may have run, and is not run again by itself: ask again if twice does no harm"
 
@@ -55,11 +55,11 @@ _NOT_RUN: Final = "Nothing was run, so it can be repeated"
 
 
 class SubmissionBase:
-    """Base of both faces' submissions; every method but `launch` returns the submission itself.
+    """Base of both APIs' one-shot jobs; every method except `launch` returns the job itself.
 
-    A numpy scalar is a value, as are the arguments in `KernelArgs`; a buffer of bytes is copied to the card, and the
-    kernel gets a pointer to it. Where the image is PTX, a float for an integer parameter, or the other way round, is
-    refused before the kernel is started: LaunchFailed.
+    A numpy scalar is passed by value, like the arguments in `KernelArgs`. A buffer of bytes is copied to the card, and
+    the kernel gets a pointer to it. If the image is PTX, a float for an integer parameter, or the reverse, raises
+    LaunchFailed before the kernel starts.
     """
 
     def __init__(self, kernel: str, image: Image) -> None:
@@ -73,22 +73,25 @@ class SubmissionBase:
         self._timeout_ms: int | None = None
 
     def grid(self, blocks: Sequence[int]) -> Self:
-        """Set one to three numbers of blocks; one block if this is not called."""
+        """Set the number of blocks in one to three dimensions; one block if this is not called."""
         self._grid = dimensions(self._kernel, "grid", blocks)
         return self
 
     def block(self, threads: Sequence[int]) -> Self:
-        """Set one to three numbers of threads; one thread if this is not called."""
+        """Set the number of threads in one to three dimensions; one thread if this is not called."""
         self._block = dimensions(self._kernel, "block", threads)
         return self
 
     def shared_bytes(self, size_bytes: int) -> Self:
-        """Set the bytes of dynamic shared memory per block."""
+        """Set the dynamic shared memory per block, in bytes; 0 if this is not called."""
         self._shared_bytes = whole(size_bytes, "shared_bytes", least=0, most=MAX_U32)
         return self
 
     def arg(self, data: Any) -> Self:
-        """Add an argument: bytes that the kernel reads (bytes, an array), or a number with a size (np.uint32(7))."""
+        """Add an argument: bytes that the kernel reads (bytes, an array), or a number with a size (np.uint32(7)).
+
+        Raises InvalidRequest for a Python number, which has no size.
+        """
         try:
             is_value = memoryview(data).ndim == 0
         except TypeError:
@@ -97,13 +100,17 @@ class SubmissionBase:
         return self.args([data]) if is_value else self._push(ArgumentKind.INPUT, data)
 
     def args(self, args: KernelArgs | list[Any] | tuple[Any, ...]) -> Self:
-        """Add arguments: numbers and raw bytes, as a launch takes them."""
+        """Add several arguments: numbers and raw bytes, in the forms that a launch accepts.
+
+        Raises InvalidRequest for buffers.
+        """
         if isinstance(args, list | tuple):
             args = pack_listed(args, why_untold="a submit sends its image unread")
         if not isinstance(args, KernelArgs) or args.buffers:
             hint = "It has a context of its own: give it the bytes, with .arg(data)"
             raise InvalidRequest("args: a submit takes KernelArgs without a session's buffers", hint)
         at = 0
+        # Cut the packed bytes into arguments again: a job sends each with its own length.
         for kind, size in zip(args.kinds, args.sizes, strict=True):
             self._types[len(self._arguments)] = type_of(kind)
             self._push(ArgumentKind.VALUE, args.data[at : at + size])
@@ -111,16 +118,16 @@ class SubmissionBase:
         return self
 
     def out(self, size_bytes: int) -> Self:
-        """Add an argument of `size_bytes` zeros; its bytes are returned when the kernel has ended."""
+        """Add an output argument of `size_bytes` zeros; `launch` returns its bytes."""
         size = whole(size_bytes, "out", least=1, most=MAX_SUBMIT_OUTPUT_BYTES)
         return self._add(SubmitArgument(ArgumentKind.OUTPUT, size, b""), size)
 
     def inout(self, data: Any) -> Self:
-        """Add an argument that the kernel reads and writes; its bytes are returned when the kernel has ended."""
+        """Add an argument that the kernel reads and writes; `launch` returns its bytes."""
         return self._push(ArgumentKind.INOUT, data)
 
     def timeout_secs(self, seconds: float) -> Self:
-        """Set the seconds it may take once its context is there; until the lease ends if this is not called."""
+        """Set how many seconds the job may take once its context exists; until the lease ends if this is not called."""
         self._timeout_ms = milliseconds(seconds, "timeout_secs", least_ms=1)
         return self
 
@@ -152,18 +159,18 @@ class SubmissionBase:
         return replace(body, arguments=tuple(replace(a, kind=TYPED_VALUE + of) if of else a for a, of in pairs))
 
     def _run_on(self, lease: LeaseState) -> Procedure[list[bytes]]:
-        """Run it; returns the outputs, in the order of their arguments."""
+        """Run the job; returns the outputs in the order of their arguments."""
         if lease.over is not None:
             raise error_of(lease.over, "submit")
         limit_s = lease.remaining_s if self._timeout_ms is None else self._timeout_ms / 1000
-        # Before anything is asked for: what does not fit is this program's mistake.
+        # Check before sending anything: what does not fit is this program's mistake.
         body = self._body()
         _check_size(body)
         timeout_ms = milliseconds(max(limit_s, 0.001), "timeout_secs", least_ms=1)
         return (yield from _run(lease, body, self._typed(body), GpuSubmit(timeout_ms, _options(lease)), limit_s))
 
     def _run_by(self, address: Address, token: bytes, lock: Any) -> Procedure[list[bytes]]:
-        """Run it on another tenant's lease; returns the outputs, in the order of their arguments."""
+        """Run the job on another tenant's lease; returns the outputs in the order of their arguments."""
         lease = yield from by_token(address, token, lock)
         try:
             return (yield from self._run_on(lease))
@@ -176,7 +183,7 @@ def _options(lease: LeaseState) -> tuple[Tlv, ...]:
 
 
 def _check_size(body: SubmitRun) -> None:
-    """Raises InvalidRequest if the body does not fit one frame."""
+    """Raise InvalidRequest if the body does not fit into one frame."""
     data_bytes = sum(ARGUMENT_FIXED_BYTES + len(argument.data) for argument in body.arguments)
     size_bytes = RUN_FIXED_BYTES + len(body.kernel.encode()) + data_bytes + len(body.image)
     if size_bytes > MAX_PAYLOAD_BYTES:
@@ -189,18 +196,29 @@ def _check_size(body: SubmitRun) -> None:
 def _run(
     lease: LeaseState, body: SubmitRun, typed: SubmitRun, opening: GpuSubmit, limit_s: float
 ) -> Procedure[list[bytes]]:
-    """Args: typed: The body with its values' types, for a daemon that takes them."""
+    """Run a job over a connection of its own; returns the outputs.
+
+    Args:
+        lease: The lease.
+        body: The job.
+        typed: The job with its values' types, for a daemon that accepts them.
+        opening: The request that opens the job.
+        limit_s: How long the job may take, in seconds.
+    """
     channel, _ = yield from dial(lease.address, TimeLimit(CONNECT_LIMIT_S, "connect", lease.address))
     number: int | None = None
     try:
         limit = TimeLimit(READY_LIMIT_S, "submit", lease.address)
+        # Step 1: GPU_SUBMIT reserves the lease's turn and makes the context. Until its reply nothing has run.
         opened = yield from answer_to(channel, Opcode.GPU_SUBMIT, opening, limit, lease.grant.lease_id)
         if isinstance(opened, Failure):
             raise error_of(lease.note_failure(opened), "submit")
+        # The number finds this job in the lease's report, if the connection should end.
         number = _number_of(opened)
         if any(option.type == SubmitOption.TYPED_VALUES for option in opened.options):
             body = typed
         limit = TimeLimit(limit_s + RUN_MARGIN_S, "submit", lease.address)
+        # Step 2: SUBMIT_RUN runs the kernel. If the connection ends from here on, the kernel may have run.
         done = yield from answer_to(channel, Opcode.SUBMIT_RUN, body, limit, lease.grant.lease_id)
         if isinstance(done, SubmitDone):
             return list(done.outputs)
@@ -214,7 +232,7 @@ def _run(
 
 
 def _number_of(opened: AttachReply) -> int:
-    """The submit's number; -1 of a daemon that says none."""
+    """The job's number; -1 if the daemon does not report one."""
     found = [option.value for option in opened.options if option.type == SubmitOption.NUMBER]
     return int.from_bytes(found[0], "big") if found else -1
 
@@ -222,12 +240,21 @@ def _number_of(opened: AttachReply) -> int:
 def _end_error(
     lease: LeaseState, failure: Failure, number: int | None, *, is_explained: bool
 ) -> Procedure[GpuLeaseError]:
-    """The error of a submit whose connection ended unanswered. Args: number: The submit's, None if it never began."""
+    """The error of a job whose connection ended without a reply.
+
+    Args:
+        lease: The lease.
+        failure: How the connection ended.
+        number: The job's number; None if it never started.
+        is_explained: Whether the peer sent a goodbye with the reason.
+    """
     hint = _NOT_RUN if number is None else MAY_HAVE_RUN
+    # A goodbye has the reason. The hint about repeating only makes sense if the lease goes on.
     if is_explained:
         said = lease.note_failure(failure)
         is_lease_over = said.status in LEASE_OVER or said.status is Status.TIMED_OUT
         return error_of(said if is_lease_over else replace(said, hint=hint), "submit")
+    # The connection just ended. The daemon learns why a moment later, so ask it about the lease until it knows.
     until = lease.clock() + END_REASON_WAIT_S
     why = failure.message
     try:
@@ -252,6 +279,6 @@ def _end_error(
 
 
 def _submit_in(report: LeaseReport, number: int | None) -> SubmitReport | None:
-    """Find a submit in a lease's report."""
+    """The job of that number in a lease's report; None if it is not there."""
     known = (report.get("submit"), report.get("last_submit"))
     return next((one for one in known if one is not None and one["number"] == number), None)

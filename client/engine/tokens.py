@@ -1,4 +1,4 @@
-"""Tokens as the client knows them: their bytes, and what their issuer granted."""
+"""Tokens in the client: their bytes, and what their issuer granted."""
 
 import base64
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ from gpulease.protocol.limits import AUDIENCE_BYTES, MAX_TOKEN_BYTES
 from gpulease.protocol.messages import CapabilityHeld, CapabilityIssue
 
 TOKEN_S: Final = 60.0
-"""Life of a token if its issuer does not say."""
+"""Lifetime of a token in seconds, if its issuer does not choose one."""
 
 MAX_NONCE: Final = 2**128 - 1
-"""Largest nonce; 0 leaves the choice to the daemon."""
+"""Largest nonce, 128 bits; 0 makes the daemon draw one."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -25,11 +25,11 @@ class Grant:
 
     Attributes:
         token: The token's bytes. Whoever has them and is its audience can use it.
-        public_key: Key that its holder needs to narrow it.
+        public_key: The key that its holder needs to attenuate it.
         lease_id: The lease that it is for.
         permissions: The permissions that it gives.
-        ttl_s: Seconds of its life, from when it was issued.
-        expires_at_unix_secs: The date of its end, by the daemon's wall clock, for people.
+        ttl_s: Its lifetime in seconds, from when it was issued.
+        expires_at_unix_secs: The date of its end, by the daemon's wall clock, for display.
     """
 
     token: bytes
@@ -40,23 +40,23 @@ class Grant:
     expires_at_unix_secs: int
 
     def to_text(self) -> str:
-        """The token as text without blanks, for an environment variable or a file."""
+        """The token as text without blanks, for an environment variable or a file (URL-safe base64)."""
         return base64.urlsafe_b64encode(self.token).decode()
 
     def __repr__(self) -> str:
-        # Without the token: what is printed ends up in logs.
+        # Without the token: printed objects end up in logs.
         return f"<Grant of {', '.join(names_of(self.permissions))} on {self.lease_id} for {self.ttl_s:g} s>"
 
 
 @dataclass(frozen=True, slots=True)
 class HeldToken:
-    """A token that was shown to a node, as the node reads it.
+    """What a node says about a token that was presented to it.
 
     Attributes:
         lease_id: The lease that it is for.
         permissions: The permissions that it gives this program.
-        ttl_s: Seconds of its life that are left.
-        expires_at_unix_secs: The date of its end, by the daemon's wall clock, for people.
+        ttl_s: Seconds until it ends.
+        expires_at_unix_secs: The date of its end, by the daemon's wall clock, for display.
     """
 
     lease_id: LeaseId
@@ -66,19 +66,19 @@ class HeldToken:
 
     @classmethod
     def of(cls, told: CapabilityHeld) -> Self:
-        """The node's reply, with the permissions by name and the time in seconds."""
+        """Convert the node's reply: permissions by name, time in seconds."""
         return cls(LeaseId(told.lease_id), Permission(told.permissions), told.ttl_ms / 1000, told.expires_at_unix_s)
 
 
 def token_of(token: "bytes | str | Grant") -> bytes:
-    """The token's bytes, also from its text or its grant. Raises InvalidRequest."""
+    """The token's bytes, from its bytes, its text or its grant. Raises InvalidRequest."""
     if isinstance(token, Grant):
         return token.token
     try:
         if isinstance(token, str):
             found = base64.b64decode(token, altchars=b"-_", validate=True)
         else:
-            # Not bytes() of whatever it is: of a number that would be as many zeros.
+            # memoryview() first: bytes() of a number would be that many zeros.
             found = bytes(memoryview(token))
     except (ValueError, TypeError):
         raise InvalidRequest("a token is bytes, or the text that Grant.to_text gave") from None
@@ -90,7 +90,7 @@ def token_of(token: "bytes | str | Grant") -> bytes:
 def issue_request(
     lease_id: int, permissions: Permission, audience: bytes | None, ttl_secs: float, nonce: int
 ) -> CapabilityIssue:
-    """The request that issues a token. Raises InvalidRequest."""
+    """The request that issues a token; arguments as of `GpuLease.issue`. Raises InvalidRequest."""
     if not isinstance(permissions, Permission) or not permissions or permissions & ~ALL_PERMISSIONS:
         raise InvalidRequest(f"issue: permissions must be Permission members, not {quoted(permissions)}")
     if audience is not None and (not isinstance(audience, bytes | bytearray) or len(audience) != AUDIENCE_BYTES):

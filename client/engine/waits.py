@@ -1,8 +1,8 @@
 """The steps at which an operation may have to wait.
 
-Theory of operation. An operation is a generator, called a procedure. It sends and receives on a nonblocking channel by
-itself. Where it would have to wait it yields a step. Its driver (`sync.driver`, `aio.driver`) waits by poll or by an
-event loop and sends the outcome back in. So every rule is written once; the two faces differ only in how they wait.
+Theory of operation. An operation is a generator, called a procedure. It sends and receives on a nonblocking channel.
+Where it would have to wait, it yields a step. Its driver (`sync.driver`, `aio.driver`) waits with poll or an event loop
+and sends the outcome back into the generator. So every rule is written once; the two APIs differ only in how they wait.
 """
 
 from collections.abc import Generator
@@ -17,9 +17,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Wait until the channel has bytes to read, or (`for_room`) room to write as well; at most `timeout_s`.
+    """Wait until the channel has bytes to read or, with `for_room`, also room to write; at most `timeout_s`.
 
-    The driver answers False if the time ran out.
+    The driver sends back False if the time ran out.
     """
 
     channel: "Channel"
@@ -29,7 +29,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Sleep:
-    """Pause for so many seconds, or until `until` is set: an event of the face's kind."""
+    """Pause for `seconds`, or until `until` is set: an event of the API's kind."""
 
     seconds: float
     until: Any = None
@@ -37,9 +37,9 @@ class Sleep:
 
 @dataclass(frozen=True, slots=True)
 class Locked:
-    """Take `lock` (the face's kind of lock), drive `procedure`, release the lock.
+    """Take `lock` (the API's kind of lock), drive `procedure`, release the lock.
 
-    The driver answers with the procedure's result.
+    The driver sends back the procedure's result.
     """
 
     lock: Any
@@ -50,12 +50,12 @@ Step: TypeAlias = Wait | Sleep | Locked
 Procedure: TypeAlias = Generator[Step, Any, T]
 
 Begun: TypeAlias = T | Procedure[T]
-"""Result of an operation that is tried at once, under the session's lock: the operation's own result, or a procedure
-that the caller has to drive to have it. A generator alone costs as much as the rest of a launch."""
+"""Result of an operation that was tried immediately, under the session's lock: the operation's own result, or a
+procedure that the caller must drive to get it. Creating a generator alone costs as much as the rest of a launch."""
 
 
 def is_held(lock: Any) -> bool:
-    """True if somebody else holds a face's lock. A threading.RLock can tell only by being acquired."""
+    """True if another thread or task holds the lock. A threading.RLock can only be tested by acquiring it."""
     locked = getattr(lock, "locked", None)
     if locked is not None:
         return bool(locked())
@@ -66,10 +66,10 @@ def is_held(lock: Any) -> bool:
 
 
 class Limit(Protocol):
-    """A bound on the time that a reply may take."""
+    """The deadline of an operation, or of one of its replies."""
 
     def remaining_s(self) -> float:
         """Seconds left; 0 or less when the time is over."""
 
     def over(self) -> Procedure[None]:
-        """Called when the time is over. Raises, or returns if there is more time after all."""
+        """Called when the time is over. Raises, or returns if it has decided to allow more time."""

@@ -1,1 +1,1 @@
-"""Kernels as authors write them: CUDA C, Triton's and numba's functions, CuPy's operations. No driver is needed."""
+"""Kernels as authors write them: CUDA C, Triton and numba functions, CuPy operations. They compile without a driver."""

@@ -1,4 +1,4 @@
-"""CUDA C to PTX, by NVRTC from its wheel (`pip install '.[cuda-c]'`)."""
+"""Compiles CUDA C to PTX with NVRTC, from its wheel (`pip install '.[cuda-c]'`)."""
 
 from collections.abc import Sequence
 from typing import Any, Final
@@ -9,7 +9,7 @@ from gpulease.client.kernels.toolchain import checked_arch, compile_error, missi
 from gpulease.client.texts import quoted
 
 MAX_SOURCE_BYTES: Final = 16 << 20
-"""Longest source, in bytes: a file of another kind given by mistake is refused before the compiler reads it."""
+"""Longest source, in bytes. Stops a file of another kind, passed by mistake, before the compiler reads it."""
 
 _NAME: Final = b"kernel.cu"
 
@@ -18,20 +18,21 @@ def ptx_of(source: str, options: Sequence[str] = (), arch: int | None = None) ->
     """Compile CUDA C.
 
     Args:
-        source: The text. Kernels are `extern "C" __global__`, or have the names that C++ makes of them.
-        options: NVRTC's options, `--use_fast_math` or `-DN=4` for example, but none of the architecture's.
+        source: The source text. Kernels are `extern "C" __global__`, or have C++'s mangled names.
+        options: NVRTC's options, for example `--use_fast_math` or `-DN=4`, but not the architecture.
         arch: The compute capability to compile for, 90 for 9.0; DEFAULT_ARCH if None.
 
     Returns:
         PTX text.
 
     Raises:
-        LoadFailed: The source does not compile; `log` has the compiler's words, `line` the first error's line.
+        LoadFailed: The source does not compile; `log` is the compiler's log, `line` the line of the first error.
         InvalidRequest: An argument makes no sense.
         Unsupported: NVRTC is not installed.
     """
     given = _checked(source, options, arch)
     nvrtc = _nvrtc()
+    # Step 1: a program from the source. Steps 2 and 3: compile it, and copy its PTX. In any case it is destroyed.
     result, program = nvrtc.nvrtcCreateProgram(source.encode(), _NAME, 0, None, None)
     _check(nvrtc, result)
     try:
@@ -51,7 +52,7 @@ def ptx_of(source: str, options: Sequence[str] = (), arch: int | None = None) ->
 
 
 def _checked(source: Any, options: Any, arch: Any) -> list[bytes]:
-    """Every option of the compiler. Raises InvalidRequest."""
+    """All options for the compiler, architecture included. Raises InvalidRequest."""
     cuda_c_of(source, "compile")
     if len(source) > MAX_SOURCE_BYTES or "\0" in source:
         raise InvalidRequest(f"compile: the source has a zero byte, or more than {MAX_SOURCE_BYTES} bytes")

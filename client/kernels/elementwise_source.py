@@ -1,4 +1,4 @@
-"""Element-wise kernels after CuPy's `ElementwiseKernel`, as CUDA C: the description, and a call's source and arguments.
+"""Elementwise kernels like CuPy's `ElementwiseKernel`, as CUDA C: their description, and a call's source and arguments.
 
 CuPy need not be installed.
 """
@@ -21,7 +21,7 @@ C_TYPES: Final = {
     "int32": "int", "uint32": "unsigned int", "int64": "long long", "uint64": "unsigned long long",
     "float16": "float16", "float32": "float", "float64": "double",
 }  # fmt: skip
-"""C's names of numpy's types. Complex numbers are missing: NVRTC's wheel has no header for them."""
+"""C names of numpy's dtypes. Complex numbers are missing: NVRTC's wheel has no header for them."""
 
 _FLOAT16: Final = """
 struct float16 {
@@ -35,7 +35,7 @@ struct float16 {
     }
 };
 """
-"""Half precision for operations, computed in single precision; CUDA's own header is not in NVRTC's wheel."""
+"""Half precision for operations, computed in single precision: NVRTC's wheel lacks CUDA's own header."""
 
 _HEAD: Final = """
 template <int N> struct _Space {
@@ -66,10 +66,10 @@ template <typename E, int N, bool is_packed> struct _Raw {
 
 
 class Parameter(NamedTuple):
-    """A parameter: `raw T x`.
+    """A parameter, declared as `raw T x`.
 
     Attributes:
-        kind: A type's name as numpy has it, or one letter for any type.
+        kind: The name of a numpy dtype, or a single letter for any dtype.
         name: Its name in the operation.
         is_raw: True if the operation indexes the array itself.
     """
@@ -80,12 +80,12 @@ class Parameter(NamedTuple):
 
     @property
     def is_generic(self) -> bool:
-        """True if calls tell the type."""
+        """True if the dtype follows from the arguments of each call."""
         return len(self.kind) == 1
 
 
 class ElementwiseSource:
-    """A kernel's description, checked.
+    """The checked description of a kernel.
 
     Attributes:
         name: The kernel's name.
@@ -96,7 +96,7 @@ class ElementwiseSource:
     def __init__(
         self, in_params: Any, out_params: str = "", operation: str = "", name: str = "kernel", preamble: str = ""
     ) -> None:
-        """Check what `GpuSession.elementwise` takes. Raises InvalidRequest."""
+        """Check what `GpuSession.elementwise` accepts. Raises InvalidRequest."""
         if not isinstance(in_params, str):
             in_params, out_params, operation, name, preamble = _of_cupy(in_params)
         texts = (in_params, out_params, operation, name, preamble)
@@ -113,19 +113,24 @@ class ElementwiseSource:
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        """Inputs, then outputs."""
+        """Inputs, then outputs, in the order of a call's arguments."""
         return self.inputs + self.outputs
 
     def laid_out(
         self, types: Mapping[str, np.dtype[Any]], values: Sequence[ArrayView | NDArray[Any]], shape: tuple[int, ...]
     ) -> tuple[str, KernelArgs]:
-        """Write CUDA C for the types and dimensions of a call, and pack its arguments.
+        """Write the CUDA C for the dtypes and dimensions of a call, and pack its arguments.
 
         Args:
-            types: The type of elements by parameter's kind; all of them in C_TYPES.
-            values: Arrays on the card by parameter, or numbers of these types, without dimensions.
-            shape: The shape over which the operation runs, of at least one element.
+            types: Element dtype by the parameter's kind; all of them are in C_TYPES.
+            values: One per parameter: a device array, or a number of that dtype as an array without dimensions.
+            shape: The shape over which the operation runs, with at least one element.
+
+        Returns:
+            The source, and the arguments in the order of its parameters.
         """
+        # Step 1: the arrays that the kernel indexes by element, broadcast to the operation's shape. Dimensions that are
+        # contiguous in all of them merge: each loop less saves a division per element.
         indexed = [
             value.layout.broadcast(shape, self.name)
             for parameter, value in zip(self.parameters, values, strict=True)
@@ -133,6 +138,7 @@ class ElementwiseSource:
         ]
         lengths, steps = _fewest_loops(shape, indexed)
         unused = iter(steps)
+        # Step 2: declare the space of elements, then each parameter with its argument.
         text = _KernelText()
         text.push_space("_ind", math.prod(lengths), lengths)
         for number, (parameter, value) in enumerate(zip(self.parameters, values, strict=True)):
@@ -159,7 +165,7 @@ class ElementwiseSource:
             *text.ahead,
             f"for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < _ind.count; i += {step}) {{",
             *text.inside,
-            # A compiler's error then names the operation's line.
+            # Makes a compiler's error name the line in the operation.
             f'#line 1 "{self.name}"',
             self._operation,
             ";}}",
@@ -168,7 +174,7 @@ class ElementwiseSource:
 
 
 class _KernelText:
-    """Declarations of a kernel under construction, with the arguments for them."""
+    """Declarations of a kernel that is being written, with the arguments for them."""
 
     def __init__(self) -> None:
         self.args = KernelArgs()
@@ -191,6 +197,7 @@ class _KernelText:
     ) -> None:
         self._push_pointer(number, array)
         self.push_steps(number, strides)
+        # The element's place follows from its index and the strides; inputs are copied, outputs are references.
         place = f"*({element} *)_at(_p{number}, i, _ind, _s{number})"
         self.inside.append(f"{element} {'' if is_input else '&'}{name} = {place};")
 
@@ -209,7 +216,11 @@ class _KernelText:
 
 
 def _fewest_loops(shape: Sequence[int], layouts: Sequence[ArrayLayout]) -> tuple[list[int], list[list[int]]]:
-    """Merge dimensions that lie without gaps in every layout; returns lengths, and each layout's strides, by loop."""
+    """Merge dimensions that are contiguous in every layout.
+
+    Returns:
+        The lengths of the loops, outermost first; and for each layout its strides, in bytes, in the same order.
+    """
     loops: list[tuple[int, list[int]]] = []
     for length, *strides in reversed(list(zip(shape, *(layout.strides for layout in layouts), strict=True))):
         if length == 1:
@@ -223,7 +234,7 @@ def _fewest_loops(shape: Sequence[int], layouts: Sequence[ArrayLayout]) -> tuple
 
 
 def _parameters(text: str) -> tuple[Parameter, ...]:
-    """Read a list of parameters: "raw T x, float32 y". Raises InvalidRequest."""
+    """Parse a list of parameters: "raw T x, float32 y". Raises InvalidRequest."""
     found = []
     for declared in text.split(",") if text.strip() else ():
         words = declared.split()
@@ -246,8 +257,9 @@ def _parameters(text: str) -> tuple[Parameter, ...]:
 
 
 def _of_cupy(kernel: Any) -> tuple[Any, ...]:
-    """Description that CuPy's own `ElementwiseKernel` holds; reading it needs no driver. Raises InvalidRequest."""
+    """The description in CuPy's own `ElementwiseKernel`, which can be read without a driver. Raises InvalidRequest."""
     try:
+        # Options that CuPy's object carries would change the kernel silently.
         if kernel.kwargs:
             given = ", ".join(sorted(kernel.kwargs))
             raise InvalidRequest(f"elementwise {kernel.name}: CuPy's {given} is not taken from its object")

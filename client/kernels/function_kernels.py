@@ -1,4 +1,4 @@
-"""The choice of a function's compiler: Triton's for what `@triton.jit` made, numba's for any other."""
+"""Chooses a function's compiler: Triton's for what `@triton.jit` made, numba's for any other function."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,13 +13,15 @@ from gpulease.client.texts import quoted
 def kernel_of(
     function: Any, types: Mapping[str, str] | Signature | None, arch: int | None, cuda: int
 ) -> FunctionKernel:
-    """Take a function. Raises InvalidRequest, or Unsupported where its compiler is not installed.
+    """Wrap a function for its compiler.
 
     Args:
         function: The function.
-        types: Of Triton by parameter, of numba the signature.
+        types: For Triton, types by parameter; for numba, the signature.
         arch: The compute capability to compile for.
-        cuda: The version of CUDA that the card's driver has, 13000 for 13.0; 0 if it is not told.
+        cuda: The CUDA version of the card's driver, 13000 for 13.0; 0 if unknown.
+
+    Raises InvalidRequest, or Unsupported if the compiler is not installed.
     """
     if isinstance(function, str | bytes):
         raise InvalidRequest("kernel: a text is not a function", "Text of CUDA C goes to session.compile")

@@ -1,4 +1,4 @@
-"""PTX texts joined to one: a kernel, and the functions of another text that it calls."""
+"""Joins two PTX texts: a kernel, and the functions of the other text that it calls."""
 
 import re
 from typing import Final
@@ -6,31 +6,33 @@ from typing import Final
 _HEADER: Final = re.compile(r"\.version\s+(\d+)\.(\d+)\s+\.target[^\n]*\s+\.address_size\s+\d+")
 
 _RETURNED: Final = r"\.func\s*(?:\([^)]*\)\s*)?"
-"""A function's beginning, with what it returns in brackets, if it returns anything."""
+"""The beginning of a function, with its return parameter in parentheses if it has one."""
 
 _DECLARED: Final = re.compile(rf"\.extern\s+{_RETURNED}([\w$]+)\s*(?:\([^)]*\)\s*)?(?:\.noreturn\s*)?;")
 
 _DEFINED: Final = re.compile(rf"\.visible\s+{_RETURNED}([\w$]+)\s*\(")
 
 _OF_THE_DRIVER: Final = frozenset({"vprintf", "malloc", "free", "__assertfail"})
-"""Functions that every CUDA driver has itself (CUDA C++ Programming Guide, "System Calls" of the PTX interoperability
+"""Functions that every CUDA driver provides (CUDA C++ Programming Guide, "System Calls" of the PTX interoperability
 guide)."""
 
 
 def joined(kernel: str, functions: str) -> str:
-    """Put the functions of one text before another's kernel, in the newer of both PTX versions.
+    """Put the functions of one text before the kernel of another, under the newer of the two PTX versions.
 
     Args:
-        kernel: PTX of a kernel, which declares the functions as `.extern`.
-        functions: PTX for the same target, which defines them.
+        kernel: PTX of a kernel that declares the functions as `.extern`.
+        functions: PTX for the same target that defines them.
     """
+    # The kernel's own declarations go: a function must not be declared `.extern` and defined in one text.
     declared = set(_DECLARED.findall(functions)) | set(_DEFINED.findall(functions))
     without = _DECLARED.sub(lambda found: "" if found[1] in declared else found[0], kernel)
+    # One header for both: the newer version, as each text may use what its version has.
     headers = [_HEADER.search(kernel), _HEADER.search(functions)]
     newest = max((header for header in headers if header), key=lambda header: (int(header[1]), int(header[2])))
     return f"{newest[0]}\n{_HEADER.sub('', functions)}\n{_HEADER.sub('', without)}"
 
 
 def undefined(ptx: str) -> list[str]:
-    """Return the functions that a text declares and neither it nor a driver defines, sorted."""
+    """The functions that a text declares and that neither it nor a driver defines, sorted."""
     return sorted(set(_DECLARED.findall(ptx)) - set(_DEFINED.findall(ptx)) - _OF_THE_DRIVER)

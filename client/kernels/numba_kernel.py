@@ -1,10 +1,10 @@
 """Numba's CUDA kernels as launches: the signature of a call's arguments, the PTX for it, and the packed arguments.
 
-Numba's own compiler does the work, for a named target instead of the process's card. So no driver is needed. The device
-functions that a kernel calls are compiled with it; those that numba has as CUDA C (float16's) by NVRTC.
+Numba's own compiler runs, for a named target instead of the process's card, so no driver is needed. It also compiles
+the device functions that a kernel calls; those that numba has as CUDA C (for float16) are compiled by NVRTC.
 
-Arguments are laid out as numba-cuda's dispatcher lays them out (`_prepare_args`): an array as null, null, the number of
-elements, their size, the address, the shape and the strides, each of 8 bytes.
+Arguments are laid out as in numba-cuda's dispatcher (`_prepare_args`): an array is null, null, the number of elements,
+the item size, the address, the shape and the strides, each in 8 bytes.
 """
 
 import re
@@ -35,25 +35,25 @@ _ENTRY: Final = re.compile(r"\.visible\s+\.entry\s+([\w$]+)")
 _COLOURS: Final = re.compile(r"\x1b\[[0-9;]*m")
 
 _PASSED_ON: Final = ("debug", "lineinfo", "fastmath", "opt", "launch_bounds")
-"""Options of `@cuda.jit` that numba's compiler of PTX takes, too."""
+"""Options of `@cuda.jit` that numba's PTX compiler accepts too."""
 
 _REFUSED: Final = ("link", "extensions")
-"""Options of `@cuda.jit` that need numba's own linker or dispatcher. `lto` is none of them: it changes the speed alone,
+"""Options of `@cuda.jit` that need numba's own linker or dispatcher. `lto` is not among them: it only changes speed,
 and numba sets it by itself where nvJitLink is installed."""
 
 
 @dataclass(frozen=True, slots=True)
 class _NamedDevice:
-    """Stands for the process's card where numba asks what to compile a device function for."""
+    """Takes the place of the process's card where numba asks for the target of a device function."""
 
     compute_capability: tuple[int, int]
 
 
 @contextmanager
 def _device_functions_for(arch: tuple[int, int]) -> Iterator[None]:
-    """Let numba compile device functions for an architecture, while this thread is inside.
+    """Let numba compile device functions for an architecture while this thread is in the block.
 
-    Numba's dispatcher (`compile_device`) asks the driver for the card, and takes no other word for it.
+    Numba's dispatcher (`compile_device`) asks the driver for the card, and has no parameter for it.
     """
     from numba.cuda import dispatcher
     from numba.cuda.core.compiler_lock import global_compiler_lock
@@ -61,7 +61,7 @@ def _device_functions_for(arch: tuple[int, int]) -> Iterator[None]:
     named, thread = _NamedDevice(arch), threading.get_ident()
     with global_compiler_lock:
         ask_driver = dispatcher.get_current_device
-        # Another thread, which holds no lock to ask for a card, gets its own answer.
+        # Another thread may ask for the card without holding the lock; it gets the driver's answer.
         dispatcher.get_current_device = lambda: named if threading.get_ident() == thread else ask_driver()
         try:
             yield
@@ -70,23 +70,24 @@ def _device_functions_for(arch: tuple[int, int]) -> Iterator[None]:
 
 
 NVRTC_MAJOR: Final = "13"
-"""Version of NVRTC, which the extra pins: numba-cuda has a folder of headers for each."""
+"""Major version of NVRTC, which the extra pins: numba-cuda has a folder of headers for each."""
 
 
 class NumbaKernel:
-    """A `@numba.cuda.jit` function, or a plain one with types, compiled for each signature that its calls have."""
+    """A `@numba.cuda.jit` function, or a plain one, compiled for each signature that its calls have."""
 
     def __init__(self, function: Any, types: Signature | None = None, arch: int | None = None) -> None:
         """Check the function.
 
         Args:
             function: What `@cuda.jit` made, or a Python function.
-            types: Its signature as numba writes it, "void(float32, float32[:])"; told by each call's arguments if None.
+            types: Its signature in numba's notation, "void(float32, float32[:])"; if None, each call's arguments
+                determine it.
             arch: The compute capability to compile for; DEFAULT_ARCH if None.
 
         Raises:
-            InvalidRequest: That is no such function, or numba does not know the types.
-            Unsupported: Numba or a library of CUDA's that it needs is not installed, or an option needs its linker.
+            InvalidRequest: This is not such a function, or numba does not know the types.
+            Unsupported: Numba or a CUDA library that it needs is not installed, or an option needs numba's linker.
         """
         try:
             import numba
@@ -95,6 +96,7 @@ class NumbaKernel:
         except ImportError:
             raise missing("Numba", "numba") from None
         self._numba, self._cuda, self._types = numba, cuda, numba.types
+        # The Python function under the decorator: numba compiles from it again, for another target.
         self.function: Any = getattr(function, "py_func", function)
         if not callable(self.function) or not hasattr(self.function, "__code__"):
             raise InvalidRequest(f"kernel: {quoted(function)} is not a function of Triton's or numba's")
@@ -110,18 +112,19 @@ class NumbaKernel:
             try:
                 self._declared = tuple(sigutils.normalize_signature(types)[0])
             except Exception as error:
-                # Numba evaluates the text, which fails in any way.
+                # Numba evaluates the string, which can raise anything.
                 raise InvalidRequest(f"kernel {self.name}: {quoted(types)} is not a valid signature: {error}") from None
         self._variants: dict[tuple[Any, ...], CompiledKernel] = {}
 
     def prepared(self, place: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> PreparedLaunch:
-        """Do what FunctionKernel says; `place` is numba's [grid, block], [.., stream] or [.., stream, shared bytes]."""
+        """Implement FunctionKernel; `place` is numba's [grid, block], [.., stream] or [.., stream, shared bytes]."""
         grid, block, stream, shared_bytes = self._place(place)
         if keywords:
             raise self._failed(f"numba's kernels take no arguments by name: {', '.join(map(quoted, keywords))}")
         names = self.function.__code__.co_varnames[: self.function.__code__.co_argcount]
         if len(args) != len(names):
             raise self._failed(f"it takes {len(names)} arguments, {len(args)} are given")
+        # The types select the variant; values are packed below, so that they don't matter for compiling.
         kinds = self._kinds(names, args)
         compiled = self._variants.get(kinds)
         if compiled is None:
@@ -139,6 +142,7 @@ class NumbaKernel:
         grid, block = place[:2]
         stream = place[2] if len(place) > 2 else None
         shared_bytes = place[3] if len(place) > 3 else 0
+        # numba's default stream is 0.
         if stream is not None and stream != 0 and not isinstance(stream, Handle):
             raise self._failed(f"{quoted(stream)} is not a stream of the session", "Make one by session.stream()")
         sizes = [self._sizes(each) for each in (grid, block)]
@@ -163,7 +167,7 @@ class NumbaKernel:
         return self._declared
 
     def _kind(self, name: str, value: Any) -> Any:
-        """The type that numba gives a value."""
+        """The type that numba gives a value. Raises LaunchFailed for one that a kernel can't take."""
         if isinstance(value, ArrayView):
             layout = "C" if value.is_contiguous else "A"
             return self._types.Array(self._numba.from_dtype(value.dtype), len(value.shape), layout)
@@ -189,23 +193,24 @@ class NumbaKernel:
             raise self._failed(f"{name}: a launch can't take {kind}")
 
     def _check(self, name: str, declared: Any, value: Any) -> None:
-        """Raises LaunchFailed unless a value goes for a declared type without loss, as numba converts it."""
+        """Raise LaunchFailed unless numba would convert the value to the declared type without loss."""
         kind = self._kind(name, value)
         if isinstance(declared, self._types.Array) != isinstance(kind, self._types.Array):
             raise self._failed(f"{name} is {kind}, but the signature declares {declared}")
         if isinstance(kind, self._types.Array):
+            # An array must have the declared dtype and dimensions; layout "A" accepts any strides.
             is_like = (kind.dtype, kind.ndim) == (declared.dtype, declared.ndim)
             if not is_like or (declared.layout != "A" and declared.layout != kind.layout):
                 raise self._failed(f"{name} is {kind}, but the signature declares {declared}")
             return
         ranks = [self._rank(each) for each in (kind, declared)]
-        # A Python number has no size of its own: whether it fits is seen when it is packed.
+        # A Python number has no size of its own: packing it shows whether it fits.
         is_narrowed = isinstance(value, np.generic) and kind.bitwidth > declared.bitwidth if ranks[1] >= 1 else False
         if ranks[0] > ranks[1] or is_narrowed:
             raise self._failed(f"{name} is {kind}, but the signature declares {declared}")
 
     def _rank(self, kind: Any) -> int:
-        """Order of the kinds of numbers: each takes those before it."""
+        """Order of the kinds of numbers: a type accepts numbers of its own rank and below."""
         kinds = (self._types.Boolean, self._types.Integer, self._types.Float, self._types.Complex)
         return next((rank for rank, of in enumerate(kinds) if isinstance(kind, of)), len(kinds))
 
@@ -216,18 +221,18 @@ class NumbaKernel:
 
         try:
             with _device_functions_for(self._arch):
-                # What numba's own `compile_ptx` does, which keeps to itself what is to be linked.
+                # This is numba's `compile_ptx`, which does not return what has to be linked.
                 library, _ = compiler._compile_pyfunc_with_fixup(
                     self.function, kinds, device=False, abi="numba", cc=self._arch, **self._options
                 )
                 texts = library.get_asm_strs(cc=self._arch)
         except Exception as error:
-            # Numba's passes raise whatever they please; the user gets one kind of error with all that was said.
+            # Numba's passes raise all kinds of exceptions; the user gets one kind of error with the full text.
             if type(error).__name__ in ("DynamicLibNotFoundError", "NvvmSupportError"):
                 raise missing("CUDA's compiler library", "numba") from None
             said = _COLOURS.sub("", f"{type(error).__name__}: {error}")
             lines = [line for line in said.splitlines() if line.strip()]
-            # The first line tells the compiler's step, where there are others.
+            # If there are more lines, the first only names the compiler's step.
             raise compile_error(f"numba's kernel {self.name}", said, lines[min(1, len(lines) - 1)]) from None
         if len(texts) > 1:
             hint = "Use lineinfo=True instead, or compile the device functions into the kernel with inline='always'"
@@ -239,13 +244,14 @@ class NumbaKernel:
         return CompiledKernel(text, found[1], is_cooperative=bool(library.use_cooperative))
 
     def _linked(self, text: str, library: Any) -> str:
-        """Add the functions that numba has as CUDA C. Raises Unsupported for what needs another linker."""
+        """Add the functions that numba has as CUDA C. Raises Unsupported if anything needs another linker."""
         from numba.cuda.cudadrv.linkable_code import LinkableCode
 
         sources = [LinkableCode.from_path_or_obj(each) for each in library._linking_files]
         in_c = [each.data for each in sources if each.kind == "cu"]
         if in_c:
-            # One source, so that no two of its texts define a name. Numba brings the headers that its own need.
+            # Compile them as one source, so that no name is defined twice. Numba brings the headers that its own
+            # functions need.
             source = "\n".join(each.decode() if isinstance(each, bytes) else each for each in in_c)
             headers = Path(self._cuda.__file__).parent / "include" / NVRTC_MAJOR
             options = [f"-I{headers}", "--relocatable-device-code=true"]
@@ -263,6 +269,7 @@ class NumbaKernel:
     def _pack(self, packed: KernelArgs, name: str, kind: Any, value: Any) -> None:
         types = self._types
         if isinstance(kind, types.Array):
+            # numba's array struct: meminfo and parent are null on the device.
             packed.push_u64(0).push_u64(0).push_u64(value.size).push_u64(value.dtype.itemsize).push_buffer(value)
             for number in (*value.shape, *value.strides):
                 packed.push_i64(number)

@@ -1,4 +1,4 @@
-"""Calls of kernels that are functions here, as launches: what every compiler of such functions gives a session."""
+"""What every compiler of Python functions gives a session: a call, prepared as a launch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from gpulease.client.kernel_args import KernelArgs
 from gpulease.protocol import Failure, Status
 
 MAX_VARIANTS: Final = 256
-"""Compiled forms of one kernel that are kept. A constant that differs at every call would fill memory otherwise; past
-this they are dropped, and compiled or found on the disk again."""
+"""Most compiled variants of one kernel in memory. Stops a constant that differs in every call from filling it: beyond
+this all are dropped, and compiled again or found on disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +20,9 @@ class CompiledKernel:
 
     Attributes:
         image: Its PTX.
-        name: Its name there.
-        threads: Threads of a block, where the compiler chooses them; else 0.
-        shared_bytes: Dynamic shared memory, where the compiler chooses it.
+        name: Its name in the PTX.
+        threads: Threads per block if the compiler chooses them; else 0.
+        shared_bytes: Dynamic shared memory per block, in bytes, if the compiler chooses it.
         is_cooperative: Whether its blocks wait for each other.
     """
 
@@ -35,16 +35,16 @@ class CompiledKernel:
 
 @dataclass(frozen=True, slots=True)
 class PreparedLaunch:
-    """A call as a session launches it.
+    """A call, ready for the session to launch.
 
     Attributes:
         compiled: The kernel.
-        grid: Numbers of blocks.
-        block: Numbers of threads.
+        grid: Number of blocks per dimension.
+        block: Number of threads per dimension.
         args: The packed arguments.
-        shared_bytes: Dynamic shared memory of a block.
+        shared_bytes: Dynamic shared memory per block, in bytes.
         stream: The stream that the call's brackets name; None if they name none.
-        is_empty: There is nothing to launch: the compiler's own launcher does nothing for such a grid.
+        is_empty: True if there is nothing to launch: the compiler's own launcher does nothing for such a grid.
     """
 
     compiled: CompiledKernel
@@ -56,15 +56,15 @@ class PreparedLaunch:
     is_empty: bool = False
 
     def on(self, module: Module) -> tuple[Module, str, tuple[int, ...], tuple[int, ...], KernelArgs, None, int]:
-        """Return the first arguments of the session's `launch`; `module` has the compiled image."""
+        """The first arguments of the session's `launch`; `module` is the loaded image."""
         return module, self.compiled.name, self.grid, self.block, self.args, None, self.shared_bytes
 
 
 class FunctionKernel(Protocol):
-    """A function that one of the compilers takes."""
+    """A Python function for one of the compilers."""
 
     def prepared(self, place: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> PreparedLaunch:
-        """Compile for a call's arguments, if none like it was before, and pack them.
+        """Compile for the types of a call's arguments, unless that was done before, and pack the arguments.
 
         Args:
             place: What stands in the call's brackets.
@@ -76,10 +76,16 @@ class FunctionKernel(Protocol):
 
 
 NOTHING_LAUNCHED: Final = 0
-"""Number of a call whose grid is empty: no launch has it."""
+"""The result of a call whose grid is empty: no launch has this number."""
 
 
 def launch_failed(name: str, why: str, hint: str = "") -> LaunchFailed:
-    """Make the error of a call that does not fit its function."""
+    """The error of a call that does not fit its function.
+
+    Args:
+        name: The kernel's name.
+        why: What is wrong.
+        hint: What to do.
+    """
     message = f"launch of {name!r}: {why}"
     return LaunchFailed(message, hint, Failure(Status.LAUNCH_FAILED, message, hint, kernel=name))

@@ -1,4 +1,4 @@
-"""Facts of all compilers: the architecture they compile for, and the errors of one that is missing or says no."""
+"""What all compilers share: the target architecture, and the errors of a missing compiler or a refused source."""
 
 import re
 from typing import Any, Final
@@ -8,18 +8,18 @@ from gpulease.client.texts import quoted
 from gpulease.protocol import Failure, Status
 
 DEFAULT_ARCH: Final = 80
-"""Compute capability compiled for unless a caller says another: every card since 2020 and the embedded driver take it,
-as PTX runs on newer cards."""
+"""Compute capability to compile for by default: every card since 2020 and the embedded driver run it, because PTX runs
+on newer cards."""
 
 MIN_ARCH: Final = 75
-"""Oldest capability that NVRTC 13 compiles for."""
+"""Oldest compute capability that NVRTC 13 compiles for."""
 
 MAX_ARCH: Final = 121
-"""Newest capability of NVRTC 13.0."""
+"""Newest compute capability that NVRTC 13.0 compiles for."""
 
 _PTX_OF_CUDA_12: Final = (80, 81, 82, 83, 84, 85, 85, 86, 87, 88)
-"""PTX versions that drivers of CUDA 12.0 to 12.9 take, 84 for 8.4; those of CUDA 13 have its minor number (PTX ISA,
-"Release Notes", "PTX Release History")."""
+"""PTX versions that drivers of CUDA 12.0 to 12.9 accept, 84 for 8.4; for CUDA 13 it is 9 and CUDA's minor version (PTX
+ISA, "Release Notes", "PTX Release History")."""
 
 _VERSION: Final = re.compile(r"^\s*\.version\s+(\d+)\.(\d+)", re.MULTILINE)
 
@@ -27,7 +27,7 @@ _LINE: Final = re.compile(r"\((\d+)\): (?:catastrophic )?error|\bat (\d+):\d+:|^
 
 
 def checked_arch(arch: Any) -> int:
-    """Return the capability to compile for; None is DEFAULT_ARCH. Raises InvalidRequest for anything but a number."""
+    """The compute capability to compile for; DEFAULT_ARCH for None. Raises InvalidRequest for anything but a number."""
     if arch is None:
         return DEFAULT_ARCH
     if type(arch) is not int or not MIN_ARCH <= arch <= MAX_ARCH:
@@ -39,10 +39,10 @@ def checked_arch(arch: Any) -> int:
 
 
 def ptx_version_of(cuda_version: int) -> int | None:
-    """Return the newest PTX version that a driver takes, 90 for 9.0; None if that is not known.
+    """The newest PTX version that a driver accepts, 90 for 9.0; None if that is not known.
 
     Args:
-        cuda_version: The driver's version of CUDA, 13000 for 13.0; 0 if it is not told.
+        cuda_version: The driver's CUDA version, 13000 for 13.0; 0 if unknown.
     """
     major, minor = cuda_version // 1000, cuda_version % 1000 // 10
     if major == 12:
@@ -51,7 +51,12 @@ def ptx_version_of(cuda_version: int) -> int | None:
 
 
 def checked_version(image: bytes | str, cuda_version: int) -> bytes | str:
-    """Return PTX text that the session's driver takes. Raises LoadFailed if it is newer than the driver."""
+    """Return PTX text that the session's driver accepts. Raises LoadFailed if the text is too new for it.
+
+    Args:
+        image: PTX text, or a cubin, which is returned as it is.
+        cuda_version: The driver's CUDA version, 13000 for 13.0; 0 if unknown.
+    """
     most = ptx_version_of(cuda_version)
     found = _VERSION.search(image if isinstance(image, str) else image[:4096].decode(errors="replace"))
     if most is None or found is None or 10 * int(found[1]) + int(found[2]) <= most:
@@ -62,19 +67,25 @@ def checked_version(image: bytes | str, cuda_version: int) -> bytes | str:
 
 
 def missing(tool: str, extra: str) -> Unsupported:
-    """Make the error of a compiler that is not installed: its name, and the extra that has it."""
+    """The error of a compiler that is not installed.
+
+    Args:
+        tool: Its name.
+        extra: The extra that installs it.
+    """
     return Unsupported(f"{tool} is not installed", f"In gpulease's folder: pip install '.[{extra}]'")
 
 
 def compile_error(what: str, log: str, first: str = "") -> LoadFailed:
-    """Make the error of a source that does not compile.
+    """The error of a source that does not compile.
 
     Args:
-        what: The source.
-        log: All that the compiler said.
-        first: What the message says of it; the log's first error, or its last line, if "".
+        what: The source, for the message.
+        log: All that the compiler printed.
+        first: The message's summary; if "", the log's first error, or its last line.
     """
     log = log.replace("\0", "").strip()
+    # NVRTC, Triton and numba write a line number in three forms.
     found = _LINE.search(log)
     line = int(found[1] or found[2] or found[3]) if found else 0
     first = first or next((text for text in log.splitlines() if "error" in text), log.rpartition("\n")[2])

@@ -1,7 +1,7 @@
 """Triton's functions as launches: the signature of a call's arguments, the PTX for it, and the packed arguments.
 
-Triton's own binder, compiler and disk cache do the work, for a named target instead of the process's card. So no driver
-is needed. The cache's folder is Triton's (TRITON_CACHE_DIR).
+Triton's own binder, compiler and disk cache run, for a named target instead of the process's card, so no driver is
+needed. The cache's folder is Triton's (TRITON_CACHE_DIR).
 """
 
 import os
@@ -21,10 +21,11 @@ from gpulease.client.texts import quoted
 Grid = Sequence[int] | Callable[[Mapping[str, Any]], Sequence[int]]
 
 SCRATCH_PARAMETERS: Final = 2
-"""Pointers that Triton 3.9 puts behind every kernel's parameters: to scratch memory, which no launch here has."""
+"""Pointers that Triton 3.9 adds after every kernel's parameters: to scratch memory, which launches here don't have."""
 
 FUSION_VARIABLE: Final = "TRITON_DEFAULT_FP_FUSION"
-"""Says whether a*b + c is one rounding. Without it Triton 3.9 fuses, and warns that the next version will not."""
+"""Decides whether a*b + c is rounded once. If it is not set, Triton 3.9 fuses, and warns that the next version will
+not."""
 
 _PACKED_AS: Final = {
     "i8": "<b", "i16": "<h", "i32": "<i", "i64": "<q", "u8": "<B", "u16": "<H", "u32": "<I", "u64": "<Q",
@@ -33,13 +34,13 @@ _PACKED_AS: Final = {
 
 
 class _Pointer:
-    """Stands for device memory where Triton's binder wants a tensor."""
+    """Takes the place of a tensor in Triton's binder."""
 
     def __init__(self, buffer: Buffer, offset: int, dtype: str) -> None:
         self.buffer, self.offset, self.dtype = buffer, offset, dtype
 
     def data_ptr(self) -> int:
-        """The device address: a multiple of 16 is compiled as one."""
+        """The device address; Triton compiles a variant for multiples of 16."""
         return self.buffer.handle + self.offset
 
 
@@ -53,12 +54,12 @@ class TritonKernel:
 
         Args:
             function: What `@triton.jit` made.
-            types: By parameter, Triton's type of what a plain buffer holds: `{"x": "*fp32"}`. Arrays tell theirs.
+            types: By parameter, Triton's type for plain buffers: `{"x": "*fp32"}`. Arrays have dtypes of their own.
             arch: The compute capability to compile for; DEFAULT_ARCH if None.
-            cuda: The version of CUDA that the card's driver has, 13000 for 13.0; 0 if it is not told.
+            cuda: The CUDA version of the card's driver, 13000 for 13.0; 0 if unknown.
 
         Raises:
-            InvalidRequest: That is no such function, or it has no such parameters.
+            InvalidRequest: This is not such a function, or it has no such parameters.
             Unsupported: Triton is not installed.
         """
         try:
@@ -102,22 +103,24 @@ class TritonKernel:
                 )
 
     def prepared(self, grid: Grid, args: Sequence[Any], keywords: Mapping[str, Any]) -> PreparedLaunch:
-        """Compile for a call's arguments, if none like it was before, and pack them.
+        """Compile for the types of a call's arguments, unless that was done before, and pack the arguments.
 
-        What Triton's own call looks at is looked at here: its options by environment and knobs, the hooks before a run,
-        the globals that the function and those that it calls use.
+        This follows Triton's own call: options from the environment and from knobs, the hooks before a run, and the
+        globals used by the function and those that it calls.
 
         Args:
-            grid: One to three numbers of programs, or a function from the arguments by name to these. With a 0 among
-                them there is nothing to launch.
+            grid: The number of programs in one to three dimensions, or a function that computes it from the arguments
+                by name. If it contains a 0 there is nothing to launch.
             args: Positional arguments.
             keywords: Arguments, constants and Triton's options (num_warps, num_stages) by name.
 
         Raises:
             LaunchFailed: The arguments do not fit the function, or a global that it uses has changed.
             LoadFailed: It does not compile for these types.
-            Unsupported: It wants what no launch here has.
+            Unsupported: It needs something that launches here don't have.
         """
+        # Step 1: replace device memory by objects that Triton's binder accepts, and add the options that Triton's call
+        # adds.
         given = [self._stand_in(index, value) for index, value in enumerate(args)]
         named = {name: self._stand_in(name, value) for name, value in keywords.items()}
         named["debug"] = named.get("debug", self.function.debug) or self._knobs.runtime.debug
@@ -129,14 +132,17 @@ class TritonKernel:
             named.setdefault("ptx_version", self._ptx_version)
         if FUSION_VARIABLE not in os.environ:
             named.setdefault("enable_fp_fusion", True)
+        # Step 2: bind. The result is the arguments by name, the type or constant of each, and the compiler's options.
         try:
             bound, specialization, options = self._bind(*given, **named)
         except (TypeError, ValueError, OverflowError, AttributeError) as error:
             raise self._failed(f"{error}".replace("dynamic_func", self.name)) from None
+        # Step 3: find or compile the variant. numpy scalars have types that the binder does not see.
         values = self._originals(args, keywords)
         kinds = [self._typed(kind, values.get(name)) for name, kind in zip(bound, specialization, strict=True)]
         compiled = self._compiled(bound, kinds, named, options)
         self._check_globals()
+        # Step 4: the grid, which may be computed from the arguments as the program passed them.
         found = grid(dict(bound) | values) if callable(grid) else grid
         try:
             sizes = tuple(size.__index__() for size in found)
@@ -145,14 +151,14 @@ class TritonKernel:
                 f"grid {quoted(found)} is not a sequence of integers", "Write kernel[(n,)](...)"
             ) from None
         packed = self._packed(bound, kinds)
-        # Triton's own launcher does nothing for such a grid, and takes numbers behind the third no notice of.
+        # Triton's own launcher does nothing for such a grid, and ignores numbers after the third.
         is_empty = 0 in sizes[:3] and min(sizes) >= 0
         return PreparedLaunch(compiled, sizes, (compiled.threads,), packed, compiled.shared_bytes, is_empty=is_empty)
 
     def _check_globals(self) -> None:
-        """Raise LaunchFailed for a global that is another than when Triton first compiled a function that uses it.
+        """Raise LaunchFailed for a global that changed after Triton first compiled a function that uses it.
 
-        Triton's own call does so: a function's compiled forms, in memory and on the disk, are found by the values then.
+        Triton's own call does this: the compiled variants, in memory and on disk, are keyed by the first values.
         """
         gone = object()
         for (name, _), (then, variables) in self.function.used_global_vals.items():
@@ -168,7 +174,7 @@ class TritonKernel:
         return dict(zip(self.function.arg_names, args, strict=False)) | dict(keywords)
 
     def _stand_in(self, place: int | str, value: Any) -> Any:
-        """Make of a value an object that Triton's binder takes: a tensor's stand-in, or a Python number."""
+        """An object for the value that Triton's binder accepts: a tensor's substitute, or a Python number."""
         names = self.function.arg_names
         name = place if isinstance(place, str) else names[place] if place < len(names) else ""
         if isinstance(value, np.generic):
@@ -184,6 +190,8 @@ class TritonKernel:
             return value
         if buffer is not value:
             offset = value.address - buffer.handle
+        # The element type: the array's own, or for a plain buffer the annotation or `types`. If both exist they must
+        # agree.
         declared = (self._annotated.get(name) or self._types.get(name) or "").removeprefix("*").removeprefix("k")
         told = self._element(name, dtype) if dtype is not None else declared
         if not told:
@@ -202,7 +210,7 @@ class TritonKernel:
         return str(found)
 
     def _typed(self, kind: tuple[str, Any], value: Any) -> tuple[str, Any]:
-        """Correct a number's type: a numpy scalar has its own, which Triton's binder would not see."""
+        """Correct a number's type: a numpy scalar has its own, which Triton's binder does not see."""
         if not isinstance(value, np.generic) or kind[0] == "constexpr":
             return kind
         letter = {"i": "i", "u": "u", "f": "fp", "b": "u"}.get(value.dtype.kind)
@@ -216,7 +224,7 @@ class TritonKernel:
     ) -> CompiledKernel:
         from triton.runtime.jit import _replace_jit_callables
 
-        # A function among the constants counts by its source: another may have its name.
+        # A function among the constants is identified by its source: another function may have the same name.
         key = [str(_replace_jit_callables(kinds)), repr(sorted(options.items()))]
         if self._knobs.runtime.add_stages_inspection_hook is not None:
             key += map(str, self._knobs.runtime.add_stages_inspection_hook())
@@ -241,9 +249,10 @@ class TritonKernel:
             raise self._failed(str(error)) from None
         source = ASTSource(self.function, signature, constants, attributes)
         try:
+            # An ASTSource with a target: Triton finds or compiles it without asking for a current card.
             made = triton.compile(source, target=self._target, options=settings.__dict__)
         except Exception as error:
-            # Triton's passes raise whatever they please; the user gets one kind of error with all that was said.
+            # Triton's passes raise all kinds of exceptions; the user gets one kind of error with the full text.
             raise compile_error(f"Triton's kernel {self.name}", f"{type(error).__name__}: {error}") from None
         told = made.metadata
         if told.global_scratch_size or told.profile_scratch_size:
@@ -265,6 +274,7 @@ class TritonKernel:
                 args.push_raw(struct.pack(_PACKED_AS[kind], value))
             except (KeyError, struct.error, OverflowError):
                 raise self._failed(f"{name}: {quoted(value)} is not a {kind} that a launch can take") from None
+        # The compiled kernel has these parameters even if it uses no scratch memory.
         for _ in range(SCRATCH_PARAMETERS):
             args.push_u64(0)
         return args
@@ -274,7 +284,7 @@ class TritonKernel:
 
 
 def _own_ptx_version(arch: int) -> int:
-    """The PTX version that Triton writes if none is named: its assembler's, 94 for 9.4."""
+    """The PTX version that Triton writes by default: its assembler's, 94 for 9.4."""
     from triton.backends.nvidia.compiler import get_ptxas, ptx_get_version
 
     return int(ptx_get_version(get_ptxas(arch).version))

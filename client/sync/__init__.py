@@ -1,1 +1,1 @@
-"""The blocking face of the library."""
+"""The blocking API: every call returns when its operation is done."""

@@ -1,4 +1,4 @@
-"""Arrays on the card of the blocking face."""
+"""Device arrays of the blocking API, with `a[key] = b`."""
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,8 +19,8 @@ T = TypeVar("T")
 class Array(SessionArray):
     """An array in a session's device memory; made by `GpuSession.array`, `zeros` and `empty_device`.
 
-    Launches, graphs and kernels take it as a pointer to its first element. A slice of it is a view of the same memory,
-    which is freed when the last of them goes. `a[...] = b` copies to it.
+    Launches, graphs and kernels accept it as a pointer to its first element. A slice is a view of the same memory. The
+    memory is freed when the array and all its views are gone. `a[key] = b` copies `b` into the view `a[key]`.
     """
 
     __slots__ = ()
@@ -28,21 +28,42 @@ class Array(SessionArray):
     session: "GpuSession"
 
     def numpy(self, stream: Stream | None = None) -> NDArray[Any]:
-        """Copy it to a new array of numpy's."""
+        """Copy the array into a new numpy array of the same shape and dtype.
+
+        Args:
+            stream: The stream to copy in; the default stream if None. The call waits for the copy in either case.
+        """
         return make(self.session, read(self, stream))
 
     def copy(self, stream: Stream | None = None) -> "Array":
-        """Copy it to a new array on the card, without gaps."""
+        """Copy the array into a new, C-contiguous array on the card.
+
+        Args:
+            stream: The stream to copy in; the default stream if None.
+
+        Raises AllocFailed if the slice has no room.
+        """
         return make(self.session, copy(self, stream))
 
     def fill(self, value: Any, stream: Stream | None = None) -> None:
-        """Write one number to every element. Raises InvalidRequest if it does not fit."""
+        """Set every element to one number, converted to the array's dtype.
+
+        Args:
+            value: The number.
+            stream: The stream to write in; the default stream if None.
+
+        Raises InvalidRequest if the dtype cannot hold the number.
+        """
         make(self.session, fill(self, value, stream))
 
     def assign(self, value: Any, stream: Stream | None = None) -> None:
-        """Write numbers, an array of numpy's or one on the card to it, repeated to its shape by numpy's rules.
+        """Copy numbers, a numpy array or a device array into this array, broadcast to its shape by numpy's rules.
 
-        Numbers are converted; an array has the same type. Raises InvalidRequest if type or shape do not fit.
+        Args:
+            value: Numbers are converted to this array's dtype; an array must have the same dtype already.
+            stream: The stream to copy in; the default stream if None.
+
+        Raises InvalidRequest if dtype or shape do not fit.
         """
         make(self.session, assign(self, value, stream))
 
@@ -56,7 +77,12 @@ class Array(SessionArray):
 
 
 def make(session: "GpuSession", calls: Calls[T]) -> T:
-    """Make an operation's calls one by one; returns its result."""
+    """Execute an operation that the engine describes as a sequence of calls, and return its result.
+
+    Args:
+        session: The session with the methods that the calls name.
+        calls: Yields a `Call` (a session method with arguments) or a procedure to drive; receives each one's result.
+    """
     answer = None
     while True:
         try:

@@ -1,4 +1,4 @@
-"""The blocking face's driver: it waits by poll for sockets, by sleep for pauses, by a re-entrant lock for turns."""
+"""Runs procedures in the calling thread: poll() for sockets, sleep for pauses, a re-entrant lock for turns."""
 
 import inspect
 import math
@@ -18,15 +18,20 @@ from gpulease.protocol.messages import Body
 T = TypeVar("T")
 
 MAX_POLL_S: Final = 3600.0
-"""Longest single poll; its milliseconds must fit a C int. Longer waits poll again."""
+"""Longest single poll, in seconds: poll() takes milliseconds as a C int. A longer wait polls again."""
 
 
 def drive(procedure: Procedure[T]) -> T:
-    """Run a procedure to its end in this thread. The traceback of what it raises begins here."""
+    """Run a procedure to its end in this thread and return its result.
+
+    The traceback of an error starts here: the procedure's frames mean nothing to the caller, and would keep its locals
+    alive.
+    """
     answer: Any = None
     thrown: BaseException | None = None
     while True:
         try:
+            # A procedure yields what it has to wait for; the wait's result, or the error it raised, goes back in.
             step = procedure.send(answer) if thrown is None else procedure.throw(thrown)
             thrown = None
             answer = _WAIT_BY_STEP[type(step)](step)
@@ -34,25 +39,35 @@ def drive(procedure: Procedure[T]) -> T:
             result: T = done.value
             return result
         except BaseException as error:
-            thrown = None  # what it keeps would keep this frame
+            thrown = None  # its traceback refers to this frame
             if inspect.getgeneratorstate(procedure) is inspect.GEN_CLOSED:
                 if isinstance(error, GpuLeaseError):
                     raise error.with_traceback(None)  # noqa: B904  # the same error, without the procedure's frames
                 raise
-            # It waits: whatever interrupts it, there or here, is its own to deal with, which may take waits of its own.
+            # The procedure has not ended, so the wait was interrupted (a signal, KeyboardInterrupt). The procedure
+            # decides what happens then, and may wait again to clean up.
             thrown = error
 
 
 def ask(op: Opcode, body: Body, address: str | None = None, reply_limit_s: float = CONTROL_REPLY_LIMIT_S) -> Any:
-    """Ask one control request over a connection of its own; returns the reply's body. Raises the library's errors.
+    """Send one control request over a connection of its own; returns the body of the reply.
 
-    Commands use this: to import what sessions need would be most of a command's time.
+    Commands call this instead of opening a session: importing what sessions need would take most of a command's time.
+
+    Args:
+        op: The opcode.
+        body: The body of the request.
+        address: The daemon's address; GPULEASE_ADDRESS or the default socket if None.
+        reply_limit_s: Longest wait for the reply, in seconds.
+
+    Raises the error that the daemon replied with, Disconnected or TimedOut.
     """
     return drive(ask_once(address_of(address), op, body, reply_limit_s))
 
 
 def _wait(step: Wait) -> bool:
     channel = step.channel
+    # The channel checks once more before it sleeps: bytes may have come since the procedure decided to wait.
     if not channel.doze(for_room=step.for_room):
         return True
     timeout_ms = math.ceil(min(step.timeout_s, MAX_POLL_S) * 1000)
@@ -60,6 +75,7 @@ def _wait(step: Wait) -> bool:
         both = select.poll()
         both.register(channel.sock, select.POLLIN | select.POLLOUT)
         return bool(both.poll(timeout_ms))
+    # Almost every wait is for incoming bytes, so its poll object is made once per channel.
     if channel.waiter is None:
         channel.waiter = _incoming(channel)
     return bool(channel.waiter(timeout_ms))

@@ -1,4 +1,4 @@
-"""A lease's events for programs that block: an iterator, a thread that calls back on a warning, one that renews."""
+"""A lease's events for blocking programs: iterators, a thread that reports warnings, and a thread that renews."""
 
 import threading
 import weakref
@@ -27,6 +27,7 @@ class _Events(Iterator[E], Generic[E]):
     def __init__(self, stream: Subscription[E]) -> None:
         self._stream = stream
         try:
+            # Subscribe now, so that no event between this and the first iteration is missed.
             drive(stream.open())
             weakref.finalize(self, stream.close)
         except BaseException:
@@ -40,7 +41,7 @@ class _Events(Iterator[E], Generic[E]):
         return event
 
     def close(self) -> None:
-        """End the subscription; a thread that waits for an event stops."""
+        """End the subscription. A thread that is waiting for the next event stops iterating."""
         self._stream.wake()
 
     def __enter__(self) -> Self:
@@ -52,24 +53,24 @@ class _Events(Iterator[E], Generic[E]):
 
 
 class LeaseEvents(_Events[LeaseEvent]):
-    """A lease's events, from its present phase on: `for event in lease.events():`.
+    """A lease's events, starting with its present phase: `for event in lease.events():`.
 
-    It ends behind the event of the lease's end, or when it is closed. Next may raise Disconnected.
+    The iteration ends after the event that reports the lease's end, or when it is closed. It may raise Disconnected.
     """
 
 
 class RegionWatch(_Events[ForwardRevoked]):
-    """The launches that a region refuses, or any region of a lease: `for refused in region.watch():`.
+    """Launches that one region, or any region of a lease, refused: `for refused in region.watch():`.
 
-    It ends when it is closed. Next may raise Disconnected.
+    The iteration ends when it is closed. It may raise Disconnected.
     """
 
 
 class WarningWatch:
-    """Calls back whenever a lease is warned of its end, from a daemon thread, until it is stopped or the lease ends.
+    """Calls back on every warning of a lease's end, from a daemon thread, until it is stopped or the lease ends.
 
     Attributes:
-        error: Why there will be no more warnings although the lease lives; None while there may be.
+        error: Why no more warnings will come although the lease has not ended; None while they may come.
     """
 
     def __init__(self, stream: EventStream, on_warning: OnWarning) -> None:
@@ -80,8 +81,9 @@ class WarningWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Call back no more."""
+        """Stop calling back, and wait for the thread unless it is the caller."""
         self._stream.wake()
+        # A callback may stop its own watch, and a thread can't join itself.
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -99,10 +101,11 @@ class WarningWatch:
 
 
 class KeepAlive:
-    """Renews a lease until it is stopped, its `with` block is left, the lease is dropped or freed, or it is lost.
+    """Renews a lease until it is stopped, its `with` block ends, the lease is freed, dropped or lost.
 
-    A loss, such as a renewal that is refused, goes to `on_loss`. Without that, leaving the block raises it; a block
-    that is left by an exception raises that one. The thread is a daemon thread: it never keeps a program from ending.
+    When the lease is lost, for example because a renewal was refused, `on_loss` is called with the error. Without
+    `on_loss`, leaving the block raises the error, unless the block is left by an exception of its own. The thread is a
+    daemon thread: it never keeps a program from exiting.
 
     Attributes:
         loss: Why the lease was lost; None while it is not.
@@ -117,11 +120,11 @@ class KeepAlive:
         try:
             self._thread.start()
         except BaseException:
-            self._stopped.set()  # nobody else could: interrupted, the thread may run, and nobody has this object
+            self._stopped.set()  # interrupted: the thread may run already, and no caller has this object to stop it
             raise
 
     def stop(self) -> None:
-        """Renew no more; the lease then ends at its deadline unless it is freed or renewed by hand."""
+        """Stop renewing. The lease then ends at its deadline, unless it is freed or renewed by hand."""
         self._stopped.set()
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -141,11 +144,11 @@ class KeepAlive:
 
 
 def keep_alive(lease: Renewed, on_loss: OnLoss | None = None, schedule: RenewalSchedule | None = None) -> KeepAlive:
-    """Start renewing a lease or region for as long as it was granted, each time three quarters of that have passed.
+    """Renew a lease or region in the background, each time three quarters of its granted time have passed.
 
     Args:
-        lease: The lease. It may still be dropped.
-        on_loss: Called from the thread, once, with the error that says why the lease is lost.
-        schedule: When to renew.
+        lease: The lease or region. It is held weakly: dropping it ends the renewals.
+        on_loss: Called once, from the thread, with the error that says why the lease is lost.
+        schedule: When to renew; the default is three quarters of the granted time.
     """
     return KeepAlive(lease, on_loss, schedule or RenewalSchedule())

@@ -1,6 +1,7 @@
-"""The thread that frees what nobody has any more in blocking sessions that are asked for nothing (`engine.idle_frees`).
+"""The thread that frees dropped objects in blocking sessions that are idle (`engine.idle_frees`).
 
-It is one thread for all sessions of the process. It ends with the last of them, and never keeps a program from ending.
+A session frees what its program has dropped with its next request; an idle session has none. One thread serves all
+sessions of the process. It ends with the last session and never keeps a program from exiting.
 """
 
 import os
@@ -19,22 +20,22 @@ class _Looker:
         self._begins_or_ends = threading.RLock()
         self._bell = threading.Lock()
         self._bell.acquire()
-        # The thread's ident; 0 for none.
+        # Ident of the running thread; 0 if there is none.
         self._thread = 0
 
     def add(self, session: Session) -> None:
-        """Look at a session that is open, until it ends."""
+        """Poll a session that is open, until it ends."""
         session.attachment.at_end.append(self.ring)
         with self._begins_or_ends:
             self._sessions[session] = IdleLook(weakref.proxy(session.operations))
             if not self._thread:
-                # Not threading.Thread: see `coalescing_socket`. Where the interpreter ends already, no thread starts.
+                # `coalescing_socket` explains why this is not a threading.Thread.
                 with suppress(RuntimeError):
                     self._thread = start_new_thread(self._run, ())
 
     def ring(self) -> None:
-        """Have the thread look now whether it is still needed."""
-        with suppress(RuntimeError):  # rung already
+        """Wake the thread, so that it checks now whether it is still needed."""
+        with suppress(RuntimeError):  # it was woken already
             self._bell.release()
 
     def _run(self) -> None:
@@ -42,13 +43,13 @@ class _Looker:
             self._bell.acquire(timeout=LOOK_S)
             for session, look in self._listed():
                 lock = session.attachment.lock
-                # Somebody who holds the lock asks for something, and frees by that.
+                # A thread that holds the lock is sending a request, which frees the dropped objects itself.
                 if look.has_found() and lock.acquire(blocking=False):
                     try:
                         look.free()
                     finally:
                         lock.release()
-                del session, look  # nothing here keeps a session until the next look
+                del session, look  # no reference may keep a session alive until the next poll
 
     def _listed(self) -> list[tuple[Session, IdleLook]]:
         with self._begins_or_ends:
@@ -59,7 +60,8 @@ class _Looker:
             for session, look in list(self._sessions.items()):
                 if look.is_over:
                     del self._sessions[session]
-            # Another thread looks if the one who started this was interrupted before it could say so.
+            # If add() was interrupted between starting a thread and storing its ident, a later add() has started
+            # another one; this thread is then not needed.
             if self._thread != threading.get_ident():
                 return False
             if not self._sessions:
@@ -71,7 +73,7 @@ _looker = _Looker()
 
 
 def look_after(session: Session) -> None:
-    """Free what nobody has any more in a blocking session that is asked for nothing, until it ends."""
+    """Free what the program has dropped in a blocking session while the session is idle, until the session ends."""
     _looker.add(session)
 
 

@@ -1,4 +1,4 @@
-"""Leases of the blocking face. Threads may share a lease; they take turns."""
+"""Leases of the blocking API. Threads may share a lease; their operations take turns."""
 
 import threading
 import weakref
@@ -25,18 +25,21 @@ from gpulease.protocol.messages import CapabilityPresent, Empty
 
 
 class GpuBuilder(LeaseRequest):
-    """Asks for a lease: `GpuBuilder().min_vram(64 << 20).lease_secs(120).acquire()`."""
+    """Describes a lease and acquires it: `GpuBuilder().min_vram(64 << 20).lease_secs(120).acquire()`."""
 
     def acquire(self) -> "GpuLease":
-        """Get the lease. Raises CapacityExceeded if there is no room in time, Disconnected if there is no daemon."""
+        """Acquire the lease.
+
+        Raises CapacityExceeded if there is no room before the wait ends, Disconnected if the daemon can't be reached.
+        """
         return _owned(acquire(self._where(), self._request(), threading.RLock()))
 
 
 class GpuLease(LeaseView):
     """A number of bytes of a card for a number of seconds; made by `GpuBuilder.acquire`.
 
-    Leaving its `with` block gives it back. Dropping the last reference or ending the program does so too, but waits for
-    no reply. Whatever happens, the daemon takes the lease back at its deadline.
+    Leaving its `with` block frees the lease. Dropping the last reference or exiting the program frees it too, without
+    waiting for the daemon's reply. In any case the daemon ends the lease at its deadline.
     """
 
     def __init__(self, state: LeaseState) -> None:
@@ -44,101 +47,119 @@ class GpuLease(LeaseView):
         self._free_when_dropped()
 
     def renew(self, seconds: float) -> None:
-        """Make it last at least `seconds` from now. Raises LeaseExpired, Revoked or Fenced if it is over."""
+        """Move the deadline to at least `seconds` from now.
+
+        Raises LeaseExpired, Revoked or Fenced if the lease has ended.
+        """
         drive(self._state.renew(seconds))
 
     def free(self) -> None:
-        """Give it back: everything in its session is gone. Raises the error of its end if it had ended before."""
+        """Free the lease; everything in its session is lost. If it had ended before, raises the error that says how."""
         drive(self._state.free())
 
     def reacquire(self) -> "GpuLease":
-        """Get another lease on the terms that this one was asked for, once this one has ended.
+        """Acquire another lease on the terms of this one, after this one has ended.
 
-        Size, time, card, wait in line and options are those of the builder then; what `renew`, `grow` and `shrink`
-        changed is not. Nothing of the old lease's session is there. What to do again, and how often, is the caller's.
+        The terms are those of the builder when it acquired this lease: size, time, card, waiting and options. Changes
+        by `renew`, `grow` and `shrink` are not kept, and neither is anything in the old session: what to restore, and
+        how often to try, is up to the caller.
 
-        Raises InvalidRequest while this lease goes on; otherwise what `GpuBuilder.acquire` raises.
+        Raises InvalidRequest if this lease has not ended, else whatever `GpuBuilder.acquire` raises.
         """
         return _owned(reacquire(self._state, threading.RLock()))
 
     def note(self, data: Mapping[str, Any]) -> None:
-        """Write a record about it to the node's audit log; returns when the record is on the disk.
+        """Write a record about the lease to the node's audit log; returns once the record is on disk.
+
+        If the connection breaks, the request is sent again, so the record may be in the log twice.
 
         Args:
-            data: An object of texts, integers, booleans, None, lists and such objects, without floats: 4,096 bytes at
-                most as JSON. Keys are ASCII letters, digits and underscores.
+            data: An object of strings, integers, booleans, None, lists and nested objects, without floats: at most
+                4,096 bytes as JSON. Keys are ASCII letters, digits and underscores.
 
-        After a connection that broke the request is repeated, so the record may be there twice.
-
-        Raises Unsupported where the node keeps no audit log, Busy if the log takes no more now, InvalidRequest for
-        what can't be recorded.
+        Raises:
+            Unsupported: The node keeps no audit log.
+            Busy: The log accepts no more records at present.
+            InvalidRequest: `data` can't be recorded.
         """
         drive(self._state.note(data))
 
     def notes(self, several: Sequence[Mapping[str, Any]]) -> list[GpuLeaseError | None]:
-        """Write up to 256 records like `note`, all in flight together; none is sent twice.
+        """Write up to 256 records like `note`, all in flight together. No record is sent twice.
 
-        Returns for each None if it is on the disk; else the error, Disconnected where the record may be there or not.
-        Raises the error of the lease's end if it is over, InvalidRequest for too many.
+        Returns one entry per record: None if it is on disk, else the error. Disconnected means that the record may or
+        may not be in the log. Raises InvalidRequest for too many records, and the error of the lease's end if it has
+        ended.
         """
         return drive(self._state.notes(several))
 
     def query(self) -> LeaseReport:
-        """Ask the daemon about it, whether it lives or not: `LeaseReport` has each member and its unit."""
+        """Ask the daemon for the lease's state, also after its end.
+
+        `LeaseReport` describes the members and their units.
+        """
         return drive(self._state.query())
 
     def used(self) -> LeaseUse:
-        """Ask what device memory its session holds now, and the most it has held: the size for the next such lease.
+        """Ask how much device memory the session holds now and has held at most: the size to ask for next time.
 
-        Raises Unsupported once the lease is over, or if the daemon is too old to tell.
+        Raises Unsupported if the lease has ended, or if the daemon is too old to know.
         """
         return drive(self._state.used())
 
     def issue(
         self, permissions: Permission, audience: bytes | None = None, ttl_secs: float = TOKEN_S, nonce: int = 0
     ) -> Grant:
-        """Issue a token by which somebody else can use this lease, for as long as it is not renewed.
+        """Issue a token with which another program can use this lease.
+
+        A token ends at its time, when it is revoked, and when the lease is renewed or ends.
 
         Args:
-            permissions: The holder's permissions, such as `Permission.MEM_READ | Permission.TASKLET_SUBMIT`.
-            audience: The holder's `my_audience()` on this node; None for this program's own user.
-            ttl_secs: The token's life in seconds, at most 300 and never longer than the lease.
-            nonce: A number of 128 bits that no token of the lease has had; 0: the daemon draws one.
+            permissions: What the holder may do, such as `Permission.MEM_READ | Permission.TASKLET_SUBMIT`.
+            audience: What `my_audience()` returned to the holder on this node; None for this program's own user.
+            ttl_secs: The token's lifetime in seconds, at most 300 and never beyond the lease's deadline.
+            nonce: A 128-bit number that no other token of the lease has; the daemon draws one if 0.
 
-        Raises Denied if the daemon lets only operators give that.
+        Raises Denied if the daemon reserves one of the permissions for operators.
         """
         wanted = issue_request(self.lease_id, permissions, audience, ttl_secs, nonce)
         return drive(self._state.issue(wanted))
 
     def inspect_token(self, token: bytes | str | Grant) -> HeldToken:
-        """Ask the node what a token of this lease lets this program do; its use stays open, as with `inspect_token`.
+        """Ask the node what a token of this lease permits this program to do. The token can still be used afterwards.
 
-        Raises Denied with the check that the token failed.
+        Raises Denied, naming the check that the token failed.
         """
         return drive(self._state.inspect_token(token_of(token)))
 
     def revoke_token(self, token: bytes | str | Grant) -> None:
-        """End one token that was issued for this lease, and every token narrowed from it; others go on.
+        """End one token of this lease and every token attenuated from it; the lease's other tokens stay valid.
 
-        Sessions opened with it get `Denied` from their next operation on. A token that has ended already is no error.
-        Raises Denied for a token that is not this node's, Busy if 200 of the lease were revoked in the last 300 s.
+        The next operation of a session that was opened with it raises Denied. Revoking a token that has ended is no
+        error.
+
+        Raises:
+            Denied: The token was not issued by this node.
+            Busy: 200 tokens of the lease were revoked in the last 300 s.
         """
         drive(self._state.revoke_token(token_of(token)))
 
     def region(self, size: int | str, *, tenant: str | None = None, ttl_secs: float | None = None) -> Region:
-        """Open a region: a part of this lease's memory that can be ended alone, while the session goes on.
+        """Open a region: a part of this lease's memory that can be ended on its own while the session continues.
 
-        Its bytes are taken from the slice, and read as zeros. When it ends, all but a sixteenth go back, 2 MiB at the
-        least; `Region.close` gives that back, too.
+        Its bytes are taken from the slice and are zero. When the region ends, all of them except a sixteenth (at least
+        2 MiB) return to the slice; `Region.close` returns the rest.
 
         Args:
-            size: Bytes, or a text such as "64MiB"; rounded up to `GpuSession.region_granule_bytes`, 2 MiB on a card.
-            tenant: The tenant that may renew and free it; None for this lease's own, who may renew and revoke it in any
-                case.
-            ttl_secs: Its life in seconds, never longer than the lease's; None for what the lease was last given.
+            size: Bytes, or a string such as "64MiB"; rounded up to `GpuSession.region_granule_bytes`, 2 MiB on a card.
+            tenant: The tenant that may renew and free the region besides this lease's tenant, who may always renew and
+                revoke it; None for this lease's tenant alone.
+            ttl_secs: Its lifetime in seconds, never beyond the lease's deadline; None for the time that the lease was
+                last granted.
 
         Raises CapacityExceeded or AllocFailed if the slice has no room, Unsupported if the daemon has no regions.
         """
+        # Between the grant and the Region object an interrupt must not lose the region.
         state: RegionState | None = None
         try:
             state = drive(open_region(self._state, size, tenant, ttl_secs))
@@ -146,45 +167,65 @@ class GpuLease(LeaseView):
             return region
         except BaseException:
             if state is not None:
-                drive(state.give_up())  # interrupted behind its end
+                drive(state.give_up())  # interrupted after it was opened
             raise
 
     def watch_regions(self) -> RegionWatch:
-        """Subscribe to the launches that any of its regions refuses."""
+        """Subscribe to the launches that any region of this lease refuses."""
         return RegionWatch(self._state.refusal_stream())
 
     def grow(self, size: int | str) -> None:
-        """Make it larger by so many bytes while it runs. Raises CapacityExceeded if the card has no room."""
+        """Enlarge the running lease.
+
+        Args:
+            size: The number of bytes to add, or a string such as "64MiB".
+
+        Raises CapacityExceeded if the card has no room.
+        """
         drive(resize(self._state, size, "grow", 1))
 
     def shrink(self, size: int | str) -> None:
-        """Make it smaller by so many bytes, which others get. Raises CapacityExceeded if it uses them."""
+        """Give a part of the running lease's memory back to the card.
+
+        Args:
+            size: The number of bytes to remove, or a string such as "64MiB".
+
+        Raises CapacityExceeded if the session uses them.
+        """
         drive(resize(self._state, size, "shrink", -1))
 
     def submit(self, kernel: str, image: Image) -> Submission:
-        """Describe one kernel of an image, to be run in a context of its own that ends with the call.
+        """Describe a one-shot job: one kernel of an image, run in a context of its own that ends with the call.
 
-        `lease.submit("infer", image).grid([4]).block([256]).arg(data).out(4096).launch()` returns its output. The
-        submit has the lease's memory while no session was opened. For submits beside a session, keep some memory when
-        the lease is acquired: `GpuBuilder().submits(bytes)`.
+        `lease.submit("infer", image).grid([4]).block([256]).arg(data).out(4096).launch()` returns its output. The job
+        may use the lease's memory as long as no session was opened. To run jobs alongside a session, reserve memory for
+        them when you acquire the lease: `GpuBuilder().submits(bytes)`.
+
+        Args:
+            kernel: The name of the kernel.
+            image: PTX text or a cubin.
         """
         return Submission(kernel, image, lambda submission: submission._run_on(self._state))
 
     def keep_alive(self, on_loss: Callable[[GpuLeaseError], None] | None = None) -> KeepAlive:
-        """Renew it in the background until the returned object is stopped or its `with` block is left.
+        """Renew the lease in the background until the returned object is stopped or its `with` block ends.
 
         Args:
-            on_loss: Called once, from the thread, with the error that says why it is lost: a renewal was refused, or it
-                has ended. If that is None, leaving the block raises the error.
+            on_loss: Called once, from a thread, with the error that says why the lease is lost: a renewal was refused,
+                or the lease has ended. If None, leaving the block raises that error.
         """
         return keep_alive(self, on_loss)
 
     def events(self) -> LeaseEvents:
-        """Subscribe to its events, from its present phase to its end, on a connection of their own."""
+        """Subscribe to the lease's events, from its present phase to its end, over a separate connection."""
         return LeaseEvents(self._state.event_stream())
 
     def on_warning(self, callback: OnWarning) -> WarningWatch:
-        """Call back, from a thread, whenever its end is near or its node is drained: `event.left_s` says how near."""
+        """Call back, from a thread, when the lease's end is near or its node is being drained.
+
+        Args:
+            callback: Receives the event; `event.left_s` is the time that the lease has left, in seconds.
+        """
         return WarningWatch(self._state.event_stream(), callback)
 
     def __enter__(self) -> Self:
@@ -196,18 +237,18 @@ class GpuLease(LeaseView):
 
 
 class GpuSharedLease(LeaseView):
-    """A lease that others hold, known by a token or by `gpulease run`. It is not freed here."""
+    """A lease that another tenant or `gpulease run` holds, reached by a token or the environment. Never freed here."""
 
     def __init__(self, state: LeaseState) -> None:
         self._state = state
         weakref.finalize(self, state.channel.close)
 
     def query(self) -> LeaseReport:
-        """Ask the daemon about it, as `GpuLease.query` does."""
+        """Ask the daemon for the lease's state, as `GpuLease.query` does."""
         return drive(self._state.query())
 
     def events(self) -> LeaseEvents:
-        """Subscribe to its events, for as long as the token is good, like `GpuLease.events`."""
+        """Subscribe to the lease's events for as long as the token is valid, as `GpuLease.events` does."""
         return LeaseEvents(self._state.event_stream())
 
 
@@ -219,18 +260,22 @@ def _owned(acquiring: Procedure[LeaseState]) -> GpuLease:
         return lease
     except BaseException:
         if state is not None:
-            free_silently(state)  # interrupted behind its end
+            free_silently(state)  # interrupted after it was granted
         raise
 
 
 def my_audience(address: str | None = None) -> bytes:
-    """Ask a node for its name of this program's user: tell it to those who are to issue tokens for this program."""
+    """Ask a node how it names this program's user. Give the result to tenants who issue tokens for this program.
+
+    Args:
+        address: The node's address; GPULEASE_ADDRESS or the default socket if None.
+    """
     return bytes(ask(Opcode.CAPABILITY_AUDIENCE, Empty(), address).audience)
 
 
 def inspect_token(token: bytes | str | Grant, address: str | None = None) -> HeldToken:
-    """Ask the node what a token lets this program do, and until when. The token is not used up.
+    """Ask the node what a token permits this program to do, and until when. The token can still be used afterwards.
 
-    Raises Denied with the check that the token failed.
+    Raises Denied, naming the check that the token failed.
     """
     return HeldToken.of(ask(Opcode.CAPABILITY_PRESENT, CapabilityPresent(token_of(token)), address))

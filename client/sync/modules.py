@@ -1,4 +1,4 @@
-"""Modules of a blocking session."""
+"""Modules that a blocking session has loaded."""
 
 from collections.abc import Mapping
 
@@ -11,7 +11,7 @@ from gpulease.protocol.messages import KernelFigures
 class Module(LoadedModule):
     """Loaded code; made by `GpuSession.module_load`. Dropping the last reference unloads it.
 
-    `kernels` has its kernels by name, each with its parameters' sizes in bytes and the most threads its block may have.
+    `kernels` maps each kernel's name to the sizes of its parameters in bytes and the most threads a block may have.
     """
 
     __slots__ = ()
@@ -20,13 +20,16 @@ class Module(LoadedModule):
         """Find a `__constant__` or `__device__` variable: a buffer for `mem_write`, `mem_read` and launches.
 
         Args:
-            name: Its name in PTX; that of CUDA C, where it is in no namespace. A compiler may drop one that no kernel
-                uses.
+            name: Its name in PTX, which is that of CUDA C outside namespaces. A compiler may drop a variable that no
+                kernel uses.
 
-        Raises InvalidHandle if the module has none, Unsupported if the session's daemon is too old.
+        Raises InvalidHandle if the module has no such variable, Unsupported if the session's daemon is too old.
         """
         return drive(self._resources.variable(self, name))
 
     def kernel_figures(self) -> Mapping[str, KernelFigures]:
-        """Ask for the kernels' shared and local memory, registers and constants; Unsupported as for `variable`."""
+        """Ask how much shared, local and constant memory and how many registers each kernel uses.
+
+        Raises Unsupported if the session's daemon is too old.
+        """
         return drive(self._resources.figures(self))

@@ -1,4 +1,4 @@
-"""The names that `gpulease.client` exports; it imports this module when one of them is first asked for."""
+"""What `gpulease.client` exports; the package imports this module when one of the names is first accessed."""
 
 from gpulease.client.engine.events import ForwardRevoked, LeaseEvent
 from gpulease.client.engine.lease import LeaseReport, LeaseUse, SubmitReport

@@ -1,4 +1,4 @@
-"""Regions of the blocking face: leases inside a session, each ended by itself."""
+"""Regions of the blocking API: leases inside a session, each of which ends on its own."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -14,27 +14,30 @@ from gpulease.protocol import RevokeOutcome
 
 
 class Region(RegionView):
-    """A part of a lease's memory with an id, a deadline and an end of its own; made by `GpuLease.region`.
+    """A part of a lease's memory with its own id, deadline and end; made by `GpuLease.region`.
 
-    It is a buffer of every session on its lease: launches, copies and graphs take it as they take what `mem_alloc`
-    gives. When it ends, by `revoke`, its time or `free`, no launch that names it begins, its memory is taken out of
-    the session's reach, and the session goes on (`GpuSession.region_set`).
+    It is a buffer of every session of its lease: launches, copies and graphs accept it like a buffer of `mem_alloc`.
+    After it ends, by `revoke`, by its deadline or by `free`, no launch that names it starts, the session can no longer
+    access its memory, and the session itself continues (`GpuSession.region_set`).
 
-    Leaving its `with` block closes it. Dropping the last reference does not end it: its deadline does.
+    Leaving its `with` block closes it. Dropping the last reference does not end it; its deadline does.
     """
 
     __slots__ = ()
 
     def renew(self, seconds: float) -> None:
-        """Make it last at least `seconds` from now; its lease's end ends it even so. Raises how it ended."""
+        """Move the deadline to at least `seconds` from now, but not beyond the lease's. If it has ended, raises how."""
         drive(self._state.renew(seconds))
 
     def free(self) -> None:
-        """Give it back; its memory is out of the session's reach when this returns. Raises how it had ended."""
+        """Free the region. When this returns, the session can't access its memory. If it had ended, raises how."""
         drive(self._state.free())
 
     def revoke(self, reason: str = "revoked by its lease's tenant") -> RevokeOutcome | int:
-        """End it, whoever uses it; its own tenant is told the reason.
+        """End the region, whoever uses it.
+
+        Args:
+            reason: Reported to the region's tenant.
 
         Returns:
             TORN_DOWN if its memory is proved free; a newer daemon may send another number.
@@ -44,38 +47,44 @@ class Region(RegionView):
         return drive(self._state.revoke(reason))
 
     def cancel(self) -> None:
-        """Refuse launches that name it from now on, with RegionCancelled, until `resume`; it does not end."""
+        """Refuse launches that name the region, with RegionCancelled, until `resume`. The region does not end."""
         drive(self._state.cancel(is_cancelled=True))
 
     def resume(self) -> None:
-        """Take launches that name it again."""
+        """Accept launches that name the region again, after `cancel`."""
         drive(self._state.cancel(is_cancelled=False))
 
     def note(self, data: Mapping[str, Any]) -> None:
-        """Write a record about it to the node's audit log, as `GpuLease.note` does."""
+        """Write a record about the region to the node's audit log, as `GpuLease.note` does."""
         drive(self._state.note(data))
 
     def query(self) -> LeaseReport:
-        """Ask the daemon about it, whether it lives or not, as `GpuLease.query` does."""
+        """Ask the daemon for the region's state, also after its end, as `GpuLease.query` does."""
         return drive(self._state.query())
 
     def events(self) -> LeaseEvents:
-        """Subscribe to its events, from its present phase to its end."""
+        """Subscribe to the region's events, from its present phase to its end."""
         return LeaseEvents(self._state.event_stream())
 
     def watch(self) -> RegionWatch:
-        """Subscribe to the launches that it refuses."""
+        """Subscribe to the launches that the region refuses."""
         return RegionWatch(self._refusals())
 
     def keep_alive(self, on_loss: Callable[[GpuLeaseError], None] | None = None) -> KeepAlive:
-        """Renew it in the background, as `GpuLease.keep_alive` renews a lease."""
+        """Renew the region in the background, as `GpuLease.keep_alive` renews a lease.
+
+        Args:
+            on_loss: Called once, from a thread, with the error that says why the region is lost. If None, leaving the
+                returned object's block raises that error.
+        """
         return keep_alive(self, on_loss)
 
     def close(self) -> None:
-        """End it if it has not ended, and let go of its addresses: all of its bytes are the lease's again.
+        """End the region if it has not ended, and release its addresses, so that all its bytes are the lease's again.
 
-        Until then a part of them (`GpuLease.region`) stays in its place. A kernel that uses its addresses afterwards
-        faults. That takes a session that is open here; without one the part stays until the lease ends.
+        Until then a part of its memory stays reserved (`GpuLease.region`). A kernel that uses its addresses after this
+        faults. Releasing the addresses takes a session that is open in this program; without one, the part stays
+        reserved until the lease ends.
         """
         if self.owner is None:
             return

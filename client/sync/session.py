@@ -1,4 +1,4 @@
-"""Sessions of the blocking face: each call returns when it is done. Threads may share a session; they take turns."""
+"""Sessions of the blocking API. Threads may share a session; their operations take turns."""
 
 import threading
 import weakref
@@ -36,24 +36,25 @@ from gpulease.client.sync.streams import Stream, fence
 Into = TypeVar("Into")
 
 SPIN_NS: Final = 200_000
-"""Longest time that a reply is looked for before its caller sleeps: most come within it, and a wake-up takes tens of
-microseconds."""
+"""How long to poll for a reply before the caller sleeps, in nanoseconds. Most replies come in that time, and waking a
+sleeping thread takes tens of microseconds."""
 
 
 class GpuSession(SessionView):
-    """A lease's isolated context on its card. `GpuSession(lease)` opens it; it ends when closed, or with its lease.
+    """A lease's isolated context on its card; `GpuSession(lease)` opens it, and `close` or the lease's end ends it.
 
-    An operation is done when it returns, except those that are only handed over: `launch`, `mem_free`, and `mem_write`
-    of up to 64 KiB. The worker does these in their order, and after one fails it skips those behind it. The next
-    operation that waits raises the failure, and is not done itself. A session keeps its lease from being dropped.
+    An operation is done when its call returns. The exceptions are `launch`, `mem_free` and `mem_write` of up to 64 KiB,
+    which are only queued. The worker executes these in order; when one fails, it skips those queued after it. The next
+    operation that waits raises that failure and is itself not executed. A session keeps its lease from being dropped.
 
-    Leaving its `with` block waits for work that nothing has waited for yet, and raises what failed. It waits as `sync`
-    does, but no longer than the lease had left when the block was left: then TimedOut, if the lease goes on even so. A
-    block that is left by an exception waits for nothing; neither does `close`. A session by token that loaded no module
-    asks only about its own requests: it waits for nobody's kernels, and leaves others' failures to them.
+    Leaving its `with` block waits, as `sync` does, for work that was not waited for, and raises what failed. It waits
+    at most for the time that the lease had left when the block ended; then it raises TimedOut, unless the lease has
+    ended. A block left by an exception does not wait, and `close` does not wait either. A session opened by a token
+    that loaded no module waits for its own requests only: not for kernels of other sessions, and it does not report
+    their failures.
 
-    Failures of one operation derive from OperationFailed, and the session goes on. GpuSessionFailed means that it is
-    lost.
+    A failure of one operation is an OperationFailed, and the session continues. GpuSessionFailed means that the session
+    is lost.
     """
 
     def __init__(
@@ -62,16 +63,17 @@ class GpuSession(SessionView):
         """Open a session.
 
         Args:
-            lease: Its lease.
-            grant: A token of the lease: the session does what the token permits, until that expires, and no more. A
-                token opens one session.
-            shared_memory: Whether to share memory with its process; without, everything goes through the socket.
+            lease: The lease that it uses.
+            grant: A token of the lease. The session may do what the token permits, until the token expires. A token
+                opens one session.
+            shared_memory: Whether to share memory with the worker; if not, all data goes through the socket.
 
         Raises InvalidRequest for a grant of another lease, Denied if its token fails a check.
         """
         self.lease = lease
         session = Session(state_of(lease), threading.RLock(), grant=grant, shared_memory=shared_memory, spin_ns=SPIN_NS)
         self._set_session(session)
+        # A child that is forked even during attach() must not use this connection.
         register(self)
         try:
             drive(session.attach())
@@ -85,10 +87,15 @@ class GpuSession(SessionView):
     def attach(
         cls, token: bytes | str | Grant | None = None, address: str | None = None, *, shared_memory: bool = True
     ) -> Self:
-        """Open another tenant's session, by a token of theirs: it does what the token permits, until that expires.
+        """Open a session on another tenant's lease with a token; it may do what the token permits, until that expires.
 
-        A token opens one session. Without a token, open the session of the lease that `gpulease run` took for this
-        program, which GPULEASE_LEASE_ID names.
+        A token opens one session. Without a token, this opens a session on the lease that `gpulease run` acquired for
+        this program, which GPULEASE_LEASE_ID names.
+
+        Args:
+            token: The token, in any of the forms in which tokens are passed on; None for the lease of `gpulease run`.
+            address: The node's address; GPULEASE_ADDRESS or the default socket if None.
+            shared_memory: As in `GpuSession`.
 
         Raises:
             Denied: The token failed a check, which the message names.
@@ -100,92 +107,97 @@ class GpuSession(SessionView):
             state = drive(by_environment(where, lock) if token is None else by_token(where, token_of(token), lock))
             return cls(GpuSharedLease(state), shared_memory=shared_memory)
         except BaseException:
-            # The error keeps its frames, and they the connection, for as long as somebody keeps the error.
+            # The error's traceback refers to these frames, and they to the connection: it would stay open as long as
+            # the caller keeps the error.
             if state is not None:
                 state.channel.close()
             raise
 
     def mem_alloc(self, size_bytes: int) -> Buffer:
-        """Allocate device memory, zeroed. Raises AllocFailed if the slice has no room."""
+        """Allocate device memory, set to zero. Raises AllocFailed if the slice has no room."""
         with self._lock:
             buffer = self._session.resources.alloc_at_once(size_bytes)
             return buffer if isinstance(buffer, Buffer) else drive(buffer)
 
     def mem_free(self, buffer: Buffer) -> None:
-        """Give a buffer back now rather than when its last reference goes; nothing is waited for."""
+        """Free a buffer now instead of with its last reference. The call does not wait."""
         with self._lock:
             rest = self._session.resources.free(buffer)
             if rest is not None:
                 drive(rest)
 
     def keep(self, buffer: Buffer, name: str) -> None:
-        """Have the lease keep a buffer beyond this session's end: until it is freed or taken, or the lease ends.
+        """Let the lease keep a buffer beyond the end of this session, until it is freed or taken, or the lease ends.
 
-        The buffer can be used here as before. Dropping its last reference no longer frees it; `mem_free` does. An
-        array is kept by its `buffer`.
+        The buffer can be used here as before. Dropping its last reference no longer frees it; `mem_free` does. To keep
+        an array, pass its `buffer`.
 
         Args:
             buffer: The buffer.
-            name: The name by which any session of the lease finds it. A kept buffer gets another name so.
+            name: The name under which any session of the lease finds it. Keeping it again under another name renames
+                it.
 
         Raises:
-            InvalidRequest: Another buffer is kept by that name.
-            Busy: The lease keeps as many as it may.
+            InvalidRequest: Another buffer is kept under that name.
+            Busy: The lease keeps the maximum number of buffers.
             Unsupported: The session's daemon is too old.
         """
         drive(self._session.kept.keep(buffer, name))
 
     def kept(self, name: str) -> BorrowedBuffer:
-        """Find a buffer that the lease keeps. It stays kept: dropping it frees nothing, `mem_free` does.
+        """Find a buffer that the lease keeps. It stays kept: dropping the result frees nothing, `mem_free` does.
 
-        Raises InvalidHandle if there is none of that name, or Unsupported.
+        Raises InvalidHandle if no buffer is kept under that name, Unsupported if the session's daemon is too old.
         """
         return drive(self._session.kept.find(name))
 
     def kept_names(self) -> dict[str, int]:
-        """Ask for the buffers that the lease keeps: their sizes in bytes by their names. Raises Unsupported."""
+        """List the buffers that the lease keeps: name to size in bytes. Raises Unsupported if the daemon is too old."""
         return drive(self._session.kept.names())
 
     def take(self, name: str) -> Buffer:
-        """Make a buffer that the lease keeps this session's own: it ends with its last reference, or the session.
+        """Make a kept buffer this session's own again: it is freed with its last reference or with the session.
 
-        Raises InvalidHandle if there is none of that name, or Unsupported.
+        Raises InvalidHandle if no buffer is kept under that name, Unsupported if the session's daemon is too old.
         """
         return drive(self._session.kept.take(name))
 
     def reset(self) -> int:
-        """Wait as `sync` does, then free all memory that no open session holds; the number of bytes.
+        """Wait as `sync` does, then free all memory that no open session holds; returns the number of bytes.
 
-        That is what the lease keeps by name, what sessions left that have ended, and the parts of ended regions.
+        This frees the buffers that the lease keeps, what ended sessions left, and the reserved parts of ended regions.
 
-        Raises Denied unless the session may read and write memory and launch, or Unsupported.
+        Raises Denied unless the session may read and write memory and launch; Unsupported if the daemon is too old.
         """
         return drive(self._session.kept.reset())
 
     def array(self, values: Any, dtype: Any = None) -> Array:
-        """Copy an array of numpy's, or what numpy makes one of, to a new array on the card.
+        """Copy a numpy array, or anything that numpy converts to one, into a new array on the card.
 
         Args:
             values: The elements.
-            dtype: The type to convert them to; "bfloat16" and the "float8_..." come from ml_dtypes. Theirs if None.
+            dtype: The dtype to convert them to; theirs if None. "bfloat16" and "float8_..." come from ml_dtypes.
 
         Raises:
-            InvalidRequest: That is no array of numbers, or has over 8 dimensions.
+            InvalidRequest: The values are not an array of numbers, or have over 8 dimensions.
             AllocFailed: The slice has no room.
-            Unsupported: The type needs ml_dtypes, which is not installed.
+            Unsupported: The dtype needs ml_dtypes, which is not installed.
         """
         return make(self, upload(self, Array, values, dtype))
 
     def zeros(self, shape: int | Sequence[int], dtype: Any) -> Array:
-        """Make an array of zeros on the card. Raises what `array` does."""
+        """Make an array of zeros on the card. Raises what `array` raises."""
         return make(self, new(self, Array, shape, dtype, "zeros"))
 
     def empty_device(self, shape: int | Sequence[int], dtype: Any) -> Array:
-        """Make an array on the card for a kernel to fill. Its memory is zeroed: no lease sees another's bytes."""
+        """Make an array on the card for a kernel to fill. Its memory is zero: no lease sees another lease's bytes.
+
+        Raises what `array` raises.
+        """
         return make(self, new(self, Array, shape, dtype, "empty_device"))
 
     def stream(self) -> Stream:
-        """Make a stream for launches and copies, beside the default one. Raises Busy beyond MAX_STREAMS."""
+        """Make a stream for launches and copies, in addition to the default one. Raises Busy beyond MAX_STREAMS."""
         return drive(self._session.streams.create(Stream))
 
     @property
@@ -194,17 +206,20 @@ class GpuSession(SessionView):
         return self._session.streams.default(Stream)
 
     def mem_write(self, buffer: Buffer, offset: int, data: Any, stream: Stream | None = None) -> None:
-        """Copy any buffer's bytes (bytes, memoryview, numpy array) to byte `offset`. Raises InvalidHandle.
+        """Copy bytes from any Python buffer into a device buffer.
 
-        `data` may be changed when this returns. Only an array of `empty` that is copied in a stream must be left alone
-        until that stream is waited for (`Stream`). Up to 64 KiB are handed over and not waited for: if such a copy
-        fails, because a kernel before it faulted for example, the next operation that waits raises it, as for a launch.
+        `data` may be changed as soon as this returns, except an array of `empty` that is copied in a stream: leave that
+        alone until the stream was waited for (`Stream`). Up to 64 KiB are queued without waiting. If such a copy fails,
+        for example because a kernel before it faulted, the next operation that waits raises the failure, as for a
+        launch.
 
         Args:
             buffer: Target.
-            offset: First byte in the buffer.
-            data: Any buffer of bytes. One that is not contiguous is copied in C order.
+            offset: First byte to write in the target.
+            data: Bytes, memoryview, numpy array or other buffer. One that is not contiguous is copied in C order.
             stream: The stream to copy in; the default stream if None.
+
+        Raises InvalidHandle if the bytes are not all inside the buffer, or if the buffer is freed or another session's.
         """
         with self._lock:
             rest = self._copies.write(buffer, offset, data, stream)
@@ -220,15 +235,16 @@ class GpuSession(SessionView):
     def mem_read(self, buffer: Buffer, offset: int, nbytes: int, into: Into, stream: Stream | None = None) -> Into: ...
 
     def mem_read(self, buffer: Buffer, offset: int, nbytes: int, into: Any = None, stream: Stream | None = None) -> Any:
-        """Copy `nbytes` from byte `offset`.
+        """Copy bytes from a device buffer.
 
         Args:
             buffer: Source.
-            offset: First byte in the buffer.
-            nbytes: How many bytes.
-            into: Anything C-contiguous that can be written: an array of any type, a bytearray, a memoryview.
-            stream: The stream to copy in; the default stream if None. An array of `empty` then has the bytes once the
-                stream was waited for (`Stream`).
+            offset: First byte to read in the source.
+            nbytes: Number of bytes.
+            into: A writable, C-contiguous object that receives the bytes: an array of any dtype, a bytearray, a
+                memoryview.
+            stream: The stream to copy in; the default stream if None. An array of `empty` has the bytes once the stream
+                was waited for (`Stream`).
 
         Returns:
             `into`, or new bytes if that is None.
@@ -245,17 +261,16 @@ class GpuSession(SessionView):
         return into if into is not None else bytes(target if result is None else result)
 
     def module_load(self, image: bytes | bytearray | memoryview | str) -> Module:
-        """Load PTX text or a cubin. Raises LoadFailed with the compiler's log."""
+        """Load PTX text or a cubin. Raises LoadFailed, with the compiler's log, if the driver rejects it."""
         return drive(self._session.resources.load(image, Module))
 
     def compile(self, source: str, *, options: Sequence[str] = (), arch: int | None = None) -> Module:
-        """Compile CUDA C and load it: a module as `module_load` returns it, by NVRTC (the extra `cuda-c`).
+        """Compile CUDA C with NVRTC (the extra `cuda-c`) and load it, as `module_load` does.
 
         Args:
-            source: The text. Kernels are `extern "C" __global__`, or have the names that C++ makes of them.
-            options: NVRTC's options, `--use_fast_math` for example.
-            arch: The compute capability to compile for, 90 for 9.0; the card's if None, 80 on the
-                embedded driver.
+            source: The source text. Kernels are `extern "C" __global__`, or have C++'s mangled names.
+            options: NVRTC's options, for example `--use_fast_math`.
+            arch: The compute capability to compile for, 90 for 9.0; if None, the card's, or 80 on the embedded driver.
 
         Raises:
             LoadFailed: The source does not compile: `log` and `line` say where and why.
@@ -266,18 +281,19 @@ class GpuSession(SessionView):
     def kernel(
         self, function: Any, types: Mapping[str, str] | Signature | None = None, *, arch: int | None = None
     ) -> Kernel:
-        """Take a function of Triton's or numba's; calling it compiles it for its arguments and launches it.
+        """Wrap a Triton or numba function; each call compiles it for the arguments' types, if needed, and launches it.
 
-        Triton's is called as `kernel[grid](...)`, numba's as `kernel[blocks, threads](...)`. Triton keeps compiled
-        kernels on the disk, too.
+        Call a Triton function as `kernel[grid](...)` and a numba function as `kernel[blocks, threads](...)`. Triton
+        keeps compiled kernels on disk, too.
 
         Args:
             function: What `@triton.jit` or `@numba.cuda.jit` made, or a plain function for numba.
-            types: Triton: by parameter, the type that a plain buffer's elements have, `{"x": "*fp32"}`; arrays tell
-                theirs. Numba: the signature, "void(float32, float32[:])"; that of each call's arguments if None.
+            types: Triton: the pointer types of parameters that get plain buffers, `{"x": "*fp32"}`; arrays have types
+                of their own. Numba: the signature, such as "void(float32, float32[:])"; if None, it follows from each
+                call's arguments.
             arch: As in `compile`.
 
-        Raises Unsupported where the compiler is not installed, InvalidRequest for anything but such a function.
+        Raises Unsupported if the compiler is not installed, InvalidRequest for anything but such a function.
         """
         return Kernel(self, kernel_of(function, types, arch or self._arch, self.cuda_version))
 
@@ -292,27 +308,27 @@ class GpuSession(SessionView):
         options: Sequence[str] = (),
         arch: int | None = None,
     ) -> ElementwiseKernel:
-        """Take an operation that a call does for each element of arrays, as CuPy's `ElementwiseKernel` is written.
+        """Define an operation that each call applies to every element of arrays, as CuPy's `ElementwiseKernel` does.
 
-        Each call compiles CUDA C for its arguments' types, once, by NVRTC (the extra `cuda-c`).
+        A call compiles CUDA C for the types of its arguments, once per combination, with NVRTC (the extra `cuda-c`).
 
         Args:
-            in_params: Inputs: "float32 x, T y, raw T z". A letter is any type; the operation indexes raw arrays itself.
-                Or an `ElementwiseKernel` of an installed CuPy, and no other texts.
-            out_params: Outputs.
-            operation: CUDA C with these names; `i` is the element's index.
+            in_params: Inputs: "float32 x, T y, raw T z". A single letter is any type. The operation indexes `raw`
+                arrays itself. Or the `ElementwiseKernel` of an installed CuPy; then leave the other texts out.
+            out_params: Outputs, in the same form.
+            operation: CUDA C that uses these names; `i` is the element's index.
             name: The kernel's name.
-            preamble: CUDA C ahead of the kernel.
+            preamble: CUDA C to put before the kernel.
             options: As in `compile`.
             arch: As in `compile`.
 
-        Raises InvalidRequest.
+        Raises InvalidRequest if a parameter list can't be parsed.
         """
         source = ElementwiseSource(in_params, out_params, operation, name, preamble)
         return ElementwiseKernel(self, ElementwiseOperation(source, options, arch))
 
     def module_unload(self, module: ModuleHandle) -> None:
-        """Unload a module now rather than when its last reference goes."""
+        """Unload a module now instead of with its last reference."""
         drive(self._session.resources.unload(module))
 
     def launch(
@@ -336,28 +352,29 @@ class GpuSession(SessionView):
         Args:
             module: The module that has the kernel.
             kernel: Its name.
-            grid: One to three numbers of blocks.
-            block: One to three numbers of threads.
-            args: KernelArgs, or a list of buffers, arrays on the card and numpy scalars, such as
-                `[buffer, np.uint32(n), np.float32(2)]`. The list may have Python numbers, an int for a float too, where
-                the image's PTX tells the parameters' types. Or the packed bytes.
+            grid: The number of blocks in one to three dimensions.
+            block: The number of threads in one to three dimensions.
+            args: KernelArgs, or a list of buffers, device arrays and numpy scalars, such as `[buffer, np.uint32(n),
+                np.float32(2)]`. If the image is PTX, which declares the parameters' types, the list may hold Python
+                numbers too, including an int for a float. Or the packed bytes.
             arg_sizes: Each argument's size in bytes, if `args` are bytes.
-            shared_bytes: Dynamic shared memory per block.
+            shared_bytes: Dynamic shared memory per block, in bytes.
             stream: The stream to launch in; the default stream if None.
-            regions: The regions that it touches: it begins only while all of them go on. If one does not, the next
-                operation that waits raises a RegionFailed.
-            position: Any number up to 2**64 - 1; that error and ForwardRevoked tell it.
-            cooperative: Run all blocks at the same time, so that they may wait for each other. On a card only.
-            cluster: Neighbouring blocks that run together, one to three numbers; on cards of 9.0 and newer.
+            regions: The regions that the kernel uses. It starts only if none of them has ended or is cancelled;
+                otherwise the next operation that waits raises a RegionFailed.
+            position: Any number up to 2**64 - 1; that error and ForwardRevoked report it.
+            cooperative: Run all blocks at the same time, so that they may wait for each other. Only on a card.
+            cluster: Neighbouring blocks that run together, in one to three dimensions; on cards from 9.0 on.
 
         Returns:
-            The launch's number, which a later error's `failure.failed_request_id` names.
+            The launch's number; a later error names it in `failure.failed_request_id`.
 
         Raises:
-            LaunchFailed: The kernel can't be started, as far as can be told here: a float is given where the PTX
-                declares an integer, for example.
+            LaunchFailed: The kernel can't be started, as far as the client can check: for example a float is given
+                where the PTX declares an integer.
         """
         with self._lock:
+            # Three frames: with attributes, plain, and in regions. The plain one is the hot path.
             if cooperative or cluster is not None:
                 wanted = LaunchAttributes(cooperative, cluster)
                 number = self._launches.launch_with(
@@ -372,41 +389,47 @@ class GpuSession(SessionView):
             return number if isinstance(number, int) else drive(number)
 
     def region_set(self, regions: Iterable[Region]) -> RegionSet:
-        """Name the regions that launches will touch, once for many launches: `launch(..., regions=that)`.
+        """Name the regions that launches will use, once for many launches.
 
-        1 to 256 of this lease. Raises Unsupported where the session has no regions.
+        Pass the result as `launch(..., regions=...)`.
+
+        Args:
+            regions: 1 to 256 regions of this session's lease.
+
+        Raises Unsupported if the session has no regions.
         """
         return drive(self._session.region_sets.make(regions))
 
     def record(self) -> Recorder:
-        """Record a launch graph: `with session.record() as graph:`, then `graph.launch()` as often as wanted.
+        """Record a launch graph: `with session.record() as graph:`, then `graph.launch()` any number of times.
 
-        In the block, `launch`, `mem_write` and `mem_read` are checked and written down, not done. A copy names the
-        memory of an array of `empty`; each launch of the graph reads or writes its bytes anew. `mem_write` of bytes
-        that can't change, such as `bytes`, records those bytes. Anything else raises InvalidRequest. So does `stream`:
-        all of a graph runs in the stream that its launch names. Leaving the block by an error discards the recording.
-        Leaving it otherwise makes the graph, and raises what is wrong with it.
+        In the block, `launch`, `mem_write` and `mem_read` are checked and recorded, not executed. A copy from or to an
+        array of `empty` records the array's memory: every launch of the graph reads or writes the bytes that are there
+        at that time. `mem_write` of an immutable object, such as `bytes`, records those bytes. Anything else raises
+        InvalidRequest. So does `stream`: a graph runs in the stream that its launch names. If the block is left by an
+        error, the recording is discarded; otherwise its end makes the graph, and raises what is wrong with it.
 
-        Between a launch of the graph and the next `sync`, of the session or of the launch's stream, its arrays are the
-        graph's. Arguments pushed with `KernelArgs.push_parameter` can be given anew at each launch. While a session
-        records, other threads can't use it.
+        Between a launch of the graph and the next `sync`, of the session or of the launch's stream, leave the graph's
+        arrays alone. Arguments pushed with `KernelArgs.push_parameter` can get new values at each launch. While a
+        session records, other threads can't use it.
         """
         return Recorder(self)
 
     def sync(self) -> None:
-        """Wait until all streams have ended what they hold. Raises SyncFailed or LaunchFailed, naming the kernel."""
+        """Wait until all streams have finished. Raises SyncFailed or LaunchFailed, naming the kernel that failed."""
         if self._on_printed is not None:
             self._tell_printed(self._on_printed)
             return
         with self._lock:
+            # Most syncs end without a wait; only otherwise is a procedure driven.
             rest = self._session.streams.sync_at_once()
             if rest is not None:
                 drive(rest)
 
     def printed(self) -> PrintedText:
-        """Wait as `sync` does, and take what kernels have printed with printf since the last call.
+        """Wait as `sync` does, and return what kernels have printed with printf since the last call.
 
-        At most 1 MiB waits to be taken; `is_lost` tells that there was more. Nobody but this session gets it.
+        Up to 1 MiB is kept between calls; `is_lost` says whether there was more. Only this session receives its text.
 
         Raises what `sync` raises, or Unsupported if the session's daemon is too old.
         """
@@ -418,7 +441,8 @@ class GpuSession(SessionView):
             callback(found)
 
     def close(self) -> None:
-        """End the session; an operation that waits in another thread fails. The lease goes on."""
+        """End the session; an operation that waits in another thread fails. The lease continues."""
+        # No operation is in progress: close at once. Otherwise wake the thread that waits, and close after it has left.
         if self._lock.acquire(blocking=False):
             try:
                 self._closing()

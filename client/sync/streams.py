@@ -1,4 +1,4 @@
-"""Streams of a blocking session."""
+"""Streams and events of a blocking session."""
 
 from types import TracebackType
 from typing import Self
@@ -8,38 +8,41 @@ from gpulease.client.sync.driver import drive
 
 
 class Event(EventHandle):
-    """The time at which a stream had run all that it held; made by `Stream.event`. The last reference frees it."""
+    """The moment at which a stream has finished everything queued before; made by `Stream.event`.
+
+    Dropping the last reference frees it.
+    """
 
     __slots__ = ()
 
     def elapsed_ms(self, end: EventHandle) -> float:
-        """Wait for this event and a later one; the milliseconds between, by the card's clock.
+        """Wait for this event and a later one; returns the milliseconds between them by the card's clock.
 
-        Raises InvalidRequest if `end` came first, and the failure of a kernel before it.
+        Raises InvalidRequest if `end` came first, and the failure of a kernel before either.
         """
         return drive(self._streams.elapsed_ms(self, end))
 
 
 class Stream(StreamHandle):
-    """An order of launches and copies; made by `GpuSession.stream`, passed to `launch`, `mem_write` and `mem_read`.
+    """A queue of launches and copies; made by `GpuSession.stream`, passed to `launch`, `mem_write` and `mem_read`.
 
-    A stream runs its launches and copies in the order in which they were put there. Only `wait_for` orders two streams.
-    So copies and kernels in different streams may run at the same time.
-    `GpuSession.sync` waits for all streams, and so does `module_unload`. The session's next operation that has a reply
-    raises a failure in any stream.
+    A stream executes its launches and copies in the order in which they were queued. Two streams are ordered by
+    `wait_for` only, so copies and kernels in different streams may run at the same time. `GpuSession.sync` and
+    `module_unload` wait for all streams. A failure in any stream is raised by the session's next operation that has a
+    reply.
 
-    A copy of an array of `GpuSession.empty` in a stream has only begun when the call returns: leave the array alone
-    until the stream is waited for. A copy of any other memory waits for that stream and is done when its call returns.
+    A copy of an array of `GpuSession.empty` in a stream has only been started when the call returns: leave the array
+    alone until the stream was waited for. A copy of any other memory waits for the stream, and is done when its call
+    returns.
 
-    Dropping the last reference frees a stream, like a buffer; the work it holds still runs. Leaving its `with` block
-    waits for that work and raises what failed, as leaving a session's does. A block left by an exception waits for
-    nothing.
+    Dropping the last reference frees a stream, like a buffer; queued work still runs. Leaving its `with` block waits
+    for that work and raises what failed, like leaving a session's block. A block left by an exception does not wait.
     """
 
     __slots__ = ()
 
     def sync(self) -> None:
-        """Wait until all that it holds has ended. Raises SyncFailed or LaunchFailed, naming the kernel."""
+        """Wait until the stream has finished. Raises SyncFailed or LaunchFailed, naming the kernel that failed."""
         streams = self.streams("sync")
         with streams.attachment.lock:
             rest = streams.sync_one_at_once(self)
@@ -47,18 +50,21 @@ class Stream(StreamHandle):
                 drive(rest)
 
     def wait_for(self, other: StreamHandle | None) -> None:
-        """Put what comes next behind all that `other` holds now; None is the default stream. The call does not wait."""
+        """Make later work of this stream wait for all that `other` has queued now; None is the default stream.
+
+        The call itself does not wait.
+        """
         drive(self.streams("wait_for").wait_for(self, other))
 
     def event(self) -> Event:
-        """Take the time at which it will have run all that it holds now. The call does not wait.
+        """Mark the moment at which the stream will have finished what it has queued now. The call does not wait.
 
-        At most MAX_EVENTS in a session, or the next operation that waits raises Busy.
+        A session may have MAX_EVENTS at once; beyond that, the next operation that waits raises Busy.
         """
         return drive(self.streams("event").record(self, Event))
 
     def close(self) -> None:
-        """Free it now; the work it holds still runs, and `GpuSession.sync` still waits for that."""
+        """Free the stream now. Queued work still runs, and `GpuSession.sync` still waits for it."""
         if self.owner is not None:
             drive(self.streams("close").destroy(self))
 
@@ -74,8 +80,12 @@ class Stream(StreamHandle):
 
 
 def fence(streams: Streams, stream: Stream | None = None) -> None:
-    """Wait for a session's last work, or for one stream's, and raise what failed in it (`GpuSession`)."""
+    """Wait for a session's, or one stream's, last work within the lease's remaining time; raises what failed in it.
+
+    `GpuSession` states the rule; this is the end of its `with` block. Raises TimedOut if the time is over.
+    """
     limit = streams.operations.fence_limit()
+    # None: no started work is unsettled, the lease is freed, or the session is recording.
     if limit is None:
         return
     lock = streams.attachment.lock

@@ -1,4 +1,4 @@
-"""Submits of the blocking face: `lease.submit("infer", image).grid([4]).arg(data).out(4096).launch()`."""
+"""One-shot jobs of the blocking API: `lease.submit("infer", image).grid([4]).arg(data).out(4096).launch()`."""
 
 import threading
 from collections.abc import Callable
@@ -11,36 +11,44 @@ from gpulease.client.sync.driver import drive
 
 
 class Submission(SubmissionBase):
-    """A kernel to run beside a lease's session; made by GpuLease.submit or `submit_by`."""
+    """A one-shot job: a kernel to run outside any session; made by `GpuLease.submit` or `submit_by`."""
 
     def __init__(self, kernel: str, image: Image, run: "Callable[[SubmissionBase], Procedure[list[bytes]]]") -> None:
         super().__init__(kernel, image)
         self._run = run
 
     def launch(self) -> list[bytes]:
-        """Run it, and wait for its outputs. It can be run again.
+        """Run the job and wait for its outputs. It can be run again.
 
         Returns:
-            The bytes of each `out` and `inout` argument, in their order.
+            The bytes of each `out` and `inout` argument, in order.
 
         Raises:
-            Busy: Another submit of the lease is under way.
-            InvalidRequest: The lease's session was opened, and it keeps no memory for submits beside that:
+            Busy: Another job of the lease is running.
+            InvalidRequest: The lease's session was opened, and the lease reserves no memory for jobs alongside it:
                 `GpuBuilder().submits(bytes)`.
             LoadFailed: The image did not compile.
             LaunchFailed: The kernel could not be started.
-            AllocFailed: What the lease keeps for submits is too small for its arguments.
-            SyncFailed: The kernel failed while it ran; its lease and the lease's session go on.
+            AllocFailed: The memory that the lease reserves for jobs is too small for the arguments.
+            SyncFailed: The kernel failed while it ran; the lease and its session continue.
             TimedOut: It took longer than `timeout_secs`.
-            Disconnected: It is not known whether it ran, or nothing was run, as the hint says.
+            Disconnected: The job was not run, or it is unknown whether it was; the hint says which.
         """
         return drive(self._run(self))
 
 
 def submit_by(token: bytes | str | Grant, kernel: str, image: Image, address: str | None = None) -> Submission:
-    """Describe a submit on another tenant's lease, by a token of theirs that permits TASKLET_SUBMIT, for one `launch`.
+    """Describe a one-shot job on another tenant's lease, by a token that permits TASKLET_SUBMIT, for one `launch`.
 
-    The submit sees nothing of the lease's session. Raises Denied, at the launch, with the check that the token failed.
+    The job can't access the lease's session.
+
+    Args:
+        token: The token.
+        kernel: The name of the kernel.
+        image: PTX text or a cubin.
+        address: The node's address; GPULEASE_ADDRESS or the default socket if None.
+
+    Raises Denied at the launch, naming the check that the token failed.
     """
     where, shown = address_of(address), token_of(token)
     return Submission(kernel, image, lambda submission: submission._run_by(where, shown, threading.RLock()))

@@ -1,1 +1,1 @@
-"""Transports of the client's bytes: a Unix or TCP socket, TLS, or a ring in shared memory."""
+"""How a client's bytes reach the daemon and the workers: sockets, rings in shared memory, TLS."""

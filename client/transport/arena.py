@@ -1,6 +1,6 @@
 """The client's side of a session's arena: numpy arrays in memory that the worker maps too.
 
-Dropping an array's last view frees its memory. The arena itself lives as long as the session and its last array.
+Dropping an array's last view frees its memory. The arena itself exists as long as the session or an array in it.
 """
 
 import ctypes
@@ -21,29 +21,30 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 ALIGNMENT_BYTES: Final = 256
-"""Alignment of every array: more than any vector instruction wants, and a whole number of cache lines."""
+"""Alignment of every array: more than any vector instruction needs, and a whole number of cache lines."""
 
 
 class Arena:
-    """Hands out pieces of one mapping, first fit. Threads may share it."""
+    """Allocates pieces of one mapping, first fit. Threads may share it."""
 
     def __init__(self, fd: int, size_bytes: int) -> None:
-        """Raises OSError or ValueError if it can't be mapped."""
+        """Map the arena. Raises OSError or ValueError if that fails."""
         self._map = mmap.mmap(fd, size_bytes)
         self._size = size_bytes
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._lock = threading.Lock()
         self._starts = [0]
         self._sizes = [size_bytes]
-        # Filled in whatever thread drops an array, in the middle of anything: a deque's append is atomic.
+        # Appended to in whatever thread drops an array, at any moment: a deque's append is atomic.
         self._dropped: deque[tuple[int, int]] = deque()
 
     def allocate(self, nbytes: int) -> Any:
-        """Take a writable buffer of `nbytes`, at least 1; None if there is no room for it."""
+        """A writable buffer of `nbytes`, at least 1; None if there is no room for it."""
         with self._lock:
             return self._allocate(nbytes)
 
     def _allocate(self, nbytes: int) -> Any:
+        # First return the pieces of arrays that were dropped since the last call.
         self._take_back()
         size = -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         for at, free in enumerate(self._sizes):
@@ -54,22 +55,23 @@ class Arena:
                 if free == size:
                     del self._starts[at], self._sizes[at]
                 block = (ctypes.c_ubyte * nbytes).from_buffer(self._map, start)
+                # No finalizer at exit: the process's end frees the mapping.
                 weakref.finalize(block, self._dropped.append, (start, size)).atexit = False
                 return block
         return None
 
     def offset_of(self, view: memoryview) -> int | None:
-        """Offset in the arena of a contiguous view's bytes; None if they lie elsewhere, or are read-only.
+        """Offset in the arena of a contiguous view's bytes; None if they are elsewhere, or read-only.
 
-        Raises TypeError or ValueError if its bytes are not in one piece.
+        Raises TypeError or ValueError if the bytes are not contiguous.
         """
         if view.readonly:
-            return None  # its address can't be told
+            return None  # ctypes gives no address for it
         offset = ctypes.addressof(ctypes.c_char.from_buffer(view)) - self._address
         return offset if 0 <= offset <= self._size - view.nbytes else None
 
     def offset_of_address(self, address: int) -> int:
-        """Offset in the arena of an address inside of it."""
+        """Offset in the arena of an address inside it."""
         return address - self._address
 
     def _take_back(self) -> None:
@@ -78,6 +80,7 @@ class Arena:
             at = bisect_left(self._starts, start)
             self._starts.insert(at, start)
             self._sizes.insert(at, size)
+            # Merge the piece with the free one after it, then with the one before it.
             for left in (at, at - 1):
                 if (
                     0 <= left < len(self._starts) - 1
@@ -88,7 +91,7 @@ class Arena:
 
 
 def empty(arena: Arena | None, shape: int | Sequence[int], dtype: Any) -> "NDArray[Any]":
-    """Make an array in the arena; an ordinary one without an arena, without room, or of a type that can't be shared.
+    """Make an array in the arena, or an ordinary one if there is no arena, no room, or a dtype that can't be shared.
 
     Raises InvalidRequest for a `dtype` that numpy does not know.
     """
@@ -102,6 +105,7 @@ def empty(arena: Arena | None, shape: int | Sequence[int], dtype: Any) -> "NDArr
         ) from None
     sizes = tuple(shape) if isinstance(shape, Sequence) else (operator.index(shape),)
     nbytes = math.prod(sizes) * kind.itemsize
+    # Objects can't be shared between processes, and an array without bytes needs no memory.
     is_plain = arena is not None and not kind.hasobject and nbytes > 0 and min(sizes, default=1) > 0
     block = arena.allocate(nbytes) if arena is not None and is_plain else None
     return np.empty(sizes, kind) if block is None else np.frombuffer(block, kind).reshape(sizes)

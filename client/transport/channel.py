@@ -17,7 +17,7 @@ from gpulease.protocol.address import Address, UnixAddress
 from gpulease.protocol.ring import MAX_DESCRIPTORS, NO_DATA
 
 MAX_PARTS_PER_SEND: Final = 16
-"""Most pieces given to one sendmsg; far below IOV_MAX (1024), and more than any request has."""
+"""Most pieces passed to one sendmsg(): far below IOV_MAX (1024), and more than any request has."""
 
 
 class Asked(Enum):
@@ -29,7 +29,7 @@ class Asked(Enum):
 
 
 def keep_rest(parts: deque[memoryview], whole: tuple[memoryview, ...], sent: int) -> None:
-    """Set `parts` to `whole` without its first `sent` bytes. Again is harmless."""
+    """Set `parts` to `whole` without its first `sent` bytes. Calling it twice is harmless."""
     rest = []
     for part in whole:
         if sent < len(part):
@@ -40,34 +40,34 @@ def keep_rest(parts: deque[memoryview], whole: tuple[memoryview, ...], sent: int
 
 
 class FrameWriter(Protocol):
-    """Takes over whole frames that nobody waits for. `protocol.ring.RingWriter` is one.
+    """Queues whole frames that no caller waits for. `protocol.ring.RingWriter` is one.
 
-    Both methods raise OSError or FramingError if there is no peer, or none that can be followed.
+    Both methods raise OSError if the peer is gone, FramingError if it breaks the ring's rules.
 
     Attributes:
-        tail: The number of bytes taken over: after an interrupt it says whether a frame was.
+        tail: Number of bytes queued so far: after an interrupt it shows whether a frame was queued.
     """
 
     tail: int
 
     def put_whole(self, first: bytes | memoryview, second: bytes | memoryview = b"") -> bool:
-        """Take over a frame, given in two parts; False if it has to be sent the general way."""
+        """Queue a frame, given in two parts; False if it has to be sent by `Channel.push`."""
 
     def put_packed(self, layout: struct.Struct, a: Any, b: Any, c: Any, d: Any, e: Any) -> bool:
-        """`put_whole` for a frame that is packed of five fields."""
+        """Queue a frame of five packed fields, as `put_whole`."""
 
 
 class _NoWriter(FrameWriter):
-    """A control connection's: every frame is sent the general way."""
+    """Of a control connection: every frame is sent by `Channel.push`."""
 
     tail = 0
 
     def put_whole(self, first: bytes | memoryview, second: bytes | memoryview = b"") -> bool:
-        """Take nothing."""
+        """Queue nothing."""
         return False
 
     def put_packed(self, layout: struct.Struct, a: Any, b: Any, c: Any, d: Any, e: Any) -> bool:
-        """Take nothing."""
+        """Queue nothing."""
         return False
 
 
@@ -77,18 +77,18 @@ _NO_WRITER: Final = _NoWriter()
 class Channel:
     """A connection to the daemon.
 
-    A session's kinds of channel (`coalescing_socket`, `ring`, `tls`) replace the methods of the first group. A control
-    connection keeps them as they are here.
+    Sessions' kinds of channel (`coalescing_socket`, `ring`, `tls`) override the first group of methods. A control
+    connection uses them as they are here.
 
     Attributes:
         sock: The nonblocking socket.
-        link: Parses what arrives, and knows which replies are awaited.
+        link: Parses received bytes, and knows which replies are awaited.
         address: Where the connection leads, for messages.
-        waiter: The face's own object for waiting on the socket.
-        waits_for_room: True if the socket itself tells when there is room to send.
-        is_torn: True after a send that was interrupted before it was noted how much of it went.
-        has_unsent: True while frames that were taken over wait here for room; `push` sends them.
-        takes_descriptors: True if descriptors that come beside the bytes are wanted; else the kernel drops them.
+        waiter: The driver's own object for waiting on the socket.
+        waits_for_room: True if poll(2) on the socket reports room to send.
+        is_torn: True after a send that was interrupted before it was known how much had been sent.
+        has_unsent: True while queued frames wait here for room; `push` sends them.
+        takes_descriptors: True if descriptors that come with the bytes are wanted; otherwise the kernel drops them.
         descriptors: The descriptors that came.
     """
 
@@ -109,45 +109,45 @@ class Channel:
 
     @property
     def writer(self) -> FrameWriter:
-        """The writer of frames that nobody waits for."""
+        """The writer for frames that no caller waits for."""
         return _NO_WRITER
 
     def ask(self, request: bytes, reply: bytes, into: memoryview = NO_DATA, more_ns: int = 0) -> Asked:
-        """Send a small request and spin for its reply: `reply`, and behind it data for all of `into`.
+        """Send a small request and spin for its reply: exactly `reply`, followed by data for all of `into`.
 
-        Where this is UNANSWERED, the caller has the link expect the reply, and then calls `feed`.
+        If this returns UNANSWERED, the caller makes the link expect the reply, and then calls `feed`.
 
         Args:
             request: The request's frame.
             reply: The expected bytes of the reply.
-            into: Target of the data behind them.
-            more_ns: Time that the work itself takes.
+            into: Target of the data after them.
+            more_ns: Time that the operation itself takes, in nanoseconds.
         """
         return Asked.NOT_SENT
 
     def await_work(self, number: int) -> bool:
-        """Wait without a frame, where the session gives SYNC_WORD, until the work of all requests sent has ended.
+        """Wait, without a frame, until the work of all sent requests has ended; only if the session has SYNC_WORD.
 
         Args:
-            number: A request number of the wait's own.
+            number: A request id of this wait's own.
 
         Returns:
-            Whether all ended well, by the worker's word. If not, a SYNC finds out what there is.
+            Whether the worker's word reports that all succeeded. If not, a SYNC must find out what happened.
         """
         return False
 
     def feed(self) -> None:
-        """Give the link the bytes that `ask` received and could not use."""
+        """Give the link the bytes that `ask` received and did not use."""
 
     def send_rest(self) -> None:
-        """Send frames that were taken over, waiting for a bounded time: the channel is about to be closed."""
+        """Send queued frames before the channel is closed, waiting for a bounded time."""
 
     def spin(self) -> bool:
-        """Look for bytes again and again for a bounded time, where that pays; False if none came."""
+        """Poll for bytes without sleeping, for a bounded time, where that pays; False if none came."""
         return False
 
     def doze(self, *, for_room: bool) -> bool:
-        """Get ready for a sleep on the socket; False if there is no need for one."""
+        """Prepare to sleep on the socket. Returns False if there is something to do already."""
         return True
 
     # --- receiving and sending ---
@@ -157,26 +157,29 @@ class Channel:
         link, counts = self.link, list[int]()
         before = link.received
         try:
+            # The link offers its own buffer, or the memory of the read that is being received.
             self._receive_into(link.get_buffer(), counts)
             if counts[0]:
                 link.buffer_updated(counts[0])
             else:
                 link.end_of_stream(f"the daemon at {self.address} closed the connection")
+        # Nothing has arrived, which is no end: the peer may just be slow.
         except BlockingIOError:
             return False
         except OSError as error:
             link.end_of_stream(f"the connection to {self.address} broke: {error.strerror or error}")
         except BaseException:
             if counts and counts[0] > 0 and link.received == before:
-                link.buffer_updated(counts[0])  # interrupted behind the call that received
+                link.buffer_updated(counts[0])  # interrupted after the bytes were received
             raise
         return True
 
     def _receive_into(self, buffer: memoryview, counts: list[int]) -> None:
-        """Receive once. `counts` gets the number of bytes from the very call that receives, as in `_Outbox`."""
+        """Receive once. The call that receives also stores the number of bytes in `counts`, as in `_Outbox`."""
         if not self.takes_descriptors:
             counts.extend(map(self.sock.recv_into, (buffer,)))
             return
+        # Descriptors come as ancillary data of the reply's first byte (unix(7), SCM_RIGHTS).
         space = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
         found: list[Any] = []
         try:
@@ -189,7 +192,7 @@ class Channel:
                 counts.append(count)
 
     def drop_descriptors(self) -> None:
-        """Take no more descriptors, and close those that nobody took."""
+        """Accept no more descriptors, and close those that nobody claimed."""
         self.takes_descriptors = False
         for fd in self.descriptors:
             with contextlib.suppress(OSError):
@@ -197,13 +200,14 @@ class Channel:
         self.descriptors.clear()
 
     def push(self, parts: deque[memoryview]) -> bool:
-        """Send as much of `parts` as the socket takes, and drop that; True if any went, or any that is `has_unsent`."""
+        """Send as much of `parts` as the socket accepts and drop it; True if any of `parts` or of the unsent went."""
         counts: list[int] = []
         sending = map(self.sock.sendmsg, ([parts[at] for at in range(min(len(parts), MAX_PARTS_PER_SEND))],))
+        # From here until the count is known, an interrupt leaves it unknown how much was sent: `is_torn`.
         whole = tuple(parts)
         self.is_torn = True
         try:
-            counts.extend(sending)  # by the very call that sends, as in `_Outbox`
+            counts.extend(sending)  # stored by the call that sends, as in `_Outbox`
         except BlockingIOError:
             self.is_torn = False
             return False
@@ -212,6 +216,7 @@ class Channel:
             self.drain(error)
             return False
         finally:
+            # Bytes were sent: drop them from `parts` even if an interrupt comes now, or they would be sent twice.
             if counts:
                 try:
                     keep_rest(parts, whole, counts[0])
@@ -223,27 +228,29 @@ class Channel:
         return counts[0] > 0
 
     def drain(self, error: OSError) -> None:
-        """Read what the peer, which is gone, sent last: it may say why."""
+        """Read what a peer that is gone sent last: it may contain the reason."""
+        # Sending failed, but a goodbye with the reason may wait in the receive buffer.
         while self.link.end is None and self.pump():
             pass
         self.link.break_off(Failure(Status.DISCONNECTED, f"the connection to {self.address} broke: {error.strerror}"))
 
     def disown(self) -> None:
-        """Leave the connection to the parent process, which has its own descriptor of it (`fork_guard.Inherited`)."""
+        """Leave the connection to the parent process, which has its own descriptor for it (`fork_guard.Inherited`)."""
+        # Never shut the socket down here: that would end the parent's connection, too.
         self.link.break_off(OF_PARENT, is_explained=True)
         self.link.told.clear()
         self.drop_descriptors()
         self.sock.close()
 
     def close(self) -> None:
-        """Close the socket; again is harmless."""
+        """Close the socket. Calling it twice is harmless."""
         self.link.break_off(Failure(Status.DISCONNECTED, "the connection was closed here"))
         self.drop_descriptors()
         self.sock.close()
 
 
 def resolve(address: Address) -> list[tuple[int, Any]]:
-    """(family, address for connect) of every way to an address. Raises OSError if a name has none."""
+    """(family, address for connect) of each address that a name resolves to. Raises OSError if there is none."""
     if isinstance(address, UnixAddress):
         return [(socket.AF_UNIX, address.path)]
     found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
@@ -251,9 +258,10 @@ def resolve(address: Address) -> list[tuple[int, Any]]:
 
 
 def start_connecting(family: int, where: Any, address: Address) -> tuple[Channel, int]:
-    """(channel, errno of connect): 0 when it is connected, EINPROGRESS or EAGAIN when it is not yet."""
+    """(channel, errno of connect): 0 if it is connected, EINPROGRESS or EAGAIN if not yet."""
     sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     sock.setblocking(False)
+    # Frames are small and answered at once: Nagle's algorithm would delay each by a round trip.
     if family != socket.AF_UNIX:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
@@ -264,5 +272,5 @@ def start_connecting(family: int, where: Any, address: Address) -> tuple[Channel
 
 
 def connect_error(channel: Channel) -> int:
-    """The errno of a connect that was in progress."""
+    """The errno of a connect that was in progress; 0 if it succeeded."""
     return channel.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)

@@ -1,14 +1,16 @@
-"""A session's socket where there is no ring: small frames gather in an outbox and go to the kernel together.
+"""A session's socket where there is no ring: small frames gather in an outbox and are sent together.
 
-A system call costs more than the rest of a launch. So the first frame that nobody waits for goes at once, and the
-outbox keeps those right behind it. It is sent when it holds some kilobytes, with any frame that is waited for, or by
-the flusher. The flusher is one thread for all sessions of the process. It looks every quarter of a millisecond while
-there is anything to send, sleeps while there is not, and ends if it sleeps for long. So a launch is under way within
-half a millisecond, whatever its caller does next. A caller that computes in Python alone keeps the flusher out for up
-to Python's switch interval, 5 ms.
+A system call costs more than the rest of a launch. So the first frame that no caller waits for is sent at once, and the
+outbox gathers those that follow closely. The outbox is sent when it holds some kilobytes, together with any frame whose
+reply is awaited, or by the flusher.
 
-An interrupt anywhere, by Ctrl-C for example, loses no frame and sends none twice. A frame is in the outbox whole or not
-at all, and the very call that sends notes how much the kernel took (`_Outbox`).
+The flusher is one thread for all sessions of the process. It polls every quarter of a millisecond while there is
+anything to send, sleeps otherwise, and exits after a long sleep. So a launch is sent within half a millisecond,
+whatever its caller does next. Only a caller that computes in pure Python delays the flusher, by up to Python's switch
+interval of 5 ms.
+
+An interrupt at any moment, for example by Ctrl-C, loses no frame and sends none twice. A frame is in the outbox
+completely or not at all, and the call that sends also records how much the kernel accepted (`_Outbox`).
 """
 
 import contextlib
@@ -36,24 +38,24 @@ FLUSH_PAUSE_S: Final = 250e-6
 """Pause between two rounds of the flusher."""
 
 EMPTY_ROUNDS: Final = 8
-"""Rounds without anything to send after which the flusher sleeps. Waking it costs the next launch a system call."""
+"""Rounds with nothing to send after which the flusher sleeps. Waking it costs the next launch a system call."""
 
 IDLE_LIMIT_S: Final = 0.5
-"""Longest sleep of the flusher before it ends. A session that nobody closed must not keep a thread."""
+"""Longest sleep of the flusher before it exits. A session that was never closed must not keep a thread."""
 
 BLOCKED_PAUSE_S: Final = 2e-3
 """Pause of the flusher while every socket with something to send has no room."""
 
 CLOSE_LIMIT_S: Final = 0.2
-"""Longest wait of a close for its socket to take the rest. Stops a peer that never reads from holding up a program's
-end."""
+"""Longest time that closing waits for the socket to accept the rest. Stops a peer that never reads from delaying a
+program's exit."""
 
 
 class _Outbox:
     """Bytes to send, and how many of them were sent.
 
-    The call that sends also fills `counts`, in C, so that no interrupt comes between. One assignment replaces `counts`
-    together with the bytes it counts.
+    The call that sends also fills `counts`, in C, so that no interrupt can come between. A single assignment replaces
+    `counts` together with the bytes that it counts.
     """
 
     __slots__ = ("counts", "data")
@@ -66,7 +68,8 @@ class _Outbox:
 class CoalescingSocket(Channel):
     """A session's channel through a socket. It takes over the socket and the link of the channel that attached.
 
-    Threads: the flusher sends the outbox, under the outbox's own lock. The session does all else, under its own lock.
+    Threads: the flusher sends the outbox, under the outbox's own lock. The session does everything else, under its
+    lock.
     """
 
     def __init__(self, channel: Channel, spin: SpinPolicy) -> None:
@@ -74,50 +77,55 @@ class CoalescingSocket(Channel):
         self._spin_policy = spin
         self._outbox = _Outbox(bytearray())
         self._is_first = True
-        # The bytes that `ask` received and could not use, and those that the link had before.
+        # How many bytes `ask` received without using them, and how many the link had received before.
         self._unfed: list[int] = []
         self._received = 0
         self.tail = 0
-        # Re-entrant, because the garbage collector may come to close a session whose outbox is being flushed.
+        # Re-entrant, because the garbage collector may close a session whose outbox is being flushed.
         self._lock = threading.RLock()
         _channels.add(self)
 
     @property
     def writer(self) -> FrameWriter:
-        """The socket itself."""
+        """The channel itself."""
         return self
 
     def put_whole(self, first: bytes | memoryview, second: bytes | memoryview = b"") -> bool:
-        """Take over a frame, given in two parts; False if it is large, or the outbox is full."""
+        """Queue a frame, given in two parts; False if it is large, or if the outbox is full."""
         frame = b"".join((first, second)) if second else first
         size = len(frame)
         if size >= FLUSH_BYTES:
             return False
         with self._lock:
+            # The first frame after a pause goes to the kernel at once: its launch may be all that comes.
             if self._is_first:
                 self._is_first = False
                 if not self._outbox.data:
                     self._put_first(frame)
                     return True
+            # _settled() drops what was sent, also by a call that an interrupt cut off after sending.
             before = len(self._settled())
             if before > MAX_OUTBOX_BYTES:
                 return False
             is_due = before + size >= FLUSH_BYTES
+            # The flusher must know about the channel before the outbox holds anything.
             if not (before or is_due):
                 _flusher.notice(self)
+            # No interrupt can come between these two statements (`transport.link`): `tail` counts a frame exactly if
+            # the outbox has it.
             self.tail += size
             self._outbox.data.extend(frame)
             if is_due:
                 try:
                     self._flush()
                 except OSError:
-                    pass  # no peer: the next that waits for an answer finds out
+                    pass  # the peer is gone: the next operation that waits for a reply reports it
                 finally:
                     self._have_rest_sent()
         return True
 
     def _put_first(self, frame: bytes | memoryview) -> None:
-        """Gather and flush one frame, in one piece: a launch that is waited for next takes this way."""
+        """Queue and send one frame. It is common that the caller waits for this launch next."""
         outbox, size = self._outbox, len(frame)
         try:
             self.tail += size
@@ -126,17 +134,17 @@ class CoalescingSocket(Channel):
             if outbox.counts[0] == len(frame):
                 self._outbox = _Outbox(bytearray())
         except OSError:
-            pass  # no room, or no peer: the next that waits for an answer finds out
+            pass  # no room, or the peer is gone: the next operation that waits for a reply reports it
         finally:
             if self._outbox is outbox:
                 _flusher.notice(self)
 
     def put_packed(self, layout: struct.Struct, a: Any, b: Any, c: Any, d: Any, e: Any) -> bool:
-        """`put_whole` for a frame that is packed of five fields."""
+        """Queue a frame of five packed fields, as `put_whole`."""
         return self.put_whole(layout.pack(a, b, c, d, e))
 
     def spin(self) -> bool:
-        """Look for bytes for a bounded time. Each look is a system call."""
+        """Poll for bytes for a bounded time. Each poll is a system call."""
         clock, policy = time.monotonic_ns, self._spin_policy
         until = clock() + policy.spin_ns
         while clock() < until:
@@ -147,33 +155,36 @@ class CoalescingSocket(Channel):
         return False
 
     def ask(self, request: bytes, reply: bytes, into: memoryview = NO_DATA, more_ns: int = 0) -> Asked:
-        """Send a small request, together with the outbox, and look for its reply."""
+        """Send a small request together with the outbox, and spin for its reply."""
         if not self._spin_policy.spin_ns:
             return Asked.NOT_SENT
         with self._lock:
             self._is_first = True
             if len(self._settled()) > MAX_OUTBOX_BYTES:
                 return Asked.NOT_SENT
+            # The request goes together with the frames before it, in one system call and in order.
             self._outbox.data.extend(request)
             try:
                 if not self._flush():
                     return Asked.UNANSWERED
             except OSError:
-                return Asked.UNANSWERED  # no peer: whoever waits for the reply finds out
+                return Asked.UNANSWERED  # the peer is gone: the wait for the reply reports it
             finally:
                 self._have_rest_sent()
+        # Receive into the link's buffer, but tell the link only if the bytes are not the expected reply.
         self._received = self.link.received
         room, size, whole = self.link.get_buffer(), len(reply), len(reply) + len(into)
         self._look_into(room, more_ns)
         if self._unfed == [whole] and room[:size] == reply:
-            # Straight on: after an interrupt `into` is filled, or the link is fed.
+            # No call between these statements: after an interrupt either `into` is filled, or `feed` gives the bytes to
+            # the link.
             into[:] = room[size:whole]
             self._unfed = []
             return Asked.ANSWERED
         return Asked.UNANSWERED
 
     def _look_into(self, room: memoryview, more_ns: int) -> None:
-        """Receive within a bounded time; `_unfed` gets the number of bytes from the very call that receives."""
+        """Receive within a bounded time; the call that receives also stores the number of bytes in `_unfed`."""
         clock, policy, unfed = time.monotonic_ns, self._spin_policy, self._unfed
         receive, until = self.sock.recv_into, clock() + policy.spin_ns + more_ns
         while clock() < until:
@@ -184,10 +195,10 @@ class CoalescingSocket(Channel):
                 if policy.yields:
                     os.sched_yield()
             except OSError:
-                break  # the next look finds it again
+                break  # the next receive meets it again
 
     def feed(self) -> None:
-        """Give the link the bytes that `ask` received and could not use."""
+        """Give the link the bytes that `ask` received and did not use."""
         unfed, link = self._unfed, self.link
         if unfed and link.received == self._received and unfed[0]:
             link.buffer_updated(unfed[0])
@@ -195,17 +206,18 @@ class CoalescingSocket(Channel):
 
     @property
     def has_unsent(self) -> bool:  # type: ignore[override]  # read only, here as there
-        """True while the outbox has bytes, also sent ones that the next `push` drops."""
+        """True while the outbox has bytes, including sent ones that the next `push` drops."""
         return bool(self._outbox.data)
 
     def push(self, parts: deque[memoryview]) -> bool:
-        """Send the outbox, then `parts`; small ones go together with it, so that no interrupt can cut them in two."""
+        """Send the outbox, then `parts`. Small parts are joined to the outbox, so that no interrupt can split them."""
         with self._lock:
             self._is_first = True
             if not self._outbox.data:
                 return super().push(parts) if parts else True
             try:
                 before = len(self._settled())
+                # Small parts join the outbox: it is sent whole, so an interrupt can't leave half a frame on the wire.
                 if sum(map(len, parts)) < FLUSH_BYTES and before <= MAX_OUTBOX_BYTES:
                     return self._push_small(parts, before)
                 if not self._flush():
@@ -230,18 +242,18 @@ class CoalescingSocket(Channel):
             self._notice()
 
     def _notice(self) -> None:
-        """Have the flusher send the outbox."""
+        """Make the flusher send the outbox."""
         _flusher.notice(self)
 
     def close(self) -> None:
-        """Send the outbox, if the socket takes it in time, and close the socket; again is harmless."""
+        """Send the outbox, if the socket accepts it in time, and close the socket. Calling it twice is harmless."""
         self.send_rest()
         super().close()
         _channels.discard(self)
         _flusher.ring()
 
     def send_rest(self) -> None:
-        """Send the outbox, waiting for a bounded time."""
+        """Send the outbox, waiting at most CLOSE_LIMIT_S."""
         until = time.monotonic() + CLOSE_LIMIT_S
         with contextlib.suppress(OSError, ValueError):
             while not self._flush_locked() and (left_s := until - time.monotonic()) > 0:
@@ -252,28 +264,29 @@ class CoalescingSocket(Channel):
     # --- the flusher's and a fork's ---
 
     def flush_idle(self, pending: "set[CoalescingSocket]") -> bool:
-        """Send the outbox; leave `pending` unless some is left. True if anything went."""
+        """Send the outbox; leave `pending` unless some of it is left. True if any bytes went."""
         if not self._lock.acquire(blocking=False):
-            return False  # a thread of the session sends
+            return False  # a thread of the session is sending
         try:
+            # Everything sent means that the burst is over: the next frame counts as the first again.
             before = len(self._settled())
             if self._flush():
                 pending.discard(self)
                 self._is_first = True
             return len(self._outbox.data) < before
         except (OSError, ValueError):
-            pending.discard(self)  # whose session it is finds out
+            pending.discard(self)  # the session's next operation reports it
             return False
         finally:
             self._lock.release()
 
     def before_fork(self) -> None:
-        """Send the outbox, so that the child gets as little of it as possible."""
+        """Send the outbox, so that the child inherits as little of it as possible."""
         with contextlib.suppress(OSError, ValueError):
             self._flush_locked()
 
     def after_fork(self) -> None:
-        """In the child: leave the outbox to the parent, and the lock, which a thread of the parent's may have held."""
+        """In the child: leave the outbox to the parent, and the lock, which a thread of the parent may have held."""
         self._lock = threading.RLock()
         self._outbox = _Outbox(bytearray())
 
@@ -284,14 +297,14 @@ class CoalescingSocket(Channel):
             return self._flush()
 
     def _settled(self) -> bytearray:
-        """The bytes to send, without those that were sent."""
+        """The bytes that are still to be sent."""
         outbox = self._outbox
         if outbox.counts:
             self._outbox = outbox = _Outbox(outbox.data[sum(outbox.counts) :])
         return outbox.data
 
     def _flush(self) -> bool:
-        """Send what the socket takes; True if nothing is left. Raises OSError if there is no peer."""
+        """Send what the socket accepts; True if nothing is left. Raises OSError if the peer is gone."""
         data = self._settled()
         if not data:
             return True
@@ -307,7 +320,7 @@ class CoalescingSocket(Channel):
 
 
 class _Flusher:
-    """The thread that sends for all channels what nobody else sends in time."""
+    """The thread that sends, for all channels, what no other thread sends in time."""
 
     def __init__(self) -> None:
         self._pending: set[CoalescingSocket] = set()
@@ -315,11 +328,11 @@ class _Flusher:
         self._bell.acquire()
         self._is_awake = False
         self._begins_or_ends = threading.RLock()
-        # The flusher's ident; 0 for none.
+        # Ident of the flusher's thread; 0 if there is none.
         self._thread = 0
 
     def notice(self, channel: CoalescingSocket) -> None:
-        """Take note of a channel whose empty outbox is about to be filled, under its lock."""
+        """Register a channel whose empty outbox is about to be filled. The caller holds the channel's lock."""
         self._pending.add(channel)
         if not self._is_awake:
             self.ring()
@@ -328,34 +341,38 @@ class _Flusher:
                     self._begin()
 
     def ring(self) -> None:
-        """Wake the flusher, if it sleeps."""
-        with contextlib.suppress(RuntimeError):  # rung already
+        """Wake the flusher if it sleeps."""
+        with contextlib.suppress(RuntimeError):  # it was woken already
             self._bell.release()
 
     def _begin(self) -> None:
-        # Not threading.Thread: an interrupt in its `start` can leave the new thread waiting for a lock for ever.
-        # Where the interpreter ends already, no thread starts: closing the session sends what is left.
+        # Not threading.Thread: an interrupt in its `start` can leave the new thread waiting for a lock forever. At
+        # interpreter exit no thread can start: then closing the session sends what is left.
         with contextlib.suppress(RuntimeError):
             self._thread = start_new_thread(self._run, ())
 
     def _run(self) -> None:
         pause_s, is_idle = 0.0, False
         while self._goes_on(is_idle):
+            # Sleep until a channel has something to send. A full sleep without that is a reason to exit.
             is_idle = not self._bell.acquire(timeout=pause_s) and pause_s == IDLE_LIMIT_S
             self._is_awake = True
             empty_rounds = 0
+            # Stay awake through short gaps: waking this thread costs the next launch a system call.
             while empty_rounds < EMPTY_ROUNDS:
                 time.sleep(FLUSH_PAUSE_S)
                 empty_rounds = 0 if self._round() else empty_rounds + 1
             self._is_awake = False
-            # A frame put in just now: its thread saw the flusher awake, and did not ring.
+            # One more round: whoever queued a frame just now saw the flusher awake, and did not wake it.
             pause_s = 0.0 if self._round() else BLOCKED_PAUSE_S if self._pending else IDLE_LIMIT_S
 
     def _goes_on(self, is_idle: bool) -> bool:
         with self._begins_or_ends:
-            # Another thread is the flusher if the one who started this was interrupted before it could say so.
+            # If `notice` was interrupted between starting a thread and storing its ident, another thread is the flusher
+            # now.
             if self._thread != threading.get_ident():
                 return False
+            # No session is left, or the thread has been idle for long: exit; notice() starts another one.
             if not self._pending and (is_idle or not _channels):
                 self._thread = 0
             return self._thread != 0

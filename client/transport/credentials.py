@@ -1,4 +1,4 @@
-"""TLS credentials: the PEM files by which a tenant and a remote daemon prove themselves, and their address."""
+"""TLS credentials: the PEM files with which a tenant proves itself to a remote daemon and verifies it."""
 
 import os
 from dataclasses import dataclass, field, fields
@@ -16,7 +16,7 @@ VARIABLES: Final = {
 
 
 MAX_PATH_BYTES: Final = 4095
-"""PATH_MAX of Linux, less its NUL (path_resolution(7))."""
+"""PATH_MAX of Linux, without its NUL (path_resolution(7))."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class TlsFiles:
     """Paths of PEM files; None where the program named none.
 
     Attributes:
-        certificate: The tenant's certificate, and behind it those between it and its CA.
+        certificate: The tenant's certificate, followed by those between it and its CA.
         key: The certificate's private key.
         ca: The CAs that issue nodes' certificates.
     """
@@ -34,7 +34,7 @@ class TlsFiles:
     ca: str | None = None
 
     def completed(self) -> Self:
-        """Complete the paths from the environment. Raises InvalidRequest if one is missing then."""
+        """Fill in missing paths from the environment. Raises InvalidRequest if one is still missing."""
         paths = {item.name: getattr(self, item.name) or os.environ.get(VARIABLES[item.name]) for item in fields(self)}
         if missing := [VARIABLES[name] for name, path in paths.items() if not path]:
             raise InvalidRequest(
@@ -45,7 +45,7 @@ class TlsFiles:
 
 
 def _path(given: Any, what: str) -> str:
-    """Check that a path can be given to the kernel. Raises InvalidRequest."""
+    """Check that the kernel accepts a path. Raises InvalidRequest."""
     try:
         path = os.fsdecode(given)
         if len(os.fsencode(path)) <= MAX_PATH_BYTES and "\0" not in path:
@@ -57,13 +57,13 @@ def _path(given: Any, what: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SecuredAddress(TlsAddress):
-    """A tls: address, with the files that it takes to connect there."""
+    """A tls: address, with the files that a connection to it needs."""
 
     files: TlsFiles = field(default_factory=TlsFiles)
 
     @classmethod
     def of(cls, address: TlsAddress, files: TlsFiles) -> Self:
-        """Join an address and its files. Raises InvalidRequest if a file is missing."""
+        """Combine an address and its files. Raises InvalidRequest if a file is missing."""
         return cls(address.host, address.port, files.completed())
 
     def __str__(self) -> str:
@@ -71,5 +71,5 @@ class SecuredAddress(TlsAddress):
 
 
 def with_files(address: Address, files: TlsFiles) -> Address:
-    """Return an address with the files that it takes, if it takes any. Raises InvalidRequest if a file is missing."""
+    """The address, with its files if it is a tls: address. Raises InvalidRequest if a file is missing."""
     return SecuredAddress.of(address, files) if isinstance(address, TlsAddress) else address

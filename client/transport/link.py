@@ -3,11 +3,10 @@
 A link has the protocol's state, the replies that are awaited, and reads whose data goes straight to the caller's
 memory.
 
-An operation of the blocking face may be interrupted anywhere: Python runs a signal's handler, which may raise, at the
-start of a function, behind a call of C's and when a loop goes round. So what belongs together is changed by statements
-that have none of these between them, and what is done twice after an interrupt changes nothing the second time. A reply
-that brings something new stays here until its handle is made (`claim`). Whatever an interrupted caller left here is
-given back by `forget`.
+An operation of the blocking API may be interrupted anywhere: Python runs a signal handler, which may raise, at the
+start of a function, after a call into C, and at each round of a loop. So statements that belong together have none of
+these between them, and whatever runs twice after an interrupt changes nothing the second time. A reply that brings a
+new object stays here until its handle is made (`claim`). `forget` gives back what an interrupted caller left here.
 """
 
 import struct
@@ -34,20 +33,20 @@ from gpulease.protocol.messages import Body, ModuleLoaded
 from gpulease.protocol.opcodes import Flag
 
 DIRECT_READ_BYTES: Final = 16 << 10
-"""Least size of a read whose reply is received in two pieces, header and data, so that the data needs no copy. For a
+"""Least size of a read whose reply is received in two pieces, header and data, so that the data is not copied. For a
 smaller one the second system call costs more than the copy."""
 
 NOT_FOLLOWED_HINT: Final = (
     "Do the versions of the daemon and of this client differ? Or is it no gpuleased that answers?"
 )
-"""Hint about a peer whose bytes make no sense."""
+"""Hint about a peer whose bytes don't follow the protocol."""
 
 _LENGTH: Final = struct.Struct(">I")
 _PREFIX_BYTES: Final = HEADER_BYTES + _LENGTH.size
 
 
 class LinkEnded(Exception):
-    """The stream is over. `failure` says how, as far as this connection knows."""
+    """The stream has ended. `failure` says how, as far as this connection knows."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
@@ -59,12 +58,12 @@ class Link:
 
     Attributes:
         connection: The protocol's state.
-        end: How the stream ended; None while it lives.
-        is_end_explained: True if `end` is the reason, and not only that the stream is over: the peer said goodbye, or
-            the stream was ended here.
-        told: Events of subscriptions, to be read by the subscriber.
-        said_goodbye: True if `end` is the peer's own word.
-        received: Bytes that were received.
+        end: How the stream ended; None while it has not.
+        is_end_explained: True if `end` gives the reason: the peer sent a goodbye, or this side ended the stream. False
+            if it only says that the stream is over.
+        told: Events of subscriptions, for the subscriber to read.
+        said_goodbye: True if `end` is the peer's goodbye.
+        received: Number of bytes received.
     """
 
     def __init__(self) -> None:
@@ -84,13 +83,13 @@ class Link:
     # --- asking ---
 
     def request(self, op: Opcode, body: Body, session_id: int = 0, *, makes: bool = False) -> tuple[int, bytes]:
-        """(number, frame) of a request whose result will be taken. Raises LinkEnded if none will ever come.
+        """(request id, frame) of a request whose result will be taken. Raises LinkEnded if there can be no result.
 
         Args:
             op: Its operation.
             body: Its body.
             session_id: The session that it is for.
-            makes: Whether its reply brings something new: then it stays here until `claim`.
+            makes: Whether its reply brings a new object: then the reply stays here until `claim`.
         """
         if self.end is not None:
             raise LinkEnded(self.end)
@@ -103,9 +102,9 @@ class Link:
     def request_behind_hello(
         self, op: Opcode, body: Body, session_id: int = 0, *, makes: bool = False
     ) -> tuple[int, bytes]:
-        """(number, frame) of a request to be sent together with HELLO, which was requested and not answered yet.
+        """(request id, frame) of a request that is sent together with HELLO, before HELLO's reply.
 
-        Arguments are those of `request`.
+        Arguments as in `request`.
         """
         request_id, frame = self.connection.send_behind_hello(op, body, session_id=session_id)
         if makes:
@@ -114,14 +113,14 @@ class Link:
         return request_id, frame
 
     def expect(self, op: Opcode, target: memoryview | None = None, makes: Opcode | None = None) -> int:
-        """Number a session request whose frame is built elsewhere; a MEM_READ's data goes to `target`.
+        """Number a session request whose frame is built elsewhere.
 
         Args:
             op: Its operation.
-            target: Where a MEM_READ's data goes.
-            makes: The operation that gives back what the reply brings, where that has a handle of something new.
+            target: Where the data of a MEM_READ goes.
+            makes: If the reply brings the handle of a new object: the operation that gives that back.
 
-        Raises LinkEnded if no reply will ever come: a goodbye may come right behind the reply before.
+        Raises LinkEnded if there can be no reply: a goodbye may follow directly after the reply before.
         """
         if self.end is not None:
             raise LinkEnded(self.end)
@@ -135,24 +134,24 @@ class Link:
 
     @property
     def is_at_rest(self) -> bool:
-        """True if nothing is awaited and nothing half received."""
+        """True if no reply is awaited and no frame is half received."""
         reader = self.connection.reader
         return not (self._awaited or self._results or reader.start != reader.end or self._target_rest)
 
     @property
     def has_leftovers(self) -> bool:
-        """True if an interrupted caller has left a reply here, or one is still to come."""
+        """True if an interrupted caller left a reply here, or if one is still to come."""
         return bool(self._awaited or self._makes or self._results)
 
     @property
     def has_failure(self) -> bool:
-        """True if a reply that nobody takes tells of a failure."""
+        """True if a reply that nobody has taken reports a failure."""
         return any(isinstance(result, Failure) for result in self._results.values())
 
     def expect_late(
         self, op: Opcode, request_id: int, target: memoryview | None = None, makes: Opcode | None = None
     ) -> None:
-        """Expect the reply to a request that was sent with a number of its own."""
+        """Expect the reply to a request that was sent with a request id of its own."""
         self.connection.expect_reply_to(op, request_id)
         if makes is not None:
             self._makes[request_id] = makes
@@ -163,7 +162,7 @@ class Link:
     def take(self, request_id: int) -> Body | Failure | None:
         """Take the result of a request, once; None while it has not come. Raises LinkEnded if it never will.
 
-        What makes something stays here for `claim`.
+        A result that brings a new object stays here until `claim`.
         """
         results = self._results
         if request_id in results:
@@ -176,9 +175,9 @@ class Link:
         return None
 
     def claim(self, request_id: int) -> None:
-        """Drop a result of what makes something: its handle is made, or there is nothing.
+        """Drop the result of a request that makes an object: its handle exists now, or the request failed.
 
-        The caller goes on to hand the handle over without a call between.
+        The caller passes the handle on without a call in between, so that no interrupt can lose it.
         """
         if request_id in self._makes:
             del self._makes[request_id]
@@ -186,28 +185,32 @@ class Link:
             del self._results[request_id]
 
     def forget(self, given_back: list[tuple[Opcode, int]]) -> Failure | None:
-        """Drop the replies that nobody waits for, now or when they come: their caller was interrupted.
+        """Drop replies that nobody waits for because their caller was interrupted: those here and those still to come.
 
         Args:
-            given_back: Gets the operation and the handle that give back what such a reply has brought.
+            given_back: Receives the (operation, handle) that give back what such a reply has brought.
 
         Returns:
-            A failure of an earlier request that such a reply told of.
+            The failure of an earlier request, if one of these replies reported one.
         """
         results, makes = self._results, self._makes
         if not self._awaited and not results:
             return None
+        # Nobody waits from here on: `_advance` drops replies that come later, except failures and those that make
+        # something.
         self._awaited.clear()
         self._targets.clear()
+        # A read's data is half received: the rest must be read, but not into the caller's memory.
         if self._target_rest is not None:
             self._target_rest = memoryview(bytearray(len(self._target_rest)))
         kept: Failure | None = None
         for request_id in list(results):
             result = results[request_id]
+            # A failure that names an earlier request is still to be reported; the others concern callers that are gone.
             if isinstance(result, Failure):
                 kept = result if result.failed_request_id is not None else kept
             elif request_id in makes:
-                # Straight on to the end of the pass, so that nothing is given back twice.
+                # No call from here to the end of the round, so that no interrupt can make it give back twice.
                 given_back += [(makes[request_id], _handle_in(result))]
             del results[request_id]
             if request_id in makes:
@@ -215,31 +218,33 @@ class Link:
         return kept
 
     def forget_unsent(self) -> None:
-        """Forget requests without an answer, where all that were sent have one: an interrupt came before."""
+        """Forget requests without a reply when all that were sent have one: an interrupt came before they were sent."""
         self._makes.clear()
         self.connection.forget_unsent()
 
     # --- receiving ---
 
     def get_buffer(self) -> memoryview:
-        """The buffer to receive the next bytes in."""
+        """The memory to receive the next bytes into."""
         if self._target_rest is not None:
             if self._target_rest:
                 return self._target_rest
-            self._advance()  # an interrupt came between
+            self._advance()  # an interrupt came before it was advanced
         reader = self.connection.reader
         room = reader.get_buffer()
+        # A large read is next: receive no more than its header here, and then its data into its target.
         if self._targets and next(iter(self._targets.values())).nbytes >= DIRECT_READ_BYTES:
+            # No more than the header: whatever follows it goes straight to the target.
             missing = _PREFIX_BYTES - (reader.end - reader.start)
             if missing > 0:
                 return room[:missing]
         return room
 
     def buffer_updated(self, count: int) -> None:
-        """Take note of `count` bytes that were received in the last `get_buffer()`."""
+        """Count `count` bytes that were received into the last `get_buffer()`."""
         reader, rest = self.connection.reader, self._target_rest
         missing = 0 if rest is None else len(rest) - count
-        # Straight through: interrupted before, none of it was received; behind, all of it.
+        # No call from here on: an interrupt before these statements leaves nothing received, one after them everything.
         self.received += count
         if rest is None:
             reader.end += count
@@ -249,35 +254,40 @@ class Link:
             self._advance()
 
     def end_of_stream(self, why: str) -> None:
-        """End the stream: the peer will send nothing more."""
+        """End the stream: the peer sends no more."""
         self.connection.receive_eof()
         self._target_rest = None
         self._advance()
         self.break_off(Failure(Status.DISCONNECTED, why))
 
     def strange_bytes(self) -> bytes:
-        """The bytes that were received last, if no frame begins so; else b"". A frame's header may still be short."""
+        """The bytes that were received last, if they can't be a frame's beginning; otherwise b"".
+
+        A frame's header may still be incomplete.
+        """
         reader = self.connection.reader
         begin = bytes(reader.view[reader.start : reader.end])
         return b"" if MAGIC.startswith(begin[: len(MAGIC)]) else begin
 
     def break_off(self, failure: Failure, *, is_explained: bool = False) -> None:
-        """End the stream from this side. An end that is known already stays."""
+        """End the stream from this side. If it has ended already, that end stays."""
         if self.end is None:
             self.end, self.is_end_explained = failure, is_explained
 
     def _advance(self) -> None:
+        # A read's data was received into its target. The connection now gets that reply, without data.
         if self._target_rest is not None:
             if self._target_rest:
                 return
             self.connection.receive_data(data_prefix(0, request_id=self._target_id, session_id=0))
             self._target_rest = None
+        # Take events until a frame is incomplete, or a read's data has to be received into its target.
         while self.end is None and not (self._targets and self._divert()):
             match self.connection.next_event():
                 case None:
                     return
                 case Reply(request_id=request_id, result=result):
-                    # Kept at once: the connection does not give it again.
+                    # Store it at once: the connection yields each reply only once.
                     if request_id in self._awaited or request_id in self._makes or type(result) is Failure:
                         self._results[request_id] = result
                     self._awaited.discard(request_id)
@@ -293,33 +303,37 @@ class Link:
                     return
 
     def _divert(self) -> bool:
-        """Move a MEM_READ's data to its target; True while some of it is still to come.
+        """Move a MEM_READ's data to its target; True while part of it is still to come.
 
-        The connection then gets the reply without data, and so keeps count of replies.
+        The connection then receives the reply without data, so that it still counts replies correctly.
         """
         reader = self.connection.reader
         if reader.end - reader.start < _PREFIX_BYTES:
             return False
         try:
+            # Only a successful reply to a known read is diverted. A failure, or anything else, is parsed as usual.
             op, flags, status, length, request_id, _ = parse_header(reader.buffer, reader.start)
         except FramingError:
-            return False  # the connection finds it too, and says it better
+            return False  # the connection meets the same error, and describes it better
         if op != Opcode.MEM_READ or flags != Flag.REPLY or status or request_id not in self._targets:
             return False
+        # Step 1: the data must have the size that was requested, because it goes to the caller's memory.
         target = self._targets.pop(request_id)
         (data_bytes,) = _LENGTH.unpack_from(reader.buffer, reader.start + HEADER_BYTES)
         if data_bytes != len(target) or length != _LENGTH.size + data_bytes:
             failure = Failure(Status.DISCONNECTED, f"{len(target)} bytes were requested, {data_bytes} arrived")
             self._distrust(failure)
             return True
+        # Step 2: move the part that has arrived.
         data_at = reader.start + _PREFIX_BYTES
         here = min(reader.end - data_at, data_bytes)
         target[:here] = reader.view[data_at : data_at + here]
+        # Step 3: the rest is received straight into the target (get_buffer); the connection gets its reply after that.
         if here < data_bytes:
             reader.start = reader.end
             self._target_id, self._target_rest = request_id, target[here:]
             return True
-        # The place of the data is free to hold the header of the reply without data.
+        # All data is here. Its place in the buffer is free now: write there the header of a reply without data.
         reader.start = data_at + here - _PREFIX_BYTES
         reader.buffer[reader.start : data_at + here] = data_prefix(0, request_id=request_id, session_id=0)
         return False
@@ -332,5 +346,5 @@ class Link:
 
 
 def _handle_in(made: Any) -> int:
-    """The handle of what a session's reply has brought: a module's has its own name."""
+    """The handle that a reply has brought; for a module it is named `module`."""
     return int(made.module if type(made) is ModuleLoaded else made.handle)

@@ -1,6 +1,6 @@
 """A session's channel through a ring: its frames go through memory shared with the worker (`protocol.ring`).
 
-The socket stays. A byte on it, a bell, wakes this side; its end means that the worker is gone.
+The socket stays open. A byte on it, a bell, wakes this side; its end means that the worker is gone.
 """
 
 import contextlib
@@ -36,18 +36,19 @@ BELLS_BYTES: Final = 4096
 _NO_MEMORY: Final = "Allow this process more open files and memory, or open the session with shared_memory=False"
 
 ARENA_BYTES: Final = 1 << 30
-"""Size of the arena that a session asks for. Only the part in use takes real memory."""
+"""Size of the arena that a session asks for. Only the part in use takes physical memory."""
 
 
 def wanted_of(address: Address) -> Wanted:
-    """The memory to share with the worker behind an address, by this machine's rules (`protocol.ring`)."""
+    """The memory to share with the worker at an address, by this machine's capabilities (`protocol.ring`)."""
     if not isinstance(address, UnixAddress):
         return Wanted()
+    # The ring relies on x86-64's memory order (`protocol.ring`).
     return Wanted(ring=platform.machine() == "x86_64", arena_bytes=ARENA_BYTES, words=True)
 
 
 class Shared(NamedTuple):
-    """A session's channel, and the memory beside it, as far as the worker gives it."""
+    """A session's channel, and the memory shared besides it, as far as the worker provides it."""
 
     channel: Channel
     arena: Arena | None
@@ -58,6 +59,7 @@ def share(channel: Channel, options: Iterable[Tlv], spin: SpinPolicy) -> Shared:
     """Make the session's channel and shared memory from the options of ATTACH's reply. Raises Disconnected."""
     given = Given.from_options(options)
     descriptors = iter(channel.descriptors)
+    # The descriptors come in a fixed order: ring, arena, words; those that were not given are left out.
     try:
         through: Channel
         if given.ring is None:
@@ -76,7 +78,7 @@ def share(channel: Channel, options: Iterable[Tlv], spin: SpinPolicy) -> Shared:
 def _gathering(channel: Channel, spin: SpinPolicy) -> CoalescingSocket:
     if not isinstance(channel.address, SecuredAddress):
         return CoalescingSocket(channel, spin)
-    # Only here, as in `exchange`.
+    # Imported only here: ssl takes a third of this package's import time, as `exchange` says.
     from gpulease.client.transport.tls import TlsCoalescingSocket
 
     return TlsCoalescingSocket(channel, spin)
@@ -88,10 +90,11 @@ class RingChannel(Channel):
     waits_for_room = False
 
     def __init__(self, channel: Channel, fd: int, layout: RingLayout, spin: SpinPolicy) -> None:
-        """Raises OSError or ValueError if the memory can't be mapped; then `channel` is unchanged."""
+        """Map the ring. Raises OSError or ValueError if that fails; then `channel` is unchanged."""
         super().__init__(channel.sock, channel.address, channel.link)
         self._peer = select.poll()
         self._peer.register(self.sock, select.POLLRDHUP)
+        # The ring's ends take their own views of the mapping, which `release` gives back before it is closed.
         self._map = mmap.mmap(fd, layout.total_bytes)
         with memoryview(self._map) as memory:
             barriers = (threading.Lock(), threading.Lock())
@@ -109,11 +112,16 @@ class RingChannel(Channel):
         return self._requests
 
     def spin(self) -> bool:
-        """Look for bytes in the ring for a bounded time."""
+        """Poll the ring for bytes, for a bounded time."""
         return self._spin(1) and self.pump()
 
     def _spin(self, least: int, more_ns: int = 0) -> bool:
-        """Look for `least` bytes; False if they do not come in time. Args: more_ns: Time that the work itself takes."""
+        """Poll for `least` bytes; False if they do not come in time.
+
+        Args:
+            least: Number of bytes to wait for.
+            more_ns: Time that the operation itself takes, in nanoseconds.
+        """
         clock, yields, look = time.monotonic_ns, self._yields, self._replies.look
         until = clock() + (self._spin_ns and self._spin_ns + more_ns)
         while not look(1 if yields else LOOKS_PER_CLOCK, least):
@@ -124,22 +132,24 @@ class RingChannel(Channel):
         return True
 
     def ask(self, request: bytes, reply: bytes, into: memoryview = NO_DATA, more_ns: int = 0) -> Asked:
-        """Send a small request and look for its reply in the ring."""
+        """Send a small request and spin for its reply in the ring."""
         requests, replies = self._requests, self._replies
         try:
+            # If bytes wait already, the next ones are not this request's reply: take the general way.
             if replies.has_bytes or not requests.put_whole(request):
                 return Asked.NOT_SENT
             if self._spin(len(reply) + len(into), more_ns) and replies.take_if(reply, into):
                 return Asked.ANSWERED
         except (OSError, FramingError):
-            pass  # no peer: whoever waits for the reply finds out
+            pass  # the peer is gone: the wait for the reply reports it
         return Asked.UNANSWERED
 
     def await_work(self, number: int) -> bool:
-        """Wait by the ring's words for all that was sent; False if a SYNC has to find out."""
+        """Wait, by the ring's words, for all that was sent; False if a SYNC has to find out."""
         words, replies, clock = self._sync_words, self._replies, time.monotonic_ns
         if not self._spin_ns or replies.has_bytes or not words.ask(number):
             return False
+        # Look at the word and at the ring: a reply in the ring means that something else has to be handled first.
         until = clock() + self._spin_ns
         times = 1 if self._yields else LOOKS_PER_CLOCK
         while (answer := words.look(number, times)) is None:
@@ -152,6 +162,7 @@ class RingChannel(Channel):
     def doze(self, *, for_room: bool) -> bool:
         """Ask the worker for a bell; False if there is something to do already."""
         try:
+            # Set the sleep words, then check once more (`protocol.ring`): without that check a wake-up could be lost.
             sleeps = self._replies.doze() and not (for_room and not self._requests.doze())
         except FramingError as error:
             self._distrust(error)
@@ -161,6 +172,7 @@ class RingChannel(Channel):
 
     def pump(self) -> bool:
         """Receive what has arrived in the ring; False if nothing has."""
+        # The sleep is over: bells are not needed until the next one, and those that came are void.
         if self._is_dozing:
             self._is_dozing = False
             self._replies.rise()
@@ -174,10 +186,11 @@ class RingChannel(Channel):
         return True
 
     def push(self, parts: deque[memoryview]) -> bool:
-        """Put as much of `parts` into the ring as it has room for, and drop that; True if any went."""
+        """Put as much of `parts` into the ring as it has room for and drop it; True if any went."""
         writer, whole, left = self._requests, tuple(parts), deque(parts)
         before = writer.tail
         try:
+            # A part may go in piece by piece; the counter of the ring shows afterwards how much went.
             while left and (sent := writer.put(left[0])):
                 if sent == len(left[0]):
                     left.popleft()
@@ -202,7 +215,7 @@ class RingChannel(Channel):
         self._is_closed = True
 
     def close(self) -> None:
-        """Close the socket and unmap the ring; again is harmless."""
+        """Close the socket and unmap the ring. Calling it twice is harmless."""
         super().close()
         if not self._is_closed:
             self._is_closed = True
@@ -221,9 +234,10 @@ class RingChannel(Channel):
         except FramingError as error:
             self._distrust(error)
             return True
+        # The ring has advanced, so the bytes exist only in the buffer: count them even now.
         except BaseException:
             if replies.head != head and link.received == before:
-                link.buffer_updated(replies.head - head)  # interrupted once the ring had given them
+                link.buffer_updated(replies.head - head)  # interrupted after the ring had passed them on
             raise
         return count > 0
 
@@ -244,12 +258,12 @@ class RingChannel(Channel):
 
 
 def _ring(sock: socket.socket) -> None:
-    # No room for another bell: the worker has not received the earlier ones yet.
+    # No room for another bell: the worker has yet to receive the earlier ones.
     with contextlib.suppress(BlockingIOError):
         sock.send(b"\0", socket.MSG_NOSIGNAL)
 
 
 def _check_peer(peer: select.poll) -> None:
-    """Raises OSError if the worker has closed its end, whatever bells it has left behind."""
+    """Raise OSError if the worker has closed its end, even if bells from it are still unread."""
     if peer.poll(0):
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))

@@ -1,4 +1,4 @@
-"""The session's words, mapped read-only: whether the lease and its regions go on, by one load and no system call."""
+"""The session's words, mapped read-only: one load, without a system call, shows whether lease and regions are alive."""
 
 import mmap
 from typing import Final
@@ -18,21 +18,21 @@ from gpulease.protocol.session_words import (
 )
 
 NO_WORD: Final = memoryview(bytes(8)).cast("Q")
-"""A lease's word, or an epoch, that never changes, for a session without a page."""
+"""A lease word, or an epoch, that never changes, for a session without a page of words."""
 
 
 class SessionWords:
-    """A session's words. Nothing closes it: whoever looks at a word meanwhile may be another thread.
+    """A session's words. The mapping is never closed explicitly: another thread may be reading a word.
 
     Args:
-        fd: The page's descriptor; it is needed no longer.
+        fd: The page's descriptor; it is not needed afterwards.
 
     Attributes:
-        lease: The lease's word alone; not 0 once the lease is over.
+        lease: The lease's word alone; not 0 once the lease has ended.
         epoch: The epoch alone, which is raised after each change of a region's word.
 
     Raises:
-        OSError, ValueError: The descriptor is no such page.
+        OSError, ValueError: The descriptor is not such a page.
     """
 
     def __init__(self, fd: int) -> None:
@@ -44,9 +44,9 @@ class SessionWords:
         self._flipped_ns = words[FLIPPED_AT // 8 : FLIPPED_AT // 8 + MAX_REGIONS]
 
     def is_refused(self, slot: int, number: int) -> bool:
-        """Return whether launches that name a region are refused, as far as this page says.
+        """Return whether launches that name this region are refused, according to this page.
 
-        A broker that took the worker over writes another page: a region that it opened is never refused by this one.
+        A broker that took over the worker writes another page: this one never shows a region of that broker as refused.
         """
         return self.refusing_word(slot, number) is not None
 
@@ -67,7 +67,7 @@ class SessionWords:
         return RegionWord(state) if state in _STATES else RegionWord.NONE, self._flipped_ns[slot]
 
     def lease_end(self) -> dict[str, object] | None:
-        """The end of the lease, as a LEASE_QUERY reports it; None while it lives."""
+        """The end of the lease, as a LEASE_QUERY reports it; None while it has not ended."""
         if not self.lease[0]:
             return None
         page = bytes(self._page)

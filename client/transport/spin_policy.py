@@ -1,4 +1,4 @@
-"""Spinning: how long a session looks for a reply before its caller sleeps. A wake-up costs tens of microseconds."""
+"""Spinning: how long a session polls for a reply before its caller sleeps. A wake-up takes tens of microseconds."""
 
 import os
 from dataclasses import dataclass
@@ -7,18 +7,18 @@ from typing import Final
 from gpulease.protocol.opcodes import Waiting
 
 MIN_SPIN_CORES: Final = 4
-"""Cores this process must have to spin by default; on fewer it would take the worker's."""
+"""Cores that this process must have to spin by default; with fewer, spinning would take the worker's core."""
 
 _HAS_CORES: Final = len(os.sched_getaffinity(0)) >= MIN_SPIN_CORES
 
 
 @dataclass(frozen=True, slots=True)
 class SpinPolicy:
-    """The spinning of one session.
+    """How one session spins.
 
     Attributes:
-        spin_ns: Longest time to look for a reply; 0: do not look.
-        yields: True to let other threads run between two looks.
+        spin_ns: Longest time to poll for a reply, in nanoseconds; 0: never spin.
+        yields: Whether to let other threads run between two polls.
     """
 
     spin_ns: int = 0
@@ -26,7 +26,12 @@ class SpinPolicy:
 
 
 def spin_policy_of(waiting: Waiting | None, spin_ns: int) -> SpinPolicy:
-    """The policy that the lease's tenant chose, for a face that spins for `spin_ns` at most."""
+    """The policy that the lease's tenant chose.
+
+    Args:
+        waiting: The tenant's choice; None: spin if this process has enough cores.
+        spin_ns: Longest time that this API spins, in nanoseconds.
+    """
     match waiting:
         case None:
             return SpinPolicy(spin_ns if _HAS_CORES else 0)

@@ -1,9 +1,9 @@
-"""TLS 1.3 (RFC 8446) on a client's nonblocking socket: a stream in the shape of a socket, and the channels over it.
+"""TLS 1.3 (RFC 8446) on a client's nonblocking socket: a stream with a socket's methods, and the channels over it.
 
-A channel works as before, with a `TlsStream` in place of its socket. Two things differ, and the channels here take care
-of them: the stream can hold bytes that the kernel does not announce, and bytes that it took over can wait for room. The
-channels believe the end of a connection without TLS's own word for it (close_notify). Frames say how long they are, so
-a cut is noticed. `error_for` turns an error of TLS into the library's: it says whose fault it is, and what to do.
+A channel works as usual, with a `TlsStream` in place of its socket. Two things differ, and the channels here handle
+them: the stream can hold bytes that the kernel does not report, and bytes that it accepted can wait for room. The
+channels accept the end of a connection without TLS's close_notify: frames carry their length, so a truncation is
+detected. `error_for` turns an error of TLS into the library's, which says whose fault it is and what to do.
 """
 
 import errno
@@ -26,13 +26,13 @@ from gpulease.protocol.address import Address
 from gpulease.protocol.foreign_text import encodable
 
 RECORD_BYTES: Final = 16 << 10
-"""Most data in a record (RFC 8446, 5.1)."""
+"""Most data in a record (RFC 8446, section 5.1)."""
 
 BATCH_BYTES: Final = 256 << 10
-"""Bytes received, or encrypted, at a time: a system call for each record would cost more than the record."""
+"""Bytes received or encrypted at a time: a system call per record would cost more than the record."""
 
 MAX_CONTEXTS: Final = 8
-"""Most TLS contexts kept: reading the files again costs more than the rest of a handshake."""
+"""Most TLS contexts cached: reading the files again costs more than the rest of a handshake."""
 
 _NOTHING: Final = memoryview(b"")
 
@@ -51,6 +51,7 @@ class TlsEnded(OSError):
 
 def context_of(files: TlsFiles) -> ssl.SSLContext:
     """The TLS context of the files as they are now. Raises InvalidRequest if they can't be used."""
+    # The files' inode, size and time are part of the cache's key, so that a renewed certificate is read again.
     try:
         stamps = tuple((found.st_ino, found.st_size, found.st_mtime_ns) for found in map(os.stat, _paths(files)))
     except OSError as error:
@@ -71,7 +72,7 @@ def _context_of(files: TlsFiles, stamps: tuple[tuple[int, int, int], ...]) -> ss
     except OSError as error:
         raise _unusable(f"the CA's certificate {files.ca}", error) from None
     try:
-        # Without a password: a prompt would hang a program that nobody looks at.
+        # An empty password: a prompt would hang a program that runs unattended.
         context.load_cert_chain(str(files.certificate), files.key, "")
     except OSError as error:
         raise _unusable(f"the certificate {files.certificate} with the key {files.key}", error) from None
@@ -80,7 +81,7 @@ def _context_of(files: TlsFiles, stamps: tuple[tuple[int, int, int], ...]) -> ss
 
 def _unusable(what: str, error: OSError) -> InvalidRequest:
     why = error.reason if isinstance(error, ssl.SSLError) else error.strerror
-    # A path may be any bytes, which no message could be written down with.
+    # A path may contain any bytes, also those that can't be encoded in a message.
     return InvalidRequest(
         f"{encodable(what)} can't be used: {why or error}", "Check GPULEASE_TLS_CERTIFICATE, _KEY and _CA"
     )
@@ -89,10 +90,10 @@ def _unusable(what: str, error: OSError) -> InvalidRequest:
 class TlsStream:
     """A connected socket and the TLS on it.
 
-    Threads: one may send while another receives; OpenSSL's state is used by one at a time.
+    Threads: one may send while another receives; OpenSSL's state is used by one thread at a time.
 
     Attributes:
-        has_buffered: True if bytes may be received although the kernel has none.
+        has_buffered: True if bytes can be received although the kernel has none.
     """
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, address: SecuredAddress) -> None:
@@ -110,22 +111,22 @@ class TlsStream:
     # --- what a socket has ---
 
     def fileno(self) -> int:
-        """The socket's descriptor."""
+        """The socket's descriptor, for poll(2)."""
         return self._sock.fileno()
 
     def close(self) -> None:
-        """Close the socket."""
+        """Close the socket without a close_notify: frames carry their length."""
         self._sock.close()
 
     def shutdown(self, how: int) -> None:
-        """Shut down the socket."""
+        """Shut the socket down, as socket.shutdown."""
         self._sock.shutdown(how)
 
     def send(self, data: Any) -> int:
-        """Take over bytes; returns how many. Some of these may be `has_unsent` still.
+        """Accept bytes; returns how many. Some of them may wait here (`has_unsent`).
 
-        Raises BlockingIOError, or OSError. An interrupt makes the connection useless: records are numbered, so none can
-        be sent twice or left out.
+        Raises BlockingIOError or another OSError. An interrupt makes the connection unusable: records are numbered, so
+        none can be sent twice or skipped.
         """
         self._begin_sending()
         taken = 0
@@ -134,23 +135,25 @@ class TlsStream:
             if not self._flush():
                 raise BlockingIOError(errno.EAGAIN, "no room")
             view = memoryview(data)
+            # Encrypt only as much as the socket keeps accepting: the rest stays with the caller.
             while taken < len(view) and not self._unsent:
                 taken = self._encrypt(view, taken)
                 self._flush()
         except ssl.SSLError as error:
             raise self._end(error) from None
         except OSError:
-            # Nothing was taken over; or no peer is left to miss it.
+            # Nothing was accepted; or the peer is gone and misses nothing.
             self._is_torn = False
             raise
         finally:
             self._lock.release()
-        # Last: until here an interrupt would lose count of what was taken.
+        # Only now: an interrupt before this point would leave it unknown how much was accepted.
         self._is_torn = False
         return taken
 
     def sendmsg(self, parts: Sequence[memoryview]) -> int:
-        """Take over buffers, as `send` does; returns how many bytes."""
+        """Accept several buffers, as `send` does; returns how many bytes."""
+        # Small buffers share one record, as encrypting and sending has a fixed cost per record.
         if len(parts) == 1 or sum(map(len, parts)) <= RECORD_BYTES:
             return self.send(b"".join(parts) if len(parts) > 1 else parts[0])
         taken = 0
@@ -170,6 +173,7 @@ class TlsStream:
         """Receive; returns how many bytes, 0 at the end. Raises BlockingIOError, TlsEnded or OSError."""
         with self._lock:
             count = self._decrypt_into(buffer)
+            # TLS may consume a whole receive without yielding data, for example for a session ticket.
             while not count:
                 if self._ended is not None:
                     raise self._ended
@@ -178,6 +182,7 @@ class TlsStream:
                     return 0
                 self._incoming.write(self._raw[:arrived])
                 count = self._decrypt_into(buffer)
+            # TLS itself has something to send, such as the reply to a key update.
             if self._outgoing.pending and not self._is_torn:
                 self._flush()
             return max(0, count)
@@ -186,11 +191,11 @@ class TlsStream:
 
     @property
     def has_unsent(self) -> bool:
-        """True while bytes that were taken over wait for room."""
+        """True while accepted bytes wait for room in the socket."""
         return bool(self._unsent) or self._outgoing.pending > 0
 
     def flush(self) -> bool:
-        """Send the bytes that wait for room; True if none is left. Raises OSError."""
+        """Send the bytes that wait for room; True if none are left. Raises OSError."""
         self._begin_sending()
         with self._lock:
             is_done = self._flush()
@@ -198,7 +203,7 @@ class TlsStream:
         return is_done
 
     def shake_hands(self) -> bool:
-        """Go on with the handshake; False if it has to wait. Raises TlsEnded."""
+        """Continue the handshake; False if it has to wait. Raises TlsEnded."""
         while True:
             try:
                 self._tls.do_handshake()
@@ -206,9 +211,11 @@ class TlsStream:
             except ssl.SSLWantReadError:
                 is_done = False
             except (ssl.SSLError, ssl.CertificateError) as error:
+                # Send the alert first, so that the node's log has the reason too.
                 self._flush_last_word()
                 raise self._end(error) from None
             try:
+                # Done only when the last flight has left, too: the node waits for it.
                 if self._flush() and is_done:
                     return True
                 arrived = 0 if is_done else self._sock.recv_into(self._raw)
@@ -223,7 +230,7 @@ class TlsStream:
             self._incoming.write(self._raw[:arrived])
 
     def disown(self) -> None:
-        """Leave the bytes that are still here to the parent process."""
+        """Leave bytes that are still here to the parent process."""
         self._lock = threading.RLock()
         self._unsent, self._is_torn = _NOTHING, True
 
@@ -235,6 +242,7 @@ class TlsStream:
         self._is_torn = True
 
     def _encrypt(self, view: memoryview, at: int) -> int:
+        # One batch: many records in one system call, and bounded memory.
         end = min(len(view), at + BATCH_BYTES)
         while at < end:
             at += self._tls.write(view[at : min(end, at + RECORD_BYTES)])
@@ -264,7 +272,7 @@ class TlsStream:
         self.has_buffered = False
         try:
             while count < room and (self._incoming.pending or self._tls.pending()):
-                # With a buffer it gives the count, whatever its stub says.
+                # With a buffer, read() returns the count; its type stub says otherwise.
                 got = cast(int, self._tls.read(room - count, buffer[count:]))
                 if not got:
                     return count or -1  # close_notify
@@ -275,7 +283,7 @@ class TlsStream:
             return count or -1
         except ssl.SSLError as error:
             self._ended = self._end(error)
-            self.has_buffered = True  # the error
+            self.has_buffered = True  # the error, which the next receive raises
             return count
         self.has_buffered = self._incoming.pending > 0 or self._tls.pending() > 0
         return count
@@ -285,7 +293,7 @@ class TlsStream:
 
 
 class TlsChannel(Channel):
-    """A control connection's channel over TLS. A session goes on with a `TlsCoalescingSocket`."""
+    """A control connection's channel over TLS. A session continues with a `TlsCoalescingSocket`."""
 
     def __init__(self, stream: TlsStream, address: Address) -> None:
         super().__init__(cast(socket.socket, stream), address)
@@ -293,15 +301,15 @@ class TlsChannel(Channel):
 
     @property
     def has_unsent(self) -> bool:  # type: ignore[override]  # read only, here as in CoalescingSocket
-        """True while bytes that were taken over wait in the stream for room."""
+        """True while accepted bytes wait in the stream for room."""
         return self.stream.has_unsent
 
     def push(self, parts: deque[memoryview]) -> bool:
-        """Send `parts`, or without any the bytes that wait in the stream."""
+        """Send `parts`; if it is empty, the bytes that wait in the stream."""
         return super().push(parts) if parts else flush_for(self, self.stream)
 
     def doze(self, *, for_room: bool) -> bool:
-        """Get ready for a sleep on the socket; False if the stream has bytes that poll(2) would not announce."""
+        """Prepare to sleep on the socket. Returns False if the stream has bytes that poll(2) would not report."""
         return can_doze(self.stream, for_room=for_room)
 
     def _receive_into(self, buffer: memoryview, counts: list[int]) -> None:
@@ -309,7 +317,7 @@ class TlsChannel(Channel):
 
 
 def flush_for(channel: Channel, stream: TlsStream) -> bool:
-    """Send the bytes that wait in the stream, as `Channel.push` does with none of its own."""
+    """Send the bytes that wait in the stream, as `Channel.push` does for those of the channel."""
     try:
         return stream.flush()
     except OSError as error:
@@ -318,19 +326,19 @@ def flush_for(channel: Channel, stream: TlsStream) -> bool:
 
 
 def can_doze(stream: TlsStream, *, for_room: bool) -> bool:
-    """True if poll(2) will announce the awaited bytes, or the room to send."""
+    """True if poll(2) will report the awaited bytes, or the room to send."""
     if not stream.has_buffered:
         return True
     if not for_room:
         return False
-    # Both are waited for, and only one of them is the kernel's to tell.
+    # The caller waits for bytes or room. The bytes are here already, so poll(2) need only be asked for room.
     room = select.poll()
     room.register(stream, select.POLLOUT)
     return not room.poll(0)
 
 
 def receive_explained(channel: Channel, stream: TlsStream, buffer: memoryview) -> int:
-    """Receive; if TLS failed, give the channel's link the reason."""
+    """Receive; if TLS failed, store the reason in the channel's link."""
     try:
         return stream.recv_into(buffer)
     except TlsEnded as ended:
@@ -339,10 +347,10 @@ def receive_explained(channel: Channel, stream: TlsStream, buffer: memoryview) -
 
 
 class TlsCoalescingSocket(CoalescingSocket):
-    """A session's channel over TLS. Bytes that left the outbox may wait in the stream; they are still unsent."""
+    """A session's channel over TLS. Bytes that left the outbox may wait in the stream; they count as unsent."""
 
     def __init__(self, channel: Channel, spin: SpinPolicy) -> None:
-        """Args: channel: A TlsChannel."""
+        """Take over the channel that attached. Raises TypeError unless it is a TlsChannel."""
         if not isinstance(channel, TlsChannel):
             raise TypeError(f"{channel!r} does not belong to a TLS connection")
         self.stream = channel.stream
@@ -350,18 +358,18 @@ class TlsCoalescingSocket(CoalescingSocket):
 
     @property
     def has_unsent(self) -> bool:  # type: ignore[override]  # read only, here as there
-        """True while the outbox or the stream has bytes."""
+        """True while the outbox or the stream has bytes to send."""
         return bool(self._outbox.data) or self.stream.has_unsent
 
     def push(self, parts: deque[memoryview]) -> bool:
-        """Send the outbox and `parts`, or without any the bytes that wait in the stream."""
+        """Send the outbox and `parts`; if both are empty, the bytes that wait in the stream."""
         with self._lock:
             if parts or self._outbox.data:
                 return super().push(parts)
             return flush_for(self, self.stream)
 
     def doze(self, *, for_room: bool) -> bool:
-        """Get ready for a sleep on the socket; False if the stream has bytes that poll(2) would not announce."""
+        """Prepare to sleep on the socket. Returns False if the stream has bytes that poll(2) would not report."""
         return can_doze(self.stream, for_room=for_room)
 
     def after_fork(self) -> None:
@@ -399,7 +407,7 @@ _REFUSED: Final = {
     "UNSUPPORTED_CERTIFICATE": ("is not one for tenants", _NEW_ONE),
     "CERTIFICATE_UNKNOWN": ("is not accepted by the node", _NEW_ONE),
 }
-"""Alerts about this end's certificate (RFC 8446, 6.2), as OpenSSL names them behind `ALERT_`."""
+"""Alerts about this end's certificate (RFC 8446, section 6.2), as OpenSSL names them after `ALERT_`."""
 
 _HOST_MISMATCH: Final = (62, 64)
 """X509_V_ERR_HOSTNAME_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH (x509_vfy.h)."""
@@ -412,6 +420,7 @@ _NOT_TLS: Final = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGT
 
 def error_for(error: Exception, address: SecuredAddress) -> GpuLeaseError:
     """The library's error for an error of TLS, or of the socket under it."""
+    # First the node's certificate, then a closed handshake, then alerts about this tenant's certificate, then the rest.
     if isinstance(error, ssl.SSLCertVerificationError):
         return _untrusted(error, address)
     if isinstance(error, ssl.SSLEOFError):

@@ -1,1 +1,1 @@
-"""Test on this host's card, with a private daemon, that leases keep their promises."""
+"""Tests on this host's card, with a private daemon, that leases keep their promises."""

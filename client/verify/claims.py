@@ -1,7 +1,7 @@
-"""Promises of leases that no fault breaks, each with its proof.
+"""Promises of leases that do not depend on a fault, each with its proof.
 
-No byte of an earlier lease is readable, on the card or in the host's memory; as many leases fit as the memory holds; a
-revoked session launches nothing more; a submit and its lease's session are apart.
+No byte of an earlier lease is readable, on the card or in host memory; as many leases fit as the memory holds; a
+revoked session launches nothing more; a one-shot job and its lease's session are isolated.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ class ClaimResult:
 
 
 def claims(scene: Scene) -> list[Check[str]]:
-    """Return the promises that a daemon with the card's whole memory can prove; each proof says what it found."""
+    """The promises that a daemon with the card's whole memory can prove; each proof returns what it found."""
     canary_bytes = min(40 * GIB, scene.vram_bytes // 2) if scene.is_card else 16 * MIB
     return [
         Check("no byte of an earlier lease", lambda scene: canary(scene, canary_bytes)),
@@ -65,7 +65,7 @@ def claims(scene: Scene) -> list[Check[str]]:
 
 
 def check(name: str, prove: Callable[[], str]) -> ClaimResult:
-    """Run a proof and catch its breach."""
+    """Run a proof; its breach becomes part of the result."""
     try:
         return ClaimResult(name, prove(), "")
     except (Breach, GpuLeaseError) as error:
@@ -73,7 +73,7 @@ def check(name: str, prove: Callable[[], str]) -> ClaimResult:
 
 
 def canary(scene: Scene, size_bytes: int) -> str:
-    """A lease fills its slice and is killed; the next one of that size counts the words that are left."""
+    """A lease fills its slice and is killed; the next one of that size counts the words that remain."""
     words = size_bytes // WORD_BYTES
     for _ in range(2):
         with scene.builder(size_bytes).acquire() as lease, GpuSession(lease) as session:
@@ -81,7 +81,7 @@ def canary(scene: Scene, size_bytes: int) -> str:
             small = session.mem_alloc(WORD_BYTES)
             session.mem_free(small)
             for reuse in range(2):
-                # Room is left for the counter.
+                # Leave room for the counter.
                 buffer = session.mem_alloc(size_bytes - WORD_BYTES)
                 if found := count_set(session, module, buffer, words - 1):
                     where = "of this session" if reuse else "of an earlier lease"
@@ -95,15 +95,15 @@ def canary(scene: Scene, size_bytes: int) -> str:
 SLICE_BYTES: Final = 16 << 20
 COPY_BYTES: Final = 4 << 20
 SECRET_BYTES: Final = 32
-"""Too many for such a run of bytes to come about by chance."""
+"""Length of the secret: too long for the same bytes to occur by chance."""
 
 
 def host_buffers(scene: Scene) -> str:
-    """A lease sends and fetches a secret in every way there is; the next one's worker has no byte of it.
+    """A lease sends and receives a secret in every possible way; the next lease's worker must have no byte of it.
 
-    A lease's bytes pass through its worker: frames, the buffer of replies, ring and arena. The worker's memory is
-    searched from outside, as no tenant could. The first search is of the worker that the secret passed through, to show
-    that the search finds it; the second is of the next lease's worker.
+    A lease's bytes pass through its worker: frames, the reply buffer, ring and arena. The worker's memory is searched
+    from outside, as no tenant could. The first search is of the worker that the secret passed through, to show that the
+    search finds it; the second is of the next lease's worker.
     """
     try:
         return _search(scene)
@@ -120,7 +120,7 @@ def _search(scene: Scene) -> str:
         del kept
     with scene.builder(SLICE_BYTES).acquire() as lease, GpuSession(lease) as session:
         array = session.empty(COPY_BYTES, np.uint8)
-        # An array without a base lies in this process's memory, for want of an arena.
+        # An array without a base is in this process's memory: there is no arena.
         if array.base is not None and array.any():
             raise Breach("a new arena's bytes are not zero")
         buffer = session.mem_alloc(COPY_BYTES)
@@ -132,7 +132,7 @@ def _search(scene: Scene) -> str:
 
 
 def send_and_fetch(session: GpuSession, secret: bytes) -> object:
-    """Copy the secret by frames and replies, and by the arena if there is one; return the objects to keep alive."""
+    """Copy the secret by frames and replies, and by the arena if there is one; returns the objects to keep alive."""
     data = np.frombuffer(secret * (COPY_BYTES // SECRET_BYTES), np.uint8)
     array = session.empty(COPY_BYTES, np.uint8)
     array[:] = data
@@ -177,7 +177,7 @@ WORK_S: Final = 0.5
 """Seconds for which all of them compute at the same time."""
 
 END_S: Final = 30.0
-"""Seconds for a round under way to end, on a host that has one core for all of them."""
+"""Longest time for a round in progress to end, in seconds, on a host with one core for all of them."""
 
 WORKLOAD_WORDS: Final = 1 << 18
 
@@ -185,7 +185,7 @@ Round = Callable[[], None]
 
 
 def at_the_same_time(sessions: list[GpuSession]) -> int:
-    """Do one kind of work in each session for a while; return the rounds of all. Raises Breach."""
+    """Do one kind of work in each session for a while; returns the rounds of all. Raises Breach."""
     rounds = [make(session) for make, session in zip(_KINDS, sessions, strict=True)]
     done = [0] * len(rounds)
     wrong: list[str] = []
@@ -219,7 +219,7 @@ def _kernel(name: str) -> Callable[[GpuSession], Round]:
 
 
 def _counting(session: GpuSession) -> Round:
-    """Write memory and count the words written."""
+    """Write memory and count the written words."""
     module, buffer = session.module_load(rule_breakers()), session.mem_alloc(4 * WORKLOAD_WORDS)
 
     def fill_and_count() -> None:
@@ -253,7 +253,7 @@ FLYING_S: Final = 0.05
 """Seconds for which a session launches before it is revoked."""
 
 GATE_S: Final = 10.0
-"""Seconds for a revoked tenant to get its error."""
+"""Longest time for a revoked tenant to get its error, in seconds."""
 
 
 def launch_gate(scene: Scene, count: int) -> str:
@@ -318,7 +318,7 @@ PEEK_PTX: Final = b""".version 7.0
 
 
 def submit_beside(scene: Scene) -> str:
-    """Submits change no byte of a session beside them, and find no byte of each other."""
+    """One-shot jobs change no byte of a concurrent session, and find no byte of each other."""
     with scene.builder(SESSION_BYTES).submits(ROOM_BYTES).acquire() as lease, GpuSession(lease) as session:
         module, buffer = session.module_load(rule_breakers()), session.mem_alloc(OUTPUT_BYTES)
         fill(session, module, buffer, WORDS, PATTERN)
@@ -351,7 +351,7 @@ def _words() -> KernelArgs:
 
 
 def _look_at_the_session(lease: GpuLease, address: int) -> None:
-    """Read the session's address by a submit, which must fail, or find another value."""
+    """Read the session's address from a job, which must fail or find another value."""
     try:
         (found,) = lease.submit("peek", PEEK_PTX).arg(np.uint64(address)).out(WORD_BYTES).launch()
     except SyncFailed:
@@ -361,7 +361,7 @@ def _look_at_the_session(lease: GpuLease, address: int) -> None:
 
 
 def _break_rules(lease: GpuLease) -> float:
-    """Store out of bounds, take more than is kept, and never end; return by how many milliseconds the end was late."""
+    """Store out of bounds, use more memory than is reserved, and never end; returns how late the end was, in ms."""
     stray = lease.submit("stray", rule_breakers()).out(WORD_BYTES).arg(np.uint64(FAR))
     too_much = _submit(lease, "fill").arg(bytes(ROOM_BYTES)).args(_words().push_u32(0)).out(OUTPUT_BYTES)
     endless = lease.submit("endless", rule_breakers()).out(WORD_BYTES).timeout_secs(TIME_S)

@@ -1,4 +1,4 @@
-"""`python -m gpulease.client.verify.copy_loop ADDRESS`: a client that copies back and forth until it is killed."""
+"""`python -m gpulease.client.verify.copy_loop ADDRESS`: a client that copies to and from the card until killed."""
 
 import sys
 from typing import Final

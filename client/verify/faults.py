@@ -1,4 +1,4 @@
-"""The faults: each misdeed of a tenant, the error that the tenant must get, and the end of its lease."""
+"""The faults: each misdeed of a tenant, the error that the tenant must get, and how its lease must end."""
 
 import os
 import signal
@@ -54,10 +54,10 @@ class FaultOutcome:
     """The outcome of one fault.
 
     Attributes:
-        error: The name of the error that the tenant got; "-" if no tenant was there to get one.
+        error: The name of the error that the tenant got; "-" if there was no tenant to get one.
         words: The error's message.
         cause: The cause of the lease's end.
-        reclaim_ms: Milliseconds from the begin of the lease's end to memory proved free.
+        reclaim_ms: Milliseconds from the start of the lease's end until its memory is proved free.
     """
 
     error: str
@@ -75,7 +75,7 @@ class Sizes:
 
 
 def faults(scene: Scene, sizes: Sizes) -> list[Check[FaultOutcome]]:
-    """Return every fault that this driver can show."""
+    """Every fault that this driver can show."""
     rows = [
         Check("illegal address", partial(_kernel, kernel="stray")),
         Check("misaligned address", partial(_kernel, kernel="misaligned")),
@@ -117,7 +117,7 @@ def _error_of(action: Callable[[], object]) -> GpuLeaseError:
 
 
 def _free_lease(scene: Scene, lease_id: int, error: str, words: object) -> FaultOutcome:
-    """Free the lease and time its end."""
+    """Free the lease, and time its end."""
     reclaim_ms = scene.free(lease_id)
     return FaultOutcome(error, str(words), scene.wait_for_end(lease_id), reclaim_ms)
 
@@ -169,7 +169,7 @@ def _stack(scene: Scene) -> FaultOutcome:
 
 
 def _heap(scene: Scene) -> FaultOutcome:
-    """The device's heap is bounded: a kernel that allocates more gets a null pointer, and the card's memory stays."""
+    """The device heap is bounded: a kernel that allocates more gets a null pointer; the card's memory is unaffected."""
     lease = scene.builder().acquire()
     session = GpuSession(lease)
     module, found = session.module_load(hungry()), session.mem_alloc(8)
@@ -180,7 +180,7 @@ def _heap(scene: Scene) -> FaultOutcome:
 
 
 def _print(scene: Scene) -> FaultOutcome:
-    """The printf buffer drops lines that it can't hold; it does not grow."""
+    """The printf buffer drops lines for which it has no room; it does not grow."""
     lease = scene.builder().acquire()
     session = GpuSession(lease)
     session.launch(session.module_load(printing()), "print_a_line", GRID, BLOCK, KernelArgs())
@@ -204,7 +204,7 @@ def _endless(scene: Scene, grid: tuple[int, int, int], block: tuple[int, int, in
 
 
 def _flood(scene: Scene, launches: int) -> FaultOutcome:
-    """Launch as fast as possible: no fault, but the neighbour must not see one either."""
+    """Launch as fast as possible. This breaks no rule, but the neighbour must not be affected either."""
     lease = scene.builder().acquire()
     session = GpuSession(lease)
     buffer = session.mem_alloc(4096)
@@ -243,7 +243,7 @@ def _worker_signal(scene: Scene, number: signal.Signals) -> FaultOutcome:
 
 
 def _client_signal(scene: Scene, number: signal.Signals) -> FaultOutcome:
-    """The client's process is killed, or stopped for good; the operator then frees its lease."""
+    """The client's process is killed, or stopped for good; then the operator frees its lease."""
     command = [sys.executable, "-P", "-m", "gpulease.client.verify.copy_loop", scene.address]
     victim = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:

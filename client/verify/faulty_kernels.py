@@ -18,17 +18,17 @@ LONG_LINES: Final = 200
 
 
 def rule_breakers() -> bytes:
-    """Return PTX of every kernel that runs on any driver."""
+    """PTX of all kernels that run on any driver."""
     return files(__package__).joinpath("kernels.ptx").read_bytes()
 
 
 def hungry() -> bytes:
-    """Return PTX of kernels for which a card's driver allocates memory itself."""
+    """PTX of kernels for which a card's driver allocates memory of its own."""
     return files(__package__).joinpath("hungry.ptx").read_bytes()
 
 
 def compiling_long(kernels: int) -> bytes:
-    """Return PTX of many useless kernels."""
+    """PTX of many useless kernels."""
     parts = [".version 7.0\n.target sm_75\n.address_size 64\n"]
     for kernel in range(kernels):
         body = "".join(f"mad.lo.u32 %r1, %r1, {7 * line + 3}, {line + kernel};\n" for line in range(LONG_LINES))
@@ -40,21 +40,21 @@ def compiling_long(kernels: int) -> bytes:
 
 
 def with_variable(size_bytes: int) -> bytes:
-    """Return PTX of one variable of that size."""
+    """PTX of one variable of that size."""
     head = f".version 7.0\n.target sm_75\n.address_size 64\n.global .align 8 .b8 big[{size_bytes}];\n"
     body = ".reg .b32 %r<2>;\n.reg .b64 %rd<2>;\nmov.u64 %rd1, big;\nld.global.u32 %r1, [%rd1];\n"
     return f"{head}.visible .entry touch()\n{{\n{body}st.global.u32 [%rd1], %r1;\nret;\n}}\n".encode()
 
 
 def with_managed_variable() -> bytes:
-    """Return PTX of a word of managed memory, for which a driver keeps memory until the card's last context ends."""
+    """PTX of a word of managed memory, for which a driver keeps memory until the card's last context ends."""
     head = ".version 7.0\n.target sm_75\n.address_size 64\n.visible .global .attribute(.managed) .align 4 .u32 word;\n"
     body = ".reg .b32 %r<2>;\nld.global.u32 %r1, [word];\nst.global.u32 [word], %r1;\nret;\n"
     return f"{head}.visible .entry touch()\n{{\n{body}}}\n".encode()
 
 
 def launching_kernels() -> bytes:
-    """Return PTX of a kernel that launches kernels: it needs CUDA's device runtime, which no session links."""
+    """PTX of a kernel that launches kernels: it needs CUDA's device runtime, which no session links."""
     head = (
         ".version 7.0\n.target sm_75\n.address_size 64\n"
         ".extern .func (.param .b32 status) cudaLaunchDeviceV2(.param .b64 buffer, .param .b64 stream);\n"
@@ -68,7 +68,7 @@ def launching_kernels() -> bytes:
 
 
 def printing() -> bytes:
-    """Return PTX of a kernel whose every thread prints one line."""
+    """PTX of a kernel in which every thread prints one line."""
     head = (
         ".version 7.0\n.target sm_75\n.address_size 64\n"
         ".extern .func (.param .b32 count) vprintf(.param .b64 format, .param .b64 arguments);\n"
@@ -91,7 +91,7 @@ def fill(
     value: int,
     regions: RegionSet | None = None,
 ) -> None:
-    """Set the first words of a buffer, or at a device address."""
+    """Set the first words of a buffer, or those at a device address, to a value."""
     args = _at(place).push_u64(words).push_u32(value)
     session.launch(module, "fill", GRID, BLOCK, args, regions=regions)
 
@@ -99,7 +99,7 @@ def fill(
 def count_set(
     session: GpuSession, module: Module, place: Buffer | int, words: int, regions: RegionSet | None = None
 ) -> int:
-    """Return how many of the first words of a buffer, or at a device address, are not 0."""
+    """Number of the first words of a buffer, or at a device address, that are not 0."""
     count = session.mem_alloc(4)
     args = _at(place).push_u64(words).push_buffer(count)
     session.launch(module, "count_set", GRID, BLOCK, args, regions=regions)

@@ -1,4 +1,4 @@
-"""The matrix of `gpulease verify`: faults beside a neighbour at work, then the promises that no fault breaks."""
+"""The matrix of `gpulease verify`: faults next to a neighbour at work, then promises that don't depend on a fault."""
 
 import time
 from collections.abc import Callable
@@ -20,7 +20,7 @@ SIX_SLICES_BYTES: Final = 7 * GIB
 SIX_VRAM: Final = "48GiB"
 
 WARM_CONTEXTS: Final = 4
-"""Contexts kept beside the faults: traces in the driver last for as long as any context lives."""
+"""Contexts kept during the faults: traces in the driver remain as long as any context exists."""
 
 QUIET_S: Final = 1.0
 SMALL_QUIET_S: Final = 0.05
@@ -37,8 +37,9 @@ class FaultResult:
     Attributes:
         fault: The fault's name.
         told: Its outcome; None if there was none.
-        quiet, during: The neighbour's rounds before and during the fault.
-        more_mib: MiB that the card shows beyond those before.
+        quiet: The neighbour's rounds before the fault.
+        during: The neighbour's rounds during the fault.
+        more_mib: MiB that the card shows in use beyond those before.
     """
 
     fault: str
@@ -51,7 +52,7 @@ class FaultResult:
 
 @dataclass(frozen=True, slots=True)
 class MatrixReport:
-    """The result of a run."""
+    """The result of a run: each fault, and each promise."""
 
     scene: Scene
     faults: list[FaultResult]
@@ -65,7 +66,13 @@ class MatrixReport:
 
 
 def run_matrix(driver: str, only: str, on_fault: Callable[[FaultResult], object]) -> MatrixReport:
-    """Run the rows whose name contains `only`, on private daemons; `on_fault` is told of each fault's result."""
+    """Run the rows whose name contains `only`, on private daemons.
+
+    Args:
+        driver: The daemons' driver.
+        only: Part of the rows' names; "" for all.
+        on_fault: Receives each fault's result.
+    """
     with private_daemon(driver, warm_contexts=WARM_CONTEXTS) as address:
         scene = Scene.at(address)
         fault_results = _run_faults(scene, only, on_fault)
@@ -98,6 +105,8 @@ def _run_faults(scene: Scene, only: str, on_fault: Callable[[FaultResult], objec
 
 
 def _run_fault(scene: Scene, beside: Neighbour, fault: Check[FaultOutcome], quiet_s: float) -> FaultResult:
+    # Step 1: a full pool, and the figures before. Step 2: the neighbour undisturbed. Step 3: the fault. Step 4: the
+    # figures must be back, and the neighbour must have noticed nothing.
     breach = _breach_in(scene.wait_for_pool)
     used_mib, held_bytes, leases = scene.used_mib(), scene.held_bytes(), scene.lease_ids()
     beside.window()

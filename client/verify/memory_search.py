@@ -1,4 +1,4 @@
-"""Search the memory of another process for a run of bytes, as root can and no tenant could."""
+"""Searches the memory of another process for a run of bytes, as root can and no tenant could."""
 
 import mmap
 import os
@@ -17,7 +17,7 @@ DEVICES: Final = ("/dev/nvidia", "/dev/dri")
 
 
 def count_in_process(pid: int, secret: bytes) -> int:
-    """Count the run of bytes in the writable memory of a process, other than devices."""
+    """Count the run of bytes in the writable memory of a process, excluding devices."""
     with Path(f"/proc/{pid}/mem").open("rb", 0) as memory, Path(f"/proc/{pid}/pagemap").open("rb", 0) as pagemap:
         return sum(
             count_in_span(memory.fileno(), at, end, secret)
@@ -36,7 +36,7 @@ def _writable_spans(pid: int) -> Iterator[tuple[int, int]]:
 
 
 def present_spans(pagemap: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Yield spans of present pages (proc_pid_pagemap(5)); to read the others would create them."""
+    """Yield spans of present pages (proc_pid_pagemap(5)); reading the others would create them."""
     entries = np.frombuffer(os.pread(pagemap, (stop - start) // PAGE_BYTES * 8, start // PAGE_BYTES * 8), np.uint64)
     is_there = np.concatenate([[False], entries >> PRESENT_SHIFT != 0, [False]])
     edges = np.flatnonzero(is_there[1:] != is_there[:-1]).tolist()
@@ -46,8 +46,8 @@ def present_spans(pagemap: int, start: int, stop: int) -> Iterator[tuple[int, in
 
 
 def count_in_span(memory: int, at: int, end: int, secret: bytes) -> int:
-    """Count the run of bytes between two addresses; 0 where they can't be read."""
+    """Count the run of bytes between two addresses; 0 if they can't be read."""
     try:
         return os.pread(memory, end - at, at).count(secret)
     except OSError:
-        return 0  # pages of a device, which are no memory of the process
+        return 0  # pages of a device, which are not memory of the process

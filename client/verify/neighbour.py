@@ -1,7 +1,7 @@
-"""The neighbour: a tenant in a process of its own, which works all the time and checks every result.
+"""The neighbour: a tenant in a process of its own that works constantly and checks every result.
 
 `python -m gpulease.client.verify.neighbour ADDRESS CARD`: for each line that it reads, it writes one JSON object about
-its rounds since the line before; it gives its lease back and exits at the end of its input.
+its rounds since the previous line; at the end of its input it frees its lease and exits.
 """
 
 import contextlib
@@ -26,10 +26,10 @@ SLICE_BYTES: Final = 64 << 20
 VALUES: Final = 256
 LEASE_S: Final = 3600.0
 ORPHAN_S: Final = 5.0
-"""Seconds that the lease outlives a neighbour that was killed."""
+"""Seconds for which the lease outlives a neighbour that was killed."""
 
 ANSWER_S: Final = 30.0
-"""Seconds for a line to be answered: a round takes milliseconds, even beside an endless kernel."""
+"""Longest time for the answer to a line, in seconds: a round takes milliseconds, even during an endless kernel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,9 @@ class Window:
     """The neighbour's rounds between two lines.
 
     Attributes:
-        rounds: Rounds that were done: a launch, waited for, and its whole result compared.
-        error: What was wrong first; "" if every round was right.
-        errors: Rounds that failed or were wrong.
+        rounds: Number of rounds: a launch, waited for, and its complete result compared.
+        error: The first thing that was wrong; "" if every round was right.
+        errors: Number of rounds that failed or were wrong.
     """
 
     rounds: int
@@ -56,7 +56,7 @@ class Neighbour:
         self._process = process
 
     def window(self) -> Window:
-        """Return the rounds since the last call."""
+        """The rounds since the last call; an error if the process does not answer."""
         if self._process.stdin is None or self._process.stdout is None:
             raise ValueError("the neighbour has no pipes")
         with contextlib.suppress(BrokenPipeError):
@@ -70,7 +70,7 @@ class Neighbour:
 
 @contextlib.contextmanager
 def neighbour(address: str, card_uuid: str) -> Iterator[Neighbour]:
-    """Run a neighbour on a card during the block. Raises CannotStart if it can't begin."""
+    """Run a neighbour on a card during the block. Raises CannotStart if it can't start."""
     command = [sys.executable, "-P", "-m", "gpulease.client.verify.neighbour", address, card_uuid]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
@@ -79,7 +79,7 @@ def neighbour(address: str, card_uuid: str) -> Iterator[Neighbour]:
             raise CannotStart(f"the neighbour can't work: {error}")
         yield beside
     finally:
-        # The end of its input has it give its lease back.
+        # At the end of its input it frees its lease.
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=ANSWER_S)
         process.kill()
@@ -125,10 +125,10 @@ def _window(taken_us: list[float], error: str, errors: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    # A terminal's interrupt is for whoever started this, and ends the input.
+    # A terminal's interrupt is meant for the parent, which then ends the input.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         _work(*sys.argv[1:3])
     except GpuLeaseError as failure:
-        # Whoever started this asks for a window, and gets the reason.
+        # The parent asks for a window, and gets the reason.
         print(json.dumps(_window([], f"{type(failure).__name__}: {failure}", 1)), flush=True)

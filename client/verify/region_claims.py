@@ -1,6 +1,6 @@
-"""Promises of regions, each with its proof: one ends, and nothing else in its session notices.
+"""Promises of regions, each with its proof: one region ends, and nothing else in its session is affected.
 
-Every proof ends with the slice whole again: all that regions had can be allocated at once.
+Every proof ends with the slice whole again: all memory that regions had can be allocated at once.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ PATTERN: Final = 0xA5A5A5A5
 TTL_S: Final = 60.0
 
 RETURN_S: Final = 20.0
-"""Seconds for an ended region to be proved back, on a host that has one core for all."""
+"""Longest time for an ended region to be proved free, in seconds, on a host with one core for all."""
 
 GRAPH_NODES: Final = 300
 
@@ -55,7 +55,7 @@ OPENING_S: Final = (2.0, 8.0, 32.0)
 
 
 def region_claims(scene: Scene) -> list[Check[str]]:
-    """Return the promises of regions; each proof says what it found."""
+    """The promises of regions; each proof returns what it found."""
     size_bytes, churn = (64 * MIB, 1000) if scene.is_card else (4 * MIB, 60)
     return [
         Check("a region next to another", lambda scene: beside_another(scene, size_bytes, 50 if scene.is_card else 5)),
@@ -78,12 +78,12 @@ def _session(scene: Scene, slice_bytes: int) -> Iterator[tuple[GpuLease, GpuSess
 
 
 def _fill(session: GpuSession, module: Module, region: Region, value: int, regions: RegionSet) -> None:
-    # By its address: a stale pointer is to be tried, too.
+    # By its address, so that a stale pointer can be tried, too.
     fill(session, module, region.address, region.size_bytes // WORD_BYTES, value, regions)
 
 
 def beside_another(scene: Scene, size_bytes: int, times: int) -> str:
-    """Regions are revoked beside one on which kernels work all the time; every result of theirs is right."""
+    """Regions are revoked next to one on which kernels work constantly; every result of these is right."""
     slice_bytes = 4 * size_bytes
     with _session(scene, slice_bytes) as (lease, session, module), lease.region(size_bytes, ttl_secs=TTL_S) as kept:
         mine = session.region_set([kept])
@@ -126,7 +126,7 @@ def beside_another(scene: Scene, size_bytes: int, times: int) -> str:
 
 
 def stale_pointer(scene: Scene, size_bytes: int) -> str:
-    """Kernels go on reading and writing where a revoked region was; they meet zeros, and nobody's bytes."""
+    """Kernels continue to read and write where a revoked region was; they find zeros, and reach no tenant's bytes."""
     with (
         _session(scene, 4 * size_bytes) as (lease, session, module),
         lease.region(size_bytes, ttl_secs=TTL_S) as kept,
@@ -146,7 +146,7 @@ def stale_pointer(scene: Scene, size_bytes: int) -> str:
         with lease.region(size_bytes, ttl_secs=TTL_S) as later:
             if later.address == gone.address:
                 raise Breach("a region's address was given again")
-            # A stale table: the launch does not name the region that it writes to.
+            # A stale table: the launch does not name the region to which it writes.
             _fill(session, module, gone, 1, only_kept)
             three = session.region_set([later])
             if found := count_set(session, module, later.address, words, three):
@@ -169,7 +169,7 @@ def _expect(kind: type[RegionFailed], launch: Callable[[], object], session: Gpu
 
 
 def churning(scene: Scene, count: int) -> str:
-    """Regions are opened and revoked at random beside checked work in eight streams."""
+    """Regions are opened and revoked at random during checked work in eight streams."""
     rng = random.Random(count)
     slice_bytes = 256 * MIB
     live: list[Region] = []
@@ -204,7 +204,7 @@ def churning(scene: Scene, count: int) -> str:
 
 
 def under_a_graph(scene: Scene, size_bytes: int) -> str:
-    """A region is revoked while a graph that names it runs: what is queued ends, and no replay begins."""
+    """A region is revoked while a graph that names it runs: what is queued ends, and no replay starts after it."""
     with (
         _session(scene, 4 * size_bytes) as (lease, session, module),
         lease.region(size_bytes, ttl_secs=TTL_S) as kept,
@@ -234,7 +234,7 @@ def under_a_graph(scene: Scene, size_bytes: int) -> str:
 
 
 def _launch_until_refused(session: GpuSession, launch: Callable[[int], object]) -> int:
-    """Return the position of the first launch that was refused. Launches that were queued before have lower ones."""
+    """Position of the first launch that was refused. Launches queued before have lower positions."""
     until = time.monotonic() + RETURN_S
     position = QUEUED
     while time.monotonic() < until:
@@ -269,7 +269,7 @@ def _revoke_anyway(region: Region) -> None:
 
 
 def expiring_at_once(scene: Scene) -> str:
-    """As many regions as a session can have expire in the same millisecond; all are proved back."""
+    """As many regions as a session can have expire in the same millisecond; all are proved free."""
     with _session(scene, 2 * MAX_REGIONS * 2 * MIB) as (lease, session, module):
         regions, ends_s = _open_all(lease)
         names = session.region_set(regions)
@@ -287,7 +287,7 @@ def expiring_at_once(scene: Scene) -> str:
 
 
 def _open_all(lease: GpuLease) -> tuple[list[Region], float]:
-    """Open as many regions as a session can have, all to expire at one time; return them and that time."""
+    """Open as many regions as a session can have, all with the same end; returns them and that time."""
     for opening_s in OPENING_S:
         regions: list[Region] = []
         ends_s = time.monotonic() + opening_s
@@ -301,7 +301,7 @@ def _open_all(lease: GpuLease) -> tuple[list[Region], float]:
 
 
 def broker_killed(driver: str) -> str:
-    """The broker is killed at each step of a region's life; the next one finds the region, and ends it proved."""
+    """The broker is killed at each step of a region's life; its successor finds the region, and ends it with proof."""
     with killable_daemon(driver) as daemon:
         scene = Scene.at(daemon.address)
         steps: list[str] = []

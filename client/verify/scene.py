@@ -1,4 +1,4 @@
-"""The scene of the matrix: one card, its leases and its figures; and `Check`, the kind of all rows."""
+"""The scene of the matrix: one card, its leases and its figures; and `Check`, the type of all rows."""
 
 import time
 from collections.abc import Callable
@@ -17,13 +17,14 @@ SLICE_BYTES: Final = 256 << 20
 LEASE_S: Final = 120.0
 
 END_S: Final = 30.0
-"""Seconds for a lease to be torn down."""
+"""Longest time for a lease to be torn down, in seconds."""
 
 POOL_S: Final = 60.0
-"""Seconds for the pool of ready contexts to be full again."""
+"""Longest time for the pool of ready contexts to be full again, in seconds."""
 
 CARD_S: Final = 5.0
-"""Seconds for the card's own figure to fall back; the daemon proved the memory free before the teardown's end."""
+"""Longest time for the card's own figure to fall back, in seconds; the daemon proved the memory free before the
+teardown's end."""
 
 NAME_CHARS: Final = 15
 """Characters of a process's name that the kernel keeps."""
@@ -51,29 +52,29 @@ class Scene:
 
     @classmethod
     def at(cls, address: str) -> "Scene":
-        """Look at the daemon's first card."""
+        """The scene on the first card of that daemon."""
         card = first_card(address)
         return cls(address, card["driver"], card["uuid"], card["name"], card["capacity_bytes"])
 
     def title(self) -> str:
-        """Return the title of its tables: the card, its driver and the day."""
+        """The title of its tables: the card, its driver and the date."""
         return card_title(self.driver, self.card_name, self.card_uuid)
 
     @property
     def is_card(self) -> bool:
-        """True for a real card."""
+        """True for a real card, False for the embedded driver."""
         return self.driver == "cuda"
 
     def builder(self, size_bytes: int = SLICE_BYTES, seconds: float = LEASE_S) -> GpuBuilder:
-        """Return a builder of a lease on the card."""
+        """A builder for a lease on the card."""
         return GpuBuilder(self.address).min_vram(size_bytes).lease_secs(seconds).device(self.card_uuid)
 
     def query(self, lease_id: int) -> dict[str, Any]:
-        """Return the daemon's report of a lease."""
+        """The daemon's report about a lease."""
         return dict(ask(Opcode.LEASE_QUERY, LeaseRef(lease_id), self.address).report)
 
     def held_bytes(self) -> int:
-        """Return the bytes that leases hold, by the daemon's account."""
+        """The bytes that leases hold, according to the daemon."""
         return int(first_card(self.address, "held_bytes")["held_bytes"])
 
     def wait_for_pool(self) -> None:
@@ -85,16 +86,16 @@ class Scene:
             time.sleep(_LOOK_S)
 
     def lease_ids(self) -> set[int]:
-        """Return the ids of all live leases."""
+        """The ids of all live leases on the daemon."""
         report = leases_of(ask(Opcode.LEASE_LIST_ACTIVE, Empty(), self.address).report)
         return {int(lease["lease_id"], 16) for lease in report}
 
     def used_mib(self) -> int:
-        """Return the MiB used on the card, by its own account; 0 for a pretended card."""
+        """MiB used on the card, as nvidia-smi reports; 0 for the embedded driver."""
         return int(ask_card(self.card_uuid, "memory.used")) if self.is_card else 0
 
     def wait_for_end(self, lease_id: int, within_s: float = END_S) -> str:
-        """Wait until the lease is torn down; return the cause of its end. Raises Breach."""
+        """Wait until the lease is torn down; returns the cause of its end. Raises Breach."""
         until = time.monotonic() + within_s
         while (report := self.query(lease_id))["state"] != "torndown":
             if time.monotonic() > until or report["state"] == "fenced":
@@ -103,17 +104,17 @@ class Scene:
         return str(report["cause"])
 
     def free(self, lease_id: int) -> float:
-        """Free a lease; return the milliseconds until its memory is proved free."""
+        """Free a lease; returns the milliseconds until its memory is proved free."""
         started = time.perf_counter()
         try:
             ask(Opcode.LEASE_FREE, LeaseRef(lease_id), self.address)
         except GpuLeaseError:
-            # The lease has ended already, which is as good.
+            # The lease has ended already, which is just as good.
             self.wait_for_end(lease_id)
         return (time.perf_counter() - started) * 1e3
 
     def card_is_back_to(self, used_mib: int) -> int:
-        """Wait until the card's use has settled; return the MiB used beyond those before."""
+        """Wait until the card's use has settled; returns the MiB in use beyond `used_mib`."""
         until = time.monotonic() + CARD_S
         while (more := self.used_mib() - used_mib) > 0 and time.monotonic() < until:
             time.sleep(_LOOK_S)
@@ -125,7 +126,7 @@ Outcome = TypeVar("Outcome")
 
 @dataclass(frozen=True, slots=True)
 class Check(Generic[Outcome]):
-    """A row of the matrix: a fault or a promise, by its name, and its proof.
+    """A row of the matrix: a fault or a promise, with its name and its proof.
 
     Attributes:
         prove: Returns what it found. Raises Breach or GpuLeaseError if a promise does not hold.
@@ -136,12 +137,12 @@ class Check(Generic[Outcome]):
 
 
 def breach_of(error: Exception) -> str:
-    """Describe the error that ended a proof."""
+    """A sentence about the error that ended a proof."""
     return f"{type(error).__name__}: {error}"
 
 
 def worker_pid(lease_id: int) -> int:
-    """Return the process of a lease's worker, found by its name. Raises Breach."""
+    """The process id of a lease's worker, found by its name. Raises Breach."""
     name = f"gpul-{lease_id:032x}"[:NAME_CHARS]
     for comm in Path("/proc").glob("[0-9]*/comm"):
         try:

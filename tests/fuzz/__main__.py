@@ -1,8 +1,8 @@
 """`python -m tests.fuzz TARGET [FOLDER...] [-OPTION=...]`: a campaign of one target under atheris, which is libFuzzer.
 
-What is found in addition to the seeds is kept in the first folder, build/fuzz/TARGET if none is given, and is where the
-next campaign goes on. Options are libFuzzer's: -max_total_time=60, -runs=100000, -seed=1. To try one input again, name
-its file instead of folders.
+Inputs found in addition to the seeds are kept in the first folder, by default build/fuzz/TARGET, where the next
+campaign continues. Options are libFuzzer's: -max_total_time=60, -runs=100000, -seed=1. To try one input again, name its
+file instead of folders.
 """
 
 import importlib

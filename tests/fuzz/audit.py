@@ -2,9 +2,9 @@
 
 The invariant. Whatever bytes a log and its head consist of:
 
-- verifying, showing and summing up raise nothing (a head that is none is NotAHead), and what is shown moves no cursor;
-- with its head, a log is called whole only if all that the head tells of is there, byte for byte and in its order, and
-  what is behind it continues the chain, or is the piece of a line;
+- verifying, showing and summing raise nothing (an invalid head is NotAHead), and what is shown moves no cursor;
+- with its head, a log is called whole only if everything that the head lists is there, byte for byte and in order, and
+  what follows it continues the chain, or is a part of a line;
 - without it, only if what is there is an unbroken part of some chain: no record of it was changed, moved or repeated;
 - what is read as a record has exactly its own bytes: there is one way to write it.
 """
@@ -44,7 +44,7 @@ HEAD = WHOLE.head
 
 
 def _record_in(line: bytes) -> Record | None:
-    """None of a line that was torn."""
+    """The record in a line; None for a torn line."""
     try:
         return read_record(line[:-1])
     except NotARecord:

@@ -1,14 +1,15 @@
 """The broker's control operations: `daemon/broker` and `daemon/leases` behind it.
 
-The invariant. Whatever several tenants, an operator and strangers over TCP ask, in whatever order and at whatever time:
+The invariant. Whatever several tenants, an operator and strangers over TCP request, in whatever order and at whatever
+time:
 
-- every request is answered exactly once, or its connection was closed; in the end nobody waits, and nothing is kept of
-  those who went;
-- the lease table's own rules hold after every step (`LeaseTable.validate`), and no effect of it fails;
-- a tenant is told of, and can renew, free, revoke, or attach to, only leases of its own and those that a token lets it,
-  one that was issued to it, for that, for this generation, and has not expired nor been revoked; a token opens one
-  session, once;
-- what is only for operators is done for operators only.
+- every request is answered exactly once, or its connection was closed; at the end no request waits, and nothing is kept
+  of peers that left;
+- the lease table's own rules hold after every step (`LeaseTable.validate`), and none of its effects fails;
+- a tenant receives news of, and can renew, free, revoke, or attach to, only its own leases and those that a token
+  permits: one that was issued to it, for that, for this generation, and that has not expired nor been revoked; a token
+  opens one session, once;
+- operators' operations are executed for operators only.
 """
 
 import asyncio
@@ -49,7 +50,6 @@ def alloc(scene: Scene, draws: Draws) -> m.LeaseAlloc:
 
 
 def lease(scene: Scene, draws: Draws) -> int:
-    """Mostly one of the latest."""
     way, leases = draws.byte(), scene.known.leases
     return leases[-1 - way % min(4, len(leases))] if way < 200 else leases[way % len(leases)]
 
@@ -182,7 +182,6 @@ def attach(peer: Peer, draws: Draws) -> None:
 
 
 async def misbehave(peer: Peer, draws: Draws) -> None:
-    """What no honest client does."""
     match draws.below(7):
         case 0:
             peer.wire.close()

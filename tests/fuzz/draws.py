@@ -15,7 +15,6 @@ class Draws:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left."""
         return self._at >= len(self._data)
 
     def byte(self) -> int:
@@ -34,11 +33,10 @@ class Draws:
         return among[self.below(len(among))]
 
     def chance(self, one_in: int) -> bool:
-        """Seldom true; never behind the end."""
+        """True in one of several draws; never after the end."""
         return self.byte() % one_in == one_in - 1
 
     def take(self, size_bytes: int) -> bytes:
-        """That many bytes, or what is left."""
         at = self._at
         self._at = at + size_bytes
         return self._data[at : self._at]
@@ -48,5 +46,4 @@ class Draws:
         return self.take(self.below(most_bytes + 1))
 
     def rest(self) -> bytes:
-        """All that is left."""
         return self.take(max(0, len(self._data) - self._at))

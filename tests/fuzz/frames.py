@@ -91,7 +91,6 @@ def check(data: bytes) -> None:
 
 
 def same(one: object, other: object) -> bool:
-    """Equal, where a report may hold a NaN."""
     return one == other or repr(one) == repr(other)
 
 
@@ -104,7 +103,7 @@ def events_of(role: Role, state: State, limit: int, pieces: list[bytes]) -> list
     events: list[Event] = []
     for piece in (*pieces, None):
         if connection.state is State.CLOSED:
-            # What comes behind an ending is nobody's any more.
+            # What follows an ending belongs to nothing.
             break
         if piece is None:
             connection.receive_eof()
@@ -159,7 +158,7 @@ def check_plain_forms(frame: Frame) -> None:
 
 
 def check_fast_path(frame: Frame) -> None:
-    """Both ways through a payload."""
+    """Decode a payload in both ways, and compare."""
     payload = memoryview(frame.payload)
     if (fixed := FIXED.get(frame.op)) is not None:
         layout, kind = fixed

@@ -3,9 +3,9 @@
 The invariant. Whatever text a tenant loads:
 
 - it becomes intermediate code for a compiler, or is refused by an ImageRejected that names a reason; nothing else is
-  raised, the depth of Python's stack included;
-- the time and the memory that takes grow no more than its length by a constant;
-- what is refused is told in few words: a message of bounded length, a line of the text.
+  raised, including for the depth of Python's stack;
+- the time and the memory needed grow at most linearly with its length;
+- a refusal is short: a message of bounded length, a line of the text.
 """
 
 import random

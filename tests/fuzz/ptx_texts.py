@@ -61,7 +61,6 @@ def mutate(data: bytes, max_size: int, seed: int) -> bytes:
 
 
 def edit(pieces: list[str], dice: random.Random) -> None:
-    """Up to four edits, where something is."""
     words = vocabulary()
     for _ in range(dice.randint(1, 4)):
         at, other = dice.randrange(len(pieces) or 1), dice.randrange(len(pieces) or 1)

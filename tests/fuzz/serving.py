@@ -64,7 +64,7 @@ def check(data: bytes) -> None:
 
 
 def follow(made: Pair, draws: Draws) -> tuple[object, ...]:
-    """Do what the input says, and tell what came of it."""
+    """Do what the input says, and return the outcome."""
     made.made.context.refuse_tag = draws.below(32)
     made.put(stream_of(made.made, WARM * (1 + draws.below(12))))
     for _ in range(MAX_STEPS):
@@ -86,7 +86,6 @@ def put_frames(made: Pair, draws: Draws) -> None:
 
 
 def put_damaged(made: Pair, draws: Draws) -> None:
-    """Launches of which some bytes are others."""
     stream = bytearray(stream_of(made.made, [draws.pick(DAMAGED) for _ in range(1 + draws.below(3))]))
     for _ in range(1 + draws.below(3)):
         stream[draws.number(2) % len(stream)] = draws.byte()
@@ -106,7 +105,7 @@ def set_data(made: Pair, draws: Draws) -> None:
 
 
 def jump(made: Pair, draws: Draws) -> None:
-    """Announce what was not put there; a client that stands still may not have been heard yet."""
+    """Announce bytes that were not written; the worker may not yet have noticed earlier ones of an idle client."""
     made.words[TAIL] = (made.words[TAIL] + draws.pick(AHEAD)) & (1 << 64) - 1
 
 

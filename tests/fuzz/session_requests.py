@@ -65,7 +65,6 @@ class Tenant:
     end: Status | None = None
 
     def number(self, draws: Draws) -> int:
-        """Mostly one that it was given."""
         way = draws.byte()
         return ALL >> way % 64 if way >= 250 else self.numbers[way % len(self.numbers)]
 

@@ -74,7 +74,6 @@ def check(data: bytes) -> None:
 
 
 def count(folder: str) -> int:
-    """How many entries it has."""
     return len(os.listdir(folder))
 
 
@@ -104,7 +103,6 @@ def opened(*, has_arena: bool) -> Iterator[Tenant]:
 
 
 def step(tenant: Tenant, draws: Draws) -> None:
-    """One frame, or the lease's end."""
     way = draws.byte()
     if way == 255:
         tenant.end = draws.pick(ENDS)
@@ -182,7 +180,7 @@ def note(tenant: Tenant, asked: Frame, body: Any) -> None:
         case Opcode.MEM_KEPT:
             assert all(len(tenant.contents[one.handle]) == one.size_bytes for one in body.buffers)
         case Opcode.MEM_RESET:
-            # No connection is attached, so nobody holds anything.
+            # No connection is attached, so nothing is held.
             assert body.size_bytes == sum(map(len, tenant.contents.values()))
             tenant.contents.clear()
         case Opcode.MEM_WRITE:

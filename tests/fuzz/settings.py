@@ -196,7 +196,6 @@ VALUES = (
 
 
 def written(draws: Draws) -> str:
-    """A file of some settings."""
     lines = []
     for _ in range(1 + draws.below(6)):
         key = draws.pick(KEYS) if not draws.chance(16) else draws.pick(INNER)

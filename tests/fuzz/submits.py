@@ -223,7 +223,7 @@ class Around:
 
     def _leave(self) -> None:
         self.tenant.close()
-        # A worker that looks at the channel first goes on all the same.
+        # A worker that polls the channel first continues all the same.
         self._tell({"op": "nothing"})
 
     def _tell(self, message: dict[str, object], *fds: int) -> None:

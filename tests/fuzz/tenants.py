@@ -1,4 +1,4 @@
-"""Tenants, an operator and strangers over TCP, who talk to one broker, and what each may be told: see `control`."""
+"""Tenants, an operator and strangers over TCP that use one broker, and what each may receive: see `control`."""
 
 import os
 from collections.abc import Callable
@@ -52,8 +52,6 @@ OPERATOR = "root"
 
 @dataclass(frozen=True)
 class Issue:
-    """A token as it was given out."""
-
     lease_id: int
     audience: bytes
     permissions: Permission
@@ -84,8 +82,6 @@ class Asked:
 
 
 class Scene:
-    """A broker, and those who talk to it."""
-
     def __init__(self, draws: Draws) -> None:
         # Tells whose socket is handed over.
         self.places = {name: os.memfd_create(f"peer-{name}") for name in NAMES}
@@ -155,7 +151,6 @@ class Peer:
         return not self.wire.is_closing()
 
     def ask(self, op: Opcode, body: m.Body, session_id: int = 0) -> None:
-        """Send a request, if it may be sent now."""
         assert build_body(body) is not None
         try:
             number, frame = self.connection.send_request(op, body, session_id=session_id)
@@ -172,7 +167,6 @@ class Peer:
         self.pump()
 
     def pump(self) -> None:
-        """Let the broker read what it wants to."""
         while self.outbox and self.is_open and not self.wire.is_paused:
             room = self.protocol.get_buffer(-1)
             count = min(len(room), len(self.outbox))
@@ -193,7 +187,7 @@ class Peer:
                 self.learn(self.asked.pop(event.request_id), event.result)
 
     def overhear(self, told: Notification) -> None:
-        """What a subscription tells is of leases that this peer may know of."""
+        """Check that a subscription reports only leases that this peer may know of."""
         subscribed = self.subscribed[told.subscription]
         lease_id, owner = told.event.lease_id, self.scene.known.owner.get(told.event.lease_id)
         assert subscribed.body.lease_id in (NODE_LEASE, lease_id)
@@ -207,7 +201,6 @@ class Peer:
                 check(self, asked, asked.body, result)
 
     def may(self, lease_id: int, permission: Permission, asked: Asked) -> bool:
-        """Whether a success is in order."""
         known = self.scene.known
         return (
             self.name == OPERATOR

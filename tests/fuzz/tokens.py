@@ -1,11 +1,11 @@
-"""Tokens: daemon/capabilities, and what of them a holder can write.
+"""Tokens: daemon/capabilities, and what a holder can write about them.
 
-The invariant. Whatever bytes are presented as a token, made of nothing, of good tokens or by appending to them:
+The invariant. Whatever bytes are presented as a token, made from nothing, from good tokens or by appending to them:
 
-- nothing is raised but CapabilityDenied, and soon;
-- one that is accepted says of no more permissions, of no longer a time, and of the same lease, tenant, generation and
-  nonce as one that the node issued to this very audience; every block appended to it has taken away what it says;
-- it is accepted for nobody else, for no permission that it does not name, and not once its lease was renewed.
+- nothing is raised but CapabilityDenied, and quickly;
+- an accepted one claims no more permissions and no longer time than one that the node issued to this very audience, and
+  the same lease, tenant, generation and nonce; every block appended to it has taken away what it says;
+- it is accepted for no other audience, for no permission that it does not name, and not after its lease was renewed.
 """
 
 import time
@@ -129,7 +129,6 @@ def validated(token: bytes, audience: bytes, permission: Permission) -> Claims |
 
 
 def edited(token: bytes, draws: Draws) -> bytes:
-    """A token in which something is otherwise."""
     data = bytearray(token)
     for _ in range(1 + draws.below(4)):
         at = draws.number(2) % (len(data) + 1)
@@ -152,7 +151,7 @@ def edited(token: bytes, draws: Draws) -> bytes:
 
 
 def check_source(source: str) -> None:
-    """What is read as a narrowing is one: it says the same, written anew."""
+    """What is read as an attenuation is one: written again, it says the same."""
     try:
         expires_ms, permissions = parse_narrowing(source)
     except ValueError:
@@ -198,7 +197,7 @@ def append(left: Appended, draws: Draws) -> bool:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException:
-        # A source that is none; the library's panics are no Exceptions.
+        # An invalid source; the library's panics are not Exceptions.
         return False
     return True
 

@@ -39,7 +39,7 @@ def said_by(who: str) -> Iterator[bytes]:
 
 
 def ptx_texts(most_bytes: int) -> list[str]:
-    """The PTX of the vectors that is no longer than that."""
+    """The PTX of the vectors up to that length."""
     paths = sorted((VECTORS / "gpu").glob("*.ptx"))
     return list(dict.fromkeys(path.read_text() for path in paths if path.stat().st_size <= most_bytes))
 

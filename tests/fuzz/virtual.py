@@ -1,7 +1,8 @@
-"""The broker without processes, sockets and real time: a loop whose time jumps, workers and wires that only seem to be.
+"""The broker without processes, sockets and real time: a loop with a jumping clock, and simulated workers and wires.
 
-What decides is the product's: lease table, runtime, handlers, control connections, tokens. Around it, a worker is a
-number that becomes ready, or fails, or hangs; a socket is a name; and a timer is due at once, when nothing else is.
+The deciding parts are the product's: lease table, runtime, handlers, control connections, tokens. Around them, a worker
+is a number that becomes ready, or fails, or hangs; a socket is a name; and a timer is due immediately, when nothing
+else is.
 """
 
 import asyncio
@@ -38,8 +39,6 @@ READY_S = 0.05
 
 
 class Clock:
-    """Stands in for the module `time`."""
-
     now_ns = START_NS
 
     def monotonic_ns(self) -> int:
@@ -69,8 +68,6 @@ class _Selector(selectors.SelectSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """A loop on the virtual clock."""
-
     def __init__(self) -> None:
         super().__init__(_Selector())
         self.wrong: list[str] = []
@@ -127,10 +124,10 @@ def virtual_time(loop: VirtualLoop) -> Iterator[None]:
 
 
 class SimulatedWorkers(Workers):
-    """Workers by number. `luck` decides what becomes of each.
+    """Workers by number. `luck` decides what happens to each.
 
     Attributes:
-        attached: Who attaches to what is told here.
+        attached: Receives the sessions that attach.
     """
 
     def __init__(self, luck: Callable[[], int]) -> None:
@@ -167,7 +164,7 @@ class SimulatedWorkers(Workers):
             self._say_later(0.1, worker, lambda number: WorkerExited(number, "killed"))
 
     def _say_later(self, delay_s: float, worker: int, event: Callable[[int], Event]) -> None:
-        """By the number it has by then; nothing once its end was told."""
+        """Report by the number that it has then; nothing after its end was reported."""
 
         def say() -> None:
             number = next((number for number, found in self._names.items() if found == worker), None)
@@ -199,8 +196,6 @@ class SimulatedWorkers(Workers):
 
 
 class SimulatedSocket:
-    """What a connection's peer is known by."""
-
     def __init__(self, uid: int | None, fd: int) -> None:
         self.family = socket.AF_INET if uid is None else socket.AF_UNIX
         self._uid = uid
@@ -263,7 +258,7 @@ def broker_of(table: LeaseTable, tokens: TokenService, workers: SimulatedWorkers
     tokens._authority = CapabilityAuthority(ring, tokens._facts, clock_ns=CLOCK.monotonic_ns, unix_s=CLOCK.time)
     made = Runtime(table, EmbeddedCards(sizes), workers, tokens, Recorder(), max_load_s=120)
     made.fair_queue = FairQueue(CLOCK.monotonic_ns)
-    # There are no pages to look at, and its rounds are most of what happens while time passes.
+    # There are no pages to poll, and polling them would be most of the work while time passes.
     setattr(made._watchdog, "start", lambda: None)  # noqa: B010
 
     async def stray_bytes() -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""A daemon on the real cards. Skipped only where there is no NVIDIA driver: one that is broken fails."""
+"""A daemon on the real cards. Skipped only if there is no NVIDIA driver: a broken one fails."""
 
 from collections.abc import Iterator
 
@@ -50,7 +50,6 @@ def daemon(cards: Cards, cuda_daemon: Daemon) -> Iterator[Daemon]:
 
 @pytest.fixture
 def lasting(cards: Cards) -> Iterator[LastingDaemon]:
-    """A daemon that leases all of each card."""
     used = cards.used_bytes()
     lasting = LastingDaemon(driver="cuda", vram=())
     try:

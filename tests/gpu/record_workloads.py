@@ -1,6 +1,6 @@
-"""Runs whole kernels and single operations on a real card and keeps the results: the embedded driver is held to them.
+"""Runs whole kernels and single operations on a real card and records the results, for the embedded driver to match.
 
-On a GPU host that nobody else uses, from the repository's root:
+On a GPU host without other users, from the repository's root:
 
     PYTHONPATH=.dev:tests python -m tests.gpu.record_workloads OUT.json
 """

@@ -66,8 +66,6 @@ DONE:
 
 
 class Stage:
-    """A context with the kernels."""
-
     def __init__(self, context: Context) -> None:
         self.context = context
         self._kernels = context.module_load(KERNELS).kernels
@@ -78,7 +76,7 @@ class Stage:
         self._launch("fill", size, struct.pack("<QII", address, size // 4, value))
 
     def others(self, address: int, size: int, value: int) -> int:
-        """Number of words that are not the value."""
+        """Number of words that differ from the value."""
         self.context.mem_write(self._out, memoryview(bytes(4)))
         self._launch("count_others", size, struct.pack("<QIIQ", address, size // 4, value, self._out))
         seen = bytearray(4)
@@ -132,8 +130,6 @@ def quiet(stage: Stage) -> dict[str, Any]:
 
 
 class timed:
-    """Appends the microseconds of its block."""
-
     def __init__(self, spans: list[float]) -> None:
         self._spans = spans
 
@@ -312,7 +308,6 @@ def open_zeroed(context: Context, size_bytes: int) -> int:
 
 
 def lost(*calls: Callable[[], object]) -> dict[str, Any]:
-    """The fault of one of the calls."""
     try:
         for call in calls:
             call()

@@ -18,7 +18,6 @@ def config(folder: Path, *, required: bool = False, **more: str) -> str:
 
 
 def gpulease_audit(*words: str | Path) -> Result:
-    """Run the command."""
     return CliRunner().invoke(main, [str(word) for word in words])
 
 
@@ -37,17 +36,15 @@ def records(folder: Path) -> list[dict[str, Any]]:
         try:
             found.append(json.loads(line))
         except ValueError:
-            continue  # What a crash left; `check_whole` says whether it is told of.
+            continue  # What a crash left; `check_whole` says whether it was reported.
     return found
 
 
 def kinds(folder: Path) -> list[str]:
-    """Those of all records."""
     return [record["kind"] for record in records(folder)]
 
 
 def usage(folder: Path) -> dict[str, Any]:
-    """Sums by tenant."""
     done = gpulease_audit("usage", "--json", folder)
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)

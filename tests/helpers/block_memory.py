@@ -62,7 +62,6 @@ def by_launch(lease: GpuLease, kernel: str, size_bytes: int) -> int:
 
 
 def by_graph(lease: GpuLease, kernel: str, size_bytes: int) -> int:
-    """As a graph's node."""
     with GpuSession(lease) as session:
         out, module = session.mem_alloc(4), session.module_load(REACH)
         args = [out, np.uint32(max(0, size_bytes - 4))]
@@ -73,7 +72,6 @@ def by_graph(lease: GpuLease, kernel: str, size_bytes: int) -> int:
 
 
 def by_submit(lease: GpuLease, kernel: str, size_bytes: int) -> int:
-    """As a submit."""
     work = lease.submit(kernel, REACH).shared_bytes(size_bytes).out(4).arg(np.uint32(max(0, size_bytes - 4)))
     (output,) = work.launch()
     return int.from_bytes(output, "little")

@@ -37,8 +37,6 @@ WatchdogSec=5
 
 
 class BootedHost:
-    """Runs commands there, as root."""
-
     def __init__(self, root: Path, process: "subprocess.Popen[bytes]", path: str) -> None:
         self._root, self._process = root, process
         # The second is where some hosts say that the driver's libraries lie.
@@ -47,8 +45,6 @@ class BootedHost:
         self.python = f"{PYTHON}/venv/bin/python"
 
     def wait_until_it_runs(self) -> bool:
-        """Whether it booted."""
-
         def has_come_up() -> bool:
             if self._process.poll() is not None:
                 return True
@@ -78,7 +74,6 @@ class BootedHost:
         return done.stdout
 
     def said(self, *command: str) -> str:
-        """What it prints, however it ends."""
         return self._run(command).stdout.strip()
 
     def shown(self, name: str) -> str:
@@ -95,11 +90,10 @@ class BootedHost:
         return self.shown("MainPID")
 
     def log(self) -> str:
-        """The last that the daemon said."""
         return self.said("journalctl", "--unit=gpuleased", "--no-pager", "--output=cat", "--lines=10")
 
     def start(self, *command: str) -> "subprocess.Popen[str]":
-        """Start a program there whose output is read."""
+        """Start a program there and read its output."""
         return subprocess.Popen(
             self._inside(command), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
@@ -156,7 +150,7 @@ def _interpreter() -> tuple[list[str], str]:
 
 
 def _cards() -> list[str]:
-    """Options that show the host this machine's cards, and what of their driver is no part of this file system."""
+    """Options that give the host this machine's cards, and the files of their driver that its file system lacks."""
     mounted = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
     driver = [place for place in mounted if "nvidia" in place and not place.startswith(("/dev/", "/proc/"))]
     devices = [str(device) for device in sorted(Path("/dev").glob("nvidia*"))]

@@ -51,7 +51,7 @@ class Design(Enum):
 
 
 class UncappedMember(Member):
-    """A member whose leases have no horizon."""
+    """A member with a membership deadline that never comes, so that its leases don't end when it is cut off."""
 
     def handle(self, event: Event, now_ns: int) -> list[Effect]:
         effects = super().handle(event, now_ns)
@@ -62,7 +62,7 @@ class UncappedMember(Member):
 
 
 class TrustingMember(UncappedMember):
-    """A member who goes on serving what it was once given, and joins anew as if it had nothing."""
+    """A member that continues to serve its old claims, and joins again as if it had none."""
 
     def handle(self, event: Event, now_ns: int) -> list[Effect]:
         effects = super().handle(event, now_ns)

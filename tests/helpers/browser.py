@@ -69,7 +69,7 @@ class Browser:
     # --- the page ---
 
     def open(self, url: str) -> None:
-        """Go there, and wait until it is loaded."""
+        """Open a URL, and wait until the page is loaded."""
         self._ask("POST", "/url", {"url": url})
 
     def run(self, script: str, *arguments: Any) -> Any:
@@ -77,12 +77,11 @@ class Browser:
         return self._ask("POST", "/execute/sync", {"script": script, "args": list(arguments)})
 
     def text(self, selector: str) -> str:
-        """What is to be read there."""
         found = self.run("return document.querySelector(arguments[0])?.innerText ?? ''", selector)
         return str(found)
 
     def texts(self, selector: str) -> list[str]:
-        """The same of all that there are."""
+        """The visible texts of all matching elements."""
         script = "return [...document.querySelectorAll(arguments[0])].map(one => one.innerText)"
         return [str(text) for text in self.run(script, selector)]
 
@@ -92,7 +91,7 @@ class Browser:
         wait_until(lambda: text in self.text(selector), what, within_s, seen=lambda: self.text("body"))
 
     def press(self, keys: str) -> None:
-        """Press keys, wherever the focus is."""
+        """Press keys in the element that has the focus."""
         pressed = [
             step for key in keys for step in ({"type": "keyDown", "value": key}, {"type": "keyUp", "value": key})
         ]
@@ -104,17 +103,15 @@ class Browser:
         return [entry["message"] for entry in found if entry["level"] in ("SEVERE", "WARNING")]
 
     def devtools(self, command: str, **parameters: Any) -> Any:
-        """A command of the DevTools protocol."""
         return self._ask("POST", "/goog/cdp/execute", {"cmd": command, "params": parameters})
 
     def screenshot(self, path: Path) -> None:
-        """Keep what is to be seen."""
         path.write_bytes(base64.b64decode(self._ask("GET", "/screenshot", None)))
 
     # --- its end ---
 
     def close(self) -> None:
-        """End it, and fail if anything of it goes on."""
+        """Close it; fails if one of its processes is still running."""
         pids = [info.pid for info in descendants(self._process.pid)]
         try:
             self._ask("DELETE", "", None)

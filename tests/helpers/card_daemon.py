@@ -1,4 +1,4 @@
-"""A daemon on real cards, whose memory must be back behind it."""
+"""A daemon on real cards; after it, all memory of the cards must be free again."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -10,7 +10,7 @@ from helpers.scripted_peer import ScriptedPeer
 
 
 class Awaited:
-    """A blocking object whose methods are to be awaited, like the asyncio ones."""
+    """Wraps a blocking object so that its methods can be awaited, like those of the asyncio API."""
 
     WAITING = frozenset(
         {"renew", "free", "query", "mem_alloc", "mem_free", "mem_write", "mem_read"}
@@ -63,12 +63,10 @@ class Face:
         return kind(self.peer.address).min_vram(1 << 20)
 
     async def acquire(self, builder: Any = None) -> Any:
-        """A lease."""
         wish = builder or self.builder()
         return Awaited(wish.acquire()) if self.name == "blocking" else await wish.acquire()
 
     async def open(self, lease: Any) -> Any:
-        """A session on a lease."""
         return Awaited(GpuSession(lease.target)) if self.name == "blocking" else await aio.GpuSession(lease)
 
     @asynccontextmanager
@@ -100,7 +98,7 @@ def play(scenario: Scenario, face: Face) -> None:
 
 
 async def any_operation(session: Any, buffer: Any, module: Any, name: str) -> None:
-    """The session operation of a name; LAUNCH goes on for ever, because one alone never fails."""
+    """The session operation of that name; LAUNCH repeats forever, because a single one never fails."""
     match name:
         case "MEM_ALLOC":
             await session.mem_alloc(4)

@@ -55,7 +55,6 @@ class Comparison:
 
 
 def comparisons(kind: str) -> Iterator[Comparison]:
-    """All that there are for a kind of number."""
     names = _NAMES["float" if kind in KINDS else kind[0]]
     for name, join, ftz in itertools.product(names, JOINS, (False, True) if kind in _FLUSHABLE else (False,)):
         yield Comparison(name, join, ftz, kind)
@@ -91,7 +90,6 @@ def _whole(bits: int, kind: str) -> int:
 
 
 def numbers(kind: str) -> st.SearchStrategy[int]:
-    """Bit patterns of a kind."""
     if kind in KINDS:
         edges, width = KINDS[kind].edges, KINDS[kind].bits
     else:

@@ -62,7 +62,6 @@ class Faults:
     fleet_design: str | None = None
 
     def as_argument(self) -> str:
-        """For the launcher's command line."""
         flags = {
             name: getattr(self, name)
             for name in ("withhold_proof_while", "inflate_while", "hang_syncs_while", "others_in", "names_in")
@@ -142,7 +141,6 @@ class Daemon:
         assert ask(Opcode.PING, Ping(7), self.address) == Ping(7)
 
     def wait_for_exit(self, within_s: float = STOP_LIMIT_S) -> int:
-        """Its exit status."""
         return self.process.wait(within_s)
 
     def stop(self) -> None:
@@ -158,7 +156,6 @@ class Daemon:
             self.discard()
 
     def kill(self) -> None:
-        """End it as a crash would."""
         self._was_killed = True
         self.process.kill()
         self.process.wait()
@@ -179,11 +176,10 @@ class Daemon:
     # --- what it says ---
 
     def log(self) -> str:
-        """All it has logged."""
         return self._earlier_log + self._log_path.read_text(errors="replace")
 
     def shorten_log(self) -> None:
-        """Begin its file anew, for a disk that is about to be full: the log is to find room there."""
+        """Truncate its log file, so that the log has room on a disk that is about to be full."""
         self._earlier_log = self.log()
         os.truncate(self._log_path, 0)
 
@@ -194,26 +190,22 @@ class Daemon:
 
     @property
     def tcp_address(self) -> str:
-        """Where it listens for TCP."""
         found = _TCP.search(self.log())
         assert found, self.log()
         return found[1]
 
     @property
     def tls_address(self) -> str:
-        """Where it listens for TLS."""
         found = _TLS.search(self.log())
         assert found, self.log()
         return found[1]
 
     def inventory(self) -> Inventory:
-        """Its cards."""
         reply = ask(Opcode.GET_INVENTORY, Empty(), self.address)
         assert isinstance(reply, Inventory)
         return reply
 
     def available_bytes(self, card: int = 0) -> int:
-        """What a card can still grant."""
         return self.inventory().entries[card].available_bytes
 
     def leases(self) -> list[dict[str, Any]]:
@@ -221,11 +213,10 @@ class Daemon:
         return list(ask(Opcode.LEASE_LIST_ACTIVE, Empty(), self.address).report)
 
     def query(self, lease_id: int) -> dict[str, Any]:
-        """What LEASE_QUERY says to an operator."""
+        """The report of LEASE_QUERY to an operator."""
         return dict(ask(Opcode.LEASE_QUERY, LeaseRef(lease_id), self.address).report)
 
     def revoke(self, lease_id: int, reason: str = "maintenance") -> int:
-        """The outcome of LEASE_REVOKE."""
         return int(ask(Opcode.LEASE_REVOKE, LeaseRevoke(lease_id, reason), self.address).outcome)
 
     def wait_for_end(self, lease_id: int) -> None:
@@ -256,24 +247,20 @@ class Daemon:
         return marked(f"{MARK}={self._mark}")
 
     def zygote_pid(self) -> int:
-        """The zygote's process id."""
         found = {info.pid: info.parent for info in self.processes() if info.name == "gpul-zygote"}
         # A worker just forked has its zygote's name still.
         (zygote,) = [pid for pid, parent in found.items() if parent not in found]
         return zygote
 
     def worker_pid(self, lease_id: int) -> int:
-        """The process id of a lease's worker."""
         name = worker_name(lease_id)
         (worker,) = [info for info in self.processes() if info.name == name]
         return worker.pid
 
     def has_worker(self, lease_id: int) -> bool:
-        """Whether a lease's worker runs."""
         return any(info.name == worker_name(lease_id) for info in self.processes())
 
     def open_files(self) -> dict[int, str]:
-        """The broker's descriptors."""
         return open_files(self.process.pid)
 
     def check_idle(self, files_before: int) -> None:

@@ -87,7 +87,6 @@ def bf16(values: Array) -> NDArray[np.uint16]:
 
 
 def floats(bits: NDArray[np.uint16]) -> NDArray[np.float64]:
-    """The values of bf16 bits."""
     return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
 
 

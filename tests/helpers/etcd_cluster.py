@@ -25,7 +25,7 @@ FULL_BYTES: Final = 1
 
 
 def need_etcd() -> None:
-    """Skip the test, with what to install, where there is no etcd."""
+    """Skip the test, with a hint what to install, if etcd is not installed."""
     for program in ("etcd", "etcdctl"):
         if shutil.which(program) is None:
             pytest.skip(f"SKIPPED FOR WANT OF {program}: apt-get install etcd-server etcd-client")
@@ -62,9 +62,9 @@ class EtcdCluster:
 
     Args:
         folder: For data and logs.
-        members: How many.
-        authority: Whose certificates it shows to clients and asks them for; None for plain text.
-        quota_bytes: Each member's.
+        members: Number of members.
+        authority: Issues the certificates that it presents to clients and requires of them; None for plain text.
+        quota_bytes: Each member's quota.
         places: For each member the host it listens on and the command that starts it there; None for this one.
     """
 
@@ -91,7 +91,6 @@ class EtcdCluster:
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """All members', as HOST:PORT."""
         return tuple(member.endpoint for member in self.members)
 
     def __enter__(self) -> "EtcdCluster":
@@ -147,7 +146,6 @@ class EtcdCluster:
         self.restart(member)
 
     def save(self, backup: Path) -> None:
-        """Back the store up, by one member."""
         done = self._etcdctl(self.members[:1], "snapshot", "save", str(backup))
         assert done.returncode == 0, done.stdout + done.stderr
 
@@ -187,7 +185,6 @@ class EtcdCluster:
         member.is_paused = True
 
     def resume(self, member: Member) -> None:
-        """Let a paused member go on."""
         assert member.process is not None
         os.kill(member.process.pid, signal.SIGCONT)
         member.is_paused = False
@@ -199,12 +196,10 @@ class EtcdCluster:
         return leader
 
     def follower(self) -> Member:
-        """A member that follows."""
         leader = self.leader()
         return next(member for member in self.members if member is not leader)
 
     def compact(self, revision: int) -> None:
-        """Take the history before a revision away."""
         self.control("compaction", "--physical=true", str(revision))
 
     def control(self, *words: str) -> str:
@@ -214,7 +209,7 @@ class EtcdCluster:
         return done.stdout
 
     def try_control(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """How etcdctl ended, and what it said."""
+        """Run etcdctl; returns its status and output."""
         return self._etcdctl([member for member in self.members if self._runs(member)], *words)
 
     def _leader(self) -> Member | None:

@@ -1,7 +1,7 @@
 """One of several processes that write to etcd: `python -P -m helpers.etcd_contender ENDPOINTS NAME FILE`.
 
-Each write has a nonce and compares what it overwrites. Its outcome is a line of JSON in the file. It goes on until
-it is killed. With `history` as its name it writes all changes since the store was made, and ends.
+Each write has a nonce and compares what it overwrites. Its outcome is a line of JSON in the file. The process continues
+until it is killed. With the name `history` it writes all changes since the store was made, and ends.
 """
 
 import asyncio
@@ -36,7 +36,6 @@ def tell(path: Path, **members: Any) -> None:
 
 
 async def contend(client: EtcdClient, name: str, path: Path) -> None:
-    """Write for ever."""
     number = 0
     while True:
         number += 1
@@ -57,7 +56,6 @@ async def contend(client: EtcdClient, name: str, path: Path) -> None:
 
 
 async def tell_history(client: EtcdClient, path: Path) -> None:
-    """Write all changes up to now."""
     while not isinstance(last := await client.do(Transaction(reads=(Get(PREFIX),))), Answer):
         pass
     async for batch in client.watch(b"", 1):
@@ -69,7 +67,6 @@ async def tell_history(client: EtcdClient, path: Path) -> None:
 
 
 async def main(endpoints: str, name: str, path: Path) -> None:
-    """Be that process."""
     client = EtcdClient(EtcdSettings(tuple(endpoints.split(",")), timeout_s=TIMEOUT_S))
     try:
         await (tell_history(client, path) if name == "history" else contend(client, name, path))

@@ -91,5 +91,5 @@ def flushed(bits: int, kind: Kind) -> int:
 
 
 def clamped(value: Number) -> Number:
-    """.sat: into [0, 1], NaN and -0 to +0."""
+    """.sat: clamp to [0, 1]; NaN and -0 become +0."""
     return value if value > 0 and value < 1 else 1.0 if value >= 1 else 0.0

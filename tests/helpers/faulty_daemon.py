@@ -29,7 +29,6 @@ from helpers.local_claims import serve_names
 
 
 def break_things(faults: dict[str, Any]) -> None:
-    """Set the constants and replace the proof."""
     for place, value in faults["constants"].items():
         module, _, name = place.partition(":")
         found = importlib.import_module(module)
@@ -119,8 +118,6 @@ def withhold_proof(cards: type[CardSource], flag: Path) -> None:
 
 
 def let_others_in(path: Path) -> None:
-    """Pretended cards that others use, too."""
-
     def read(self: EmbeddedCards, card_uuid: str) -> CardReading:
         try:
             unowned, outside = map(int, path.read_text().split())

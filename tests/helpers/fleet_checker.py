@@ -87,7 +87,6 @@ class Verdict:
 
     @property
     def broken(self) -> tuple[str, ...]:
-        """All that broke the rules."""
         return self.overlaps + self.stale_acts + self.falling_epochs + self.outside + self.orphans
 
     def __str__(self) -> str:
@@ -97,7 +96,6 @@ class Verdict:
 
 
 def check(history: History) -> Verdict:
-    """What of a history breaks the rules."""
     served, acts = _by_name(history.served), _by_name(history.acts)
     return Verdict(
         len(history.served),

@@ -1,4 +1,4 @@
-"""Real directories of a fleet, whose nodes' records a test writes to a real etcd."""
+"""Real directories of a fleet; a test writes the nodes' records to a real etcd."""
 
 import contextlib
 import re
@@ -85,17 +85,14 @@ class Directory:
             self.process = None
 
     def kill(self) -> None:
-        """Kill it as a lost host would."""
         assert self.process is not None
         self.process.kill()
         self.process.wait()
 
     def log(self) -> str:
-        """What it logged."""
         return self._log_path.read_text(errors="replace")
 
     def wait_for(self, text: str, times: int = 1) -> None:
-        """Wait until it logged something."""
         wait_until(lambda: self.log().count(text) >= times, f"the directory logs {text!r}", seen=self.log)
 
     def _addresses(self) -> list[str]:
@@ -106,7 +103,6 @@ class Directory:
 
 
 def record_of(*addresses: str, free_bytes: int = 4 << 30, capacity_bytes: int = 6 << 30) -> InventoryRecord:
-    """A node's inventory of one card."""
     card = CardRecord("GPU-of-the-record", "a card", capacity_bytes, free_bytes, 0, False)
     return InventoryRecord(addresses, {}, (card,))
 
@@ -118,7 +114,6 @@ def put_node(cluster: EtcdCluster, node_id: str, record: InventoryRecord) -> Non
 
 
 def put_claim(cluster: EtcdCluster, name: str, node_id: str, incarnation: int) -> None:
-    """Write a claim as a node would."""
     claim = ClaimRecord(node_id, incarnation, "0123456789abcdef" * 2, "ann", "nonce")
     cluster.control("put", name_key(name).decode(), claim.encode().decode())
 

@@ -165,14 +165,12 @@ class FleetScene:
 
     @contextlib.contextmanager
     def cut(self, ones: Sequence[str], others: Sequence[str], *, one_way: bool = False) -> Iterator[None]:
-        """Cut hosts off from others."""
         (self.network.cut_one_way if one_way else self.network.cut)(ones, others)
         yield
         self.network.heal()
 
     @contextlib.contextmanager
     def unplugged(self, host: str) -> Iterator[None]:
-        """Pull a host's plug."""
         self.network.cut_off(host)
         yield
         self.network.heal()
@@ -211,7 +209,7 @@ class FleetScene:
 
     @contextlib.contextmanager
     def tenant_killed(self, number: int) -> Iterator[None]:
-        """Kill a tenant; another comes."""
+        """Kill a tenant; another one takes its place."""
         self._tenants[number].kill()
         self._tenants[number].wait(60)
         yield
@@ -241,7 +239,7 @@ class FleetScene:
 
     @contextlib.contextmanager
     def host_cloned(self, name: str) -> Iterator[None]:
-        """Run a copy of a node's host beside it, with another boot id, and lose all that runs on the copy at once."""
+        """Run a copy of a node's host concurrently, with another boot id, and lose all of its processes at once."""
         clone = self.clones[name]
         shutil.rmtree(clone.state, ignore_errors=True)
         self._copy_state(name, clone.state)
@@ -378,7 +376,6 @@ class FleetScene:
             wait_until(lambda: not self.claims() and not any(self.live().values()), "all names are free")
 
     def claims(self) -> list[Claim]:
-        """The claims that etcd has."""
         latest = {change["key"]: change for change in self._changes("/gpulease/v1/names/")}
         records = {key: json.loads(change["value"]) for key, change in latest.items() if change["value"] is not None}
         return [
@@ -390,18 +387,15 @@ class FleetScene:
         return Counter(change["key"].rpartition("/")[2] for change in self._changes("/gpulease/v1/nodes/"))
 
     def live(self) -> dict[str, dict[str, int]]:
-        """The named leases that the nodes have."""
         return {
             name: {lease["name"]: lease["epoch"] for lease in node.now.leases() if lease.get("name")}
             for name, node in self.nodes.items()
         }
 
     def acts(self) -> list[Act]:
-        """The tenants' operations."""
         return [Act(**json.loads(line)) for path in self._folder.glob("acts-*") for line in _lines(path.read_text())]
 
     def logs(self) -> str:
-        """What the nodes have logged."""
         return "\n".join(node.logs() for node in self.nodes.values())
 
     def history(self) -> History:
@@ -493,7 +487,6 @@ class FleetScene:
 
 
 def clone_of(node: str) -> str:
-    """What a node's clone is called."""
     return f"clone of {node}"
 
 

@@ -28,7 +28,7 @@ FLEET_PROCESS: Final = "gpul-fleet"
 
 
 class FleetNode(LastingDaemon):
-    """A node whose leases outlive its daemon."""
+    """A node with leases that outlive its daemon."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class FleetNode(LastingDaemon):
         return builder.name(name) if name else builder
 
     def fleet_check(self) -> dict[str, Any]:
-        """What its health says of the fleet."""
+        """The check of the fleet in its health report."""
         checks = ask(Opcode.HEALTH, Empty(), self.address).report["checks"]
         return next(check for check in checks if check["check"] == "fleet")
 
@@ -65,11 +65,10 @@ class FleetNode(LastingDaemon):
         wait_until(lambda: not self.fleet_check()["detail"], f"{self.node_id} has joined", seen=self.logs)
 
     def wait_until_isolated(self) -> None:
-        """Return once its horizon has passed."""
+        """Return once its membership deadline has passed."""
         wait_until(lambda: self.fleet_check()["detail"], f"{self.node_id} is cut off", seen=self.logs)
 
     def fleet_pid(self) -> int:
-        """The process id of its fleet process."""
         return wait_until(lambda: self.workers().get(FLEET_PROCESS, 0), "the fleet process runs")
 
     def acquire(self, name: str) -> GpuLease:
@@ -114,18 +113,15 @@ class Worker:
             self.error = error
 
     def wait_until_working(self) -> None:
-        """Return once its first kernel has run."""
         wait_until(lambda: self.spans or self.error, "a kernel has run")
         assert self.error is None, self.error
 
     def wait_for_end(self) -> GpuLeaseError:
-        """The error by which its session ended."""
         self._thread.join(120)
         assert self.error is not None
         return self.error
 
     def stop(self) -> None:
-        """Compute no more."""
         self._is_over.set()
         self._thread.join()
 
@@ -181,7 +177,6 @@ def counted_bytes(cluster: EtcdCluster) -> dict[str, int]:
 
 
 def claims(cluster: EtcdCluster) -> dict[str, dict[str, Any]]:
-    """The claims of names that etcd has."""
     told = cluster.control("get", "--prefix", "/gpulease/v1/names/")
     lines = [line for line in told.splitlines() if line]
     return {key.rpartition("/")[2]: json.loads(value) for key, value in zip(lines[::2], lines[1::2], strict=True)}

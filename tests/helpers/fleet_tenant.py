@@ -66,7 +66,6 @@ def compute(lease: GpuLease, node: str, file: int, until_s: float) -> None:
 
 
 def main(path: str, seed: str, hold_s: str, names: str, *nodes: str) -> None:
-    """Be that tenant."""
     signal.signal(signal.SIGTERM, lambda *_: IS_OVER.set())
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     addresses = dict(node.split("=", 1) for node in nodes)

@@ -33,7 +33,6 @@ class GatewayProcess(ServingProcess):
 def infer(
     client: httpx.Client, key: str | None, content: Any, output_len: int, *, model: str = "affine", **headers: str
 ) -> httpx.Response:
-    """Send a request in bytes."""
     keys = {} if key is None else {"Idempotency-Key": key}
     query = {"output_len": str(output_len)}
     return client.post(f"/v1/models/{model}/infer", content=content, params=query, headers=BINARY | keys | headers)

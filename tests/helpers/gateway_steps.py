@@ -52,7 +52,7 @@ def request(request_id: str, **others: Any) -> InferenceRequest:
 
 
 class Told:
-    """Something whose methods' calls are told to a hook, by its name and theirs, before they are done."""
+    """Wraps an object: before each method call, a hook is called with the object's and the method's name."""
 
     def __init__(self, inner: Any, name: str, hook: Hook, only: frozenset[str]) -> None:
         self._told = inner, name, hook, only
@@ -86,8 +86,6 @@ _SESSION: Final = frozenset(
 
 
 class ToldEffects(DaemonEffects):
-    """The real effects, each of them told."""
-
     def __init__(
         self, store: ReplicatedIdempotencyStore, address: str, hook: Hook, wait_s: float = 0.0, join_s: float = 0.0
     ) -> None:
@@ -108,8 +106,6 @@ class ToldEffects(DaemonEffects):
 
 
 class ToldAuthority(NodeAuthority):
-    """The real authority, told."""
-
     def __init__(self, hook: Hook) -> None:
         self._hook = hook
 
@@ -125,7 +121,7 @@ class ToldAuthority(NodeAuthority):
 def serve_told(
     store: ReplicatedIdempotencyStore, address: str, request: InferenceRequest, hook: Hook
 ) -> InferenceResponse:
-    """Serve a request to the example model with every step told."""
+    """Serve a request to the example model; the hook is called before every step."""
     effects = ToldEffects(store, address, hook)
     return serve_inference_request(effects, ToldAuthority(hook), request, AFFINE.read_bytes(), KERNEL)
 
@@ -141,8 +137,6 @@ def _step(name: str) -> None:
 
 
 def _serve(job: dict[str, Any]) -> None:
-    """In a process of its own."""
-
     def clock() -> Moment:
         now = host_clock()
         return Moment(now.clock_id, now.now_s + job["later_s"])
@@ -159,7 +153,6 @@ def _serve(job: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Serve until stdin ends."""
     while line := b"".join(iter(lambda: os.read(0, 1).replace(b"\n", b""), b"")):
         pid = os.fork()
         if pid == 0:

@@ -125,17 +125,14 @@ class Rig:
 
 
 def node(op: int, body: Body) -> GraphNode:
-    """A graph's node."""
     return GraphNode(op, build_body(body))
 
 
 def value(number: float) -> bytes:
-    """A float as a GRAPH_LAUNCH has it."""
     return np.float32(number).tobytes()
 
 
 def place(handle: int, offset: int = 0) -> bytes:
-    """A buffer as a GRAPH_LAUNCH has it."""
     return handle.to_bytes(8, "little") + offset.to_bytes(8, "little")
 
 

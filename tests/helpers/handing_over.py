@@ -14,7 +14,6 @@ BEYOND: Final = 100
 
 
 def main(fds: str, command: list[str]) -> None:
-    """Does not return."""
     waiting = [fcntl.fcntl(int(fd), fcntl.F_DUPFD, BEYOND) for fd in fds.split(",") if fd]
     for place, fd in enumerate(waiting, start=FIRST):
         os.dup2(fd, place, inheritable=True)

@@ -114,7 +114,6 @@ def _check(result: int) -> None:
 
 
 def main(unit: Path, folder: str, command: list[str]) -> None:
-    """Does not return."""
     try:
         allowed = set(calls(values(unit, "SystemCallFilter")))
         families = values(unit, "RestrictAddressFamilies")

@@ -61,12 +61,10 @@ class Hardened:
         wait_until(listens, "the daemon listens", 30.0, seen=self.log.read_text)
 
     def stop(self) -> None:
-        """SIGTERM; it must end in good order."""
         self.process.send_signal(signal.SIGTERM)
         assert self.process.wait(60) == 0, self.log.read_text()
 
     def discard(self) -> None:
-        """Take away whatever may still run."""
         for info in marked(f"{MARK}={self.mark}"):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(info.pid, signal.SIGKILL)

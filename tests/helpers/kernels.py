@@ -29,7 +29,7 @@ def scale_args(buffer: Buffer, n: int, factor: float = 2.0) -> KernelArgs:
 
 
 def packed_scale_args(address: int, n: int, factor: float = 2.0) -> tuple[bytes, tuple[int, ...]]:
-    """The same as raw bytes and their sizes."""
+    """The arguments of `scale` as raw bytes, and their sizes."""
     return struct.pack("<QIf", address, n, factor), (8, 4, 4)
 
 
@@ -57,7 +57,7 @@ def check_main_job(session: GpuSession, n: int = 1000) -> None:
 
 
 class Neighbour:
-    """Somebody else's session whose results must stay right whatever happens beside it."""
+    """Another tenant's session: its results must stay right whatever happens in the session under test."""
 
     def __init__(self, session: GpuSession, n: int = 512) -> None:
         self.rounds = 0
@@ -85,7 +85,6 @@ def start_endless(session: GpuSession, stream: Stream | None = None) -> tuple[Mo
 
 
 def launch_for_ever(session: GpuSession, module: Module, buffer: Buffer) -> NoReturn:
-    """Until the session refuses."""
     args = KernelArgs().push_buffer(buffer).push_u32(1).push_u32(7)
     while True:
         session.launch(module, "fill_u32", [1], [1], args)

@@ -127,7 +127,6 @@ class ApiServer:
         self.objects[self._path(claim)] = claim.as_object()
 
     def delete(self, claim: Claim) -> None:
-        """Have it no more."""
         del self.objects[self._path(claim)]
 
     def forget_all(self) -> None:
@@ -136,7 +135,6 @@ class ApiServer:
         self.asked.clear()
 
     def close(self) -> None:
-        """Stop answering."""
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
@@ -148,7 +146,7 @@ class ApiServer:
 
 @dataclass(frozen=True)
 class Device:
-    """A prepared device as the driver tells it."""
+    """A prepared device, as the driver reports it."""
 
     requests: list[str]
     pool: str
@@ -162,8 +160,6 @@ class CallFailed(Exception):
 
 
 class Kubelet:
-    """Calls one driver over its sockets."""
-
     def __init__(self, socket: Path) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "helpers.kubelet_calls", str(socket)],
@@ -174,7 +170,6 @@ class Kubelet:
         )
 
     def call(self, method: str, request: bytes = b"") -> bytes:
-        """One call's answer. Raises CallFailed."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(f"{method} {request.hex()}\n")
@@ -206,7 +201,7 @@ class Kubelet:
         return devices
 
     def unprepare(self, claim: Claim, version: str = "v1") -> str:
-        """The driver's error; "" if it is done."""
+        """Returns the driver's error; "" if it succeeded."""
         (found,) = self._ask("Unprepare", (claim,), version).items()
         assert found[0] == claim.uid
         return found[1].get(1, [b""])[0].decode()
@@ -216,7 +211,6 @@ class Kubelet:
         self._process.kill()
 
     def close(self) -> None:
-        """End the process."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
@@ -253,7 +247,6 @@ class Node:
 
     @property
     def command(self) -> list[str]:
-        """The driver's."""
         return [
             *(sys.executable, "-P", "-m", *self._module, "serve"),
             *("--node", NODE, "--daemon", self.daemon.address, "--lease-secs", "600"),
@@ -263,12 +256,10 @@ class Node:
 
     @property
     def sockets(self) -> tuple[Path, Path]:
-        """Those at which the driver listens."""
         registration = self.folder / "plugins_registry" / f"{DRIVER}-reg.sock"
         return self.folder / "plugins" / DRIVER / "dra.sock", registration
 
     def start(self) -> None:
-        """Start the driver, and its kubelet."""
         self._log = (self.folder / "log").open("a+")
         self.process = subprocess.Popen(
             self.command,
@@ -311,11 +302,9 @@ class Node:
         self._log.close()
 
     def log(self) -> str:
-        """All that the driver has said."""
         return (self.folder / "log").read_text()
 
     def spec(self, claim: Claim) -> dict[str, Any]:
-        """A claim's CDI specification."""
         found: dict[str, Any] = json.loads((self.cdi / f"gpulease-{claim.uid}.json").read_text())
         return found
 

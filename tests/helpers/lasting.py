@@ -45,7 +45,7 @@ class LastingDaemon:
 
     @property
     def address(self) -> str:
-        """The same for all of them."""
+        """The address, the same for all of its daemons."""
         return f"unix:{self.folder / 'd.sock'}"
 
     def begin(self, faults: Faults | None = None, stderr: int | None = None) -> Daemon:
@@ -72,11 +72,9 @@ class LastingDaemon:
         return daemon
 
     def kill(self) -> None:
-        """End the broker as a crash would."""
         self.now.kill()
 
     def restart(self, faults: Faults | None = None) -> Daemon:
-        """Kill the broker, and start the next one."""
         self.kill()
         return self.start(faults)
 
@@ -85,13 +83,11 @@ class LastingDaemon:
         return marked(f"{FOLDER}={self.folder}")
 
     def zygotes(self) -> list[int]:
-        """The process ids of all zygotes."""
         found = {info.pid: info.parent for info in self.processes() if info.name == "gpul-zygote"}
         # A worker just forked has its zygote's name still.
         return [pid for pid, parent in found.items() if parent not in found]
 
     def workers(self) -> dict[str, int]:
-        """Names of workers, and their process ids."""
         return {
             info.name: info.pid
             for info in self.processes()
@@ -99,15 +95,12 @@ class LastingDaemon:
         }
 
     def worker_pid(self, lease_id: int) -> int:
-        """The process id of a lease's worker."""
         return self.workers()[f"gpul-{lease_id:032x}"[:15]]
 
     def has_worker(self, lease_id: int) -> bool:
-        """Whether a lease's worker runs."""
         return f"gpul-{lease_id:032x}"[:15] in self.workers()
 
     def logs(self, last: int = 4) -> str:
-        """What the last of them have logged."""
         return "\n".join(f"--- {daemon.process.pid}\n{daemon.log()}" for daemon in self._all[-last:])
 
     def check_idle(self) -> None:
@@ -135,7 +128,6 @@ class LastingDaemon:
             self.discard()
 
     def discard(self) -> None:
-        """Take everything away."""
         for info in self.processes():
             os.kill(info.pid, signal.SIGKILL)
         for daemon in self._all:

@@ -19,8 +19,6 @@ def _handlers() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Holdings:
-    """What this process holds now."""
-
     files: dict[int, str] = field(default_factory=open_files)
     threads: dict[int, str] = field(default_factory=own_threads)
     children: frozenset[int] = field(default_factory=own_descendants)

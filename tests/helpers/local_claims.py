@@ -1,10 +1,10 @@
-"""Claims of names that one daemon alone keeps, in a folder: as a fleet of one node whose store never fails.
+"""Claims of names that a single daemon keeps in a folder, like a fleet of one node with a store that never fails.
 
-horizon     while it is there, the horizon lies so many seconds ahead, and moves on ten times a second
-lost        once it is there, the claims are lost, with the reason in it
+horizon     while it exists, the membership deadline is so many seconds ahead, and moves ten times a second
+lost        once it exists, the claims are lost; it contains the reason
 epoch       the last epoch
-claims      the names that are claimed, as JSON
-released    each claim that was released, NAME EPOCH in a line
+claims      the claimed names, as JSON
+released    each released claim, one line NAME EPOCH
 """
 
 import asyncio
@@ -24,8 +24,6 @@ BEAT_S = 0.1
 
 
 class LocalClaims:
-    """The claims of names in a folder."""
-
     labels: Mapping[str, str] = {"zone": "a"}
 
     def __init__(self, folder: Path) -> None:
@@ -51,7 +49,6 @@ class LocalClaims:
         """A fenced lease keeps its claim."""
 
     def count(self, want: BytesWant, on_answer: Callable[[BytesAnswer], None]) -> Callable[[], None]:
-        """Give what is asked for."""
         return asyncio.get_running_loop().call_soon(on_answer, Counted()).cancel
 
     def give_back(self, tenant: str, lease_id: int) -> None:
@@ -78,7 +75,6 @@ class LocalClaims:
 
 
 def serve_names(folder: Path) -> None:
-    """Have the daemon claim names in a folder."""
     start = Service.start
 
     async def starting(self: Service) -> None:

@@ -1,4 +1,4 @@
-"""A daemon's log in JSON, read back."""
+"""Reads a daemon's log, written in JSON."""
 
 import json
 from typing import Any, Final
@@ -23,5 +23,4 @@ def records_of(log: str) -> list[Record]:
 
 
 def story_of(log: str, lease_id: int) -> list[Record]:
-    """What is told of one lease, in order."""
     return [record for record in records_of(log) if record.get("lease_id") == f"{lease_id:032x}"]

@@ -1,4 +1,4 @@
-"""Stands between a client and its PostgreSQL server, and loses the answer to a commit when it is told to."""
+"""A proxy between a client and its PostgreSQL server that loses the reply to a commit when a test wants that."""
 
 import socket
 import threading
@@ -11,8 +11,8 @@ class LosingProxy:
     """A Unix socket in a folder of its own.
 
     Attributes:
-        lose: Whether the next commit is to be done by the server and not be told to the client.
-        lost: How many were.
+        lose: Whether the server executes the next commit without a reply to the client.
+        lost: Number of lost replies.
     """
 
     def __init__(self, server_folder: Path, folder: Path) -> None:
@@ -27,7 +27,7 @@ class LosingProxy:
         self._start(self._accept)
 
     def close(self) -> None:
-        """Accept nobody any more; the clients must have gone."""
+        """Accept no more clients; those connected must have gone."""
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         for thread in self._threads:

@@ -11,7 +11,7 @@ CUDA = "libcuda.so.1"
 
 
 def make(folder: Path, name: str, source: str) -> None:
-    """Compile one. Skips the test where there is no compiler."""
+    """Compile one. Skips the test if no compiler is installed."""
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("there is no C compiler")
@@ -22,7 +22,7 @@ def make(folder: Path, name: str, source: str) -> None:
 
 
 def make_nvml(folder: Path, number: int, *, later: int | None = None, flag: Path | None = None) -> None:
-    """An NVML whose start gives `number`, and `later` once a file is there; it lists no cards."""
+    """An NVML that initialises with status `number`, or `later` once a file exists; it lists no cards."""
     condition = f'access("{flag}", F_OK) == 0 ? {later} : {number}' if later is not None else str(number)
     source = f"""
         #include <unistd.h>
@@ -36,5 +36,5 @@ def make_nvml(folder: Path, number: int, *, later: int | None = None, flag: Path
 
 
 def make_cuda(folder: Path, body: str) -> None:
-    """A libcuda whose cuInit does that."""
+    """A libcuda that returns that status from cuInit."""
     make(folder, CUDA, f"#include <stdlib.h>\n#include <unistd.h>\nint cuInit(unsigned flags) {{ {body} }}\n")

@@ -51,7 +51,7 @@ def random_weights(config: ModelConfig, seed: int = 0) -> Weights:
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
-    """What config.json says of a model."""
+    """A model's shape in the terms of config.json."""
     kinds = {Family.LLAMA: "Llama", Family.QWEN2: "Qwen2", Family.QWEN3: "Qwen3"}
     return {
         "architectures": [f"{kinds[config.family]}ForCausalLM"],
@@ -149,7 +149,7 @@ def random_blocks(kind: TensorType, rows: int, columns: int, seed: int = 0) -> N
 
 
 def gguf_metadata(config: ModelConfig) -> dict[str, Any]:
-    """What a file says of a model."""
+    """A model's shape in the terms of a GGUF file."""
     at = f"{config.family}."
     return {
         f"{at}block_count": config.layers,

@@ -14,7 +14,6 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 
 def readable(pid: str) -> Iterator[bytes]:
-    """The memory of a process, piece by piece."""
     with open(f"/proc/{pid}/mem", "rb", 0) as memory:
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
             span, permissions = line.split()[:2]
@@ -29,7 +28,6 @@ def readable(pid: str) -> Iterator[bytes]:
 
 
 def main(key_file: str, secrets_file: str, pids: list[str]) -> None:
-    """Search and print."""
     key = load_pem_private_key(Path(key_file).read_bytes(), None)
     assert isinstance(key, EllipticCurvePrivateKey)
     number = key.private_numbers().private_value.to_bytes(32, "big")

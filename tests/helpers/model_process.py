@@ -13,7 +13,7 @@ from helpers.serving_process import ServingProcess
 
 
 class ModelProcess(ServingProcess):
-    """One server, at a TCP port that was free and a socket in `folder`, whose path is to be short."""
+    """One server, at a free TCP port and a socket in `folder`; the folder's path must be short."""
 
     listens = re.compile(r"listen on (\S+) and")
     stopped = "have stopped"
@@ -33,5 +33,5 @@ class ModelProcess(ServingProcess):
 
 
 def infer(client: httpx.Client, content: Any, *, model: str = "digits", **headers: str) -> httpx.Response:
-    """One request in bytes."""
+    """POST one inference request as bytes; returns the response."""
     return client.post(f"/v1/models/{model}/infer", content=content, headers=BINARY | headers)

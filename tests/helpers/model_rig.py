@@ -1,4 +1,4 @@
-"""A model whose kernel obeys its input, served in the test's own event loop."""
+"""A model with a kernel that obeys its input, served in the test's own event loop."""
 
 import asyncio
 import contextlib
@@ -42,7 +42,6 @@ def obey(name: str = "obey", **changes: Any) -> ModelSettings:
 
 
 def item(value: int, what: int = 0) -> bytes:
-    """Return the input of one item."""
     return struct.pack("<II", what, value)
 
 
@@ -59,14 +58,11 @@ def code_of(outcome: Outcome) -> CallErrorCode:
 
 
 class ModelRig:
-    """A host of some models, and its metrics."""
-
     def __init__(self, address: str, *models: ModelSettings) -> None:
         self.metrics = ModelServerMetrics()
         self.host = ModelHost({model.name: model for model in models}, address, self.metrics)
 
     async def ask(self, payload: bytes, name: str = "obey", deadline_s: float | None = None) -> Outcome:
-        """Send one request."""
         return await asyncio.wait_for(self.host.submit(name, payload, deadline_s), PATIENCE_S)
 
     def lease_id(self, name: str = "obey") -> int:
@@ -79,14 +75,12 @@ class ModelRig:
         return self.lease_id(name)
 
     def counted(self, metric: str, name: str = "obey", **labels: str) -> float:
-        """Return a metric's value."""
         self.host.count_lease_time()
         found = self.metrics.registry.get_sample_value(metric, {"model": name} | labels)
         return 0.0 if found is None else found
 
 
 async def until(condition: Callable[[], object], within_s: float = PATIENCE_S) -> None:
-    """Wait for something to become true."""
     async with asyncio.timeout(within_s):
         while not condition():  # noqa: ASYNC110  # what is waited for happens in another process
             await asyncio.sleep(0.005)
@@ -94,7 +88,6 @@ async def until(condition: Callable[[], object], within_s: float = PATIENCE_S) -
 
 @contextlib.asynccontextmanager
 async def serving(daemon: Daemon, *models: ModelSettings) -> AsyncIterator[ModelRig]:
-    """Serve these models during the block."""
     rig = ModelRig(daemon.address, *models)
     async with rig.host:
         yield rig

@@ -1,7 +1,7 @@
-"""Hosts of a network on this one: namespaces on a bridge, whose links are cut and healed (ip-netns(8)).
+"""Hosts of a network on this one: namespaces on a bridge with links that are cut and healed (ip-netns(8)).
 
-A cut between two hosts is silent, as on a real network: packets go to a hardware address that nobody has. So one of two
-directions can be cut alone.
+A cut between two hosts is silent, as on a real network: packets go to a hardware address that does not exist. So either
+direction can be cut alone.
 """
 
 import os
@@ -65,7 +65,6 @@ class Network:
             subprocess.run(["ip", "netns", "del", self._space(host)], capture_output=True, check=False)
 
     def address(self, host: str) -> str:
-        """A host's IP address."""
         return f"{NETWORK}.{self.hosts.index(host) + 1}"
 
     def within(self, host: str) -> tuple[str, ...]:
@@ -74,7 +73,7 @@ class Network:
         return ("nsenter", f"--net=/run/netns/{self._space(host)}")
 
     def cut_off(self, host: str) -> None:
-        """Pull a host's plug: it reaches nobody, and nobody it."""
+        """Cut a host off from all others, in both directions."""
         self._run("-n", self._space("bridge"), "link", "set", host, "down")
         self._down.add(host)
 
@@ -90,7 +89,6 @@ class Network:
             self._cuts.add((sender, receiver))
 
     def heal(self) -> None:
-        """Undo all cuts."""
         for sender, receiver in self._cuts:
             self._neighbour(sender, receiver, self._hardware(receiver))
         for host in self._down:

@@ -1,4 +1,4 @@
-"""Samples of a node that does not exist."""
+"""Samples of a pretended node, for `gpulease top`."""
 
 from typing import Any
 

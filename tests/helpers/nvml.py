@@ -22,11 +22,9 @@ class Cards:
         return [str(pynvml.nvmlDeviceGetUUID(handle)) for handle in self._handles]
 
     def total_bytes(self) -> list[int]:
-        """What each card has."""
         return [int(pynvml.nvmlDeviceGetMemoryInfo(handle).total) for handle in self._handles]
 
     def used_bytes(self) -> list[int]:
-        """What is used on each card."""
         return [int(pynvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in self._handles]
 
     def process_bytes(self, card: int, pid: int) -> int:

@@ -1,4 +1,4 @@
-"""Marks tests that compile CUDA C."""
+"""A mark for tests that compile CUDA C."""
 
 import pytest
 
@@ -7,7 +7,6 @@ from gpulease.client.kernels.cuda_c import ptx_of
 
 
 def is_installed() -> bool:
-    """True if CUDA C can be compiled here."""
     try:
         ptx_of("")
     except Unsupported:

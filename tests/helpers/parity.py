@@ -63,7 +63,7 @@ class Spelled:
 
     @property
     def ptx(self) -> str:
-        """A module whose kernel `row` runs it on each row of operands."""
+        """A module with a kernel `row` that runs it on each row of operands."""
         return rows_ptx([self.body], self.operands, self.result)
 
     def rows(self) -> list[tuple[int, ...]]:
@@ -91,7 +91,7 @@ def _specials(kind: str) -> tuple[int, ...]:
 
 
 def spelled_instructions() -> Iterator[Spelled]:
-    """All spellings of all supported forms whose operands are registers of known types."""
+    """All spellings of all supported forms that have registers of known types as operands."""
     seen = set()
     for family in FAMILIES:
         for form in family.forms:

@@ -20,7 +20,6 @@ class Prompt(code.InteractiveConsole):
         self.error = ""
 
     def paste(self, block: str) -> dict[str, str]:
-        """Run a block, up to its first error."""
         self.error = ""
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             for line in [*block.splitlines(), ""]:
@@ -34,16 +33,13 @@ class Prompt(code.InteractiveConsole):
         return {"printed": printed.getvalue(), "error": self.error}
 
     def showtraceback(self) -> None:
-        """Keep the error for the answer."""
         self.error = traceback.format_exc()
 
     def showsyntaxerror(self, filename: str | None = None, **_: Any) -> None:
-        """Keep the error for the answer."""
         self.error = traceback.format_exc()
 
 
 def main() -> None:
-    """Answer until there are no more blocks."""
     # The prompt shows values of expressions; a test reads what is printed.
     sys.displayhook = lambda value: None
     prompt = Prompt()

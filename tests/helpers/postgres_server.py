@@ -49,11 +49,11 @@ def _account() -> tuple[int, int] | None:
 
 
 class PostgresServer:
-    """One server and its data: new ones, or those of a primary that it follows.
+    """One server with new data, or with the data of a primary that it follows.
 
     Args:
-        primary: Runs; this one is its standby, and tells it when what it was sent is on the disk.
-        settings: That only this one has.
+        primary: Running server; this one becomes its standby, and confirms to it what it has on disk.
+        settings: Settings of this server only.
     """
 
     def __init__(self, primary: "PostgresServer | None" = None, **settings: str) -> None:
@@ -81,11 +81,9 @@ class PostgresServer:
 
     @property
     def conninfo(self) -> str:
-        """How to reach it."""
         return f"postgresql:///postgres?host={self.folder}&user={USER}"
 
     def start(self) -> None:
-        """Return once it answers."""
         settings = [part for name, value in self._settings.items() for part in ("-c", f"{name}={value}")]
         words = ["-D", str(self.data), "-k", str(self.folder), *settings]
         with (self.folder / "log").open("ab") as log:
@@ -108,7 +106,6 @@ class PostgresServer:
         return True
 
     def log(self) -> str:
-        """All it has logged."""
         return (self.folder / "log").read_text(errors="replace")
 
     def promote(self) -> None:
@@ -124,7 +121,6 @@ class PostgresServer:
             self._process = None
 
     def discard(self) -> None:
-        """Stop it and take its folder away."""
         self.stop()
         shutil.rmtree(self.folder)
 

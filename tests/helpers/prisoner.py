@@ -250,7 +250,6 @@ DENIED_OUTRIGHT = (
 
 
 def harmless() -> Attempts:
-    """What a worker does all day."""
     return {
         "a thread": lambda: _joined(threading.Thread(target=time.sleep, args=(0.001,))),
         "shared memory": lambda: os.ftruncate(os.memfd_create("arena", os.MFD_ALLOW_SEALING), 1 << 30),
@@ -307,7 +306,6 @@ def outcome_of(attempt: Callable[[], Any], enter: Callable[[tuple[int, ...], int
 
 
 def main(folder: Path, without: list[str], only: list[str]) -> None:
-    """Try it, and print what came of it."""
     left_out = frozenset(map(Measure, without))
     plan, findings = prepare(SandboxSettings(without=left_out), Needs(), lambda owner: ())
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

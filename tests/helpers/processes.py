@@ -1,4 +1,4 @@
-"""What /proc says of processes: who is whose child, what they are called, what they hold open."""
+"""What /proc says about processes: their children, names and open descriptors."""
 
 import os
 import threading
@@ -12,8 +12,6 @@ _PROC = Path("/proc")
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """One process, as it was a moment ago."""
-
     pid: int
     parent: int
     state: str
@@ -21,18 +19,16 @@ class ProcessInfo:
 
     @property
     def is_zombie(self) -> bool:
-        """Whether it has ended and nobody has waited for it."""
+        """Whether it has ended and its parent has not waited for it."""
         return self.state == "Z"
 
 
 def processes() -> list[ProcessInfo]:
-    """All processes that can be seen."""
     found = (process_info(int(entry)) for entry in os.listdir(_PROC) if entry.isdigit())
     return [info for info in found if info is not None]
 
 
 def process_info(pid: int) -> ProcessInfo | None:
-    """One process, None if it is gone."""
     try:
         text = (_PROC / str(pid) / "stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -82,10 +78,9 @@ def own_descendants() -> frozenset[int]:
 
 
 def marked(mark: str) -> list[ProcessInfo]:
-    """The running processes that were started with `mark` in their environment, or come from one that was.
+    """The running processes that were started with `mark` in their environment, and their descendants.
 
-    Workers are closed to all but root, their environment too: where this process is not root, those are found whose
-    parent was started so.
+    Only root can read a worker's environment: without root, this finds processes whose parent was started so.
     """
     wanted = mark.encode()
     everybody = processes()

@@ -58,12 +58,11 @@ class RawPeer:
     # --- well-formed requests ---
 
     def hello(self) -> Self:
-        """Introduce itself."""
         self.request(Opcode.HELLO, Hello(0, "raw", ()))
         return self
 
     def attach(self, session_id: int) -> Body | Failure:
-        """Ask to be that session; the answer."""
+        """Send ATTACH for that session; returns the reply."""
         self.session_id = session_id
         return self.ask(Opcode.ATTACH, Attach(()), session_id)
 
@@ -77,7 +76,6 @@ class RawPeer:
         return event.result if isinstance(event, Reply) else event.failure
 
     def ask(self, op: Opcode, body: Body, session_id: int = 0) -> Body | Failure:
-        """One request, and the reply to it."""
         number, frame = self.connection.send_request(op, body, session_id=session_id)
         self.sock.sendall(frame)
         reply = self.next_event()
@@ -86,31 +84,28 @@ class RawPeer:
         return reply.result
 
     def request(self, op: Opcode, body: Body, session_id: int = 0) -> Any:
-        """The same, and the reply is a success."""
+        """`ask`, and check that the reply is a success."""
         result = self.ask(op, body, session_id)
         assert not isinstance(result, Failure), result
         return result
 
     def refused(self, op: Opcode, body: Body, session_id: int = 0) -> Failure:
-        """The same, and the reply is a failure."""
+        """`ask`, and check that the reply is a failure."""
         result = self.ask(op, body, session_id)
         assert isinstance(result, Failure), result
         return result
 
     def quiet(self, op: Opcode, body: Body, session_id: int) -> int:
-        """A request without a reply; its number."""
         number, frame = self.connection.send_request(op, body, session_id=session_id, quiet=True)
         self.sock.sendall(frame)
         return number
 
     def acquire(self, wanted: LeaseAlloc | None = None) -> LeaseGrant:
-        """A lease."""
         grant = self.request(Opcode.LEASE_ALLOC, wanted or lease_alloc())
         assert isinstance(grant, LeaseGrant)
         return grant
 
     def free(self, lease_id: int) -> None:
-        """Give a lease back."""
         self.request(Opcode.LEASE_FREE, LeaseRef(lease_id))
 
     # --- whatever comes ---
@@ -161,5 +156,4 @@ def lease_alloc(size_bytes: int = 1 << 20, ttl_ms: int = 60_000, *, wait_ms: int
 
 
 def frame_of(op: int, body: Body, request_id: int, session_id: int = 0, flags: int = 0) -> bytes:
-    """A frame that no state table has seen."""
     return build_frame(op, build_body(body), request_id=request_id, session_id=session_id, flags=flags)

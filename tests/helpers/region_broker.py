@@ -1,4 +1,4 @@
-"""A broker whose sessions open regions without processes, and peers that ask it."""
+"""A broker with sessions that open regions without processes, and peers that send requests to it."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -48,7 +48,7 @@ class MadePage:
 
 @dataclass
 class MadeSession:
-    """A session that opens every region, and gives all of it back when told to."""
+    """A session that opens every region, and returns all of its memory on request."""
 
     lease_id: int
     say: Callable[[int, Message], None]
@@ -87,7 +87,7 @@ class MadeSession:
 
 
 class MadeWorkers(SimulatedWorkers):
-    """Workers without processes, whose sessions open regions."""
+    """Workers without processes, with sessions that open regions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class MadeWorkers(SimulatedWorkers):
 
 
 class Caller:
-    """A peer's control connection, and what it was told."""
+    """A peer's control connection, and the messages that were sent to it."""
 
     def __init__(self, runtime: Runtime, peer: Peer) -> None:
         self.peer = peer
@@ -206,8 +206,6 @@ class Broker:
 def with_broker(
     scenario: Callable[[Broker], Awaitable[None]], demands: frozenset[Demand] = frozenset()
 ) -> Callable[[], None]:
-    """Run a test's coroutine with a broker."""
-
     def run() -> None:
         async def play() -> None:
             broker = Broker(demands)

@@ -41,7 +41,7 @@ _U64 = struct.Struct("=Q")
 
 
 class PageWriter:
-    """The broker's side of a regions page."""
+    """The broker's side of a page of region words."""
 
     def __init__(self) -> None:
         self.fd = sealed_memory("regions-for-test", SESSION_WORDS_BYTES)
@@ -85,7 +85,7 @@ class Ticket:
 
 @dataclass
 class RegionCard(Recording):
-    """A card whose regions are the embedded driver's allocations. Tickets are done at once, unless `holds`."""
+    """A card with regions that are allocations of the embedded driver. Tickets are done at once, unless `holds`."""
 
     holds: bool = False
     tickets: list[Ticket] = field(default_factory=list)
@@ -144,8 +144,6 @@ class RegionCard(Recording):
 
 @dataclass
 class Opened:
-    """A region as its tenant knows it."""
-
     region_id: int
     slot: int
     number: int

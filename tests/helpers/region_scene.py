@@ -28,7 +28,6 @@ class Scene:
     module: Module
 
     def region(self, **terms: float) -> Region:
-        """A region with numbers in it."""
         region = self.lease.region(REGION_BYTES, **terms)  # type: ignore[arg-type]
         self.session.mem_write(region, 0, numbers(N))
         self.session.sync()
@@ -39,7 +38,6 @@ class Scene:
         self.double_in(self.session.region_set([region]), region, position)
 
     def double_in(self, regions: RegionSet, region: Region, position: int = 0) -> None:
-        """Launch in a region set."""
         args = KernelArgs().push_buffer(region).push_u32(N).push_f32(2.0)
         self.session.launch(self.module, "scale", grid_for(N), BLOCK, args, regions=regions, position=position)
         self.session.sync()

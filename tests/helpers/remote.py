@@ -22,8 +22,6 @@ from helpers.waiting import wait_until
 
 @dataclass(frozen=True)
 class Pki:
-    """An authority and what it issued."""
-
     authority: Authority
     server: Issued
     ann: Issued
@@ -32,7 +30,6 @@ class Pki:
 
     @classmethod
     def make(cls, folder: Path) -> Self:
-        """A new one."""
         authority = Authority.create(folder)
         ann, bob, ops = (authority.issue_tenant(name) for name in ("ann", "bob", "ops"))
         return cls(authority, authority.issue_server(["127.0.0.1", "localhost"]), ann, bob, ops)
@@ -67,17 +64,16 @@ class Pki:
         return builder.tls(str(who.certificate), str(who.key), str(self.authority.certificate_path))
 
     def be(self, who: Issued, monkeypatch: Any) -> None:
-        """Be somebody, by the environment."""
+        """Set the environment to that tenant's credentials."""
         monkeypatch.setenv("GPULEASE_TLS_CERTIFICATE", str(who.certificate))
         monkeypatch.setenv("GPULEASE_TLS_KEY", str(who.key))
         monkeypatch.setenv("GPULEASE_TLS_CA", str(self.authority.certificate_path))
 
     def peer(self, address: str, who: Issued) -> "TlsPeer":
-        """A raw peer that is somebody."""
+        """A raw peer with that tenant's credentials."""
         return TlsPeer(address, self.context(who))
 
     def context(self, who: Issued | None) -> ssl.SSLContext:
-        """What a peer shakes hands by."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.load_verify_locations(self.authority.certificate_path)
         if who is not None:
@@ -90,8 +86,6 @@ class Pki:
 
 
 class TlsPeer(RawPeer):
-    """A RawPeer through TLS."""
-
     def __init__(self, address: str, context: ssl.SSLContext) -> None:
         plain = connect(address)
         try:
@@ -119,7 +113,6 @@ def spares(daemon: Daemon) -> list[ProcessInfo]:
 
 
 def gate_pid(daemon: Daemon) -> int:
-    """The process that accepts remote tenants."""
     (gate,) = [info for info in daemon.processes() if info.name == "gpul-gate" and info.parent == daemon.process.pid]
     return gate.pid
 

@@ -28,7 +28,6 @@ class RingPeer(RawPeer):
     """
 
     def attach_ring(self, session_id: int, wanted: Wanted | None = None) -> Given:
-        """Become that session, with a ring."""
         self.session_id = session_id
         body = Attach((wanted or Wanted(ring=True)).to_options())
         _, frame = self.connection.send_request(Opcode.ATTACH, body, session_id=session_id)
@@ -53,7 +52,7 @@ class RingPeer(RawPeer):
         self.replies, self.requests = client_ends(self.memory, layout, barriers, self.bell)
 
     def bell(self) -> None:
-        """Say that there is something to do; where there is no room for it, the worker has bells it has not heard."""
+        """Wake the worker; if the socket has no room, the worker has unread bells already."""
         with contextlib.suppress(BlockingIOError):
             self.sock.sendall(b"!")
 

@@ -29,11 +29,11 @@ def alike(cases: Iterable[Case]) -> dict[str, list[Case]]:
 
 
 def rows_ptx(bodies: Sequence[str], operands: Sequence[str], result: str, module: str = "") -> str:
-    """A module whose kernel `row` runs each body by itself on %a, %b, %c, %e of each row.
+    """A module with a kernel `row` that runs each body separately on %a, %b, %c, %e of each row.
 
-    It keeps their %d (a predicate as 0 or 1) in order. A body may use the words %s and %t, the pointer %w and the
-    predicates %x and %y; %p points to the row, %q to its first result, and %i is its number. Before the kernel stands
-    `module`.
+    It stores their %d (a predicate as 0 or 1) in order. A body may use the words %s and %t, the pointer %w and the
+    predicates %x and %y; %p points to the row, %q to its first result, and %i is its number. `module` is placed before
+    the kernel.
     """
     names = OPERAND_NAMES[: len(operands)]
     pairs = list(zip(names, operands, strict=True))

@@ -20,7 +20,7 @@ class ScaledClock:
     """CLOCK_MONOTONIC and CLOCK_BOOTTIME of some processes. CLOCK_REALTIME is the host's.
 
     Args:
-        folder: For the library, which is compiled. Skips the test where there is no compiler.
+        folder: For the library, which is compiled. Skips the test if no compiler is installed.
         faster_ppm: Millionths by which they run faster than the host's.
     """
 

@@ -1,6 +1,6 @@
-"""A daemon that is made up: one thread per connection plays broker, then worker, and does what a test tells it to.
+"""A daemon that follows a test's script: one thread per connection plays first the broker, then the worker.
 
-It tests what a client does with what it hears. By default it behaves: it grants leases, keeps memory in bytearrays,
+It tests how a client reacts to what it receives. By default it behaves: it grants leases, keeps memory in bytearrays,
 "loads" any module as one with the kernels in `KERNELS`, and keeps the first failure of a quiet request.
 """
 
@@ -89,7 +89,7 @@ class SayGoodbye(Exception):
 
 @dataclass
 class SendRaw(Exception):
-    """Raised by a handler: send these bytes instead of a reply, and close if told so."""
+    """Raised by a handler: send these bytes instead of a reply, and optionally close the connection."""
 
     data: bytes
     closes: bool = False
@@ -104,8 +104,6 @@ Handler = Callable[[Request], Body]
 
 @dataclass
 class Conversation:
-    """One connection as the peer sees it."""
-
     sock: socket.socket
     connection: Connection
     ring: RingWire | None = None
@@ -117,7 +115,7 @@ class Conversation:
 
 @dataclass
 class ScriptedPeer:
-    """The made-up daemon. Handlers in `script` come before the defaults; requests are kept in `heard`."""
+    """The scripted daemon. Handlers in `script` precede the defaults; requests are appended to `heard`."""
 
     path: Path
     script: dict[Opcode, Handler] = field(default_factory=dict)
@@ -165,11 +163,10 @@ class ScriptedPeer:
         self.script[op] = answer
 
     def ops(self) -> list[str]:
-        """The names of what was heard, in order."""
+        """The names of the received requests, in order."""
         return [request.op.name for request in self.heard]
 
     def cut(self) -> None:
-        """Close every connection."""
         for sock in list(self._open):
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)

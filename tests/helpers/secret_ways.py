@@ -103,7 +103,7 @@ def as_numbers_in_code(session: GpuSession, secret: bytes) -> bytes:
 
 
 def in_the_stacks_of_threads(session: GpuSession, secret: bytes) -> bytes:
-    """Nobody but kernels has it: each thread makes it of two halves."""
+    """Only kernels have the secret: each thread joins it from two halves."""
     module = session.module_load(MAKE)
     for count in (1, 3, 2047):
         out = session.mem_alloc(32 * count)

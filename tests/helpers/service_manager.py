@@ -1,4 +1,4 @@
-"""A service manager for one daemon, as systemd is one: it starts it, hears it, and keeps descriptors for it."""
+"""A service manager for one daemon, as systemd: starts it, receives its notifications, keeps descriptors for it."""
 
 import array
 import contextlib
@@ -44,7 +44,6 @@ class ServiceManager:
 
     @property
     def address(self) -> str:
-        """Where its daemons listen."""
         return f"unix:{self.path}"
 
     def start(
@@ -82,16 +81,14 @@ class ServiceManager:
             )
 
     def configure(self, config: str) -> None:
-        """Write other settings."""
         (self.folder / "config.toml").write_text(config)
 
     def start_ready(self, *arguments: str, **options: object) -> None:
-        """The same; it is ready when this returns."""
+        """Start it, and return once it reports that it is ready."""
         self.start(*arguments, **options)  # type: ignore[arg-type]
         self.wait_for("READY=1")
 
     def hear(self) -> None:
-        """Take what was said so far."""
         with contextlib.suppress(BlockingIOError):
             while True:
                 data, ancillary, _, _ = self._socket.recvmsg(4096, socket.CMSG_SPACE(MAX_FDS * 4))
@@ -125,12 +122,10 @@ class ServiceManager:
         wait_until(is_said, f"{word} is said", START_LIMIT_S, seen=lambda: (self.said, self.log()))
 
     def send(self, number: signal.Signals) -> None:
-        """Send it a signal."""
         assert self.process is not None
         self.process.send_signal(number)
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> int:
-        """End it by a signal; its exit status."""
         self.send(number)
         return self.wait_for_exit()
 
@@ -142,19 +137,15 @@ class ServiceManager:
         return status
 
     def log(self) -> str:
-        """What all of them have logged."""
         return self._log.read_text(errors="replace")
 
     def builder(self) -> GpuBuilder:
-        """Ask for a small lease."""
         return GpuBuilder(self.address).min_vram(1 << 20).lease_secs(60)
 
     def processes(self) -> list[ProcessInfo]:
-        """Every process of any of them."""
         return marked(f"{MARK}={self._mark}")
 
     def discard(self) -> None:
-        """Take everything away."""
         for info in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(info.pid, signal.SIGKILL)

@@ -15,7 +15,7 @@ START_LIMIT_S: Final = 120.0
 
 
 class ServingProcess:
-    """One server. Subclasses say how it tells its URL, and that it has stopped."""
+    """One server. Subclasses say which lines it prints with its URL, and when it has stopped."""
 
     listens: ClassVar[re.Pattern[str]]
     stopped: ClassVar[str]
@@ -39,7 +39,6 @@ class ServingProcess:
         return found[1] if found else ""
 
     def log(self) -> str:
-        """All it has said."""
         return self._log_path.read_text(errors="replace")
 
     def stop(self) -> None:
@@ -51,7 +50,6 @@ class ServingProcess:
         assert "Traceback" not in self.log(), self.log()
 
     def discard(self) -> None:
-        """End it whatever it does."""
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()

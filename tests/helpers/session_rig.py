@@ -1,4 +1,4 @@
-"""A session whose launches are written down, fed with frames, by native code or without it."""
+"""A session that records its launches, fed with frames, with or without native code."""
 
 import ctypes
 import re
@@ -41,7 +41,7 @@ REPLAY = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_uint64, ctyp
 
 
 class RecordedChain:
-    """A chain whose number is its record; it takes nothing of a card."""
+    """A chain that has its record as its number; it uses nothing of a card."""
 
     device_bytes = 0
 

@@ -32,9 +32,9 @@ class Shared:
         return self.lease.issue(permissions, self.audience, ttl_s).token
 
     def short_guest(self, set_up: Callable[[GpuSession], T]) -> tuple[GpuSession, T]:
-        """A guest whose token ends within moments, and what `set_up` made in its session.
+        """A guest with a token that ends within moments, and what `set_up` made in its session.
 
-        A busy host may take longer for that than the token has: then it is tried again with a longer one.
+        A busy host may take longer for that than the token lasts: then it is tried again with a longer token.
         """
         for ttl_s in SHORT_LEASES_S:
             try:

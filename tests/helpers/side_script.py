@@ -1,6 +1,7 @@
-"""`python -m helpers.side_script CHANNEL_FD PARENT_PID WAY`: a process beside the broker, honest or not.
+"""`python -m helpers.side_script CHANNEL_FD PARENT_PID WAY`: a helper process of the broker, honest or not.
 
-`serves` is the honest one: ready, it answers each question whether it lives; the others fail in one thing.
+`serves` is the honest one: it reports that it is ready, and answers each liveness question; each of the others fails in
+one thing.
 """
 
 import socket
@@ -13,7 +14,7 @@ from gpulease.daemon.host.processes import die_with_parent
 
 
 def serve(channel: socket.socket) -> None:
-    """Until it is told to die, or the broker is gone."""
+    """Serve until asked to exit, or until the broker is gone."""
     while True:
         try:
             message, _ = receive_message(channel)
@@ -29,13 +30,11 @@ def serve(channel: socket.socket) -> None:
 
 
 def hang() -> NoReturn:
-    """For good."""
     while True:
         time.sleep(60)
 
 
 def go(way: str, channel: socket.socket) -> None:
-    """Be that process."""
     if way == "dies":
         sys.exit(3)
     if way == "breaks":

@@ -1,4 +1,4 @@
-"""Descriptors whose last close takes as long as whoever made them says."""
+"""Descriptors with a last close that takes as long as a test wants."""
 
 import contextlib
 import socket

@@ -109,7 +109,6 @@ PartitionName=main Nodes=gpu1 Default=YES MaxTime=60 State=UP OverSubscribe=FORC
             )
 
     def ask(self, *command: str) -> str:
-        """A command's output and errors."""
         done = subprocess.run(command, capture_output=True, text=True, env=self.environment, check=False)
         return done.stdout + done.stderr
 
@@ -122,7 +121,6 @@ PartitionName=main Nodes=gpu1 Default=YES MaxTime=60 State=UP OverSubscribe=FORC
         assert done.returncode == 0, done.stderr
 
     def submit(self, script: str, vram_mib: int, *options: str) -> str:
-        """A job's number."""
         path = self.folder / "job.sh"
         path.write_text(f"#!/bin/sh\n{script}\n")
         output = f"--output={self.folder}/job-%j.out"
@@ -133,18 +131,15 @@ PartitionName=main Nodes=gpu1 Default=YES MaxTime=60 State=UP OverSubscribe=FORC
         return told
 
     def output(self, job: str) -> str:
-        """What a job has printed so far."""
         try:
             return (self.folder / f"job-{job}.out").read_text()
         except FileNotFoundError:
             return ""
 
     def logs(self) -> str:
-        """What the daemons have said."""
         return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in self._logs)
 
     def stop(self) -> None:
-        """End all three."""
         for process in reversed(self._processes):
             process.terminate()
         for process in reversed(self._processes):

@@ -34,12 +34,10 @@ class SmallDisk:
         self.folder.rmdir()
 
     def fill(self) -> None:
-        """Leave no byte free."""
         with self._filler.open("ab", buffering=0) as filler, contextlib.suppress(OSError):
             while filler.write(bytes(PART_BYTES)):
                 pass
         assert not os.statvfs(self.folder).f_bavail
 
     def free(self) -> None:
-        """Give the room back."""
         self._filler.unlink(missing_ok=True)

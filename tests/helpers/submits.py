@@ -36,7 +36,6 @@ def check_scaled(outputs: list[bytes], n: int = 1000, factor: float = 2.0) -> No
 
 
 def endless(lease: Any) -> Any:
-    """A submit whose kernel never ends."""
     return lease.submit("endless", FAULTS).out(4)
 
 
@@ -68,17 +67,14 @@ class Running:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has an answer or an error."""
         return not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Until it is over."""
         wait_until(lambda: self.is_over, "the submit is over")
         self._thread.join()
 
 
 def workers_of(processes: Callable[[], list[ProcessInfo]]) -> list[int]:
-    """The process ids of submits."""
     return [info.pid for info in processes() if info.name == WORKER and not info.is_zombie]
 
 

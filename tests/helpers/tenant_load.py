@@ -1,4 +1,4 @@
-"""Tenants and an operator who work against a daemon that is killed again and again, and what they were told."""
+"""Tenants and an operator who work against a daemon that is killed repeatedly, and the replies they got."""
 
 import itertools
 import random
@@ -35,13 +35,13 @@ MIB: Final = 1 << 20
 
 @dataclass
 class Told:
-    """One lease as its tenant was told of it.
+    """One lease, as far as its tenant knows from replies.
 
     Attributes:
         surely_until: It lives until then at least, by the monotonic clock, unless somebody ended it.
-        perhaps_until: It may live until then: a renewal of which nobody knows the answer.
-        given_back: Its tenant has begun to free it.
-        is_revoking: An operator has begun to revoke it; `is_revoked`: and was told that it is.
+        perhaps_until: It may live until then: a renewal without a reply.
+        given_back: Its tenant has started to free it.
+        is_revoking: An operator has started to revoke it; `is_revoked`: and received a successful reply.
     """
 
     lease_id: int
@@ -58,12 +58,12 @@ class Told:
 
 @dataclass
 class Load:
-    """All of them.
+    """All tenants and the operator.
 
     Attributes:
         told: The leases that tenants know of, by id.
-        counts: How often what was done.
-        wrong: What must not have happened, in words.
+        counts: How often each action was done.
+        wrong: Sentences about what must not have happened.
     """
 
     address: str
@@ -76,7 +76,6 @@ class Load:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def start(self, tenants: int) -> None:
-        """Begin."""
         works = [self._tenant] * tenants + [self._operator]
         for number, work in enumerate(works):
             dice = random.Random(self.seed * 1000 + number)
@@ -127,7 +126,7 @@ class Load:
             self.count("expired")
             self._check_expired(told)
         except Disconnected:
-            # The broker was away for so long that nobody could say how it ended.
+            # The broker was away so long that how the lease ended is unknown.
             self.count("end: Disconnected")
             self._check_expired(told)
         except Revoked:
@@ -140,7 +139,7 @@ class Load:
         try:
             session = GpuSession(lease, shared_memory=dice.random() < 0.7)
         except (Disconnected, Busy) as error:
-            # The connection was in the broker's hands when that was killed, or told to stop.
+            # The broker held the connection when it was killed or stopped.
             self.count(f"attach: {type(error).__name__}")
             self._free(lease, told)
             return
@@ -188,7 +187,7 @@ class Load:
         self.count("renewed")
 
     def _submit(self, dice: random.Random, lease: GpuLease, told: Told) -> None:
-        """One that is answered is right, one that never ends is not answered; what is lost is told as that."""
+        """Run a job: an answered one is right, an endless one is not answered, and a lost one is reported as lost."""
         is_endless, factor, surely_until = dice.random() < 0.2, dice.randint(2, 9), told.surely_until
         try:
             work = endless(lease).timeout_secs(0.3) if is_endless else scaling(lease, factor=factor)

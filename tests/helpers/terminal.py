@@ -19,7 +19,7 @@ from typing import Any, Final, Self
 
 from helpers.waiting import PATIENCE_S, wait_until
 
-# The program runs as a job of a shell, as it does for people: so it can be stopped, and the terminal goes on.
+# The program runs as a job of a shell, as for a person, so that it can be stopped without stopping the terminal.
 _LOGIN: Final = "import os, sys; os.login_tty(0); os.execvp(sys.argv[1], sys.argv[1:])"
 _SHELL: Final = 'set -m; "$@"; s=$?; while [ $s = 148 ]; do echo STOPPED; read -r _; fg >/dev/null; s=$?; done; exit $s'
 
@@ -131,8 +131,6 @@ class Screen:
 
 
 class Terminal:
-    """A program on a terminal of its own."""
-
     def __init__(self, words: Sequence[str], environment: dict[str, str], size: tuple[int, int] = (100, 30)) -> None:
         self.screen = Screen(*size)
         self._rest = ""
@@ -153,7 +151,6 @@ class Terminal:
         fcntl.ioctl(self._other, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
 
     def settings_now(self) -> list[Any]:
-        """What stty shows."""
         return termios.tcgetattr(self._other)
 
     def press(self, keys: str) -> None:
@@ -174,7 +171,6 @@ class Terminal:
         self._fd = self._other = -1
 
     def text(self) -> str:
-        """What is on the screen by now."""
         while select.select([self._fd], [], [], 0)[0]:
             with suppress(OSError):
                 data = os.read(self._fd, 65536)
@@ -182,7 +178,6 @@ class Terminal:
         return "\n".join(self.screen.lines())
 
     def wait_for(self, *wanted: str, without: str = "", within_s: float = PATIENCE_S) -> str:
-        """The screen, once all of that is on it."""
         wait_until(
             lambda: all(part in self.text() for part in wanted) and not (without and without in self.text()),
             f"{wanted} on the screen, without {without!r}",

@@ -8,7 +8,7 @@ from gpulease.daemon.remote.pki.certificates import Authority
 
 
 def contexts(folder: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """A server's and a client's."""
+    """The TLS contexts of a server and a client."""
     authority = Authority.create(folder)
     issued = authority.issue_server(["localhost"])
     server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -19,15 +19,12 @@ def contexts(folder: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
 
 
 class End:
-    """One end, with what it read and wrote."""
-
     def __init__(self, context: ssl.SSLContext, *, is_server: bool) -> None:
         self.incoming, self.outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         name = None if is_server else "localhost"
         self.tls = context.wrap_bio(self.incoming, self.outgoing, server_side=is_server, server_hostname=name)
 
     def shake(self) -> None:
-        """Go on with the handshake."""
         with contextlib.suppress(ssl.SSLWantReadError):
             self.tls.do_handshake()
 

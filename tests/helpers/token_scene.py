@@ -53,7 +53,6 @@ class Scene:
         return self.authority.issue(CapabilityRequest(LEASE, permissions, self.bob).ttl_secs(ttl_s)).token
 
     def refused(self, token: bytes, permission: Permission = Permission.MEM_READ) -> Check:
-        """Which check the token fails."""
         with pytest.raises(CapabilityDenied) as caught:
             self.authority.validate(token, self.bob, permission)
         assert str(caught.value)

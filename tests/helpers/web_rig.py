@@ -75,17 +75,17 @@ def lease(number: int, tenant: str, **changes: Any) -> dict[str, Any]:
 
 @dataclass
 class Scene:
-    """What the broker says.
+    """What the broker answers.
 
     Attributes:
         is_silent: Whether it answers nothing.
-        asked: What it was asked, in order.
-        outcome: What comes of each revocation; None if that is never told.
+        asked: The requests that it received, in order.
+        outcome: The outcome of each revocation; None to leave it unanswered.
         revoked: What was revoked, with the reasons.
-        drained: Each drain that was asked for, in milliseconds; None for the end of one.
-        cleared: The cards whose fences were cleared.
-        refusals: The operations that somebody was not let do.
-        loads: What the broker kept of the cards' last hour.
+        drained: Each drain that was requested, in milliseconds; None for the end of one.
+        cleared: The cards with cleared fences.
+        refusals: The operations that were denied.
+        loads: What the broker recorded of the cards' last hour.
     """
 
     cards: list[dict[str, Any]] = field(default_factory=lambda: [card()])
@@ -119,7 +119,6 @@ class Scene:
         self.refusals.append(operation)
 
     def answer(self, request: Request) -> Body:
-        """To one request."""
         self.asked.append(request.op)
         match request.op:
             case Opcode.HELLO:
@@ -214,15 +213,13 @@ class WebRig:
         return self._frontend._process.pid
 
     def tell(self, lease_id: int, phase: Phase, cause: str = "", reason: str = "") -> None:
-        """Something happens to a lease."""
-
         async def tell() -> None:
             self._brokers[-1].tell(lease_id, phase, cause, reason)
 
         self._in_loop(tell())
 
     def change_token(self, token: str) -> None:
-        """Another one counts, as after a reload."""
+        """Make another token valid, as a reload does."""
 
         async def change() -> None:
             self._frontend.set_token(hashlib.sha256(token.encode()).digest())

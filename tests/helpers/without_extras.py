@@ -24,7 +24,7 @@ def environment_without_extras(folder: Path) -> dict[str, str]:
         assert found is not None
         assert found.origin is not None
         package = Path(found.origin).parent
-        # Beside numpy lie the libraries that its wheel brings.
+        # Next to numpy are the libraries that its wheel brings.
         for part in (package, package.with_name(f"{name}.libs")):
             if part.exists():
                 (links / part.name).symlink_to(part)

@@ -1,4 +1,4 @@
-"""A session in which a thread works all the while: what happens beside it must not show."""
+"""A session in which a thread works constantly: what happens concurrently must not affect it."""
 
 import threading
 import time

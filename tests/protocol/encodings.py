@@ -37,13 +37,11 @@ class Encoding:
 
     @property
     def size(self) -> int | None:
-        """Bytes, if always the same."""
         bits = self.kind[1:]
         return int(bits) // 8 if bits.isdigit() else None
 
 
 def encoding_of(subcon: Any) -> Encoding:
-    """The encoding of a field."""
     if isinstance(subcon, c.FormatField):
         return Encoding(_INTEGERS[subcon.fmtstr])
     if subcon is primitives.U128:

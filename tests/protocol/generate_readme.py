@@ -26,7 +26,6 @@ SHOWN_TRAITS: Final = {
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table in Markdown."""
     lines = (titles, ["---"] * len(titles), *rows)
     return "\n".join(f"|{'|'.join(line)}|" if line[0] == "---" else f"| {' | '.join(line)} |" for line in lines)
 
@@ -42,7 +41,6 @@ def permission_of(spec: OperationSpec) -> str:
 
 
 def operation_row(spec: OperationSpec) -> list[str]:
-    """Return an operation's row."""
     return [
         f"0x{spec.op:04X}",
         spec.op.name,
@@ -93,7 +91,6 @@ def with_tables(text: str) -> str:
 
 
 def main(path: Path = README) -> None:
-    """Write them."""
     path.write_text(with_tables(path.read_text(encoding="utf-8")), encoding="utf-8")
 
 

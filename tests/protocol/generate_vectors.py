@@ -20,7 +20,6 @@ def documents() -> dict[str, str]:
 
 
 def main() -> None:
-    """Write them."""
     for path, text in documents().items():
         target = VECTORS / path
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,6 @@ SESSION_ID = 0x5E55
 
 
 def events_of(connection: Connection) -> list[Event]:
-    """Every event that is there."""
     taken = []
     while (event := connection.next_event()) is not None:
         taken.append(event)
@@ -21,15 +20,12 @@ def events_of(connection: Connection) -> list[Event]:
 
 
 def request_of(server: Connection) -> Request:
-    """The one request that has arrived."""
     (event,) = events_of(server)
     assert isinstance(event, Request)
     return event
 
 
 class Pair:
-    """A client and a server that agree."""
-
     def __init__(self, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> None:
         self.client = Connection(Role.CLIENT, max_payload_bytes=max_payload_bytes)
         self.server = Connection(Role.SERVER, max_payload_bytes=max_payload_bytes)
@@ -43,7 +39,6 @@ class Pair:
         return request
 
     def answer(self, request: Request, body: m.Body) -> Reply:
-        """Its reply, as the client sees it."""
         self.client.receive_data(self.server.send_reply(request, body))
         (event,) = events_of(self.client)
         assert isinstance(event, Reply)

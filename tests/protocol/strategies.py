@@ -65,6 +65,5 @@ FAILED_STATUSES = st.sampled_from([status for status in Status if status is not 
 
 
 def chunks(data: bytes) -> st.SearchStrategy[list[bytes]]:
-    """The same bytes, cut anywhere."""
     cuts = st.lists(st.integers(0, len(data)), max_size=12).map(sorted)
     return cuts.map(lambda at: [data[a:b] for a, b in zip([0, *at], [*at, len(data)], strict=True)])

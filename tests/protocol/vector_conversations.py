@@ -551,5 +551,4 @@ SCRIPTS = (
 
 
 def documents() -> dict[str, dict[str, Any]]:
-    """The files of `conversations/`, by name."""
     return {script.__name__: script().to_json() for script in SCRIPTS}

@@ -74,12 +74,10 @@ def cases(flag: str, context: Context, wires: Wires) -> list[dict[str, Any]]:
 
 
 def built(body: m.Body) -> bytes:
-    """A payload to break."""
     return bytes(Record(type(body)).build(body))
 
 
 def patched(data: bytes, at: int, new: str) -> bytes:
-    """The same with some bytes replaced."""
     return data[:at] + bytes.fromhex(new) + data[at + len(new) // 2 :]
 
 
@@ -284,13 +282,11 @@ def _request_ids() -> list[dict[str, Any]]:
 
 
 def invalid_document() -> dict[str, Any]:
-    """The file `invalid.json`."""
     groups = (_truncated, _headers, _payload_lengths, _field_lengths, _encodings, _operations, _order, _request_ids)
     return {"kind": "invalid", "flags": FLAGS, "cases": [case for group in groups for case in group()]}
 
 
 def frames_document() -> dict[str, Any]:
-    """The file `frames.json`."""
     wires = {
         "request": frame(Opcode.LEASE_LIST_ACTIVE),
         "reply": frame(Opcode.SYNC, flags=Flag.REPLY, session_id=9),

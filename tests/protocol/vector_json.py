@@ -26,12 +26,10 @@ def frame(op: int, body: Body | bytes = b"", **header: int) -> bytes:
 
 
 def body_to_json(body: Any) -> dict[str, Any]:
-    """The fields of a message or record."""
     return {name: _to_json(encoding, getattr(body, name)) for name, encoding in fields_of(type(body)).items()}
 
 
 def header_to_json(wire: bytes) -> dict[str, Any]:
-    """The header fields that vary."""
     header = HEADER.parse(wire)
     numbers = {name: header[name] for name in ("flags", "op", "status", "payload_length")}
     return numbers | {"request_id": hex(header.request_id), "session_id": hex(header.session_id)}
@@ -142,7 +140,6 @@ def _from_json(encoding: Encoding, value: Any) -> Any:
 
 
 def dump(document: dict[str, Any]) -> str:
-    """A file's text."""
     return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
 
 

@@ -374,7 +374,6 @@ SIZES = ("smallest", "typical", "largest")
 
 
 def documents() -> dict[str, dict[str, Any]]:
-    """The files of `messages/`, by name."""
     bodies: dict[str, list[tuple[str, m.Body]]] = {
         name: list(zip(SIZES, cases, strict=True))
         for name, cases in (CONTROL | SESSION | GRAPHS | REGIONS | SUBMITS).items()

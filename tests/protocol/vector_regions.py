@@ -119,7 +119,6 @@ def noted() -> Script:
 
 
 def launch_in(plain: m.Launch, region_set: int, position: int) -> m.LaunchIn:
-    """A launch that names a region set."""
     same = {name: getattr(plain, name) for name in plain.__dataclass_fields__}
     return m.LaunchIn(**same, region_set=region_set, position=position)
 

@@ -1,4 +1,4 @@
-"""How a conversation is written down."""
+"""Builds the script of a conversation, for the vectors."""
 
 from collections import Counter
 from typing import Any
@@ -41,8 +41,6 @@ KERNELS = tuple(m.KernelEntry(name, 1024, (8, 4, 4)) for name in ("scale", "bias
 
 
 class Script:
-    """A conversation as it is written down."""
-
     def __init__(self, comment: str) -> None:
         self.comment = comment
         self.steps: list[dict[str, Any]] = []
@@ -62,29 +60,24 @@ class Script:
         return request_id
 
     def reply(self, connection: str, request_id: int, body: m.Body, comment: str = "", status: int = 0) -> None:
-        """The daemon's answer to a request."""
         op, session_id = self._asked[connection, request_id]
         wire = frame(op, body, flags=Flag.REPLY, status=status, request_id=request_id, session_id=session_id)
         self._step(connection, "daemon", op, body, wire, comment)
 
     def refuse(self, connection: str, request_id: int, failure: Failure, comment: str = "") -> None:
-        """The daemon's refusal."""
         self.reply(connection, request_id, failure.to_body(), comment, failure.status)
 
     def tell(self, connection: str, subscription: int, event: m.LeaseEvent | m.RegionEvent, comment: str = "") -> None:
-        """What the daemon says to a subscriber."""
         op = Opcode.LEASE_EVENT if isinstance(event, m.LeaseEvent) else Opcode.REGION_EVENT
         wire = frame(op, event, flags=Flag.REPLY, request_id=subscription)
         self._step(connection, "daemon", op, event, wire, comment)
 
     def say_goodbye(self, connection: str, failure: Failure, comment: str = "") -> None:
-        """The daemon's last frame."""
         body = failure.to_body()
         wire = frame(Opcode.GOODBYE, body, flags=Flag.REPLY, status=failure.status, request_id=0)
         self._step(connection, "daemon", Opcode.GOODBYE, body, wire, comment)
 
     def call(self, connection: str, op: Opcode, body: m.Body, reply: m.Body, session_id: int = 0) -> None:
-        """A request and its reply."""
         self.reply(connection, self.ask(connection, op, body, session_id=session_id), reply)
 
     def hello(self, connection: str, *options: Tlv) -> None:
@@ -110,11 +103,9 @@ class Script:
         self.call("session", Opcode.ATTACH, m.Attach(asked), m.AttachReply(SLICE, "cpu", CARD_UUID, options), LEASE)
 
     def load(self) -> None:
-        """The two kernels."""
         self.call("session", Opcode.MODULE_LOAD, m.ModuleLoad(PTX), m.ModuleLoaded(MODULE, KERNELS), LEASE)
 
     def to_json(self) -> dict[str, Any]:
-        """The file."""
         return {"kind": "conversation", "comment": self.comment, "steps": self.steps}
 
     def _step(self, connection: str, sender: str, op: Opcode, body: m.Body, wire: bytes, comment: str) -> None:
@@ -126,7 +117,6 @@ class Script:
 
 
 def alloc(size_bytes: int, ttl_ms: int = 120_000, exclusivity: int = 0, wait_ms: int = 0) -> m.LeaseAlloc:
-    """A request for a lease."""
     parameters = (LeaseParameter(EXCLUSIVITY_TAG, bytes([exclusivity])),)
     return m.LeaseAlloc(GPU_RESOURCE_TYPE, size_bytes, ttl_ms, wait_ms, None, parameters)
 

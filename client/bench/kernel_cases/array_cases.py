@@ -1,4 +1,4 @@
-"""Arrays on the card, and operations on elements as CuPy's users write them."""
+"""Device arrays, and elementwise operations as CuPy's users write them."""
 
 from typing import Any, Final
 

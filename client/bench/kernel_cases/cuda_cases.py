@@ -1,4 +1,4 @@
-"""CUDA C in the manner of textbooks and benchmarks: vectors, matrices, sorting, stencils, physics."""
+"""CUDA C as in textbooks and benchmarks: vectors, matrices, sorting, stencils, physics."""
 
 from typing import Any, Final
 

@@ -1,4 +1,4 @@
-"""CUDA C and PTX that use one feature each, and what is refused."""
+"""CUDA C and PTX that use one feature each, and those that are refused."""
 
 import hashlib
 import zlib

@@ -1,4 +1,4 @@
-"""CUDA C in the manner of language models' training and inference: norms, attention, optimisers, quantised products."""
+"""CUDA C as in training and inference of language models: norms, attention, optimisers, quantised products."""
 
 from typing import Any, Final
 

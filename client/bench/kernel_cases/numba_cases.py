@@ -1,4 +1,4 @@
-"""Numba's kernels in the manner of its documentation."""
+"""Numba kernels as in its documentation, each with numpy's result."""
 
 import math
 from typing import Any, Final

@@ -1,4 +1,4 @@
-"""A case of the kernel suite, and what it may use: a session, its compilers, and time."""
+"""A case of the kernel suite, and what it may use: a session, its compilers, and a clock."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -20,13 +20,13 @@ class Case:
     """A kernel and its check.
 
     Attributes:
-        tool: The tool that it is written for: "CUDA C", "PTX", "Triton", "numba" or "arrays".
+        tool: The tool for which it is written: "CUDA C", "PTX", "Triton", "numba" or "arrays".
         name: Its name.
-        features: What of the drivers it needs.
-        run: Runs it; returns pairs of a result and what numpy has for it.
-        tolerance: Largest error, relative to the largest wanted value.
-        refused_by: Drivers that refuse it, and a part of what they say.
-        only_on: The one driver that it is tried on; "" for all.
+        features: The features of drivers that it needs.
+        run: Runs it; returns pairs of a result and numpy's result.
+        tolerance: Largest error, relative to the largest expected value.
+        refused_by: Drivers that refuse it, and a part of their message.
+        only_on: The only driver on which it is tried; "" for all.
     """
 
     tool: str
@@ -39,7 +39,7 @@ class Case:
 
 
 class Cases:
-    """The cases of one tool, in the order in which they are written."""
+    """The cases of one tool, in the order in which they are defined."""
 
     def __init__(self, tool: str) -> None:
         self.tool = tool
@@ -48,7 +48,14 @@ class Cases:
     def add(
         self, features: str = "", tolerance: float = 1e-4, only_on: str = "", **refused_by: str
     ) -> Callable[[Callable[["Trial"], Any]], Callable[["Trial"], Any]]:
-        """Decorate a case's function, whose name is the case's. `refused_by`: by driver, what it says."""
+        """Decorate the function of a case, which gets the function's name.
+
+        Args:
+            features: The features that it needs, separated by commas.
+            tolerance: As in Case.
+            only_on: As in Case.
+            refused_by: A part of the message of each driver that refuses it.
+        """
 
         def note(run: Callable[[Trial], Any]) -> Callable[[Trial], Any]:
             names = tuple(filter(None, (name.strip() for name in features.split(","))))
@@ -59,13 +66,13 @@ class Cases:
 
 
 class Trial:
-    """The session, numbers and clock of a case that runs.
+    """The session, random numbers and clock of a running case.
 
     Attributes:
         session: The session.
-        random: Numbers, the same in every run.
+        random: Random numbers, the same in every run.
         compile_ms: Time in compilers and in loading.
-        launch_ms: Time in launches and waits; a driver may compile in the first.
+        launch_ms: Time in launches and waits; a driver may compile during the first.
     """
 
     def __init__(self, session: GpuSession) -> None:
@@ -74,21 +81,21 @@ class Trial:
         self.compile_ms = self.launch_ms = 0.0
 
     def floats(self, *shape: int) -> NDArray[np.float32]:
-        """Numbers from -1 to 1."""
+        """Random float32 from -1 to 1, of that shape."""
         return (self.random.random(shape, np.float32) * 2 - 1).astype(np.float32)
 
     def integers(self, most: int, *shape: int) -> NDArray[np.int32]:
-        """Integers from 0 on, below `most`."""
+        """Random int32 from 0 to below `most`, of that shape."""
         return self.random.integers(0, most, shape).astype(np.int32)
 
     def cuda(self, source: str, kernel: str, grid: Any, block: Any, *args: Any, **how: Any) -> list[Any]:
-        """Compile CUDA C and launch a kernel of it; numpy's arrays go to the card, and come back as the result."""
+        """Compile CUDA C and launch a kernel of it; numpy arrays are copied to the card, and back as the result."""
         with self.compiling():
             module = self.session.compile(source)
         return self.launch(module, kernel, grid, block, *args, **how)
 
     def launch(self, module: Any, kernel: str, grid: Any, block: Any, *args: Any, **how: Any) -> list[Any]:
-        """Launch a kernel and wait; returns its arrays as they are then."""
+        """Launch a kernel and wait; returns the contents of its arrays afterwards."""
         given = [self.session.array(value) if isinstance(value, np.ndarray) and value.ndim else value for value in args]
         blocks, threads = (each if isinstance(each, tuple) else (each,) for each in (grid, block))
         with self.launching():
@@ -98,14 +105,14 @@ class Trial:
 
     @contextmanager
     def compiling(self) -> Any:
-        """Count the time of a block as compiling."""
+        """Add the time of the block to `compile_ms`."""
         began = time.perf_counter()
         yield
         self.compile_ms += (time.perf_counter() - began) * 1e3
 
     @contextmanager
     def launching(self) -> Any:
-        """Count the time of a block as launches."""
+        """Add the time of the block to `launch_ms`."""
         began = time.perf_counter()
         yield
         self.launch_ms += (time.perf_counter() - began) * 1e3

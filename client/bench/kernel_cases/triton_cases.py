@@ -1,4 +1,4 @@
-"""Triton's functions in the manner of its tutorials and of kernels for language models."""
+"""Triton functions as in its tutorials and in kernels for language models."""
 
 from typing import Any, Final
 

@@ -1,6 +1,5 @@
 """`gpulease top`: a live view of cards and leases.
 
-All but two modules work without a terminal or a daemon: `sample` makes lines of two readings, `columns` orders and
-words them, `view` handles keys, `frame` lays a screen out. `readings` asks the daemon, and `screen` alone uses
-curses.
+All but two modules work without a terminal or a daemon: `sample` computes lines from two samples, `columns` orders and
+formats them, `view` handles keys, `frame` lays out a screen. `readings` asks the daemon, and only `screen` uses curses.
 """

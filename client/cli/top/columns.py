@@ -1,4 +1,4 @@
-"""The columns of leases: their cells, their order, and which of them a narrow terminal does without."""
+"""The columns of leases: their cells, their order, and which of them a narrow terminal leaves out."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ from gpulease.client.cli.tables import MISSING, pad, seconds_text, shown, size_t
 from gpulease.client.cli.top.sample import LeaseLine
 
 SHORT_ID: Final = 8
-"""Digits of a lease's id where there is no room for all 32: enough to tell the leases of one node apart."""
+"""Digits of a lease id where there is no room for all 32: enough to distinguish the leases of one node."""
 
 GAP: Final = 1
 """Cells between columns."""
 
 MAX_BAR: Final = 24
-"""Most cells of the bar of time left: longer bars are no easier to read."""
+"""Most cells of the bar of remaining time: longer bars are no easier to read."""
 
 MIN_BAR: Final = 6
 """Least cells of that bar: shorter bars show nothing."""
@@ -33,7 +33,7 @@ class Column:
         title: Its head.
         key: The key that sorts by it.
         width: Its cells, with room for the mark of the sorted column.
-        value: Returns the value that it sorts by.
+        value: Returns the value by which it is sorted.
         text: Returns the cell's text.
     """
 
@@ -46,7 +46,7 @@ class Column:
 
 
 def rate_text(rate: float | None) -> str:
-    """Return a number a second, in at most six characters for any rate that a machine can reach."""
+    """A rate per second in at most six characters, for any rate that a machine can reach."""
     if rate is None:
         return MISSING
     for unit, scale in _SCALES:
@@ -64,7 +64,7 @@ def _left(line: LeaseLine) -> str:
 
 
 def _tenant_text(line: LeaseLine) -> str:
-    # Not before the id, which has no cell to spare.
+    # Not before the id, whose column has no spare cell.
     return (REGION_MARK if line.parent else "") + (line.tenant or MISSING)
 
 
@@ -84,17 +84,17 @@ COLUMNS: Final = (
 BY_TITLE: Final = {column.title: column for column in COLUMNS}
 
 _KEPT: Final = ("LEASE", "LEFT", "TENANT", "USED", "LAUNCH/S", "SLICE", "STATE", "COPY/S", "OP/S", "GPU")
-"""Columns by need: a terminal too narrow for all shows the first."""
+"""Columns by importance: a terminal that is too narrow for all shows the first ones."""
 
 
 def offered(lines: Sequence[LeaseLine]) -> list[Column]:
-    """Return the columns with something to show: older daemons do not count copies."""
+    """The columns that have something to show: older daemons do not count copies."""
     has_copies = any(line.copies_per_s is not None for line in lines)
     return [column for column in COLUMNS if column.title != "COPY/S" or has_copies]
 
 
 def fitting(width: int, columns: Sequence[Column]) -> tuple[list[Column], dict[str, int], int]:
-    """Return the columns that fit into so many cells, their widths by title, and the cells of the bar behind them."""
+    """The columns that fit into `width` cells, their widths by title, and the cells of the bar after them."""
     names = {column.title for column in columns}
     chosen: list[str] = []
     used = -GAP
@@ -116,7 +116,7 @@ def fitting(width: int, columns: Sequence[Column]) -> tuple[list[Column], dict[s
 
 
 def cell(column: Column, line: LeaseLine, width: int) -> str:
-    """Return a cell's text in exactly so many cells, escaped for a terminal."""
+    """A cell's text in exactly `width` cells, escaped for a terminal."""
     text = column.text(line)
     if column.title == "LEASE" and len(text) > width:
         text = text[:width]
@@ -124,7 +124,7 @@ def cell(column: Column, line: LeaseLine, width: int) -> str:
 
 
 def bar_text(share: float | None, width: int) -> str:
-    """Draw a share of 1 as a bar of so many cells, brackets included."""
+    """Draw a share from 0 to 1 as a bar of `width` cells, including its brackets."""
     if share is None or width < 3:
         return " " * width
     full = round(max(0.0, min(1.0, share)) * (width - 2))
@@ -132,18 +132,21 @@ def bar_text(share: float | None, width: int) -> str:
 
 
 def time_share(line: LeaseLine) -> float | None:
-    """Return the share of a lease's time that is left, 0 to 1."""
+    """The share of a lease's time that is left, 0 to 1; None if unknown."""
     if line.left_s is None or not line.ttl_s:
         return None
     return max(0.0, min(1.0, line.left_s / line.ttl_s))
 
 
 _LARGEST_FIRST: Final = ("SLICE", "USED", "LAUNCH/S", "COPY/S", "OP/S")
-"""Columns sorted from the largest value; all others begin with the smallest."""
+"""Columns sorted by descending value; all others are ascending."""
 
 
 def arranged(lines: Sequence[LeaseLine], title: str, *, is_reversed: bool) -> list[LeaseLine]:
-    """Sort lines by a column: lines without a value last either way, equal ones by id, so that they stay in place."""
+    """Sort lines by a column.
+
+    Lines without a value are last in either order; ties are ordered by id, so that they stay.
+    """
     column = BY_TITLE[title]
     known = [line for line in lines if column.value(line) is not None]
     unknown = [line for line in lines if column.value(line) is None]

@@ -1,4 +1,4 @@
-"""`gpulease top`: the live view, a single frame as text, or a line of JSON for each reading."""
+"""`gpulease top`: the live view, a single frame as text, or one line of JSON per sample."""
 
 import json
 import time
@@ -17,13 +17,13 @@ from gpulease.client.engine.lease_request import address_of
 from gpulease.client.errors import GpuLeaseError, Unsupported
 
 EVERY_S: Final = 2.0
-"""Seconds between two readings of the live view: short enough to show load, and cheap for the broker."""
+"""Seconds between two samples of the live view: short enough to show load, and cheap for the broker."""
 
 ONCE_S: Final = 1.0
-"""Seconds between the two readings from which a single frame takes its rates."""
+"""Seconds between the two samples from which a single frame computes its rates."""
 
 PIPE_WIDTH: Final = 160
-"""Cells of a frame where no width is known: every column, and whole ids that can be copied."""
+"""Width in cells of a frame if none is known: every column, and complete ids that can be copied."""
 
 _RATES: Final = ("launches_per_s", "copies_per_s", "operations_per_s")
 

@@ -1,4 +1,4 @@
-"""A screen of the live view: so many lines of so many cells, whatever they hold."""
+"""A screen of the live view: exactly the given lines and cells, whatever they contain."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,19 +20,19 @@ from gpulease.client.cli.top.view import (
 from gpulease.protocol.counts import counted
 
 CARD_BAR: Final = 24
-"""Cells of a card's bar."""
+"""Width of a card's bar in cells."""
 
 LATE_S: Final = 2.0
-"""Seconds by which a reading may be late before the screen says that it shows old figures."""
+"""How late a sample may be before the screen says that it shows old figures, in seconds."""
 
 HINTS: Final = "q quit  ? help  < > sort  R reverse  / filter  c card  k revoke  p pause  s pace"
 
 ENDS_SOON: Final = 0.1
-"""The share of its time below which a lease changes its colour; tenants are warned then, too."""
+"""Share of its time below which a lease changes its colour; tenants are warned at that time, too."""
 
 
 class Style(Enum):
-    """The look of a piece of a line; terminals without colours have bold and reverse alone."""
+    """The look of a piece of a line; terminals without colours use bold and reverse only."""
 
     PLAIN = auto()
     HEAD = auto()
@@ -47,9 +47,9 @@ Line: TypeAlias = list[tuple[str, Style]]
 
 
 def frame(view: View, scene: Scene, address: str, now_s: float, width: int, height: int) -> list[Line]:
-    """Return exactly `height` lines, none wider than `width` cells.
+    """Exactly `height` lines, none wider than `width` cells.
 
-    Where there is little room, the leases are dropped before the cards, and the typed line last.
+    If there is little room, leases are dropped before cards, and the typed line last.
     """
     is_help = view.mode == Mode.HELP
     body = _help() if is_help else _overview(view, scene, address, now_s, width, height - 1)
@@ -59,7 +59,7 @@ def frame(view: View, scene: Scene, address: str, now_s: float, width: int, heig
 
 
 def plain(view: View, scene: Scene, address: str, width: int) -> str:
-    """Return the whole frame as text, for a pipe."""
+    """The complete frame as text, for a pipe."""
     sample = scene.sample
     height = 4 + (0 if sample is None else len(sample.cards) + len(sample.leases))
     lines = _overview(view, scene, address, sample.at_s if sample else 0.0, width, height)
@@ -74,10 +74,11 @@ def _overview(view: View, scene: Scene, address: str, now_s: float, width: int, 
     lines = [_aged(line, now_s - sample.at_s) for line in visible(view, scene)]
     left = height - len(top)
     cards = [_card(card) for card in sample.cards if view.card is None or number(card, "index") == view.card]
-    # All cards if all leases fit beside them, else half of the room, and none where that leaves less than two leases.
+    # Show all cards if all leases fit below them; otherwise cards get half of the room, but none if that leaves fewer
+    # than two leases.
     room = max(left - 1 - len(lines), min(left // 2, left - 3))
     top += cards[: max(0, room)]
-    # Of what is left, one line is the columns' titles.
+    # One of the remaining lines is for the columns' titles.
     return [*top, *_leases(view, lines, sample, width, max(0, height - len(top)))]
 
 
@@ -161,7 +162,7 @@ def _titled(view: View, title: str, width: int) -> str:
 
 
 def _aged(line: LeaseLine, age_s: float) -> LeaseLine:
-    """Reduce the time left by the age of the reading."""
+    """Reduce the remaining time by the age of the sample."""
     return line if line.left_s is None else replace(line, left_s=max(0.0, line.left_s - max(0.0, age_s)))
 
 
@@ -183,7 +184,7 @@ def _bottom(view: View, scene: Scene, width: int) -> Line:
 
 
 def _typed_line(asked: str, typed: str, width: int) -> Line:
-    """Keep the typed text in sight, its end at least, and as much of its prompt as there is room for."""
+    """Keep the typed text visible, at least its end, and as much of its prompt as there is room for."""
     while width_of(typed) > max(1, width // 2):
         typed = typed[1:]
     return _cut([(fit(asked, max(0, width - width_of(typed))), Style.WARNING), (typed, Style.PLAIN)], width)

@@ -1,4 +1,4 @@
-"""Read a node again and again: on one connection, renewed when it is lost, in a thread of its own."""
+"""Samples a node repeatedly, in a thread of its own, on one connection that is replaced when it is lost."""
 
 import threading
 import time
@@ -21,10 +21,11 @@ from gpulease.protocol.lease_ids import lease_id_of
 from gpulease.protocol.messages import Empty, LeaseRevoke
 
 READING_LIMIT_S: Final = 10.0
-"""Seconds for one reading. A daemon answers in milliseconds; one that hangs is reported, and asked again."""
+"""Longest time for one sample, in seconds. A daemon answers in milliseconds; one that hangs is reported and asked
+again."""
 
 RETRY_S: Final = 2.0
-"""Longest pause in seconds before a missing daemon is tried again, however rarely it is read."""
+"""Longest pause before a missing daemon is asked again, in seconds, however rarely it is sampled."""
 
 
 def _failure_text(error: Exception) -> str:
@@ -33,14 +34,14 @@ def _failure_text(error: Exception) -> str:
 
 
 class Readings:
-    """Samples of one node, on one connection for as long as it lasts."""
+    """Samples of one node, on one connection as long as it lasts."""
 
     def __init__(self, address: Address) -> None:
         self._address = address
         self._channel: Channel | None = None
 
     def take(self) -> Sample:
-        """Take a sample. Raises Disconnected, or the daemon's refusal; the next call connects anew."""
+        """Take a sample. Raises Disconnected, or the daemon's refusal; the next call connects again."""
         return drive(self._take())
 
     def _take(self) -> Procedure[Sample]:
@@ -60,18 +61,18 @@ class Readings:
         return Sample.of(time.monotonic(), inventory.details, leases.report)
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection; the next sample opens another."""
         channel, self._channel = self._channel, None
         if channel is not None:
             channel.close()
 
 
 class Poller:
-    """Takes readings in the background, and revokes leases on request.
+    """Takes samples in the background, and revokes leases on request.
 
     Args:
         address: The daemon's address.
-        every_s: Seconds between two readings.
+        every_s: Seconds between two samples.
         wake: Called, from another thread, whenever there is something new.
     """
 
@@ -89,35 +90,35 @@ class Poller:
         self._thread = threading.Thread(target=self._run, name="gpulease-top", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread that takes samples."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; a reading under way is not waited for, and its result is dropped."""
+        """End the thread. A sample in progress is not awaited, and its result is dropped."""
         self._is_over = True
         self._nudge.set()
 
     def pace(self, every_s: float, *, is_paused: bool) -> None:
-        """Set the seconds between readings from the next one on, or pause them."""
+        """Set the seconds between samples, from the next one on, or pause them."""
         self._every_s, self._is_paused = every_s, is_paused
 
     def refresh(self) -> None:
-        """Take a reading now."""
+        """Take a sample now, not at the next interval."""
         self._nudge.set()
 
     def scene(self) -> Scene:
-        """Return the readings to show."""
+        """The samples to show, the last and the one before."""
         with self._lock:
             return self._scene
 
     def notice(self) -> str:
-        """Return a revocation's outcome, or that the daemon is back, once; "" if there is nothing to say."""
+        """A revocation's outcome, or that the daemon is back, once; "" if there is nothing to report."""
         with self._lock:
             return self._notices.pop(0) if self._notices else ""
 
     def revoke(self, lease_id: str, reason: str) -> None:
-        """Revoke a lease; `notice` tells the outcome."""
-        # In a thread of its own: proving memory free takes a moment, in which readings go on.
+        """Revoke a lease; `notice` returns the outcome."""
+        # In a thread of its own: proving memory free takes a moment, during which sampling continues.
         threading.Thread(target=self._revoke, args=(lease_id, reason), name="gpulease-revoke", daemon=True).start()
 
     def _run(self) -> None:

@@ -1,4 +1,4 @@
-"""Samples of a node, and the lines of leases that two samples give: the state now, and the rates between them."""
+"""Samples of a node, and the lines about leases that two samples give: the state now, and the rates between them."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -15,8 +15,8 @@ class Sample:
 
     Attributes:
         at_s: Its time, on the monotonic clock.
-        cards: GET_INVENTORY's maps.
-        leases: LEASE_LIST_ACTIVE's maps.
+        cards: The maps of GET_INVENTORY.
+        leases: The maps of LEASE_LIST_ACTIVE.
     """
 
     at_s: float
@@ -25,12 +25,12 @@ class Sample:
 
     @classmethod
     def of(cls, at_s: float, cards: object, leases: object) -> Self:
-        """Make a sample of reports as received; items that are no maps are dropped."""
+        """Make a sample from reports as received; items that are not maps are dropped."""
         return cls(at_s, tuple(_maps(cards)), tuple(_maps(leases)))
 
     @property
     def drain_left_s(self) -> float | None:
-        """Seconds until a drain ends the leases that are left; None if the node is not drained."""
+        """Seconds until a drain ends the remaining leases; None if the node is not drained."""
         left_ms = next((number(card, "drain_left_ms") for card in self.cards), None)
         return None if left_ms is None else left_ms / 1000
 
@@ -76,7 +76,7 @@ class LeaseLine:
 
 
 def lease_lines(sample: Sample, before: Sample | None) -> list[LeaseLine]:
-    """Return the leases of a sample, in its order, with rates since the sample before."""
+    """The leases of a sample, in its order, with rates since the sample before."""
     earlier = {} if before is None else {word(lease, "lease_id"): lease for lease in before.leases}
     span_s = 0.0 if before is None else sample.at_s - before.at_s
     cards = {word(card, "uuid"): number(card, "index") for card in sample.cards}
@@ -103,13 +103,13 @@ def _line(lease: Report, before: Report, span_s: float, cards: Mapping[str | Non
 
 
 def _state(lease: Report) -> str | None:
-    """Return its state, with the cause if something ends it."""
+    """Its state, with the cause if something ends it."""
     state, cause = word(lease, "state"), word(lease, "cause")
     return f"{state} {cause}" if state is not None and cause is not None else state
 
 
 def _rate(lease: Report, before: Report, key: str, span_s: float) -> float | None:
-    """Return events a second. The session itself counts them: a counter that went backwards gives None."""
+    """Events per second. The session itself counts them: a counter that went backwards gives None."""
     now, then = number(lease, key), number(before, key)
     if now is None or then is None or now < then or span_s <= 0:
         return None
@@ -117,7 +117,7 @@ def _rate(lease: Report, before: Report, key: str, span_s: float) -> float | Non
 
 
 def number(report: Report, key: str) -> float | None:
-    """Return a figure of a report; None if there is none."""
+    """A number in a report; None if it is missing or not a finite number."""
     value = report.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
@@ -125,7 +125,7 @@ def number(report: Report, key: str) -> float | None:
 
 
 def word(report: Report, key: str) -> str | None:
-    """Return a text of a report; None if there is none."""
+    """A string in a report; None if it is missing or not a string."""
     value = report.get(key)
     return value if isinstance(value, str) else None
 

@@ -1,4 +1,4 @@
-"""The live view on a terminal, by curses: reads keys, draws lines, and restores the terminal, however it ends."""
+"""The live view on a terminal, with curses: reads keys, draws lines, and restores the terminal however it ends."""
 
 import codecs
 import contextlib
@@ -23,13 +23,13 @@ from gpulease.client.errors import InvalidRequest, Unsupported
 from gpulease.protocol.address import Address
 
 TICK_S: Final = 1.0
-"""Seconds between two drawings if nothing happens, because times left count down."""
+"""Seconds between two drawings if nothing happens, because remaining times count down."""
 
 ESCAPE_MS: Final = 25
-"""Milliseconds for which a lone Esc may turn out to begin another key's code."""
+"""Milliseconds during which a lone Esc may turn out to start another key's code."""
 
 MAX_KEYS: Final = 256
-"""Most keys taken between two drawings: pasted text must not keep the screen from being drawn."""
+"""Most keys processed between two drawings. Stops pasted text from keeping the screen from being drawn."""
 
 _ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _TAKEN: Final = (*_ENDING, signal.SIGTSTP, signal.SIGCONT, signal.SIGWINCH)
@@ -54,11 +54,11 @@ _KEYS: Final[dict[int | str, str]] = {
 
 
 def watch(address: Address, every_s: float) -> signal.Signals | None:
-    """Show the view until the person leaves; return the signal that ended it, if any.
+    """Show the view until the user leaves; returns the signal that ended it, if any.
 
     Raises:
         Unsupported: The terminal can't move its cursor.
-        InvalidRequest: The input is no terminal.
+        InvalidRequest: The input is not a terminal.
     """
     if not sys.stdin.isatty():
         raise InvalidRequest("top reads keys, so its input must be a terminal", "Use --once or --json")
@@ -83,7 +83,7 @@ def watch(address: Address, every_s: float) -> signal.Signals | None:
 
 
 class _Signals:
-    """Signals, and calls of other threads, as a descriptor that select can wait for.
+    """Signals, and wake-ups by other threads, as a descriptor for select().
 
     Handlers are installed before curses starts, which then leaves them alone.
     """
@@ -95,7 +95,7 @@ class _Signals:
     def __enter__(self) -> "_Signals":
         self.reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         for number in _TAKEN:
-            # The parent may have had some signals ignored, as nohup does.
+            # The parent may have set some signals to be ignored, as nohup does.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._take)
         return self
@@ -108,12 +108,12 @@ class _Signals:
         os.close(writer)
 
     def wake(self) -> None:
-        """End the wait; from any thread. Does nothing after the end."""
+        """End the wait; callable from any thread. Does nothing after the end."""
         with contextlib.suppress(OSError):
             os.write(self._writer, b"\0")
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for a key, a signal, a call or the timeout; return True if there is input."""
+        """Wait for a key, a signal, a wake-up or the timeout; True if there is input."""
         ready, _, _ = select.select([sys.stdin, self.reader], [], [], timeout_s)
         with contextlib.suppress(BlockingIOError):
             while os.read(self.reader, 4096):
@@ -121,7 +121,7 @@ class _Signals:
         return sys.stdin in ready
 
     def stop_here(self) -> None:
-        """Stop as ^Z stops any program; returns when it is continued."""
+        """Stop as ^Z stops any program; returns when the process is continued."""
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTSTP)
         signal.signal(signal.SIGTSTP, self._take)
@@ -148,7 +148,7 @@ def _screen() -> Iterator[curses.window]:
 
 
 def _attributes() -> dict[Style, int]:
-    """Return curses' attributes by style; without colours or with NO_COLOR (no-color.org), bold and reverse alone."""
+    """The attributes for curses by style; without colours, or with NO_COLOR (no-color.org), bold and reverse only."""
     looks = {
         Style.PLAIN: curses.A_NORMAL,
         Style.HEAD: curses.A_BOLD,
@@ -179,7 +179,7 @@ class _Screen:
         self._decoder = codecs.getincrementaldecoder(window.encoding)("replace")
 
     def run(self, view: View) -> signal.Signals | None:
-        """Run until the person leaves, or a signal ends it; return that signal."""
+        """Run until the user leaves or a signal ends it; returns that signal."""
         self._resize()
         while True:
             while self._signals.pending:
@@ -213,7 +213,7 @@ class _Screen:
             curses.endwin()
             self._signals.stop_here()
         if number in (signal.SIGTSTP, signal.SIGCONT):
-            # The shell, after any stop, may have left the terminal in another mode.
+            # While the process was stopped, the shell may have changed the terminal's mode.
             curses.reset_prog_mode()
         self._resize()
         self._window.clear()
@@ -225,7 +225,7 @@ class _Screen:
             curses.resizeterm(max(1, size.lines), max(1, size.columns))
 
     def _keys(self) -> list[str]:
-        # Read bytes: get_wch reports a byte without a character in the locale like the end of the input.
+        # Read bytes: for a byte outside the locale's encoding, get_wch returns the same as for the end of the input.
         found: list[str] = []
         while len(found) < MAX_KEYS and (code := self._window.getch()) != curses.ERR:
             if code > 0xFF:
@@ -243,12 +243,12 @@ class _Screen:
         self._window.refresh()
 
     def _draw_line(self, row: int, line: Line) -> None:
-        # curses reports an error after it wrote the last cell of the screen.
+        # curses reports an error after writing the last cell of the screen.
         room = self._window.getmaxyx()[1]
         with contextlib.suppress(curses.error):
             self._window.move(row, 0)
             for text, style in line:
-                # Characters that the locale can't write become escapes, which are longer.
+                # Characters that the locale can't encode become escapes, which are longer.
                 coding = self._window.encoding
                 piece = fit(text.encode(coding, "backslashreplace").decode(coding), room)
                 room -= width_of(piece)
@@ -256,7 +256,7 @@ class _Screen:
 
 
 def _terminal_exists() -> bool:
-    """Return True if the terminal exists: one that was closed reads as ready for ever, and empty."""
+    """True if the terminal still exists: one that was closed always reads as ready, and empty."""
     try:
         termios.tcgetattr(sys.stdin.fileno())
     except termios.error:

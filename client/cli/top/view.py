@@ -1,4 +1,4 @@
-"""The state of the live view, and the effect of each key on it, without a terminal or a daemon."""
+"""The state of the live view, and what each key does to it, without a terminal or a daemon."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,15 +11,15 @@ from gpulease.client.cli.top.columns import COLUMNS, arranged, offered
 from gpulease.client.cli.top.sample import LeaseLine, Scene, lease_lines, number
 
 MIN_EVERY_S: Final = 0.1
-"""Least seconds between readings: a shorter interval would keep the broker busy with reports."""
+"""Least seconds between samples: a shorter interval would keep the broker busy with reports."""
 
 MAX_EVERY_S: Final = 3600.0
 
 MAX_TYPED: Final = 200
-"""Most characters of a typed line: a reason of four bytes each still fits the request."""
+"""Most characters of a typed line: a reason of so many four-byte characters still fits the request."""
 
 CONFIRMING_DIGITS: Final = 4
-"""Digits of a lease's id to type before a revocation: enough that nobody does it by habit, or to another lease."""
+"""Digits of a lease id to type before a revocation. Stops one by habit, or of another lease."""
 
 DEFAULT_REASON: Final = "revoked by the operator"
 
@@ -27,7 +27,7 @@ NO_CHOICE: Final = "Choose a lease first, with the arrow keys"
 
 
 class Mode(Enum):
-    """The meaning of keys."""
+    """What the keys mean at present: commands, or the text of a question."""
 
     BROWSE = auto()
     HELP = auto()
@@ -42,13 +42,13 @@ class View:
     """The state of the live view.
 
     Attributes:
-        every_s: Seconds between two readings.
+        every_s: Seconds between two samples.
         sort: The title of the column that orders the leases.
         pattern: Shows only leases whose tenant's name contains it, in any case, or whose id begins with it.
         card: Shows only leases of the card of this index; None for all.
         selected: The id of the selected lease; "" for none.
-        typed: The line being typed.
-        target: The lease to be revoked: it stays the same whatever the lines do meanwhile.
+        typed: The line that is being typed.
+        target: The lease to revoke: it stays the same even if the lines move meanwhile.
         notice: A sentence to show until the next key.
     """
 
@@ -68,17 +68,17 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Quit:
-    """Leave."""
+    """Effect of a key: leave the view."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refresh:
-    """Take a reading now."""
+    """Effect of a key: take a sample now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Revoke:
-    """End a lease."""
+    """Effect of a confirmed revocation: end this lease."""
 
     lease_id: str
     reason: str
@@ -89,7 +89,7 @@ Pressed: TypeAlias = tuple[View, Effect | None]
 
 
 def visible(view: View, scene: Scene) -> list[LeaseLine]:
-    """Return the leases to show, in order, each with its regions under it."""
+    """The leases to show, in order, each followed by its regions."""
     lines = [] if scene.sample is None else lease_lines(scene.sample, scene.before)
     pattern = view.pattern.casefold()
     wanted = [
@@ -103,7 +103,7 @@ def visible(view: View, scene: Scene) -> list[LeaseLine]:
 
 
 def press(view: View, key: str, scene: Scene) -> Pressed:
-    """Apply a key, a character or a name ("up", "enter", "esc" ...); return the new view and an effect, if any."""
+    """Apply a key: a character or a name ("up", "enter", "esc" ...). Returns the new view and an effect, if any."""
     view = replace(view, notice="")
     if view.mode == Mode.BROWSE:
         return _browse(view, key, scene)
@@ -122,7 +122,7 @@ def press(view: View, key: str, scene: Scene) -> Pressed:
 
 def _browse(view: View, key: str, scene: Scene) -> Pressed:
     if key in ("q", "esc"):
-        # Esc clears the filters and never quits, so that a view that only looks stuck is not ended.
+        # Esc clears the filters and never quits: a view that only looks stuck must not end by it.
         return (view, Quit()) if key == "q" else (replace(view, pattern="", card=None), None)
     if key == " ":
         return view, Refresh()

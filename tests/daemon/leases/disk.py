@@ -60,7 +60,7 @@ class Disk:
 def check_answers(before: LeaseTable, after: LeaseTable, lease_ids: set[int], now_ns: int) -> None:
     """Check that a restart changed no answer about a lease.
 
-    A lease whose time was over may have expired, and a drain may have ended one whose timer was late.
+    A lease past its deadline may have expired, and a drain may have ended one with a late timer.
     """
     is_drain_due = before.drain_ns is not None and before.drain_ns <= now_ns
     for lease_id in lease_ids:

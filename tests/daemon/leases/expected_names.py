@@ -115,14 +115,14 @@ class ExpectedNames:
         self.holders = {name: holder for name, holder in self.holders.items() if holder != lease_id}
 
     def lose_tail(self) -> None:
-        """Forget the grants of the last event: nobody was told of them."""
+        """Forget the grants of the last event: no reply about them was sent."""
         for name, before in self._undo:
             self.highest[name] = before
             del self.holders[name]
         self._undo.clear()
 
     def forget_daemon(self) -> None:
-        """A new daemon knows no horizon until its fleet tells one."""
+        """A new daemon knows no membership deadline until its fleet reports one."""
         self.horizon_ns = None
 
     def restored(self, kept: KeptLease, shell: "Shell") -> LeaseRestored:

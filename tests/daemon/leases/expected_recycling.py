@@ -36,7 +36,7 @@ class ExpectedRecycling:
         self._on_warm: set[int] = set()
 
     def on_rename(self, from_id: int, to_id: int, shell: "Shell") -> None:
-        """Check that a lease takes a context that served nobody or its tenant, or gives back an unused one."""
+        """Check that a lease takes a context that served no tenant or its own, or gives back an unused one."""
         served = self._served.pop(from_id, None)
         assert to_id < FIRST_SUBMIT_ID or served is None, "a submit was given a context that served a lease"
         if to_id >= FIRST_WARM_ID:
@@ -50,7 +50,6 @@ class ExpectedRecycling:
             self._served[to_id] = served
 
     def scrub(self, lease_id: int, luck: int, shell: "Shell") -> None:
-        """Let a live worker answer a scrub."""
         if lease_id in shell.alive:
             shell.send(WorkerScrubbed(lease_id, "" if luck % 8 else "the card shows more"))
 

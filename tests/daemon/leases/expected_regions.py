@@ -48,18 +48,18 @@ class Mapped:
 
 @dataclass
 class ExpectedRegions:
-    """The workers' regions, and what the pages and the replies said of each.
+    """The workers' regions, and what the pages and the replies reported about each.
 
     Attributes:
-        mapped: Regions that a worker has, or whose place it keeps.
-        orders: Orders that a worker has not carried out yet, in their order. A worker that hangs is absent.
+        mapped: Regions that a worker has, or still reserves addresses for.
+        orders: Orders that a worker has not executed yet, in order. A worker that hangs is absent.
         words: The last word of each region.
         slots: The region that was last in a slot of a lease.
-        numbers: By lease: every number that was ever given out.
+        numbers: By lease: every number that was ever assigned.
         leases: By region: its lease.
-        told: Regions whose grant was told.
+        told: Regions with a grant that was sent.
         slices: Each worker's slice.
-        proofs: Proofs that were asked for, by region or lease.
+        proofs: Proofs that were requested, by region or lease.
     """
 
     mapped: dict[int, Mapped] = field(default_factory=dict)
@@ -206,13 +206,11 @@ class ExpectedRegions:
         shell.send(RegionProved(number))
 
     def hang(self, lease_id: int) -> None:
-        """Let a worker carry out nothing more."""
         self.hung.add(lease_id)
         self.orders.pop(lease_id, None)
 
     @property
     def is_busy(self) -> bool:
-        """True while an order or a proof waits."""
         return bool(self.orders or self.proofs)
 
     def finish(self, shell: "Shell") -> None:
@@ -227,7 +225,7 @@ class ExpectedRegions:
         """Lose what a killed daemon had not sent, or had asked for."""
         self.orders.clear()
         self.proofs.clear()
-        # An order that nobody carried out may have been lost with its row, and its number with it.
+        # An order that was never executed may have been lost with its row, and its number with it.
         known = self.told | self.mapped.keys()
         self.numbers = {key: region_id for key, region_id in self.numbers.items() if region_id in known}
 

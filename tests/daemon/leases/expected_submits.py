@@ -28,14 +28,14 @@ class ExpectedSubmits:
         self.leases: dict[int, int] = {}
         self.running: set[int] = set()
         self.is_cleared = False
-        # Submits that run in place of a session; and leases whose session was opened.
+        # Submits that run in place of a session; and leases with a session that was opened.
         self.in_place: set[int] = set()
         self.opened: set[int] = set()
         # By the id drawn for the rest of a submit: its lease.
         self.left: dict[int, int] = {}
 
     def saw(self, effect: AnySubmitEffect, shell: "Shell") -> None:
-        """Check that a submit goes on only while its lease is active, and is forgotten only once proved back."""
+        """Check that a submit continues only while its lease is active, and is forgotten only once proved back."""
         lease = shell.table.get(self.leases.get(effect.submit_id, 0))
         if isinstance(effect, SpawnSubmit):
             self._start(effect, shell)
@@ -60,7 +60,7 @@ class ExpectedSubmits:
         shell.send(SubmitFound(number, self.leases[number], uuid, is_running, 1000, size_bytes))
 
     def renumber(self, number: int, shell: "Shell") -> int:
-        """Draw an id for the rest of a submit whose lease is unknown or fenced."""
+        """Draw an id for what is left of a submit if its lease is unknown or fenced."""
         if number < FIRST_SUBMIT_ID:
             return number
         drawn = number - FIRST_SUBMIT_ID + (1 << 64)
@@ -69,7 +69,6 @@ class ExpectedSubmits:
         return drawn
 
     def on_rename(self, from_id: int, to_id: int, shell: "Shell") -> None:
-        """Move the rest of a submit to another id."""
         shell.unproved[to_id] = shell.unproved.pop(from_id)
         if from_id in shell.alive:
             shell.alive.remove(from_id)

@@ -70,7 +70,6 @@ class LeaseRules(RuleBasedStateMachine):
         return ids[pick // 4 % len(ids)] if ids else self.some_lease(pick)
 
     def some_one(self, pick: int) -> int:
-        """Return a lease or a region."""
         return self.some_region(pick // 2) if pick % 2 else self.some_lease(pick // 2)
 
     def owner_of(self, lease_id: int, pick: int) -> str:
@@ -111,8 +110,7 @@ class LeaseRules(RuleBasedStateMachine):
         waits = {waiter.request for waiter in self.shell.table.waiting()}
         submits = self.shell.table.submits.asked()
         effects = self.shell.send(RequesterGone(request))
-        # A free or a revoke goes on without its client; an acquire gets no reply any more, nor does a submit.
-        # Nor does a request for a region.
+        # A free or a revoke continues without its client; an acquire or a submit gets no reply then.
         if request in waits | submits or {RefuseWork, EndRegion} & set(map(type, effects)):
             self.shell.open_requests.remove(request)
 
@@ -194,7 +192,6 @@ class LeaseRules(RuleBasedStateMachine):
             self.clear_fences(None)
 
     def reclaim_timer(self, region_id: int) -> TimerFired:
-        """Return the timer of a region's end."""
         region = self.shell.table.get(region_id)
         return TimerFired(region_id, 1 if region is None else region.generation, TimerKind.RECLAIM)
 

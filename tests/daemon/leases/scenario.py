@@ -57,7 +57,6 @@ class Scenario:
         self.requests = 0
 
     def at(self, seconds: float) -> Self:
-        """Let time pass."""
         self.now_ns += int(seconds * S)
         return self
 
@@ -88,7 +87,6 @@ class Scenario:
         )
 
     def active(self, lease_id: int, size: int = 20, **more: object) -> LeaseSnapshot:
-        """Return a lease that was granted."""
         self.acquire(lease_id, size, **more)  # type: ignore[arg-type]
         return one(self.do(WorkerReady(lease_id)), Granted).lease
 
@@ -119,7 +117,6 @@ class Scenario:
 
 
 def one(effects: list[Effect], kind: type[AnyEffect]) -> AnyEffect:
-    """Return the only effect of that kind."""
     found = [effect for effect in effects if isinstance(effect, kind)]
     assert len(found) == 1, effects
     return found[0]

@@ -217,7 +217,7 @@ class Shell:
                 assert lease.card_uuid == preferred, f"{self.order} prefers {preferred}"
 
     def forget(self, number: int) -> None:
-        """Drop a worker whose bytes an operator vouches for."""
+        """Drop a worker after an operator has vouched for its bytes."""
         self.unproved.pop(number, None)
         self.lingering.pop(number, None)
         self.alive.discard(number)
@@ -397,7 +397,7 @@ class Shell:
         self.hold(number, next(card for card in CARDS if card.uuid == card_uuid), size_bytes)
 
     def hold(self, number: int, card: Card, size_bytes: int) -> None:
-        """Let a process hold bytes; they must fit beside everything not proved back."""
+        """Let a process hold bytes; they must fit in addition to everything not proved back."""
         self.unproved[number] = (card.uuid, size_bytes)
         held = sum(held_bytes for uuid, held_bytes in self.unproved.values() if uuid == card.uuid)
         assert held <= card.capacity_bytes, "bytes were granted that are not proved free"
@@ -466,7 +466,7 @@ class Shell:
     def restart(self, *, is_tail_lost: bool, is_zygote_told: bool) -> None:
         """Kill the daemon and bring it back with its journal, and with what workers and pages show.
 
-        The rows of the last event may be lost although its effects were executed; nobody was told of them then.
+        The rows of the last event may be lost although its effects were executed; no reply about them was sent then.
         """
         before = self.table
         if is_zygote_told:
@@ -477,7 +477,7 @@ class Shell:
         self.regions.forget_daemon()
         self.names.forget_daemon()
         contents = self.disk.read()
-        # Nobody knows the id of a lease revoked before its grant if its row was lost.
+        # The id of a lease revoked before its grant is unknown if its row was lost.
         if is_tail_lost:
             self.revoked -= self.revoked_last - {kept.lease_id for kept in contents.leases}
         self.table = LeaseTable(CARDS, LIMITS, self.warm_contexts, contents.past(), self.recycled.bounds, self.order)
@@ -488,13 +488,13 @@ class Shell:
             set(),
             {(kind, number) for kind, number in self.once if kind is Granted},
         )
-        # A lease with a tombstone on the disk must not end a second time, nor may a region whose fence lasts.
+        # A lease with a tombstone on disk must not end again, and neither may a region while its fence lasts.
         lasting = {region.region_id for region in contents.regions if region.is_given_up}
         self.once |= {(LeaseEnded, number) for number in {*self.disk.buried(), *lasting}}
         found = self.unproved.keys() - {kept.lease_id for kept in contents.leases}
         for number in self.spawned.keys() - self.unproved.keys() - {kept.lease_id for kept in contents.leases}:
             if number not in self.ended and (Granted, number) not in self.once:
-                # Nobody was told of this lease, and its worker went back to the pool.
+                # No reply about this lease was sent, and its worker went back to the pool.
                 del self.spawned[number]
         fenced = {kept.lease_id for kept in contents.leases if kept.state is LeaseState.FENCED}
         going_on = {kept.lease_id for kept in contents.leases} - fenced
@@ -525,7 +525,7 @@ class Shell:
         self.send(PoolTimerFired())
 
     def find_ended(self) -> None:
-        """Report dead workers of ended leases, which the zygote was never told to forget."""
+        """Report dead workers of ended leases that the zygote was never asked to forget."""
         for number, (uuid, size_bytes) in self.remembered.items():
             lease = self.table.get(number)
             if lease is not None and lease.state is LeaseState.TORNDOWN:

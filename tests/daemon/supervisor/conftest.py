@@ -7,7 +7,6 @@ from helpers.service_manager import ServiceManager
 
 @pytest.fixture
 def manager() -> Iterator[ServiceManager]:
-    """What systemd is for a daemon."""
     manager = ServiceManager()
     try:
         yield manager

@@ -35,11 +35,11 @@ class Agreement:
 
     Attributes:
         positions: Positions compared.
-        differing: Those whose likeliest token differs.
+        differing: Those with different likeliest tokens.
         decided: Those where the reference's margin exceeds twice the position's error.
-        decided_differing: Decided ones whose likeliest token differs.
+        decided_differing: Decided ones with different likeliest tokens.
         worst_error: The largest difference of two logits.
-        least_decided_margin: The smallest margin of a decided position; infinite where there is none.
+        least_decided_margin: The smallest margin of a decided position; infinite if there are none.
     """
 
     positions: int = 0
@@ -113,7 +113,7 @@ def errors(reference: Logits, other: Logits) -> Logits:
 
 
 def log_probabilities(logits: Logits) -> Logits:
-    """Logits less the logarithm of their exponentials' sum, for references that tell no more than these."""
+    """Logits minus the logarithm of the sum of their exponentials, for references that return only these."""
     highest = logits.max(-1, keepdims=True)
     shifted = logits - highest
     normal: Logits = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
@@ -164,10 +164,10 @@ def compare_scorers(
 
     Args:
         reference: The reference.
-        other: What is held to it.
+        other: The scorer that is compared with it.
         prompts: Tokens of each prompt.
-        count: Tokens to decode behind each.
-        are_normalised: Whether to compare log-probabilities, for a scorer that tells no more.
+        count: Tokens to decode after each.
+        are_normalised: Whether to compare log-probabilities, for a scorer that returns only these.
     """
     logits, greedy = Agreement(), GreedyAgreement()
     outputs = zip(prompts, reference.greedy(prompts, count), other.greedy(prompts, count), strict=True)

@@ -1,4 +1,4 @@
-"""A decoder of four tenants on a daemon, their prompts, and an observer that keeps what it hears."""
+"""A decoder of four tenants on a daemon, their prompts, and an observer that keeps all reports."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
@@ -45,8 +45,6 @@ async def opened(at: Daemon | str, *observers: DecoderObserver) -> AsyncIterator
 
 
 def play(at: Daemon | str, scene: Callable[[Decoder], Coroutine[Any, Any, None]], *observers: DecoderObserver) -> None:
-    """Play a scene with a decoder of its own."""
-
     async def part() -> None:
         async with opened(at, *observers) as decoder:
             await scene(decoder)
@@ -63,19 +61,17 @@ async def read(generation: Generation) -> list[Emitted]:
 
 
 async def together(decoder: Decoder) -> Outputs:
-    """Every tenant's output, computed beside the others'."""
+    """Every tenant's output, computed at the same time as the others'."""
     generations = [submit(decoder, name) for name in PROMPTS]
     return dict(zip(PROMPTS, await asyncio.gather(*map(read, generations)), strict=True))
 
 
 async def one_by_one(decoder: Decoder) -> Outputs:
-    """Every tenant's output, computed with nobody beside it."""
+    """Every tenant's output, computed with no other request in progress."""
     return {name: await read(submit(decoder, name)) for name in PROMPTS}
 
 
 class Recorder(DecoderObserver):
-    """An observer that keeps what it hears."""
-
     def __init__(self) -> None:
         self.steps: list[StepReport] = []
         self.revoked: list[ForwardRevoked] = []
@@ -126,7 +122,6 @@ class Gate:
         monkeypatch.setattr(ServingEngine, "open", self.open)
 
     async def open(self, *arguments: Any) -> ServingEngine:
-        """Stand in for `ServingEngine.open`."""
         serving = await self._open(*arguments) if self._opens_before else None
         self.is_asked.set()
         if refusal := self.refuses.get(arguments[2]):

@@ -1,6 +1,6 @@
 """An engine on a daemon with two tenants' pools, lines of tokens computed alone, and schedules that mix them.
 
-A line's bits are those of one row a step, in ascending order, with nobody beside it. A schedule computes positions of
+A line's bits are those of one row per step, in ascending order, with no other rows. A schedule computes positions of
 several lines together, some of them more than once, and every row's logits and result are compared with the line's.
 """
 
@@ -109,7 +109,6 @@ class EngineRig:
         self.lease, self.engine, self.pools = lease, engine, pools
 
     def row(self, seat: Seat, sampling: SamplingParameters, position: int, token: int, source: int = NOBODY) -> Rows:
-        """One ROW record of a seat."""
         pool = self.pools[seat.tenant]
         row: Rows = np.zeros(1, ROW)
         row["token"], row["source"], row["position"], row["table"] = token, source, position, seat.table
@@ -123,7 +122,6 @@ class EngineRig:
         return Seat(line, tenant, table, tuple(range(self.pools[tenant].blocks)))
 
     async def compute(self, rows: Rows, tenants: Sequence[int] = (0,)) -> Results:
-        """Compute one step alone."""
         await self.engine.start(rows, [self.pools[tenant] for tenant in tenants])
         return await self.engine.finish()
 
@@ -159,9 +157,9 @@ class EngineRig:
         ]
 
     async def play(self, lines: Sequence[Line], schedule: Sequence[MixedStep], tally: Tally) -> None:
-        """Compute a schedule, with two steps under way where it lets them, and compare all that can be read.
+        """Compute a schedule, with two steps in progress where it allows that, and compare everything that can be read.
 
-        A row whose token was computed by the step before takes it from there: its record has another one.
+        If the step before computed a row's token, the row takes it from there: its record contains another one.
         """
         waiting: list[MixedStep] = []
         before: dict[tuple[Seat, int], int] = {}
@@ -200,12 +198,10 @@ class EngineRig:
                 tally.compare(f"logits of {place}", logits[number], line.logits[position])
 
     async def memory(self, tenant: int) -> bytes:
-        """Read a pool's region."""
         region = self.pools[tenant].region
         return await self.engine.session.mem_read(region, 0, region.size_bytes)
 
     async def tables(self) -> bytes:
-        """Read the block tables."""
         buffer = self.engine.forward._buffers["tables"]
         return await self.engine.session.mem_read(buffer, 0, buffer.size_bytes)
 
@@ -231,7 +227,7 @@ async def opened(
 
 
 class RunningRig:
-    """A rig whose event loop outlives a test: `run` does a test's part in it."""
+    """A rig with an event loop that outlives a test: `run` executes a test's part in it."""
 
     def __init__(self, runner: asyncio.Runner, rig: EngineRig) -> None:
         self._runner, self.rig = runner, rig
@@ -241,7 +237,6 @@ class RunningRig:
         return self._runner.run(part(self.rig))
 
     def mix(self, lines: Sequence[Line], schedule: Sequence[MixedStep]) -> None:
-        """Play a schedule. Fails if a bit differs."""
         tally = Tally()
         self.run(lambda rig: rig.play(lines, schedule, tally))
         tally.check()
@@ -251,7 +246,6 @@ class RunningRig:
 def running(
     address: str, checkpoint: Checkpoint, limits: StepLimits, *, size_bytes: int = LEASE_BYTES
 ) -> Iterator[RunningRig]:
-    """A rig for several tests."""
     with asyncio.Runner() as runner:
         rig = opened(address, checkpoint, limits, size_bytes=size_bytes)
         try:

@@ -41,7 +41,6 @@ class EngineScorer:
 
 
 def _rows(rig: EngineRig, places: Sequence[tuple[Seat, int, int]]) -> Rows:
-    """Rows of seats, positions and tokens."""
     rows: Rows = np.concatenate([rig.row(seat, GREEDY, position, token) for seat, position, token in places])
     return rows
 

@@ -32,7 +32,6 @@ def _nearest(values: F32, lowest: int, highest: int) -> npt.NDArray[np.int32]:
 
 
 def _over(values: F32, divisors: F32) -> F32:
-    """`values` divided by `divisors`; 0 by 0."""
     quotients: F32 = np.divide(
         values, divisors, out=np.zeros_like(values), where=np.broadcast_to(divisors != 0, values.shape)
     )

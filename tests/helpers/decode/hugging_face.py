@@ -17,7 +17,6 @@ IS_INSTALLED = all(importlib.util.find_spec(name) is not None for name in ("torc
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
-    """A model's config.json."""
     told: dict[str, Any] = {
         "architectures": [CLASSES[config.family]],
         "model_type": str(config.family),

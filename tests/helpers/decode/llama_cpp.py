@@ -1,6 +1,6 @@
 """llama.cpp as a reference for the decode engine, through xllamacpp: one thread, an f32 cache, no flash attention.
 
-It tells log-probabilities, not logits: `agreement.log_probabilities` makes the other side's comparable.
+It returns log-probabilities, not logits: `agreement.log_probabilities` makes the other side's comparable.
 """
 
 import importlib.util
@@ -19,8 +19,6 @@ CONTEXT = 256
 
 
 class LlamaCpp:
-    """A GGUF file that llama.cpp computes."""
-
     def __init__(self, path: Path) -> None:
         import xllamacpp
 
@@ -51,7 +49,7 @@ class LlamaCpp:
         return [[told["id"] for told in self._asked(prompt, count, 1)] for prompt in prompts]
 
     def _asked(self, token_ids: list[int], count: int, alternatives: int) -> list[dict[str, Any]]:
-        """What llama.cpp tells of `count` greedy tokens; an end token ends nothing."""
+        """llama.cpp's reply for `count` greedy tokens; an end token does not end them."""
         found: list[dict[str, Any]] = []
         while len(found) < count:
             request = {

@@ -108,7 +108,7 @@ SMALL_MODELS = {
 
 
 def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, F32]:
-    """Weights whose values between layers stay near one, rounded to bf16; norms and biases are not ones and zeros."""
+    """Random weights, rounded to bf16, that keep values between layers near one; norms and biases are not trivial."""
     random = np.random.default_rng(seed)
     tensors = {}
     for name, shape in shapes_of(config).items():

@@ -23,7 +23,7 @@ class _Live:
 
 
 class _House:
-    """Seats that are taken and free."""
+    """Seats and blocks, taken and free, of a schedule in progress."""
 
     def __init__(self, tables: int, random: Random) -> None:
         self._random = random
@@ -32,7 +32,6 @@ class _House:
         self.live: list[_Live] = []
 
     def join(self, line: int, length: int, tenant: int) -> None:
-        """Seat a line, if there is room."""
         needed, free = -(-length // PAGE), self._blocks[tenant]
         if not self._tables or needed > len(free):
             return
@@ -42,7 +41,6 @@ class _House:
         self.live.append(_Live(Seat(line, tenant, table, blocks), length))
 
     def leave(self, live: _Live) -> None:
-        """Free what a line has."""
         self.live.remove(live)
         self._tables.append(live.seat.table)
         self._blocks[live.seat.tenant] += live.seat.blocks

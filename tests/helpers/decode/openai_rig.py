@@ -39,13 +39,10 @@ class OpenAiRig:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key_of(tenant), max_retries=0, timeout=60, **options)
 
     def http(self, tenant: str = "ann") -> httpx.Client:
-        """A tenant's plain client."""
         headers = {"Authorization": f"Bearer {key_of(tenant)}"}
         return httpx.Client(base_url=self.url, headers=headers, timeout=60, verify=False)
 
     def do(self, act: Callable[[], Any]) -> Any:
-        """Do something in the server's loop."""
-
         async def done() -> Any:
             return act()
 
@@ -62,7 +59,6 @@ def key_of(tenant: str) -> str:
 
 @contextmanager
 def openai_rig(daemon: Daemon, observers: Sequence[DecoderObserver] = (), wait_s: float = 0.2) -> Iterator[OpenAiRig]:
-    """Serve until the block's end."""
     servers: list[uvicorn.Server] = []
     rigs: list[OpenAiRig] = []
     failures: list[BaseException] = []

@@ -20,7 +20,7 @@ MAX_SECONDS = 480.0
 
 
 class Recorded:
-    """A scorer that tells what a reference has found for some prompts, and for nothing else."""
+    """A scorer that returns what a reference computed for some prompts, and nothing else."""
 
     def __init__(self, folder: Path) -> None:
         found = json.loads((folder / "outputs.json").read_text())

@@ -12,5 +12,4 @@ def crash(_: Any) -> dict[str, Any]:
 
 
 def fail(_: Any) -> dict[str, Any]:
-    """Fail as a fault of ours does."""
     raise ZeroDivisionError("a fault")

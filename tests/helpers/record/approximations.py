@@ -1,6 +1,7 @@
 """Launches of approximate instructions, the true values of what they compute, and the ISA's bounds on their errors.
 
-True values are taken in extended precision (64 bits of mantissa), whose own error is below a thousandth of any bound.
+True values are computed in extended precision (64 bits of mantissa); their own error is below a thousandth of any
+bound.
 """
 
 from collections.abc import Callable, Iterator
@@ -40,12 +41,10 @@ class Approximation:
 
     @property
     def kernel(self) -> str:
-        """The name of the kernel that runs it."""
         return self.text.replace(".", "_")
 
     @property
     def numbers(self) -> str:
-        """NumPy's type of what lies in memory."""
         return {"f32": "f4", "f64": "f8", "f16": "f2", "f16x2": "f2"}.get(self.kind, "u2")
 
     @property

@@ -29,7 +29,6 @@ _IN_ANY_ORDER: Final = frozenset({"add", "min", "max", "and", "or", "xor", "inc"
 
 
 def _held(kind: str) -> str:
-    """The register for it."""
     plain = kind.removeprefix("noftz.")
     return {"f16": "b16", "bf16": "b16", "f16x2": "b32", "bf16x2": "b32"}.get(plain, plain)
 
@@ -123,7 +122,6 @@ PTX: Final = _ptx()
 
 
 def atomic_cases() -> Iterator[Case]:
-    """One for each kernel."""
     for name, operation, kind in _forms():
         for space in ("global", "shared"):
             places, operands = _operands(f"{space}_{name}", operation, kind)
@@ -179,7 +177,7 @@ def _start(name: str, kind: str) -> Array:
 
 
 def _whole(name: str, kind: str) -> Array:
-    """Operands whose sums are exact in any order."""
+    """Operands with sums that are exact in any order."""
     d = Draw(name)
     size = _THREADS * _BLOCKS
     words = zeros(size, kind="u8")

@@ -60,7 +60,6 @@ class Case:
 
     @property
     def results(self) -> tuple[Result, ...]:
-        """The arguments that are read back."""
         return tuple(argument for argument in self.arguments if isinstance(argument, Result))
 
     @property
@@ -146,12 +145,10 @@ def _bits(array: Array) -> Array:
 
 
 def packed(arrays: Iterable[Array]) -> list[str]:
-    """Arrays as text, small."""
     return [base64.b64encode(zlib.compress(array.tobytes(), 9)).decode() for array in arrays]
 
 
 def unpacked(case: Case, texts: list[str]) -> list[Array]:
-    """The arrays of a case's results."""
     return [
         np.frombuffer(zlib.decompress(base64.b64decode(text)), result.before.dtype).reshape(result.before.shape)
         for text, result in zip(texts, case.results, strict=True)

@@ -63,7 +63,6 @@ ENDS: Final = {
 
 
 def ptx_of(name: str) -> bytes:
-    """An image's text."""
     return TRAP.encode() if name == "trap" else image(name)
 
 

@@ -17,7 +17,6 @@ WRITTEN: Final = {
 
 
 def all_cases() -> tuple[Case, ...]:
-    """Every launch of the record."""
     return (
         *kernel_cases(),
         *(case for case, _ in triton_cases()),

@@ -37,7 +37,7 @@ class Draw:
         return self._state.uniform(-most, most, shape).astype(kind)
 
     def integers(self, *shape: int, low: int = -50, high: int = 50, kind: str = "i4") -> Array:
-        """From low to high - 1."""
+        """Integers from low to high - 1."""
         return self._state.randint(low, high, shape).astype(kind)
 
     def bits(self, *shape: int, kind: str = "u4") -> Array:
@@ -54,7 +54,6 @@ class Draw:
         return array
 
     def bf16(self, *shape: int, with_specials: bool) -> Array:
-        """The upper halves of floats."""
         array = (self.floats(*shape).view("u4") >> 16).astype("u2")
         if with_specials:
             array.reshape(-1)[self._state.permutation(array.size)[: len(_BF16_SPECIALS)]] = _BF16_SPECIALS
@@ -62,5 +61,4 @@ class Draw:
 
 
 def zeros(*shape: int, kind: str = "i4") -> Array:
-    """What a kernel fills."""
     return np.zeros(shape, kind)

@@ -1,4 +1,4 @@
-"""The launches of nvcc's, numba's and NVRTC's kernels whose results a real card has given."""
+"""The launches of nvcc's, numba's and NVRTC's kernels with results recorded on a real card."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -59,7 +59,6 @@ def _packed(argument: Argument) -> Array | Result | bytes:
 
 
 def kernel_cases() -> Iterator[Case]:
-    """All of them."""
     yield from _programs()
     yield from _workloads()
     yield from _narrow()

@@ -53,13 +53,11 @@ class Product:
 
     @property
     def text(self) -> str:
-        """How it is spelled."""
         shape, saturate = f"m{self.m}n{self.n}k{self.k}", ".satfinite" * self.saturates
         return f"mma.sync.aligned.{shape}.row.col{saturate}.{self.d}.{self.a}.{self.b}.{self.c}"
 
     @property
     def kernel(self) -> str:
-        """The name of the kernel that runs it."""
         return self.text.removeprefix("mma.sync.aligned.").replace(".", "_")
 
     def registers(self, which: str) -> tuple[str, int]:
@@ -171,7 +169,7 @@ PTX: Final = ".version 8.7\n.target sm_90\n.address_size 64\n" + "".join(
 
 
 def matrix_cases() -> Iterator[Case]:
-    """Whole numbers, whose sums are exact in any order, fractions, special values; then what only moves."""
+    """Integers, which have exact sums in any order; fractions; special values; then what only moves data."""
     for product in PRODUCTS:
         yield _case(product, "whole", Bound())
         if product.d != "s32":

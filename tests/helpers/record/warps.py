@@ -78,7 +78,6 @@ PTX: Final = _ptx()
 
 
 def warp_cases() -> Iterator[Case]:
-    """One for each operation."""
     for name in _BODIES:
         rows = _shuffled(name) if name.startswith("shfl") else _agreed(name)
         results = Result(zeros(_ROWS, _LANES, 2, kind="u8"))

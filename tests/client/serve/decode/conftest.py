@@ -22,7 +22,7 @@ def tiny(shared_daemon: Daemon) -> Iterator[RunningRig]:
 
 @pytest.fixture(scope="session")
 def alone(shared_daemon: Daemon) -> Outputs:
-    """The decoder rig's outputs, each computed with nobody beside it."""
+    """The decoder rig's outputs, each computed with no other request in progress."""
 
     async def part() -> Outputs:
         async with opened(shared_daemon) as decoder:

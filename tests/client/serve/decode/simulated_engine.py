@@ -61,7 +61,7 @@ class SimulatedEngine:
                 self.memory[region, block, place] = STRAY
 
     def run(self, step: StepPlan, before: Sequence[int] | None) -> list[int]:
-        """Compute a step behind the one whose results are `before`."""
+        """Compute a step after the one with the results `before`."""
         regions = [self.regions[sequence.tenant.config.id] for sequence in step.sequences]
         for row, region in enumerate(regions):
             source, position, block = step.sources[row], step.positions[row], step.blocks[row]

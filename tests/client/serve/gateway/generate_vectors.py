@@ -1,6 +1,6 @@
 """Writes `vectors/gateway/`: `PYTHONPATH=.dev:tests python -m tests.client.serve.gateway.generate_vectors`.
 
-A test makes it anew and compares. A changed file is another operation, and needs another schema id.
+A test generates it again and compares. A changed file is another operation, and needs another schema id.
 """
 
 import json
@@ -25,7 +25,6 @@ CASES: tuple[tuple[str, str, int, bytes], ...] = (
 
 
 def document() -> str:
-    """The file's text."""
     cases = [_case(*case) for case in CASES]
     return json.dumps(cases, indent=1, ensure_ascii=False) + "\n"
 

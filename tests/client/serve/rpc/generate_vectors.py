@@ -1,6 +1,6 @@
 """Writes `vectors/rpc/calls.json`: `PYTHONPATH=.dev:tests python -m tests.client.serve.rpc.generate_vectors`.
 
-A test makes it anew and compares. A changed file is another layout, and needs another version.
+A test generates it again and compares. A changed file is another layout, and needs another version.
 """
 
 import json
@@ -53,7 +53,6 @@ INVALID: Final = (
 
 
 def document() -> str:
-    """The file's text."""
     found = {
         "shared_bytes": SHARED_BYTES,
         "max_payload_bytes": MAX_PAYLOAD_BYTES,

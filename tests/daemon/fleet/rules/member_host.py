@@ -59,7 +59,7 @@ class Host:
         return self
 
     def left(self) -> dict[str, Any]:
-        """Return what the process after this one is told, if it comes now."""
+        """What the next process would receive, if it came now."""
         joined = self.take(Joined)[-1]
         remembered = self.take(Remembered)
         identity = remembered[-1].identity if remembered else joined.identity

@@ -61,5 +61,4 @@ class ModelEtcd:
             self.keys.pop(key, None)
 
     def copy(self) -> "ModelEtcd":
-        """Back the store up."""
         return ModelEtcd(self.cluster_id, self.revision, dict(self.keys))

@@ -87,7 +87,7 @@ class Design(Enum):
 
 
 class Broken(AssertionError):
-    """Raised for what must never be."""
+    """Raised for a state that must never occur."""
 
 
 class Decider(Protocol):
@@ -111,8 +111,6 @@ class Lease:
 
 @dataclass(frozen=True)
 class Journal:
-    """What a daemon keeps for the next one."""
-
     incarnation: int = 0
     identity: FleetIdentity = NO_IDENTITY
     mark: Mark = NO_MARK
@@ -122,7 +120,7 @@ class Journal:
 
 @dataclass
 class Node:
-    """A host: its clock, its fleet process, and what outlives that; `key` tells it from another with its node id."""
+    """A host: its clock, its fleet process, and what outlives that; `key` distinguishes it from its clone."""
 
     key: str
     node_id: str
@@ -174,8 +172,6 @@ class TrustingMember:
 
 
 class Fleet:
-    """The world of one run."""
-
     def __init__(self, seed: int, rates: list[float], design: Design = Design.RULES) -> None:
         self.random = Random(seed)
         self.design = design
@@ -218,7 +214,6 @@ class Fleet:
         heappush(self.queue, (max(true, self.now), next(self.order), act))
 
     def advance(self, seconds: float) -> None:
-        """Let true time pass."""
         end = self.now + int(seconds * S)
         while self.queue and self.queue[0][0] <= end:
             true, _, act = heappop(self.queue)
@@ -229,7 +224,7 @@ class Fleet:
     # --- processes ---
 
     def start(self, node: Node, remembers: bool) -> None:
-        """Start a node's daemon anew; what it remembers is in its journal."""
+        """Start a node's daemon again; what it remembers is in its journal."""
         node.runs += 1
         self.forgot |= not remembers
         node.notes.clear()
@@ -244,7 +239,7 @@ class Fleet:
         self.expire(node)
         self.post(node, Started())
         left = [lease for lease in node.leases if not lease.is_proved and not lease.is_forgotten]
-        # A broker tells of leases that end as of those that live: their memory is in use.
+        # A broker reports ending leases like live ones: their memory is in use.
         self.post(node, LiveClaims({lease.name: lease.epoch for lease in left}))
         for lease in left:
             if lease.ended is not None:
@@ -261,11 +256,10 @@ class Fleet:
                 lease.is_proved = True
 
     def copy_journal(self, node: Node) -> None:
-        """Back a node's journal up."""
         node.copy = replace(node.journal, epochs=frozenset(lease.epoch for lease in node.leases))
 
     def roll_back(self, node: Node) -> None:
-        """Give a host without a daemon its journal of before. Of what it granted since, nobody knows any more."""
+        """Give a host without a daemon an earlier copy of its journal. What it granted since then is unknown."""
         assert node.copy is not None
         node.journal = node.copy
         self.forgot = True
@@ -276,7 +270,7 @@ class Fleet:
                     self.at(node.true(node.horizon), partial(self.end, node, lease))
 
     def clone(self) -> None:
-        """Give the twin, whose host has no daemon, the journal of the first."""
+        """Give the twin's host, which has no daemon, the journal of the first."""
         twin = self.nodes[TWIN]
         twin.journal = replace(self.nodes[twin.node_id].journal, epochs=frozenset())
         self.forgot = True
@@ -292,7 +286,7 @@ class Fleet:
         self.renew()
 
     def restore_late(self, is_raised: bool) -> None:
-        """Restore the store, a horizon after it was lost, and have nobody renew the generation yet."""
+        """Restore the store one membership deadline after it was lost, without a new generation yet."""
         self.has_leader = False
         backup = self.backup
         assert backup is not None
@@ -301,7 +295,8 @@ class Fleet:
             store = backup.copy()
             if is_raised:
                 store.revision = self.etcd.revision + 1_000
-            # A node that was cut off since before the backup, or whose journal is as old, can't know of higher ones.
+            # A node that was cut off since before the backup, or that has an equally old journal, can't know of higher
+            # ones.
             self.epochs.clear()
             self.etcd, self.has_leader, self.is_renewed, self.forgot = store, True, False, True
 
@@ -406,7 +401,6 @@ class Fleet:
         return request
 
     def grant(self, node: Node, name: str, epoch: int, event: Event) -> None:
-        """Judge a grant, and admit the lease."""
         self.claimed += 1
         if not (isinstance(event, Answered) and isinstance(event.outcome, Answer)):
             raise self.broken(f"{name} was granted at {node.node_id} without an answer")
@@ -424,7 +418,6 @@ class Fleet:
         return float("inf") if self.design in (Design.NOCAP, Design.TRUST) else node.true(node.horizon)
 
     def judge(self) -> None:
-        """Look for a name that lives on two nodes."""
         places: dict[str, str] = {}
         for node in self.nodes.values():
             if self.ends(node) <= self.now or node.stands_still:
@@ -543,7 +536,6 @@ class Fleet:
     # --- after the faults ---
 
     def heal(self) -> None:
-        """End all faults, and start what is dead."""
         self.slowness_s = 0.0
         if not self.is_renewed:
             self.renew()
@@ -558,7 +550,7 @@ class Fleet:
     def check_back(self) -> None:
         """Check that one daemon of every node id may grant."""
         for hosts in self.hosts().values():
-            # A membership that was lost is over at once; leases that nobody knows of live until their horizon.
+            # A lost membership is over at once; leases that no node knows live until their deadline.
             back = [
                 node.key
                 for node in hosts

@@ -35,7 +35,7 @@ def text_of(lines: Iterable[bytes]) -> bytes:
 
 
 def verdict_of(files: Mapping[str, bytes], head: Link | None = None) -> Verdict:
-    """Of whole files, read line by line."""
+    """The verdict on whole files, read line by line."""
     verifier = Verifier(head)
     for name, data in files.items():
         offset = 0

@@ -1,6 +1,6 @@
 """Writes `vectors/audit/`: `PYTHONPATH=.dev:tests python -m tests.daemon.record.audit.generate_vectors`.
 
-A test makes them anew and compares. A changed file is another format, and needs another number of it.
+A test generates them again and compares. A changed file is another format, and needs another format number.
 """
 
 import hashlib
@@ -35,7 +35,6 @@ def documents() -> dict[str, bytes]:
 
 
 def another_life() -> list[Draft]:
-    """A lease that another crash ends."""
     who = {"lease": f"{8:032x}", "tenant": "uid:1001", "size_bytes": 1 << 20}
     previous = {"boot": BOOT, "alive_us": 20_000_000}
     said = {"lease": f"{8:032x}", "tenant": "uid:1001", "note": {"reason": "é", "sampling": {"top_p": "0.95"}}}
@@ -74,7 +73,6 @@ def broken(first: list[bytes], whole: bytes, third: bytes, name: str) -> bytes:
 
 
 def main() -> None:
-    """Write them."""
     for path, data in documents().items():
         target = FOLDER / path
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
-"""A process that grants, renews and ends leases under a journal until it is killed: `python keeping_child.py FOLDER`.
+"""A process that grants, renews and ends leases with a journal until it is killed: `python keeping_child.py FOLDER`.
 
-What it is told, it writes to its standard output, a line each: the outcome, the lease and its generation.
+It writes each reply to its standard output, one line each: the outcome, the lease and its generation.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ _ANSWERS = Granted | Renewed | Freed
 
 
 class Child:
-    """A lease table whose workers are ready, dead and proved gone at once."""
+    """A lease table with workers that are ready, dead and proved gone immediately."""
 
     def __init__(self, folder: Path) -> None:
         self.journal = open_journal(folder, BOOT)

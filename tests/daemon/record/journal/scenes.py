@@ -23,7 +23,7 @@ RELAY = KeptRelay(70, 12, "ann", "1A2B")
 
 
 def kept(lease_id: int, state: LeaseState = LeaseState.ACTIVE, **more: object) -> KeptLease:
-    """A lease of 100 bytes on GPU-a."""
+    """The record of a lease of 100 bytes on GPU-a."""
     cause = None if state is LeaseState.ACTIVE else Cause.EXPIRED
     ended_ns = 7 if state is LeaseState.FENCED else None
     values: dict[str, object] = {

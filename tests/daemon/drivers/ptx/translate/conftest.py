@@ -14,7 +14,7 @@ SIZES = (8 * IN_WORDS * THREADS, 8 * OUT_WORDS * THREADS, AREA_BYTES + 4)
 
 
 def block_ptx(body: str) -> str:
-    """A kernel whose threads have words %a0 to %a7 of their own, keep %o0 to %o3 and share `sh` and [%area]."""
+    """A kernel in which each thread has words %a0 to %a7, stores %o0 to %o3, and shares `sh` and [%area]."""
     loads = "".join(f"ld.global.u64 %a{n}, [%p+{8 * n}]; cvt.u32.u64 %b{n}, %a{n};\n" for n in range(IN_WORDS))
     stores = "".join(f"st.global.u64 [%q+{8 * n}], %o{n};\n" for n in range(OUT_WORDS))
     return f"""
@@ -43,7 +43,6 @@ def block_ptx(body: str) -> str:
 
 @pytest.fixture
 def kernel_of() -> Callable[[str], str]:
-    """The text of the kernel that runs a body."""
     return block_ptx
 
 
