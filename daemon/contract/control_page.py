@@ -261,7 +261,7 @@ def gone_by(lease_fd: int) -> GoneBy:
 
 
 def boot_ns() -> int:
-    """Return the time on CLOCK_BOOTTIME, which goes on while the host sleeps (clock_gettime(2)), in nanoseconds."""
+    """Return the nanoseconds on CLOCK_BOOTTIME, which keeps running while the host sleeps (clock_gettime(2))."""
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 
@@ -437,7 +437,7 @@ class WorkerPage:
         return None
 
     def reason(self, status: Status) -> str:
-        """Return why the lease ended by that status, if the broker or the horizon says so; else ""."""
+        """Return why the lease ended with that status: the reason of the broker or of the page, or "" for none."""
         if self._state[_WORD] != -status:
             return BEYOND_HORIZON if status is Status.REVOKED and self._state[_HORIZON] else ""
         length = min(self._state[_REASON_LENGTH], MAX_REASON_BYTES)

@@ -1,7 +1,7 @@
 """Memory that the card has and the driver refuses for a moment.
 
 After a request for more than the card had, the driver refused 64 MiB although cuMemGetInfo had shown nearly all of the
-card free (H200, driver 580.159). That was seen behind the work of many other processes, never alone on the card. In one
+card free (H200, driver 580.159). That was seen during the work of many other processes, never alone on the card. In one
 such run it still refused after half a second.
 """
 
@@ -12,13 +12,13 @@ from typing import Final, TypeVar
 from gpulease.daemon.drivers.interface import OutOfMemory, Poll
 
 REFUSAL_WAIT_S: Final = 5.0
-"""Longest time, in seconds, for which refused memory is asked for again. Bounds how long one allocation keeps a session
-from its other requests where the card's figure stays wrong. A card of 141 GB zeroes what a request has given back in
-some seconds; whoever asks the session for a region waits for ten."""
+"""Longest time, in seconds, for which refused memory is requested again. Bounds how long one allocation keeps a
+session from its other requests where the card's figure stays wrong. A card of 141 GB zeroes what a request has
+released in some seconds; a client that asks the session for a region waits for ten."""
 
 SHORTAGE_S: Final = 0.1
-"""Time, in seconds, for which the card must show too few free bytes until that is believed: right after a request that
-was too large, the figure may be of what that request had taken for a moment."""
+"""Time, in seconds, for which the card must show too few free bytes until that is believed: right after a request
+that was too large, the figure may include what that request had taken for a moment."""
 
 RETRY_S: Final = 0.001
 
@@ -31,7 +31,7 @@ _Taken = TypeVar("_Taken")
 
 
 def take_once_given(take: Callable[[], _Taken], size_bytes: int, free_bytes: Callable[[], int], poll: Poll) -> _Taken:
-    """Return what `take` returns, which is called again while it is refused and the card shows enough free bytes.
+    """Return the result of `take`, which is called again while it is refused and the card shows enough free bytes.
 
     Args:
         take: Takes memory; raises MemoryRefused.
@@ -48,6 +48,8 @@ def take_once_given(take: Callable[[], _Taken], size_bytes: int, free_bytes: Cal
             return take()
         except MemoryRefused as refused:
             shown_bytes, now_s = free_bytes(), time.monotonic()
+            # The card shows enough, so the refusal should pass. Two clocks bound the wait: one since it last showed
+            # enough, one since the beginning.
             if shown_bytes >= size_bytes:
                 enough_s = now_s
             if now_s - enough_s >= SHORTAGE_S or now_s - began_s >= REFUSAL_WAIT_S:
