@@ -512,9 +512,9 @@ def filter_for(pid: int, *, writes_files: bool, connects: bool = False) -> bytes
 
 
 def _by_arguments(pid: int, *, writes_files: bool) -> dict[str, Code]:
-    """Return the calls that some arguments allow. They come first, because some of them are the most frequent.
+    """Return the calls that only some arguments allow.
 
-    Among them are calls whose failure CUDA tolerates only if it is ENOENT.
+    They come first, because some of them are the most frequent.
     """
     of_itself = (pid,)
     unix = unless_argument(0, (socket.AF_UNIX,), _DENY)

@@ -61,13 +61,7 @@ class _Missing(Exception):
 def prepare(
     settings: SandboxSettings, needs: Needs, keep_for: Callable[[int], tuple[int, ...]]
 ) -> tuple[Plan, list[Finding]]:
-    """Try the sandbox out. Returns the plan for workers and the findings. Raises SandboxBroken if that is not enough.
-
-    Args:
-        settings: The operator's settings.
-        needs: The driver's needs.
-        keep_for: Opens the folders that workers may write to, given the workers' user id.
-    """
+    """Test the sandbox. Returns the plan for workers and the findings. Raises SandboxBroken if that is not enough."""
     identity, reason = _identity(settings, needs)
     needs = replace(needs, kept=keep_for(os.geteuid() if identity is None else identity.uid))
     findings = _try_out(settings, needs, identity, reason)
