@@ -256,7 +256,10 @@ class Paused:
 
 @dataclass(frozen=True, slots=True)
 class Stopping:
-    """The daemon stops: beat no more, finish what is being deleted, and leave the fleet if nothing claimed is left."""
+    """The daemon stops: send no more heartbeats, and finish the deletions under way.
+
+    Leave the fleet if no claims remain.
+    """
 
 
 Event = (

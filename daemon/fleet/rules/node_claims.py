@@ -268,7 +268,10 @@ class NodeClaims:
         return next(lost, None)
 
     def _is_orphan(self, name: str, revision: int, nonce: str) -> bool:
-        """Return whether a claim of this node has no lease, and no want whose next attempt will find it."""
+        """Return whether a claim of this node is an orphan.
+
+        It has neither a lease nor a request with a next attempt that will find it.
+        """
         if self.live.get(name) == revision or (name, revision) in self._releasing:
             return False
         return all(want.nonce != nonce for want in self._wants.values())

@@ -87,7 +87,10 @@ class NodeFences:
         return Transaction(compares, (Delete(name_key(name)), Delete(held_key(node_id, name))))
 
     def _gone_since_ns(self, node_id: str, incarnation: int, records: tuple[KeyValue, ...], now_ns: int) -> int:
-        """Return since when a membership is surely over: it was when the next one began, or it was seen gone."""
+        """Return the time at which a membership was surely over.
+
+        By then the next membership had begun, or its record was seen to be gone.
+        """
         if records and records[0].create_revision > incarnation:
             return self._membership.dates.written_by_ns(records[0].create_revision, now_ns)
         key = node_id, incarnation

@@ -170,7 +170,10 @@ class QuotaShards:
         self.live = {}
 
     def sweep(self, found: tuple[KeyValue, ...], now_ns: int) -> None:
-        """Remove those of this node's entries, as a beat read them, that no lease has and nobody waits for."""
+        """Remove orphans among this node's entries, which a heartbeat read.
+
+        An orphan has neither a lease nor a waiting request.
+        """
         awaited = {want.wanted.lease_id for want in self._wants.values()}
         for item in found:
             if not is_quotas(item.key, self._membership.node_id):
