@@ -74,7 +74,7 @@ def main(
     try:
         begin_logging(LogStyle(log_format or "auto"))
     except NoThread as error:
-        # The first thread writes the log, so there is no log.
+        # The log has a thread of its own, which could not be started, so there is no log.
         click.echo(f"gpuleased: {_with_hint(str(error), error.hint)}", err=True)
         sys.exit(error.status)
     overrides: dict[str, Any] = {"listen": list(listen), "driver": driver, "vram": list(vram)}
@@ -86,7 +86,7 @@ def main(
     try:
         sys.exit(_run(config, overrides))
     except KeyboardInterrupt:
-        # An interrupt before the loop runs, which would stop the daemon. click would print "Aborted!" and fail.
+        # The interrupt came before the loop runs, which would stop the daemon. click would print "Aborted!" and fail.
         sys.exit(EXIT_INTERRUPTED)
 
 
@@ -104,7 +104,7 @@ def _run(path: Path | None, overrides: dict[str, Any]) -> int:
         from gpulease.daemon.workers.zygote_discovery import CannotAdopt
     except ImportError as error:
         if error.name is None or error.name.partition(".")[0] == "gpulease":
-            raise  # a fault of ours
+            raise  # A fault of ours.
         return _fail(f"{error.name} is not installed", "pip install '.[daemon]' in gpulease's repository", EXIT_CONFIG)
     cannot_start = (CannotAdopt, CannotListen, CannotRecord, CardsUnavailable, JournalBroken, NoThread, ZygoteBroken)
     misconfigured = (BadHandover, ConfigError, TokensUnavailable)

@@ -1,5 +1,5 @@
-"""The broker: the daemon's main process, which decides who may have what, until when. One event loop, and no CUDA.
+"""The broker: the daemon's main process, which decides which tenant may use what, and until when. It never uses CUDA.
 
 `service` starts it, `control_connection` and `handlers` serve peers, `runtime` executes what the lease table decides.
-The loop never blocks: files, cards and the disk are asked in threads.
+One event loop runs everything and never blocks: threads read files, poll cards and write to the disk.
 """

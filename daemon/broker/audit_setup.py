@@ -1,4 +1,4 @@
-"""The audit log of a running daemon: opened as the daemon starts, and closed with a record of its stop."""
+"""The audit log of a running daemon: opened when the daemon starts, and closed with a record of its stop."""
 
 import asyncio
 import contextlib
@@ -23,16 +23,16 @@ _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 class CannotRecord(Exception):
-    """The operator demands an audit log and it can't be written. The message is a sentence for the operator."""
+    """The operator requires an audit log and it can't be written. The message is a sentence for the operator."""
 
 
 @contextlib.asynccontextmanager
 async def open_recorder(config: Config, driver: str, cards: Sequence[Card]) -> AsyncIterator[Recorder]:
-    """Open the audit log until the block is left. Without an audit log, the recorder forgets everything.
+    """Open the audit log until the block is left. Without an audit log, the recorder discards everything.
 
     Raises:
-        CannotRecord: The operator demands the log, and it can't be written.
-        ConfigError: No log can be at the configured place.
+        CannotRecord: The operator requires the log, and it can't be written.
+        ConfigError: The configured place can't hold a log.
     """
     if config.audit is None:
         yield Recorder()
@@ -44,6 +44,8 @@ async def open_recorder(config: Config, driver: str, cards: Sequence[Card]) -> A
     if config.audit_head is not None:
         _check_place("audit_head", config.audit_head, is_folder=False)
     boot = boot_id()
+    # The last records say which leases' ends are still missing in the log. Read them before the log is opened for
+    # writing.
     recorder = LogRecorder(config.audit_required, await asyncio.to_thread(_last_records, settings.folder, boot))
     writer = AuditWriter(
         lambda known: AuditLog(settings, boot, known), _start_record(config, driver, cards), recorder.on_change
@@ -53,6 +55,7 @@ async def open_recorder(config: Config, driver: str, cards: Sequence[Card]) -> A
     except (OSError, FolderInUse) as error:
         problem = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
         raise CannotRecord(f"the audit log can't be written: {problem}") from None
+    # Only now does the recorder have a writer, so a failed start leaves no half-open log behind.
     recorder.write_with(writer)
     try:
         yield recorder
@@ -75,15 +78,16 @@ _LATER: Final = frozenset(
         ("placement",),
     }
 )
-"""Settings that came after the first digests. One that has its default is left out: an upgrade changes no digest."""
+"""Settings that were added after the first digests. A setting with its default is left out, so that an upgrade changes
+no digest."""
 
 
 _LATER_OF_TENANTS: Final[list[Any]] = ["fleet_quota", False]
-"""A tenant's setting that came later, with its default, likewise."""
+"""A tenant's setting that was added later, with its default, which is left out of the digest for the same reason."""
 
 
 def config_digest(config: Config) -> str:
-    """Return the SHA-256 of all settings in canonical form, in hexadecimal. Their order does not change it."""
+    """Return the SHA-256 of all settings in canonical form, in hexadecimal; their order does not change it."""
     unset = [leaf for leaf in _leaves(Config()) if tuple(leaf[:-1]) in _LATER]
     unset += [leaf for leaf in _leaves(config) if leaf[-2:] == _LATER_OF_TENANTS]
     leaves = sorted((leaf for leaf in _leaves(config) if leaf not in unset), key=lambda leaf: leaf[:-1])
@@ -109,7 +113,11 @@ def _last_records(folder: Path, boot: str) -> LastRecords:
 
 
 def _check_place(setting: str, path: Path, *, is_folder: bool) -> None:
-    """Refuse a place that is mistyped, or not the daemon's to write in. Unlike with a full disk, waiting can't help."""
+    """Refuse a place that is mistyped, or where the daemon may not write.
+
+    Raises:
+        ConfigError: Waiting can't help, unlike with a full disk.
+    """
     if path.exists() and path.is_dir() != is_folder:
         raise ConfigError(f"setting {setting}: {path} is {'no' if is_folder else 'a'} folder")
     if not path.parent.is_dir():
@@ -120,7 +128,7 @@ def _check_place(setting: str, path: Path, *, is_folder: bool) -> None:
 
 
 def _leaves(value: Any, *path: str) -> Iterator[list[Any]]:
-    """Yield each single setting behind the names that lead to it. Canonical bytes nest less deeply than settings do."""
+    """Yield each single setting after the names that lead to it. Canonical bytes nest less deeply than settings do."""
     if is_dataclass(value):
         inside = {item.name: getattr(value, item.name) for item in fields(value)}
     elif isinstance(value, Mapping):
@@ -141,5 +149,5 @@ def _plain(value: Any) -> Any:
         return value.value
     if value is None or (isinstance(value, int) and abs(value) <= MAX_INTEGER):
         return value
-    # A setting may also be a number of any size, or a path whose bytes are no text.
+    # A setting may also be an integer of any size, or a path with bytes that are not text.
     return encodable(str(value))

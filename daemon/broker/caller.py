@@ -1,4 +1,4 @@
-"""The caller of a control request: its connection, with the peer, the tokens and the leases of that connection."""
+"""The caller of a control request: its connection, with that connection's peer, tokens and leases."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,11 +21,10 @@ _OPERATORS: Final = having(Trait.OPERATORS)
 
 
 class ClientConnection(Protocol):
-    """A control connection as the handlers of its requests see it."""
+    """A control connection, as far as the handlers of its requests use it."""
 
     @property
-    def peer(self) -> Peer:
-        """The other end."""
+    def peer(self) -> Peer: ...
 
     @property
     def is_open(self) -> bool:
@@ -55,11 +54,9 @@ class Caller:
 
     @property
     def peer(self) -> Peer:
-        """The peer that asks."""
         return self.connection.peer
 
     def answer(self, request: Request, result: Body | Failure) -> None:
-        """Answer a request."""
         self.connection.answer(request, result)
 
     def answer_denied(self, request: Request, outcome: Outcome) -> None:
@@ -68,18 +65,18 @@ class Caller:
             self.answer(request, failure_of(outcome.denial))
 
     def expect(self, on_outcome: Callable[[Outcome], None]) -> int:
-        """Return a number for a request to the lease table. The audit log names the peer as the one who asked."""
+        """Return a number for a request to the lease table. The audit log records the peer as the one that made it."""
         number = self.runtime.expect(on_outcome)
         self.runtime.history.asked_by(number, self.peer.tenant)
         return number
 
     def hold(self, lease_id: int) -> None:
-        """Count the connection as one of the lease's, until it closes."""
+        """Count the connection as one of the lease's until it closes."""
         if self.connection.is_open:
             self.tracker.hold(lease_id, self.connection)
 
     def check_peer(self, op: Opcode) -> None:
-        """Raise Refused if the peer may only look and `op` does more, or if `op` is for operators."""
+        """Raise Refused if the peer may not do `op`: a reader may only read, and some operations need an operator."""
         if self.peer.is_reader and op not in _READ_ONLY:
             raise Refused(Failure(Status.DENIED, f"{op.name} is not for {self.peer}, which may look and no more"))
         if op in _OPERATORS:

@@ -11,25 +11,25 @@ from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import Status
 
 OPERATOR_CONNECTIONS: Final = 32
-"""Connections beyond the limit that only operators get. Operators can look and revoke when tenants fill the daemon."""
+"""Connections beyond the limit, for operators only. They can inspect and revoke when tenants use up the daemon's
+connections."""
 
 
 class LimitedConnection(Protocol):
-    """A control connection as the limiter sees it."""
+    """A control connection, as far as the limiter uses it."""
 
     @property
-    def peer(self) -> Peer:
-        """The other end."""
+    def peer(self) -> Peer: ...
 
     def close_with(self, failure: Failure) -> None:
-        """Tell the peer why, and close."""
+        """Send the peer the reason, and close."""
 
     def turn_away(self, failure: Failure) -> None:
-        """Refuse what the peer waits for, tell it why, and close."""
+        """Refuse what the peer waits for, send it the reason, and close."""
 
 
 class ConnectionLimiter:
-    """Counts control connections. A session's connection counts no more once its worker has it.
+    """Counts control connections. A session's connection no longer counts once its worker has taken it over.
 
     Args:
         has_memory: Returns whether the broker has memory for one more tenant's connection.
@@ -47,13 +47,14 @@ class ConnectionLimiter:
         self._trimmer = Trimmer()
 
     def admit(self, connection: LimitedConnection) -> Failure | None:
-        """Count a connection in, or return why it is one too many."""
+        """Admit a connection and count it, or return why it exceeds a limit."""
         peer = connection.peer
         limit = self._max_connections + (OPERATOR_CONNECTIONS if peer.is_operator else 0)
         if len(self._admitted) >= limit:
             return _busy(f"{len(self._admitted)} control connections are open, the most this daemon takes")
         if not peer.is_operator and self._by_tenant[peer.tenant] >= self._max_per_tenant:
             return _busy(f"tenant {peer.tenant} has {self._max_per_tenant} control connections, the most one may have")
+        # Operators are exempt: they may have to end leases precisely because memory is short.
         if not peer.is_operator and not self._has_memory():
             return Failure(Status.BUSY, "the daemon is out of memory", hint="Try again later.")
         self._admitted.add(connection)
@@ -61,7 +62,7 @@ class ConnectionLimiter:
         return None
 
     def release(self, connection: LimitedConnection) -> None:
-        """Count a closed connection out. A connection that was refused was never counted."""
+        """Stop counting a closed connection. One that was refused was never counted."""
         self._trimmer.count_closed()
         if connection in self._admitted:
             self._admitted.discard(connection)
@@ -71,7 +72,7 @@ class ConnectionLimiter:
             self._one_closed.set()
 
     def set_limits(self, max_connections: int, max_connections_per_tenant: int) -> None:
-        """Change the limits for connections that come from now on."""
+        """Change the limits for connections that arrive from now on."""
         self._max_connections, self._max_per_tenant = max_connections, max_connections_per_tenant
 
     async def wait_until_empty(self) -> None:
@@ -81,12 +82,12 @@ class ConnectionLimiter:
             await self._one_closed.wait()
 
     def turn_away_all(self, failure: Failure) -> None:
-        """Refuse what any peer waits for, tell every peer why, and close."""
+        """Refuse what any peer waits for, send every peer the reason, and close."""
         for connection in list(self._admitted):
             connection.turn_away(failure)
 
     def close_all_with(self, failure: Failure) -> None:
-        """Tell every peer why, and close."""
+        """Send every peer the reason, and close."""
         for connection in list(self._admitted):
             connection.close_with(failure)
 

@@ -1,13 +1,13 @@
-"""The leases that are connected. The lease table ends a lease that stays without a connection for too long.
+"""Which leases are connected. The lease table ends a lease that has had no connection for too long.
 
 A lease counts as connected while one of these exists:
 
-- a control connection that acquired or renewed the lease, asked about it as its tenant, or asked for a submit of it;
+- a control connection that acquired or renewed the lease, queried it as its tenant, or requested a submit of it;
 - a connection of its session, a guest's included, or a connection on its way to the worker;
-- a submit of the lease that starts or runs.
+- a submit of the lease that is starting or running.
 
 A worker counts its own connections on its control page, so the next broker knows them too. The next broker knows none
-of the control connections, and gives their clients time to come back.
+of the control connections, and gives their clients time to connect again.
 """
 
 from collections.abc import Callable
@@ -18,8 +18,8 @@ from gpulease.daemon.leases import ConnectionsChanged, Event, LeaseTable, Submit
 from gpulease.daemon.workers.registry import Workers
 
 TAKEOVER_WAIT_MS: Final = 60_000
-"""The shortest wait for a connection to a lease of an earlier broker. Its client may live without a connection and make
-a new one only when it next asks for something. Stops an upgrade from ending its lease before that."""
+"""Shortest wait for a connection to a lease of an earlier broker. Its client may not need a connection and make a new
+one only for its next request. Stops an upgrade from ending its lease before that."""
 
 _UNDER_WAY: Final = frozenset({SubmitState.STARTING, SubmitState.RUNNING})
 
@@ -33,12 +33,13 @@ class ConnectionTracker:
         self._post = post
         self._connections_of_lease: dict[int, set[object]] = {}
         self._leases_of_connection: dict[object, set[int]] = {}
-        # Leases that the table knows to be without a connection.
+        # Leases without a connection, as the table knows them.
         self._disconnected: set[int] = set()
         self._of_earlier_broker: set[int] = set()
 
     def hold(self, lease_id: int, connection: object) -> None:
-        """Count a control connection as the lease's, until `leave`."""
+        """Count a control connection as one of the lease's, until `leave`."""
+        # Leases without such a bound are not tracked: the table ignores their connections.
         if not self._table.orphan_ms(lease_id):
             return
         self._connections_of_lease.setdefault(lease_id, set()).add(connection)
@@ -46,15 +47,16 @@ class ConnectionTracker:
         self.update(lease_id)
 
     def leave(self, connection: object) -> None:
-        """Count a closed control connection as no lease's."""
+        """Stop counting a closed control connection for any lease."""
         lease_ids = self._leases_of_connection.pop(connection, set())
         for lease_id in lease_ids:
             self._connections_of_lease[lease_id].discard(connection)
+        # Update only after all sets have changed, so that no event sees the connection half removed.
         for lease_id in lease_ids:
             self.update(lease_id)
 
     def update(self, lease_id: int) -> None:
-        """Tell the table whether the lease is connected, if that has changed."""
+        """Post to the table whether the lease is connected, if that has changed."""
         if not self._table.orphan_ms(lease_id):
             return
         is_connected = self._is_connected(lease_id)
@@ -65,13 +67,13 @@ class ConnectionTracker:
         self._post(ConnectionsChanged(lease_id, is_connected, wait_ms))
 
     def take_over(self) -> None:
-        """Begin with an earlier broker's leases: the table waits for connections to those that have none."""
+        """Track an earlier broker's leases: the table starts the wait for those without a connection."""
         for lease in self._table.snapshots():
             self._of_earlier_broker.add(lease.lease_id)
             self.update(lease.lease_id)
 
     def forget(self, lease_id: int) -> None:
-        """Drop a lease that has ended."""
+        """Stop tracking a lease that has ended."""
         self._disconnected.discard(lease_id)
         self._of_earlier_broker.discard(lease_id)
         for connection in self._connections_of_lease.pop(lease_id, ()):

@@ -1,7 +1,7 @@
-"""A control connection of the broker: bytes in, requests to the dispatcher, answers and events out.
+"""A control connection of the broker: it turns bytes into requests for the dispatcher, and sends replies and events.
 
-The peer is bounded in time and memory. A connection is closed if its peer does not introduce itself, stops inside a
-frame, or does not read its answers. ATTACH and GPU_SUBMIT end a connection here: its socket goes to a worker.
+The peer is bounded in time and memory. A connection is closed if its peer does not introduce itself, stops in the
+middle of a frame, or does not read its replies. ATTACH and GPU_SUBMIT end a connection here: a worker gets its socket.
 """
 
 import asyncio
@@ -38,34 +38,35 @@ from gpulease.protocol.opcodes import Opcode, Status
 from gpulease.protocol.primitives import Tlv
 
 HELLO_TIMEOUT_S: Final = 10.0
-"""From connect to HELLO. Stops peers that connect and say nothing from using up the connections."""
+"""Time from connect to HELLO. Stops peers that connect and send nothing from using up the connections."""
 
 STALL_TIMEOUT_S: Final = 10.0
-"""From the first byte of a frame to its last, and for a peer to read what was written. Stops a peer that sends or reads
-one byte a minute. No honest control request takes a second packet."""
+"""Time from the first byte of a frame to its last, and for a peer to read what was written. Stops a peer that sends or
+reads one byte a minute. No honest control request needs a second packet."""
 
 WRITTEN_POLL_S: Final = 0.001
-"""First pause before a hand-over checks again whether the peer has read all replies. Nearly always it has at once."""
+"""First pause before a hand-over checks again whether the peer has read all replies, which it nearly always has."""
 
 MAX_WRITTEN_POLL_S: Final = 0.1
-"""Longest pause between two such checks; each is twice the one before. A peer that does not read costs nothing."""
+"""Longest pause between two such checks; each is twice the previous one, so that a peer that does not read costs
+nothing."""
 
 LINGER_S: Final = 5.0
-"""For a peer to read the final reply before the connection is cut."""
+"""Time for a peer to read the final reply before the connection is cut."""
 
 REQUESTS_PER_QUANTUM: Final = 16
-"""The most requests of one connection that are served in a row. A buffer full of small ones would take 100 ms."""
+"""Most requests of one connection that are served in a row. A buffer full of small requests would take 100 ms."""
 
 READ_BUFFER_BYTES: Final = 4 << 10
-"""Size of a connection's read buffer, which almost every control request fits. It grows for a larger request. Stops
-peers that connect and say nothing from taking 64 KiB each."""
+"""Size of a connection's read buffer, which fits almost every control request. It grows for a larger request. Stops
+peers that connect and send nothing from taking 64 KiB each."""
 
 WRITE_BUFFER_BYTES: Final = 256 << 10
-"""Unread replies from which on nothing more is read from the peer."""
+"""Bytes of unread replies above which the broker reads nothing more from the peer."""
 
 EVENT_BUFFER_BYTES: Final = 32 << 10
-"""Unread replies and events from which on events are dropped for the peer. A subscriber that never reads costs this
-much, and is not cut off: it did not ask for each event."""
+"""Bytes of unread replies and events above which events are dropped for the peer. A subscriber that never reads costs
+this much. It is not disconnected, because it did not request each single event."""
 
 
 class ControlConnection(asyncio.BufferedProtocol):
@@ -75,9 +76,9 @@ class ControlConnection(asyncio.BufferedProtocol):
         driver: The name of the driver of the node's cards.
         limiter: Counts the connection, or refuses it. None for a connection of the daemon's own processes.
         tenant_of_uid: The names of tenants by the number of their local user.
-        peer: The peer, if it is known already. Otherwise the socket tells it.
+        peer: The peer, if it is known already. Otherwise it is read from the socket.
         refusal: Why the peer is refused at once; None if it is not.
-        options: Options of the answer to HELLO.
+        options: Options of the reply to HELLO.
 
     Attributes:
         peer: The other end.
@@ -114,11 +115,13 @@ class ControlConnection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Identify the peer, and admit or refuse it."""
-        # Stream servers hand out stream transports; uvloop's do not derive from asyncio's.
+        # Stream servers give stream transports; uvloop's do not derive from asyncio's, so only a cast satisfies the
+        # types.
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         if not self._is_identified:
             self.peer = identify(transport.get_extra_info("socket"), self._tenant_of_uid)
+        # The dispatcher exists before any refusal, because `connection_lost` closes it.
         self._dispatcher = RequestDispatcher(self._runtime, self, self._driver)
         refusal = self._refusal
         if refusal is None and self._limiter is not None:
@@ -130,7 +133,7 @@ class ControlConnection(asyncio.BufferedProtocol):
         self._deadlines.start(AwaitedStep.HELLO, HELLO_TIMEOUT_S, self.close_with, failure)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Return the room for the next bytes. No more than this buffer is ever held for a peer."""
+        """Return the buffer for the next bytes. The broker never holds more than this buffer for a peer."""
         return self._connection.reader.get_buffer()
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -139,7 +142,7 @@ class ControlConnection(asyncio.BufferedProtocol):
         self._enqueue()
 
     def eof_received(self) -> bool:
-        """Close the connection: the peer sends no more, and what it asked for is given up."""
+        """Close the connection: the peer sends no more, and the requests that it waits for are abandoned."""
         self._connection.receive_eof()
         self._serve_requests()
         return False
@@ -155,14 +158,14 @@ class ControlConnection(asyncio.BufferedProtocol):
             self._limiter.release(self)
 
     def pause_writing(self) -> None:
-        """Read nothing from a peer that does not read, and cut it off if it goes on."""
+        """Stop reading from a peer that does not read, and disconnect it if that lasts."""
         if self._transport is not None:
             self._is_peer_slow = True
             self._transport.pause_reading()
             self._deadlines.start(AwaitedStep.READING, STALL_TIMEOUT_S, self._transport.abort)
 
     def resume_writing(self) -> None:
-        """Go on with a peer that reads again."""
+        """Continue with a peer that reads again."""
         if self._transport is not None:
             self._deadlines.stop(AwaitedStep.READING)
             self._is_peer_slow = False
@@ -181,7 +184,6 @@ class ControlConnection(asyncio.BufferedProtocol):
         return self._transport is None
 
     def answer(self, request: Request, result: Body | Failure) -> None:
-        """Answer a request, if the connection is open."""
         if self._transport is None or self._transport.is_closing():
             return
         if isinstance(result, Failure):
@@ -189,13 +191,14 @@ class ControlConnection(asyncio.BufferedProtocol):
             return
         try:
             self._transport.write(self._connection.send_reply(request, result))
+        # The reply violates the protocol: a bug of the daemon. The client must still get a reply, so report that.
         except LocalProtocolError:
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"answering {request.op.name}")
             failure = Failure(Status.INTERNAL, "the daemon's answer can't be encoded", hint="Tell the operator.")
             self._transport.write(self._connection.send_failure(request, failure))
 
     def send_event(self, subscription: int, event: LeaseEvent | RegionEvent) -> bool:
-        """Send an event to a subscriber. False if it has not read enough; True on a closed connection."""
+        """Send an event to a subscriber. False if its unread bytes leave no room; True on a closed connection."""
         if self._transport is None or self._transport.is_closing():
             return True
         if self._transport.get_write_buffer_size() > EVENT_BUFFER_BYTES:
@@ -204,13 +207,13 @@ class ControlConnection(asyncio.BufferedProtocol):
         return True
 
     def close_with(self, failure: Failure) -> None:
-        """Tell the peer why, and close."""
+        """Send the peer the reason, and close."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(self._connection.send_goodbye(failure))
             self._close()
 
     def turn_away(self, failure: Failure) -> None:
-        """Refuse what the peer waits for, tell it why, and close. Its leases go on."""
+        """Refuse what the peer waits for, send it the reason, and close. Its leases continue."""
         if self._dispatcher is not None:
             self._dispatcher.give_up(failure)
         self.close_with(failure)
@@ -223,16 +226,17 @@ class ControlConnection(asyncio.BufferedProtocol):
     # --- requests ---
 
     def serve_next(self) -> None:
-        """Go on with the requests behind one that did not take the connection along."""
+        """Continue with the requests after one that did not take the connection away."""
         self._serve_requests()
 
     def _enqueue(self) -> None:
         if self._is_queued:
             return
         self._is_queued = True
+        # The fair queue serves the tenants in turn, so a busy connection can't delay those of others.
         self._runtime.fair_queue.enqueue(self.peer.tenant, self._serve_quantum)
         if self._is_queued and self._transport is not None:
-            # Still queued: the kernel keeps what the peer sends meanwhile.
+            # Still queued: leave what the peer sends meanwhile to the kernel, which then slows the peer down.
             self._transport.pause_reading()
 
     def _serve_quantum(self) -> None:
@@ -240,11 +244,14 @@ class ControlConnection(asyncio.BufferedProtocol):
         self._serve_requests()
 
     def _serve_requests(self) -> None:
+        # Serve a bounded number of requests, then go to the back of the queue.
         for _ in range(REQUESTS_PER_QUANTUM):
+            # The rest of the bytes belongs to the worker that takes the connection over.
             if self._connection.state is State.ATTACHING:
                 self._stop_reading_behind_attach()
                 return
             event = self._connection.next_event()
+            # No complete frame is left: read on, and bound the time for the rest of a frame.
             if event is None:
                 self.resume_reading()
                 self._watch_for_stall()
@@ -261,7 +268,7 @@ class ControlConnection(asyncio.BufferedProtocol):
             case Rejected() if not event.is_quiet and self._transport is not None and self.is_open:
                 self._transport.write(self._connection.send_failure(event, event.failure))
                 if event.op == Opcode.HELLO and self._connection.state is State.OPENING:
-                    # A peer whose HELLO is malformed has no better one.
+                    # A peer with a malformed HELLO has no better one to send.
                     self._close()
             case StreamBroken():
                 self.close_with(event.failure)
@@ -287,7 +294,7 @@ class ControlConnection(asyncio.BufferedProtocol):
             self._deadlines.stop(AwaitedStep.FRAME)
 
     def _stop_reading_behind_attach(self) -> None:
-        """Leave to the kernel what follows a request that takes the connection along, if some of it is here already."""
+        """Stop reading after a request that takes the connection away, if bytes after it have already arrived."""
         reader = self._connection.reader
         if self._transport is not None and not self._transport.is_closing() and reader.start != reader.end:
             self._transport.pause_reading()
@@ -295,14 +302,14 @@ class ControlConnection(asyncio.BufferedProtocol):
     # --- hand-over ---
 
     def resume_reading(self) -> None:
-        """Read from the socket again, unless the peer does not read either."""
+        """Read from the socket again, unless the peer itself does not read."""
         if self._transport is not None and not self._is_peer_slow and not self._transport.is_closing():
             self._transport.resume_reading()
 
     def when_written(self, action: Callable[[], None]) -> None:
-        """Stop reading. Call `action` once the peer has read all that was written, or the connection is closed.
+        """Stop reading, and call `action` once the peer has read everything written, or the connection is closed.
 
-        A peer that has not read within STALL_TIMEOUT_S is cut off.
+        A peer that has not read within STALL_TIMEOUT_S is disconnected.
         """
         self._call_when_written(action, 0)
 
@@ -310,7 +317,9 @@ class ControlConnection(asyncio.BufferedProtocol):
         if self._transport is None or self._transport.is_closing():
             action()
             return
+        # The worker must get the bytes after the request, so this process must not read them.
         self._transport.pause_reading()
+        # Replies are still in this process's buffer; the worker would not know them. Poll until they are out.
         if self._transport.get_write_buffer_size():
             self._deadlines.start(AwaitedStep.ATTACH, STALL_TIMEOUT_S, self._transport.abort)
             pause_s = back_off_s(polls, WRITTEN_POLL_S, MAX_WRITTEN_POLL_S)
@@ -320,18 +329,19 @@ class ControlConnection(asyncio.BufferedProtocol):
         action()
 
     def hand_over(self, pass_on: Callable[[int, bytes], bool]) -> bool:
-        """Give the socket away, and end the connection here.
+        """Pass the socket to another process, and end the connection here.
 
         Args:
             pass_on: Gets a descriptor of the socket, which stays open only during the call, and the bytes that were
-                read behind the current request. Returns whether the socket was taken.
+              read after the current request. Returns whether the socket was taken.
 
         Returns:
-            Whether the socket was taken. If not, or if no descriptor was left, the connection goes on here.
+            Whether the socket was taken. If not, or if no descriptor was left, the connection continues here.
         """
         if self._transport is None:
             return False
         try:
+            # A duplicate, so that closing the transport later does not close the descriptor that travels.
             fd = os.dup(self._transport.get_extra_info("socket").fileno())
         except OSError:
             # No descriptor is left.
@@ -339,17 +349,18 @@ class ControlConnection(asyncio.BufferedProtocol):
         try:
             rest = self._connection.take_rest()
             if not pass_on(fd, rest):
+                # The worker did not take it. Put the bytes back, so that the requests in them are served here.
                 self._connection.receive_data(rest)
                 return False
         finally:
             os.close(fd)
-        # Closes this process's descriptor only; the connection lives on in the worker's.
+        # This closes only this process's descriptor; the connection lives on in the worker.
         self._transport.abort()
         return True
 
 
 class AwaitedStep(Enum):
-    """A step that a peer owes within a time limit."""
+    """A step that a peer must take within a time limit."""
 
     HELLO = auto()
     FRAME = auto()
@@ -359,23 +370,23 @@ class AwaitedStep(Enum):
 
 
 class Deadlines:
-    """The time limits of one connection, each with a timer of its own."""
+    """The time limits of one connection, with a timer for each."""
 
     def __init__(self) -> None:
         self._handles: dict[AwaitedStep, asyncio.TimerHandle] = {}
 
     def start(self, step: AwaitedStep, delay_s: float, action: Callable[..., None], *arguments: Any) -> None:
-        """Call `action` in `delay_s` unless it is stopped. A timer that runs already goes on as it was."""
+        """Call `action` in `delay_s` unless it is stopped. A timer that is already running is not restarted."""
         if step not in self._handles:
             self._handles[step] = asyncio.get_running_loop().call_later(delay_s, action, *arguments)
 
     def stop(self, step: AwaitedStep) -> None:
-        """Stop the timer of a step: the peer took it, or owes it no more."""
+        """Stop the timer of a step, because the peer took the step or no longer has to."""
         if (handle := self._handles.pop(step, None)) is not None:
             handle.cancel()
 
     def stop_all(self) -> None:
-        """Stop every timer: the connection is gone."""
+        """Stop every timer when the connection is gone."""
         for handle in self._handles.values():
             handle.cancel()
         self._handles.clear()

@@ -1,7 +1,8 @@
-"""The fleet process as the broker sees it: claims of names and of quotas' bytes, the horizon, and the node's record.
+"""The broker's side of the fleet process: claims of names and of quota bytes, membership deadline, and node record.
 
-The broker asks for claims before it lets claimed leases in, and tells of their ends. It gets the horizon, which the
-lease table takes as an event. A fleet process that dies loses no claim: the next one is told which leases there are.
+The broker requests claims before it admits claimed leases, and reports the leases' ends. It receives the membership
+deadline and posts it to the lease table as an event. No claim is lost when a fleet process dies: its successor gets a
+list of the live leases.
 """
 
 import asyncio
@@ -40,43 +41,45 @@ from gpulease.protocol.opcodes import Status
 from gpulease.protocol.time_units import NS_PER_S
 
 RECORD_S: Final = 1.0
-"""Between two looks whether the node's record has changed. The next beat carries it, so sooner is of no use."""
+"""Time between two checks whether the node's record has changed. The next heartbeat carries it, so sooner is no use."""
 
 CERTIFICATES_S: Final = 5.0
-"""Between two looks whether the certificates for etcd were renewed. They are renewed hours before the old ones end."""
+"""Time between two checks whether the certificates for etcd were renewed. They are renewed hours before the old ones
+expire."""
 
 ETCD_PART: Final = 15
-"""A request to etcd may last this part of the horizon: several are tried before it comes."""
+"""Part of the membership deadline's length that one request to etcd may take, so that several are tried before it."""
 
 STORE_PART: Final = 0.8
-"""Part of etcd's quota above which an operator is warned: a busy fleet that nobody compacts has hours left then."""
+"""Part of etcd's quota above which the operator is warned. A busy fleet that nothing compacts then has hours left."""
 
 STOP_S: Final = 5.0
-"""For the process to delete the claims of a node that stops: thousands, at a thousand a second. What is left is deleted
-by nodes that want the names, a horizon later."""
+"""Time for the process to delete the claims of a node that stops: thousands, at a thousand a second. Nodes that claim
+the names delete the rest after the membership deadline."""
 
 MAX_CLAIMS: Final = 1_024
-"""Claims of names, and of quotas' bytes, that may wait at a node: as many of each as its process takes."""
+"""Claims of names, and of quota bytes, that may wait at a node: as many of each as its process accepts."""
 
 MAX_CLAIMS_PER_TENANT: Final = 64
-"""Stops one tenant from having the node ask etcd for its names alone: one that is taken is asked for each second."""
+"""Stops one tenant from occupying the node's requests to etcd with its names: a name that is taken is requested every
+second."""
 
 MAX_UNSENT: Final = 4 * MAX_CLAIMS
-"""Messages that may wait for the process to read before claims are refused. Stops tenants that ask and leave again, at
-a process that hangs, from filling the broker's memory."""
+"""Messages that may wait for the process to read them before claims are refused. Stops tenants that request and
+disconnect again, while a process hangs, from filling the broker's memory."""
 
 DROP_COUNT: Final = "drop_count"
-"""Gives a claim of a quota's bytes up."""
+"""Message that cancels a claim of quota bytes."""
 
 
 class _Waiting(NamedTuple):
     """A claim that is not answered yet.
 
     Attributes:
-        tenant: Whose claim it is.
-        drop_op: The message that gives it up.
-        results: Counts what became of such claims.
-        refusal: A clause that says what is not done while the process is not there.
+        tenant: The tenant that claims.
+        drop_op: The message that cancels it.
+        results: Counts the results of such claims.
+        refusal: A clause that says what can't be done while the process is not available.
     """
 
     on_answer: Callable[[Any], None]
@@ -94,9 +97,9 @@ class FleetFrontend:
         sandbox: The operator's settings of the sandbox.
         table: The leases.
         cards: The node's cards.
-        post: Gives the lease table an event.
+        post: Posts an event to the lease table.
         journal: What a restarted daemon will know: which member of the fleet the node was.
-        addresses: Returns where tenants reach the node, as far as the settings do not say it.
+        addresses: Returns where tenants reach the node, unless the settings define it.
         tell_page: Sends the web process a message about the membership.
     """
 
@@ -126,11 +129,11 @@ class FleetFrontend:
         self._refused = ""
         self._unanswered = ""
         self._clock = ""
-        """What an operator should know of this node's clock."""
+        """What an operator should know about this node's clock."""
         self._unreadable = ""
-        """What an operator should know of values in etcd that can't be read."""
+        """What an operator should know about values in etcd that can't be read."""
         self._unreadable_before = self._unreadable_count = 0
-        """Such values that earlier processes met, and this one."""
+        """Number of such values that earlier processes found, and that this one found."""
         self._unreadable_lines = RateLimit(LINE_EVERY_S)
         self._beats = self._fenced = 0
         self._store = StoreSize("", 0, settings.etcd_quota_bytes)
@@ -157,15 +160,15 @@ class FleetFrontend:
             self._certificates_task.start()
 
     async def stop(self) -> None:
-        """Let the process release the claims of leases that are over, and end it.
+        """Let the process release the claims of leases that have ended, and stop it.
 
-        Leases that go on without the daemon stay claimed. With none left the node leaves the fleet.
+        Leases that continue without the daemon stay claimed. If none is left, the node leaves the fleet.
         """
         await self._record_task.stop()
         await self._certificates_task.stop()
         for number in list(self._waiting):
             self._drop(number)
-        # An etcd that has not answered for a horizon will not answer now.
+        # An etcd that has not answered before the membership deadline will not answer now.
         if not self.is_isolated and self._tell({"op": "stop"}):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(STOP_S):
@@ -176,32 +179,29 @@ class FleetFrontend:
 
     @property
     def node_id(self) -> str:
-        """The node's id in the fleet."""
         return self._settings.node or os.uname().nodename
 
     @property
     def is_isolated(self) -> bool:
-        """Return whether the horizon has passed: the node is cut off from etcd, or has not joined yet."""
+        """Return whether the membership deadline has passed: etcd can't be reached, or the node has not joined yet."""
         return boot_ns() >= self._horizon_boot_ns
 
     @property
     def labels(self) -> Mapping[str, str]:
-        """Implement `Claims.labels`."""
         return self._settings.labels
 
     def refusal(self) -> Failure | None:
-        """Implement `Claims.refusal`."""
         if self._settings.isolated is Isolated.SERVE or not self.is_isolated:
             return None
         return self._isolated("no new lease is granted")
 
     def problem(self) -> str:
-        """Return what an operator should know of the fleet; "" if all is well."""
+        """Return what an operator should know about the fleet; "" if everything is in order."""
         trouble = self._trouble() if self.is_isolated else self._store_warning()
         return "; ".join(filter(None, (trouble, self._unreadable, self._clock)))
 
     def _store_warning(self) -> str:
-        """Return what to do about etcd's database before it is full; "" if it is not nearly so."""
+        """Return what to do about etcd's database before it is full; "" if it is far from full."""
         store = self._store
         if store.size_bytes < STORE_PART * store.quota_bytes:
             return ""
@@ -212,7 +212,7 @@ class FleetFrontend:
         )
 
     def _weigh(self, store: StoreSize) -> None:
-        """Take the size of etcd's largest database; log it once when it nears its quota."""
+        """Record the size of etcd's largest database; log it once when it approaches its quota."""
         warned = bool(self._store_warning())
         self._store = store._replace(quota_bytes=store.quota_bytes or self._settings.etcd_quota_bytes)
         if (warning := self._store_warning()) and not warned:
@@ -233,7 +233,6 @@ class FleetFrontend:
         return Failure(Status.BUSY, f"{what}: {self._trouble()}", hint=hint)
 
     def figures(self) -> FleetFacts:
-        """Return what metrics tell."""
         left_s = (self._horizon_boot_ns - boot_ns()) / NS_PER_S
         unreadable = self._unreadable_before + self._unreadable_count
         claims, quota_claims = dict(self._placements), dict(self._quota_claims)
@@ -241,21 +240,23 @@ class FleetFrontend:
         return FleetFacts(left_s, *counts, self._store.size_bytes, self._store.quota_bytes)
 
     def membership(self) -> FleetMembership:
-        """Return what the web page shows."""
+        """Return the membership for the web page."""
         return FleetMembership(self.node_id, self._horizon_boot_ns, self._fenced)
 
     def claim(self, want: ClaimWant, on_answer: Callable[[ClaimAnswer], None]) -> Callable[[], None]:
-        """Claim a name; `on_answer` is called once, later. Returns a function that gives the claim up."""
+        """Claim a name; `on_answer` is called once, later. Returns a function that cancels the claim."""
         waiting = _Waiting(on_answer, want.tenant, "drop", self._placements, f"the name {want.name!r} can't be claimed")
         return self._ask(waiting, "claim", want, name=want.name)
 
     def count(self, want: BytesWant, on_answer: Callable[[BytesAnswer], None]) -> Callable[[], None]:
-        """Claim bytes of a tenant's quota, as `claim` does a name."""
+        """Claim bytes of a tenant's quota, in the way of `claim`."""
         what = f"tenant {want.tenant!r} has a quota in the fleet, which can't be asked"
         waiting = _Waiting(on_answer, want.tenant, DROP_COUNT, self._quota_claims, what)
         return self._ask(waiting, "count", want, size_bytes=want.size_bytes)
 
     def _ask(self, waiting: _Waiting, op: str, want: ClaimWant | BytesWant, **more: str | int) -> Callable[[], None]:
+        # Refuse what exceeds the bounds without asking. Answer in the next turn, because callers expect no answer
+        # before this method returns.
         if (excess := self._excess(want.tenant)) is not None:
             waiting.results[Why.BUSY.value] += 1
             return asyncio.get_running_loop().call_soon(waiting.on_answer, excess).cancel
@@ -264,13 +265,14 @@ class FleetFrontend:
         self._waiting[number] = waiting
         self._waiting_of[want.tenant] += 1
         message = {"op": op, "number": number, "lease_id": f"{want.lease_id:032x}", "tenant": want.tenant}
+        # The process is not available, so no answer would ever come.
         if not self._tell(message | {"wait_ms": want.wait_ms} | more):
             failure = self._isolated(waiting.refusal)
             asyncio.get_running_loop().call_soon(self._answer, number, failure, Why.ISOLATED.value)
         return lambda: self._drop(number)
 
     def _excess(self, tenant: str) -> Failure | None:
-        """Return why one claim more can't wait; None if it can."""
+        """Return why one more claim can't wait; None if it can."""
         if self._waiting_of[tenant] >= MAX_CLAIMS_PER_TENANT:
             text = (
                 f"{MAX_CLAIMS_PER_TENANT} claims of tenant {tenant!r} wait at this node, as many as one tenant may have"
@@ -281,18 +283,18 @@ class FleetFrontend:
         return None
 
     def release(self, name: str, epoch: int) -> None:
-        """Tell that the lease with that claim is gone, its memory proved free."""
-        # A process that is not there, or does not read, is told all claims when it starts.
+        """Report that the lease with that claim is gone and its memory proved free."""
+        # A process that is not available, or does not read, gets all claims when it starts.
         self._tell({"op": "ended", "name": name, "epoch": epoch})
         self._tell_all_ended()
 
     def keep(self) -> None:
-        """Implement `Claims.keep`: it may have been the last that a node waited for which the fleet gave up."""
+        """Report a fenced lease: it may have been the last one that prevents a fenced node from joining again."""
         self._tell_all_ended()
 
     def give_back(self, tenant: str, lease_id: int) -> None:
-        """Tell that the lease with those bytes is gone, its memory proved free."""
-        # As in `release`: the next process sweeps what it is not told of.
+        """Report that the lease with those bytes is gone and its memory proved free."""
+        # As in `release`: the next process deletes what it is not told to keep.
         self._tell({"op": "give_back", "tenant": tenant, "lease_id": f"{lease_id:032x}"})
         self._tell_all_ended()
 
@@ -309,7 +311,7 @@ class FleetFrontend:
         return waiting
 
     def _answer(self, number: int, answer: Claimed | Counted | Failure, result: str) -> bool:
-        """Answer who waits for a claim; returns whether anybody does."""
+        """Answer the acquire that waits for a claim; returns whether there is one."""
         waiting = self._take(number)
         if waiting is None:
             return False
@@ -320,12 +322,14 @@ class FleetFrontend:
     # --- the process ---
 
     async def _begin(self) -> None:
+        # Step 1: what the process needs before it can connect: settings, the membership of the earlier process, and the
+        # certificates as open files, because its sandbox can't open any.
         settings = self._settings
         start: dict[str, Any] = {"etcd": settings.etcd, "node": self.node_id, "horizon_s": settings.horizon_s}
         start["files"] = list(self._files)
         member = self._membership
         kept = {name: {key: getattr(member, key) for key in keys} for name, keys in _PARTS.items()}
-        # The journal has an epoch as soon as it is granted, and the store's revision from time to time.
+        # The journal has an epoch as soon as it is granted, but the store's revision only from time to time.
         kept["identity"]["revision"] = max(member.revision, self._table.highest_epoch - member.epoch_base)
         start |= {"incarnation": member.incarnation, **kept}
         start["history_s"] = settings.history_s
@@ -339,6 +343,7 @@ class FleetFrontend:
         finally:
             close_all(fds)
         self._has_begun = True
+        # Step 2: once it is ready, the node's record, and then the claims that are alive. It deletes the others.
         await self._process.expect("ready")
         self._told = None
         await self._tell_record()
@@ -356,15 +361,15 @@ class FleetFrontend:
     def _tell(self, message: dict[str, Any], fds: Sequence[int] = ()) -> bool:
         """Send a message; returns whether there is a process to read it.
 
-        A process that does not keep up is no reason to end it: the leases of all named ones would end with it.
+        A process that does not keep up is not ended for it: that would end the leases of all names with it.
         """
         if not self._has_begun:
-            # Its first message is its settings. What is live, it is told after them.
+            # Its first message must be its settings. It gets the live leases after them.
             return False
         try:
             self._process.send_in_turn(message, tuple(fds))
         except (ChannelClosed, OSError):
-            # It is gone, or no descriptor is left for those of a message that has to wait.
+            # The process is gone, or no descriptor is left for those of a message that has to wait.
             return False
         return True
 
@@ -373,7 +378,10 @@ class FleetFrontend:
             self._tell(message)
 
     def _tell_all_ended(self) -> None:
-        """After a loss, tell that no claimed lease is left: the node may join anew. A fence lasts for days."""
+        """After the claims were lost, report once that no claimed lease is left, so that the node may join again.
+
+        A fenced lease counts as gone here, because a fence can last for days.
+        """
         if self._is_lost and not self._table.has_claimed_lease:
             self._is_lost = False
             self._tell_live(NOTHING_LIVES)
@@ -384,13 +392,13 @@ class FleetFrontend:
             self._told = record
 
     async def _tell_certificates(self) -> None:
-        """Send the certificates' files if one is another than before."""
+        """Send the files of the certificates if one of them has changed."""
         try:
             if await asyncio.to_thread(certificate_stamps, self._files) == self._told_files:
                 return
             fds, found = await asyncio.to_thread(open_certificates, self._files)
         except BadEtcdSettings:
-            return  # A file that is being replaced, or no descriptor is left: the process goes on with what it has.
+            return  # A file is being replaced, or no descriptor is left: the process keeps what it has.
         try:
             if self._tell({"op": "certificates", "files": list(self._files)}, fds):
                 self._told_files = found
@@ -432,7 +440,7 @@ class FleetFrontend:
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"reading the fleet process's {message.get('op')}")
             number = message.get("number")
             if isinstance(number, int):
-                # It was an answer, and who waits for it gets no other.
+                # The message was an answer, and the acquire that waits for it gets no other.
                 failure = _failure(Why.UNKNOWN, "the answer of the node's fleet process can't be read")
                 self._answer(number, failure, Why.UNKNOWN.value)
 
@@ -455,7 +463,7 @@ class FleetFrontend:
                 self._lose(reason)
             case {"op": "claimed", "number": int(number), "name": str(name), "epoch": int(epoch)}:
                 if not self._answer(number, Claimed(epoch), "given"):
-                    # It was dropped when the answer was on its way.
+                    # The claim was cancelled while the answer was on its way.
                     self.release(name, epoch)
             case {"op": "refused", "number": int(number), "why": str(why), "text": str(text)}:
                 text = self._refusal_of(number, Why(why), text)
@@ -472,7 +480,10 @@ class FleetFrontend:
                 self._take_unreadable(count, text)
 
     def _refusal_of(self, number: int, why: Why, text: str) -> str:
-        """Return what a tenant is told: of a node that is cut off more than the rules know."""
+        """Return the sentence for the tenant.
+
+        If the node is cut off, this side knows more about the reason than the fleet's rules do.
+        """
         waiting = self._waiting.get(number)
         if waiting is None or why is not Why.ISOLATED or not self.is_isolated:
             return text
@@ -510,11 +521,12 @@ class FleetFrontend:
 
     def _stop(self, *, has_left: bool) -> None:
         if has_left:
-            # The next process joins at once: it need not find out that it is no member any more.
+            # The next process joins at once, and need not find out that the node is not a member any more.
             self._membership = replace(self._membership, incarnation=0)
             self._journal.remember_membership(self._membership)
         self._stopped.set()
 
+    # Keep it on CLOCK_BOOTTIME, and convert it for the table, whose timers use the monotonic clock.
     def _move_horizon(self, horizon_boot_ns: int) -> None:
         self._horizon_boot_ns = horizon_boot_ns
         self._post(HorizonMoved(time.monotonic_ns() + horizon_boot_ns - boot_ns(), horizon_boot_ns))
@@ -524,12 +536,12 @@ class FleetFrontend:
     def _lose(self, reason: str) -> None:
         log_event(LogEvent.FLEET_FENCED, reason=reason)
         self._fenced += 1
-        # A process that starts before the last claimed lease has ended must not go on as that member.
+        # A process that starts before the last claimed lease has ended must not continue as that member.
         self._remember(replace(self._membership, incarnation=0))
         self._horizon_boot_ns, self._is_lost = 0, True
         self._post(ClaimsLost(reason))
         self._tell_page(self.membership().to_message())
-        # Who waits for bytes may have a name by the claims that are lost.
+        # An acquire that waits for bytes may have a name by the claims that are lost.
         failure = _failure(Why.ISOLATED, f"the fleet has declared this node dead: {reason}")
         for number, waiting in list(self._waiting.items()):
             if waiting.drop_op == DROP_COUNT:
@@ -546,7 +558,7 @@ _PARTS: Final = {
     "identity": [field.name for field in fields(FleetIdentity)],
     "mark": [field.name for field in fields(Mark)],
 }
-"""What the next process is told of a membership, by the names of `KeptMembership`."""
+"""The parts of a membership that the next process gets, by the names of `KeptMembership`."""
 
 _TOLD_OTHERWISE: Final = frozenset({Note.JOINED.value, Note.FENCED.value})
 """Notes that have a log event of their own."""
@@ -555,14 +567,14 @@ _UNANSWERED: Final = {
     Note.REJECTED.value: "refuses this node's record",
     Note.BEAT_UNKNOWN.value: "has not answered in time",
 }
-"""What etcd did, in a clause, that it does not have the node's record."""
+"""What etcd did, as a clause, when it does not have the node's record."""
 
 _ADVICE: Final = {
     "permission denied": "give the user of this node's certificate the right to read and write /gpulease/v1/",
     "certificate": "check ca, certificate and key of [fleet], and their expiry dates",
     "handshake": "check ca, certificate and key of [fleet], and their expiry dates",
 }
-"""What an operator does about words of etcd's, or of the way to it. Of a lack of space the text itself tells."""
+"""What an operator does about words in an error of etcd, or of the way to it. An error about space says it itself."""
 
 
 def _advice(text: str) -> str:
@@ -584,7 +596,7 @@ _QUOTA_HINTS: Final = {
     Why.TOO_LARGE: "Ask for less; the fleet's operator raises the quota by `gpulease fleet quota`.",
     Why.NO_QUOTA: "The fleet's operator sets it by `gpulease fleet quota`.",
 }
-"""What a tenant does whose quota is used up: no other node would answer otherwise."""
+"""What a tenant does when its quota is used up, where no other node would answer differently."""
 
 
 def _failure(why: Why, text: str, retry_after_ms: int = 0) -> Failure:

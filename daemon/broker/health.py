@@ -1,4 +1,4 @@
-"""Readiness: whether the daemon can grant leases, check by check. HEALTH answers it, and metrics report it."""
+"""Readiness: whether the daemon can grant leases, check by check. HEALTH and the metrics report it."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ class Check:
     """A condition for granting leases.
 
     Attributes:
-        name: The check's name for programs. The wire and a metric's label carry it.
+        name: The check's name for programs, on the wire and in a metric's label.
         is_met: Whether the condition holds.
-        detail: What is wrong. Of a condition that holds, what an operator should look after all the same.
+        detail: What is wrong; for a condition that holds, what an operator should still attend to.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Health:
     Attributes:
         is_listening: Whether the daemon listens. The service sets it.
         listening_problem: Returns why clients can't connect at an address, "" if they can. The service sets it.
-        cards_warning: What operators and tenants should know of the cards. The service sets it.
+        cards_warning: What operators and tenants should know about the cards. The service sets it.
         fleet: The node's fleet; None if it belongs to none. The service sets it.
     """
 
@@ -71,10 +71,10 @@ class Health:
         yield Check("cards", True, self.cards_warning)
         yield _check("memory", "the daemon is out of memory" if self._memory_reserve.is_short else "")
         yield _check("journal", self._journal.problem())
-        # Where the operator does not demand the audit log, leases are granted without it.
+        # Unless the operator requires the audit log, leases are granted without it.
         yield Check("audit", self._recorder.denial() is None, self._recorder.problem())
         if self.fleet is not None:
-            # Leases with a name are refused meanwhile; others as the operator wants it.
+            # Leases with a name are refused meanwhile; whether others are is the operator's choice.
             yield Check("fleet", self.fleet.refusal() is None, self.fleet.problem())
 
     def _capacity_problem(self) -> str:

@@ -1,9 +1,9 @@
-"""The sockets that the broker listens on: sockets of its own, or sockets that the service manager handed over.
+"""The sockets that the broker listens on: its own, or those that the service manager passed to it.
 
-TCP is bound to loopback only, since it is neither encrypted nor authenticated. `tls_frontend` listens for TLS.
+TCP is bound to loopback only, because it is neither encrypted nor authenticated. `tls_frontend` listens for TLS.
 
-Below `Listeners`: the folder of a Unix socket, and the sentences that tell an operator why an address can't be listened
-on.
+After `Listeners`: the folder of a Unix socket, and the sentences that explain to an operator why the daemon can't
+listen on an address.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from gpulease.protocol.address import DEFAULT_ADDRESS, Address, TcpAddress, Unix
 
 
 class NeverListens(CannotListen):
-    """An address can't be listened on by a later start either, unless somebody changes something."""
+    """The daemon can't listen on an address, and a later start can't either, unless someone changes something."""
 
     status = os.EX_CONFIG
 
@@ -49,25 +49,25 @@ class Listeners:
 
     @property
     def bound(self) -> list[tuple[Address, int]]:
-        """The descriptors of the sockets that were made here, each with its address as it was asked for."""
+        """The descriptors of the sockets made here, each with the address that was asked for."""
         return list(self._bound)
 
     def leave_paths(self) -> None:
-        """Keep the sockets' files on `close`: another process keeps the sockets open."""
+        """Keep the sockets' files on `close`, because another process keeps the sockets open."""
         self._keeps_files = True
 
     def problem(self) -> str:
-        """Return why clients can't connect at an address that was listened on; "" as long as they can."""
+        """Return why clients can't connect at an address that the daemon listens on; "" while they can."""
         return next((place.problem for place, _ in self._places if place.problem), "")
 
     async def restore(self) -> list[Address]:
-        """Make Unix sockets anew whose files were removed; call it again and again. Returns their addresses."""
+        """Recreate Unix sockets whose files were removed; to be called periodically. Returns their addresses."""
         anew: list[Address] = []
         for number, (place, server) in enumerate(self._places):
             sock = place.restore()
             if sock is not None:
                 self._places[number] = (place, await self._serve_unix(sock))
-                # Accepted connections go on. Nobody can reach the socket without a name.
+                # Accepted connections continue. Without a name, no client can reach the old socket any more.
                 server.close()
                 self._bound = [one for one in self._bound if one[0] != place.address]
                 self._bound.append((place.address, sock.fileno()))
@@ -77,10 +77,10 @@ class Listeners:
     async def listen(
         self, address: UnixAddress | TcpAddress, given: Sequence[socket.socket] = (), *, set_mode: bool = True
     ) -> UnixAddress | TcpAddress:
-        """Listen on one more address. Returns it with the port the kernel chose. Raises CannotListen.
+        """Listen on one more address. Returns it with the port that the kernel chose. Raises CannotListen.
 
         Args:
-            address: A port of 0 stands for any.
+            address: Port 0 means any free port.
             given: Sockets that listen there already.
             set_mode: Whether to set the permissions of a given Unix socket.
         """
@@ -92,7 +92,7 @@ class Listeners:
             raise cannot_listen(f"listen on {address}", error) from None
 
     def close(self) -> None:
-        """Stop listening and remove the sockets' files. Accepted connections go on."""
+        """Stop listening and remove the sockets' files. Accepted connections continue."""
         for server in self._servers:
             server.close()
         for place, server in self._places:
@@ -118,14 +118,14 @@ class Listeners:
 
     async def _serve_unix(self, sock: socket.socket) -> asyncio.Server:
         loop = asyncio.get_running_loop()
-        # From Python 3.13 on asyncio removes the file when the server is closed. The place knows whether it may.
+        # From Python 3.13 on, asyncio removes the file when the server is closed. Only the place knows whether it may.
         takes = inspect.signature(loop.create_unix_server).parameters
         options: dict[str, Any] = {"cleanup_socket": False} if "cleanup_socket" in takes else {}
         return await loop.create_unix_server(self._factory, sock=sock, backlog=BACKLOG, **options)
 
     async def _listen_tcp(self, address: TcpAddress, given: Sequence[socket.socket]) -> TcpAddress:
         loop = asyncio.get_running_loop()
-        # create_server's own binding leaves out, without a word, address families that it may make no socket for.
+        # The binding in create_server silently skips address families for which it may not make a socket.
         for sock in given or await self._bind_tcp(address):
             _check_loopback(address, str(sock.getsockname()[0]))
             port = int(sock.getsockname()[1])
@@ -133,7 +133,7 @@ class Listeners:
         return TcpAddress(address.host, port)
 
     async def _bind_tcp(self, address: TcpAddress) -> list[socket.socket]:
-        """Bind every address of the name to one port, but for families that this host is without."""
+        """Bind every address of the name to one port, except for address families that this host lacks."""
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
         port, bound, lacking = address.port, list[socket.socket](), list[OSError]()
@@ -142,6 +142,8 @@ class Listeners:
             try:
                 bound.append(bound_at(family, (where[0], port, *where[2:])))
             except OSError as error:
+                # A host without IPv6 still serves IPv4. Any other error must be reported, after releasing what was
+                # bound.
                 if error.errno == errno.EAFNOSUPPORT:
                     lacking.append(error)
                     continue
@@ -182,8 +184,8 @@ def _check_loopback(address: TcpAddress, host: str) -> None:
 # --- the folder of a Unix socket ---
 
 OWN_FOLDER: Final = Path(DEFAULT_ADDRESS.removeprefix("unix:")).parent
-"""The one folder that the daemon makes: /run is empty after a reboot. Any other missing folder may be mistyped, and
-tenants would never look in it."""
+"""The only folder that the daemon creates, because /run is empty after a reboot. Any other missing folder may be a
+typing error, where tenants would never find the socket."""
 
 _WRITABLE: Final = "a drop-in (systemctl edit gpuleased) with ReadWritePaths="
 
@@ -191,7 +193,7 @@ _WRITABLE: Final = "a drop-in (systemctl edit gpuleased) with ReadWritePaths="
 def prepare_place(address: UnixAddress, socket_mode: int) -> None:
     """Check that a socket can be made at a path, and make its folder if that is the daemon's own. Raises CannotListen.
 
-    Users who may write to the socket may enter a folder made here; nobody else may.
+    Users who may write to the socket may enter a folder made here; no others may.
     """
     path = Path(address.path)
     if path.parent == OWN_FOLDER:
@@ -215,7 +217,7 @@ def _make_own_folder(folder: Path, socket_mode: int, address: UnixAddress) -> No
             " make it for the daemon's user, or --listen elsewhere"
         ) from None
     mode = sum(5 << shift for shift in (3, 0) if socket_mode >> shift & 2) | 0o700
-    # Not by mkdir(2), whose mode the umask reduces. A service manager sets the umask to 077.
+    # Not by mkdir(2), where the umask reduces the mode. A service manager sets the umask to 077.
     folder.chmod(mode)
     log_event(LogEvent.DAEMON_MADE_FOLDER, path=str(folder), mode=f"{mode:04o}")
 
@@ -249,24 +251,25 @@ def cannot_listen(doing: str, error: OSError, unit: str = "a .socket unit with t
     """Return the exception for an address, with a sentence for the operator.
 
     Args:
-        doing: The clause behind "can't".
+        doing: The clause after "can't".
         error: The error of the kernel, or of the look-up of a name.
-        unit: The systemd unit that would hand such a socket over.
+        unit: The systemd unit that would pass such a socket to the daemon.
     """
     remedy = _lasting_problem(error, unit)
     if remedy:
         return NeverListens(f"can't {doing}: {remedy}")
     # socket.create_server() adds the address to the error, which `doing` has named already.
+    # socket.create_server() adds the address to the error, but `doing` has named it already.
     problem = (error.strerror or str(error)).partition(" (while attempting")[0]
     hint = "; end who has it (`ss -ltnp` names them), or take another" if error.errno == errno.EADDRINUSE else ""
     return CannotListen(f"can't {doing}: {problem}{hint}")
 
 
 def _lasting_problem(error: OSError, unit: str) -> str:
-    """Return what somebody has to change; "" for a problem that may pass by itself."""
+    """Return what someone has to change; "" for a problem that may disappear by itself."""
     without = f"no socket unit hands it over, and {{}}: enable {unit}, or make {_NETWORK}"
     if isinstance(error, socket.gaierror):
-        # Its errno is not the kernel's. A name server may be back in a moment.
+        # Its errno is not the kernel's. A name server may be available again in a moment.
         return "" if _may_make(socket.AF_INET) else without.format("the daemon may not look names up in a network")
     match error.errno:
         case errno.EAFNOSUPPORT if _may_make(socket.AF_INET):
@@ -298,7 +301,7 @@ def _may_make(family: socket.AddressFamily) -> bool:
 
 
 def _has_only_loopback() -> bool:
-    """Return whether this process has no other interface, as with PrivateNetwork= (network_namespaces(7))."""
+    """Return whether this process has no interface but loopback, as with PrivateNetwork= (network_namespaces(7))."""
     lines = Path("/proc/self/net/dev").read_text().splitlines()
-    # Two lines of headings (proc(5)).
+    # The first two lines are headings (proc(5)).
     return all(line.split(":")[0].strip() == "lo" for line in lines[2:])

@@ -1,8 +1,8 @@
-"""Memory that the broker keeps back, so that leases can still end, renew and be proved free when memory runs out.
+"""Memory that the broker reserves, so that leases can still end, be renewed and be proved free when memory runs out.
 
-A process meets the end of memory as a failed mmap(2) only under a limit of its own: RLIMIT_AS, RLIMIT_DATA, or a host
-that does not overcommit. The failure may come anywhere, so the broker looks for room beforehand. New work begins only
-where there is room for it; work under way may use the reserve.
+A process notices the end of memory as a failed mmap(2) only under a limit of its own (RLIMIT_AS, RLIMIT_DATA), or on a
+host that does not overcommit. The failure can occur anywhere, so the broker checks for room beforehand. New work starts
+only where there is room for it; work in progress may use the reserve.
 """
 
 import asyncio
@@ -17,20 +17,20 @@ from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 
 RESERVE_BYTES: Final = 32 << 20
-"""Size of the reserve: addresses of which no page is touched. Enough for the messages and timers of all live leases."""
+"""Size of the reserve: addresses without touched pages. Enough for the messages and timers of all live leases."""
 
 ROOM_BYTES: Final = 2 << 20
 """The most that one event may take: a message of 128 KiB, a worker's page, and an arena of Python's objects, 1 MiB."""
 
 CHECK_NS: Final = 1_000_000
-"""Shortest time between two checks while no new work begins. Events of one millisecond are served from one arena."""
+"""Shortest time between two checks while no new work starts. Events of one millisecond are served from one arena."""
 
 UNLIMITED_CHECK_NS: Final = 20 * CHECK_NS
 """Shortest time between two checks in a process without a limit.
 
-Only too many mappings can make the next one fail there (mmap(2), ENOMEM), and new work brings those. A check waits for
-any thread that has a page mapped at that moment: 0.1 ms on a busy host, longer if that thread is not scheduled.
-"""
+There, only too many mappings can make the next one fail (mmap(2), ENOMEM), and those come with new work. A check
+waits for any thread that is getting a page mapped at that moment: 0.1 ms on a busy host, longer if that thread is
+not scheduled."""
 
 _OVERCOMMIT: Final = Path("/proc/sys/vm/overcommit_memory")
 
@@ -39,7 +39,7 @@ class MemoryReserve:
     """A mapping that is released when there is no other room.
 
     Attributes:
-        is_short: Whether the reserve is released. No new work may begin then.
+        is_short: Whether the reserve is released. No new work may start then.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class MemoryReserve:
         self._keep_back()
 
     def secure(self) -> None:
-        """Make sure that there is room for one more event, by releasing the reserve if need be."""
+        """Make sure that there is room for one more event, by releasing the reserve if necessary."""
         now_ns = time.monotonic_ns()
         if now_ns - self._asked_ns < CHECK_NS:
             return
@@ -61,14 +61,14 @@ class MemoryReserve:
             self._check()
 
     def is_enough(self) -> bool:
-        """Return whether new work may begin. The reserve is taken back first if there is room for it again."""
+        """Return whether new work may start. First restores the reserve if there is room for it again."""
         self._check()
         if self.is_short and _has_room(RESERVE_BYTES + ROOM_BYTES):
             self._keep_back()
         return not self.is_short
 
     def release(self) -> None:
-        """Let work under way use the reserve."""
+        """Let work in progress use the reserve."""
         if self._mapping is None:
             return
         self.close()
@@ -78,7 +78,7 @@ class MemoryReserve:
     def release_on_memory_error(self, loop: asyncio.AbstractEventLoop) -> None:
         """Release the reserve when a callback of `loop` raised MemoryError. The loop then reads its descriptors again.
 
-        Other exceptions go to the loop's default handler, as does a MemoryError after the release.
+        Other exceptions go to the loop's default handler, and so does a MemoryError after the release.
         """
 
         def on_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -110,13 +110,13 @@ class MemoryReserve:
 
 
 def _is_limited() -> bool:
-    """Read the limits anew: an operator may set them at any time (prlimit(2))."""
+    """Return whether a limit applies now. It is read each time, because an operator may set it later (prlimit(2))."""
     limits = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
     return any(limit != resource.RLIM_INFINITY for limit in limits)
 
 
 def _is_host_strict() -> bool:
-    """Return whether the host never overcommits (proc_sys_vm(5), overcommit_memory). An unreadable setting counts."""
+    """Return whether the host never overcommits (proc_sys_vm(5), overcommit_memory); also if that can't be read."""
     try:
         return _OVERCOMMIT.read_text().strip() == "2"
     except OSError:
@@ -124,7 +124,7 @@ def _is_host_strict() -> bool:
 
 
 def _map(size_bytes: int) -> mmap.mmap:
-    """Map private memory, like a heap's: RLIMIT_DATA does not count shared memory (getrlimit(2))."""
+    """Map private memory, like a heap's, because RLIMIT_DATA does not count shared memory (getrlimit(2))."""
     return mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 

@@ -1,8 +1,8 @@
 """The broker's metrics: counters fed by events, gauges read at a scrape, and the text of both.
 
-The event loop belongs to leases. Counting one event takes a microsecond or two. A scrape adds up leases, a few hundred
-at a time, then makes its text one family at a time, and the loop runs in between. However many peers ask, one text is
-made at a time.
+Leases have priority on the event loop. Counting one event takes a microsecond or two. A scrape adds up a few hundred
+leases at a time, then makes its text one family at a time, and the loop runs in between. One text is made at a time,
+for any number of peers that ask.
 """
 
 import asyncio
@@ -35,18 +35,18 @@ LAG_CHECK_S: Final = 1.0
 """Time between two measurements of the loop's lag."""
 
 LOOK_TIMEOUT_S: Final = 1.0
-"""For the cards to report stray memory. A driver that hangs costs the scrape one family, and is not asked again until
-it has answered."""
+"""Time for the cards to report stray memory. A driver that hangs costs the scrape one family, and is not polled again
+until it has answered."""
 
 LEASES_AT_ONCE: Final = 256
 WORKERS_AT_ONCE: Final = 64
-"""Leases and workers that a scrape adds up before the loop runs again: a millisecond or so of each."""
+"""Leases and workers that a scrape adds up before the loop runs again: about a millisecond of each."""
 
 OnText = Callable[[Metrics | Failure], None]
 
 
 class NodeMetrics:
-    """The node's one registry of metrics.
+    """The node's only registry of metrics.
 
     Attributes:
         fleet: Returns the figures of the node's fleet; None if it belongs to none. The service sets it.
@@ -80,7 +80,7 @@ class NodeMetrics:
         self._lag_check = asyncio.get_running_loop().call_later(LAG_CHECK_S, self._measure_lag, due_s)
 
     async def stop(self) -> None:
-        """Cancel the lag measurement and the scrape under way."""
+        """Cancel the lag measurement and the scrape in progress."""
         if self._lag_check is not None:
             self._lag_check.cancel()
         tasks = [task for task in (self._scraping, self._look) if task is not None]
@@ -91,14 +91,14 @@ class NodeMetrics:
     # --- counting ---
 
     def on_facts(self, facts: Sequence[Fact]) -> None:
-        """Count what an event brought about. A bug in counting must not keep the effects from being executed."""
+        """Count the results of an event. A bug in counting must not prevent the effects from being executed."""
         try:
             self._counters.on_facts(facts)
         except Exception:
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"counting {[fact.kind.name for fact in facts]}")
 
     def refused(self, operation: str, status: Status) -> None:
-        """Count a request that was refused before it got to the lease table."""
+        """Count a request that was refused before it reached the lease table."""
         self._counters.refused(operation.lower(), status.name.lower())
 
     def forward_revoked(self, status: Status, seen_after_ns: int) -> None:
@@ -106,7 +106,7 @@ class NodeMetrics:
         self._counters.forward_revoked(status.name.lower(), seen_after_ns)
 
     def take_over_workers(self) -> None:
-        """Count an earlier daemon's workers from now on: the earlier daemon has counted what they did so far."""
+        """Count an earlier daemon's workers from now on, because that daemon has counted what they did before."""
         for worker in self._workers.serving():
             skip_counts(worker)
 
@@ -139,7 +139,7 @@ class NodeMetrics:
                     try:
                         on_text(result)
                     except Exception:
-                        # A bug of ours; the other peers must be answered all the same.
+                        # A bug of ours; the other peers must still be answered.
                         log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="answering with the metrics")
         finally:
             self._scraping = None
@@ -166,10 +166,10 @@ class NodeMetrics:
             self._stray_bytes = self._look.result()
 
     async def _read_stray_bytes(self) -> dict[str, int]:
-        """Ask the cards, in a thread, for the memory that no process accounts for, by uuid."""
+        """Poll the cards, in a thread, for the memory that no process accounts for, by uuid."""
         found: dict[str, int] = {}
         for uuid in self._cards:
-            # No thread, or no answer: the family leaves out what is not known.
+            # Without a thread or an answer, the family leaves out what is not known.
             with contextlib.suppress(CardsUnavailable, MemoryError, RuntimeError):
                 reading = await asyncio.to_thread(self._source.read, uuid)
                 found[uuid] = self._table.stray_bytes(uuid, reading.unowned_bytes)
@@ -182,7 +182,7 @@ class NodeMetrics:
         for number, worker in enumerate(self._workers.serving(), 1):
             lease_id = worker.spec.submit_of or worker.spec.lease_id
             lease = self._table.get(lease_id)
-            # One that ended in a turn between was counted as it ended.
+            # A lease that ended while the loop ran in between was counted when it ended.
             if lease is not None and self._workers.worker(worker.spec.lease_id) is worker and not worker.is_killed:
                 self._counters.worked(self._counters.pair(lease), counter_increments(worker))
                 held = allocated.get(lease_id, 0)

@@ -1,8 +1,8 @@
 """The identity of a control connection's peer.
 
-On a Unix socket the kernel names the user who connected (unix(7), SO_PEERCRED). By TLS a certificate names the tenant,
-and a relay has verified it (`gpulease.daemon.remote`). On loopback TCP nobody vouches for the peer: such peers share
-one tenant, may use only leases whose ids they know, and are never operators.
+On a Unix socket the kernel names the user who connected (unix(7), SO_PEERCRED). For TLS a certificate names the tenant,
+and a relay has verified it (`gpulease.daemon.remote`). On loopback TCP nothing proves the peer's identity: such peers
+share one tenant, may use only leases with ids that they know, and are never operators.
 """
 
 import os
@@ -24,11 +24,11 @@ class Peer:
 
     Attributes:
         tenant: The tenant that owns the peer's leases.
-        is_operator: Whether the peer may list and revoke everybody's leases. Root, the daemon's own user, and the
-            remote tenants that the settings name may.
-        is_known: Whether the kernel or a certificate vouches for `tenant`.
-        is_relayed: Whether a relay stands between the peer and this host, so that no memory can be shared with it.
-        is_reader: Whether the peer may look and do nothing else, operator or not.
+        is_operator: Whether the peer may list and revoke every tenant's leases: root, the daemon's own user, and the
+          remote tenants that the settings name.
+        is_known: Whether the kernel or a certificate proves `tenant`.
+        is_relayed: Whether a relay is between the peer and this host, so that no memory can be shared with it.
+        is_reader: Whether the peer may only read, even if it is an operator.
         pid: The process on this host that connected; 0 if the kernel does not name it.
     """
 
@@ -40,7 +40,7 @@ class Peer:
     pid: int = field(default=0, compare=False)
 
     def is_stranger_to(self, tenant: str) -> bool:
-        """Return whether the peer may be another than `tenant`."""
+        """Return whether the peer may be someone other than `tenant`."""
         return self.tenant != tenant or not self.is_known
 
     def __str__(self) -> str:

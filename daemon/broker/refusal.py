@@ -1,4 +1,4 @@
-"""Refusals: requests that the broker turns down itself, and the answers to those that the lease table denies."""
+"""Refusals: requests that the broker refuses itself, and the answers to those that the lease table denies."""
 
 from gpulease.daemon.leases import Denial
 from gpulease.daemon.leases.denials import STATUS_OF_REASON
@@ -6,7 +6,7 @@ from gpulease.protocol.failures import Failure
 
 
 class Refused(Exception):
-    """The broker refuses a request, which never gets to the lease table.
+    """The broker refuses a request, which never reaches the lease table.
 
     Attributes:
         failure: The answer to the request.

@@ -23,8 +23,8 @@ from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, InventoryFlag
 from gpulease.protocol.time_units import NS_PER_MS
 
 MAX_LISTED_REGIONS: Final = 1024
-"""Most regions that a list of leases describes; each lease names its own in any case. Stops tenants whose leases are
-full of small regions from holding up the broker's loop: 4,096 took half a second."""
+"""Most regions that a list of leases describes; each lease names its own in any case. Stops tenants that fill their
+leases with small regions from delaying the broker's loop: 4,096 took half a second."""
 
 
 def full_report(lease: LeaseSnapshot, table: LeaseTable, workers: Workers) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def lease_report(
     standing: LeasePhase | None = None,
     drain_ns: int | None = None,
 ) -> dict[str, Any]:
-    """Report one lease. The counters are what the worker claims on its page."""
+    """Report one lease. The counters are what the worker reports on its page."""
     parent = {"parent": f"{lease.parent_id:032x}"} if lease.parent_id else {}
     claim: dict[str, Any] = {"name": lease.name, "epoch": lease.epoch} if lease.name else {}
     report: dict[str, Any] = (
@@ -94,7 +94,7 @@ def lease_report(
 
 
 def region_report(region: KeptRegion) -> dict[str, Any]:
-    """Report where a region lies in its session."""
+    """Report the place of a region in its session."""
     return {
         "region_state": region.state.value,
         "address": region.address,
@@ -106,7 +106,7 @@ def region_report(region: KeptRegion) -> dict[str, Any]:
 
 
 def orphan_report(orphan_ms: int, due_ns: int | None, now_ns: int) -> dict[str, Any]:
-    """Report how long a lease may be without a connection, and how long it still may be (None while it has one)."""
+    """Report how long a lease may be without a connection, and for how long it still may (None while it has one)."""
     left_ms = None if due_ns is None else _left_ms(due_ns, now_ns)
     return {"orphan_ms": orphan_ms, "orphaned_in_ms": left_ms}
 
@@ -138,7 +138,7 @@ def inventory(
 
 
 def drain_left_ms(table: LeaseTable) -> int | None:
-    """Return the time until a drain ends what is left, rounded up; None if there is no drain."""
+    """Return the time until a drain ends the remaining leases, in ms, rounded up; None without a drain."""
     return None if table.drain_ns is None else _left_ms(table.drain_ns, time.monotonic_ns())
 
 
@@ -150,7 +150,7 @@ def drain_status(outcome: DrainSet) -> DrainStatus:
 
 
 def remaining_ms(lease: LeaseSnapshot, now_ns: int, drain_ns: int | None = None) -> int:
-    """Return the time left to a lease, 0 if it has none. Rounded up, so that no living lease seems over.
+    """Return the time left to a lease in ms, 0 if it has none. Rounded up, so that a living lease never shows 0.
 
     A drain ends the lease at `drain_ns` at the latest.
     """
@@ -158,7 +158,7 @@ def remaining_ms(lease: LeaseSnapshot, now_ns: int, drain_ns: int | None = None)
 
 
 def expires_at_unix_s(lease: LeaseSnapshot, now_ns: int, drain_ns: int | None = None) -> int:
-    """Return the deadline on the wall clock, for people. The monotonic deadline is the one that counts."""
+    """Return the deadline on the wall clock, for people. Only the monotonic deadline is binding."""
     return int(time.time() + remaining_ms(lease, now_ns, drain_ns) / 1000)
 
 

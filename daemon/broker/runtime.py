@@ -1,8 +1,8 @@
-"""The runtime around the lease table: events go in, effects come out and are carried out here.
+"""The runtime around the lease table: events go in, effects come out and are executed here.
 
-The lease table decides, the runtime carries out. `Runtime.post` gives the table one event, tells journal, audit log and
-metrics of its effects, and then executes the effects in their order. An event posted meanwhile waits in a queue, so the
-table is never entered twice.
+The lease table decides, the runtime executes. `Runtime.post` gives the table one event, passes its effects to the
+journal, the audit log and the metrics, and then executes them in order. An event posted meanwhile waits in a queue, so
+the table is never entered twice.
 
 An effect that answers a request goes to `PendingRequests`, which holds the answer until it is durable.
 """
@@ -95,7 +95,7 @@ class Runtime:
     """Executes what the lease table decides.
 
     Args:
-        source: What is known of the node's cards.
+        source: Information about the node's cards.
         max_load_s: How long a worker may compile one image.
         journal: What a restarted daemon will know; None to keep nothing.
 
@@ -104,7 +104,7 @@ class Runtime:
         connections: Which leases are connected.
         fair_queue: Which control connection is served next.
         open_acquires: Acquires that are not answered yet, by tenant and request id (`acquires.Acquire`).
-        claims: The node's claims of names. Whoever joins a fleet sets them before the first request.
+        claims: The node's claims of names. The service sets it before the first request if the node joins a fleet.
     """
 
     def __init__(
@@ -148,10 +148,10 @@ class Runtime:
         self._connect_parts()
 
     def _connect_parts(self) -> None:
-        """Tell each part where its events go."""
+        """Connect each part to the receivers of its events."""
         self.recorder.attach(self.post)
         self.journal.observe(self.table, self.workers.pid, self.post)
-        # A warm context that is ready is weighed before the table hears of it.
+        # The memory of a warm context that is ready is measured before the table learns that it is ready.
         self.workers.deliver_to(self._recycler.deliver)
         self.workers.set_memory_listeners(self._memory_monitor.look, self._recycler.on_scrubbed)
         self.workers.set_region_listener(self._regions.on_message)
@@ -165,25 +165,29 @@ class Runtime:
             cards: The node's cards, with what a context takes of each.
             latest_ns: The latest deadline that the earlier daemon could have given; see `adoption.reconcile`.
         """
-        # Those of leases and those of regions are each in the order of time.
+        # Step 1: complete the audit log with ends that the earlier daemon could not record. The ends of leases and
+        # those of regions are each in chronological order.
         tombstones = self.journal.past.tombstones
         for ends in ([one for one in tombstones if not one.parent_id], [one for one in tombstones if one.parent_id]):
             self.recorder.record_missing_ends(ends, time.monotonic_ns())
+        # Step 2: compare the journal with the workers that live, and post one event for each lease, region and worker.
         overheads = {card.uuid: card.overhead_bytes for card in cards}
         self._regions.begin_adoption()
         adopt(self.journal.kept, self.workers, overheads, latest_ns, self.post, self.journal.regions)
         self._regions.end_adoption()
+        # Step 3: what counts from now on, and a drain that continues.
         self.metrics.take_over_workers()
         self.connections.take_over()
         if self.table.drain_ns is not None:
             log_event(LogEvent.DRAIN_GOES_ON)
             self.post(DrainTimerFired())
+        # Step 4: watch the workers that were taken over. Those started later start the watch themselves.
         if self.workers.serving():
             self._watchdog.start()
             self._memory_monitor.start()
 
     async def drained(self) -> None:
-        """Wait until no lease and no warm context is left but fenced ones."""
+        """Wait until only fenced leases and fenced warm contexts are left."""
         while any(lease.state is not LeaseState.FENCED for lease in self.table.snapshots()) or any(
             context.state is not WarmState.FENCED for context in self.table.warming()
         ):
@@ -199,7 +203,6 @@ class Runtime:
             await self._one_settled.wait()
 
     async def stop(self) -> None:
-        """Stop every timer and task."""
         self.timers.stop()
         self.publisher.stop()
         await self.metrics.stop()
@@ -218,11 +221,11 @@ class Runtime:
         return self._pending.add(on_outcome)
 
     def is_awaited(self, request: int) -> bool:
-        """Return whether the lease table has not decided a request yet; its outcome may still have to be durable."""
+        """Return whether the table has yet to decide a request. Its outcome may still have to become durable."""
         return request in self._pending
 
     def forget(self, request: int) -> None:
-        """Drop a request whose client has left. Its outcome goes nowhere."""
+        """Drop a request of a client that has disconnected. Its outcome is discarded."""
         self._pending.remove(request)
         self.timers.cancel((WaitTimerFired, request))
 
@@ -231,6 +234,7 @@ class Runtime:
     def post(self, event: Event) -> None:
         """Give the table an event and execute its effects, now or after the event that is being executed."""
         self._events.append(event)
+        # An effect posted this event. The outer call handles it after the present effects, in order.
         if self._is_executing:
             return
         self._is_executing = True
@@ -243,7 +247,7 @@ class Runtime:
 
     def _handle(self, event: Event, now_ns: int) -> None:
         effects = self.table.handle(event, now_ns)
-        # Before any effect is executed: nobody may learn of one that is not on its way to journal and audit log.
+        # Journal and audit log come before the effects: a peer must not learn of an effect that they do not have yet.
         self.journal.on_event(event, effects)
         if facts := self.history.on_event(event, effects, now_ns):
             self.recorder.on_facts(facts)
@@ -284,11 +288,11 @@ class Runtime:
 
     def _execute(self, effect: Effect) -> None:
         try:
-            # An effect that is not in the table is the outcome of a request.
+            # An effect without an executor is the outcome of a request.
             self._executors.get(type(effect), self._answer)(effect)
         except Exception:
-            # A bug of ours. The next effects, perhaps another tenant's, must be executed all the same. The lease's
-            # timers end a lease that misses an effect.
+            # A bug of ours. The remaining effects, perhaps another tenant's, must still be executed. The lease's timers
+            # end a lease that misses an effect.
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"carrying out {effect!r}")
 
     def _executors_by_effect(self) -> dict[type[Any], Callable[[Any], None]]:
@@ -316,7 +320,7 @@ class Runtime:
             EndRegion: self._regions.end,
             ProveRegion: self._region_prover.prove,
             ResizeSlice: self._regions.resize,
-            # Only subscribers and the log hear of these two.
+            # Only subscribers and the log use these two.
             Warned: lambda _: None,
             CapacityChanged: lambda _: None,
         }
@@ -333,6 +337,7 @@ class Runtime:
         if isinstance(event, TimerFired):
             key = event.kind, event.worker_id
             if event.kind is TimerKind.GRACE:
+                # The zygote gets the same deadline, so that the grace ends even if this process hangs.
                 self.workers.give_grace(event.worker_id, due_ns)
         elif isinstance(event, WaitTimerFired):
             key = WaitTimerFired, event.request
@@ -377,7 +382,7 @@ class Runtime:
         self.workers.refuse(effect.submit_id, submit_word_for(effect.cause), reason)
 
     def _shown_reason(self, lease_id: int, cause: Cause | None) -> str:
-        """Return the reason that the tenant is told: an operator's, or the fleet's; "" for any other end."""
+        """Return the reason for the tenant: an operator's, or the fleet's; "" for any other end."""
         lease = self.table.get(lease_id) if cause in (Cause.REVOKED, Cause.ISOLATED) else None
         return "" if lease is None else lease.reason
 
@@ -397,12 +402,14 @@ class Runtime:
 
     def _end_lease(self, effect: LeaseEnded) -> None:
         lease = effect.lease
+        # If a fence holds the bytes, the process still counts as the daemon's own in measurements of the card.
         if lease.state is LeaseState.FENCED:
             self.workers.fence(lease.lease_id, lease.card_uuid, lease.lease_id)
         self._settle_worker(lease.lease_id)
         self._region_prover.give_up(lease.lease_id)
         self._regions.forget(lease.lease_id)
         self.connections.forget(lease.lease_id)
+        # The claim ends with the proof of the memory; a fenced lease keeps its name until an operator clears the fence.
         if lease.state is not LeaseState.FENCED:
             release_all(self.claims, lease.tenant, lease.lease_id, lease)
         elif lease.name or lease.fleet_bytes:
@@ -421,7 +428,7 @@ class Runtime:
         self._settle_worker(effect.warm_id)
 
     def _fence_submit(self, effect: SubmitFenced) -> None:
-        # Not settled: the zygote keeps reporting the submit's worker, so that a restart does not forget the fence.
+        # The worker is not forgotten: the zygote keeps reporting it, so that a restart does not forget the fence.
         self._cancel_timers(effect.submit_id)
         self._reclaimer.give_up(effect.submit_id)
         self.connections.update(effect.lease_id)
@@ -433,10 +440,10 @@ class Runtime:
         self._answer(effect)
 
     def _settle_worker(self, number: int) -> None:
-        """Forget a worker whose end is complete."""
+        """Forget a worker after its end is complete."""
         self._cancel_timers(number)
         self._reclaimer.give_up(number)
-        # Until the end is durable, the zygote tells the next broker that there was such a worker.
+        # Until the end is durable, the zygote reports the worker to the next broker.
         self.journal.once_kept(lambda: self.workers.settle(number))
         self._one_settled.set()
 
@@ -445,13 +452,13 @@ class PendingRequests:
     """Requests that wait for an outcome of the lease table.
 
     An outcome is answered only once the journal, and for a grant the audit log, hold it durably. If they can't, they
-    revoke the grant and put a denial in the outcome's place (`Journal.answer`, `Recorder.answer`).
+    revoke the grant and replace the outcome by a denial (`Journal.answer`, `Recorder.answer`).
 
     Args:
         on_answered: Called after each answer.
 
     Attributes:
-        unanswered: How many outcomes are held until they are durable.
+        unanswered: Number of outcomes that are held until they are durable.
     """
 
     def __init__(
@@ -466,7 +473,7 @@ class PendingRequests:
         self._waiting: dict[int, OnOutcome] = {}
 
     def add(self, on_outcome: OnOutcome) -> int:
-        """Return the number of a new request, whose outcome `on_outcome` gets exactly once."""
+        """Return the number of a new request; `on_outcome` gets its outcome exactly once."""
         self._last_number += 1
         self._waiting[self._last_number] = on_outcome
         return self._last_number
@@ -475,17 +482,17 @@ class PendingRequests:
         return number in self._waiting
 
     def remove(self, number: int) -> None:
-        """Drop a request."""
         self._waiting.pop(number, None)
 
     def resolve(self, outcome: Outcome) -> None:
-        """Answer the request of an outcome once that is durable. Nobody waits for the outcome of a dropped request."""
+        """Answer the request of an outcome once that is durable. The outcome of a dropped request is discarded."""
         on_outcome = self._waiting.pop(outcome.request, None)
         if on_outcome is not None:
             self.unanswered += 1
             self._journal.answer(outcome, partial(self._on_journal_done, outcome, on_outcome))
 
     def _on_journal_done(self, outcome: Outcome, on_outcome: OnOutcome, answered: Outcome) -> None:
+        # A grant needs the audit log too. Other outcomes have happened already and are only reported.
         if isinstance(answered, Granted | RegionGranted):
             self._recorder.answer(answered, partial(self._answer, on_outcome))
             return
@@ -502,9 +509,9 @@ class PendingRequests:
 
 
 def withheld_lease(outcome: Outcome) -> tuple[str, LeaseSnapshot] | None:
-    """Return the operation and lease of an outcome that log and metrics count as refused if it can't be made durable.
+    """Return the operation and lease of an outcome that counts as refused if it can't be made durable.
 
-    These are grants and renewals. Any other outcome has happened all the same: its denial only reports the journal.
+    These are grants and renewals. Any other outcome has happened; its denial only reports the state of the journal.
     """
     match outcome:
         case Granted(lease=lease):
@@ -517,7 +524,7 @@ def withheld_lease(outcome: Outcome) -> tuple[str, LeaseSnapshot] | None:
 
 
 def lease_worker_spec(effect: SpawnWorker, allowance_bytes: int) -> WorkerSpec:
-    """Return what the worker of a lease's session is started with."""
+    """Return the specification with which the worker of a lease's session starts."""
     return WorkerSpec(
         effect.lease_id,
         effect.card_uuid,
@@ -531,7 +538,7 @@ def lease_worker_spec(effect: SpawnWorker, allowance_bytes: int) -> WorkerSpec:
 
 
 def submit_worker_spec(effect: SpawnSubmit, allowance_bytes: int) -> WorkerSpec:
-    """Return what the worker of a submit is started with."""
+    """Return the specification with which the worker of a submit starts."""
     return WorkerSpec(
         effect.submit_id,
         effect.card_uuid,

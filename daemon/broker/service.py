@@ -64,17 +64,17 @@ from gpulease.protocol.primitives import Tlv
 from gpulease.protocol.time_units import NS_PER_S
 
 SHUTDOWN_TIMEOUT_S: Final = 10.0
-"""For leases to be proved back when the daemon stops. Their workers die in any case."""
+"""Time for leases to be proved free when the daemon stops. Their workers die in any case."""
 
 SETTLE_TIMEOUT_S: Final = 10.0
-"""For leases that are ending when a daemon stops that leaves the others to the next daemon. The next daemon goes on
-with those that take longer."""
+"""Time for leases that are ending when a daemon stops and leaves the others to the next daemon. The next daemon
+continues with those that take longer."""
 
 ZYGOTES: Final = "zygotes"
 """The folder in the state folder where zygotes listen."""
 
 MAX_PATH_BYTES: Final = 107
-"""Length of a Unix socket's path (unix(7))."""
+"""Longest path of a Unix socket (unix(7))."""
 
 _EVERY_HOST: Final = ("0.0.0.0", "::", "")
 """Hosts of an address that listens on every interface."""
@@ -93,11 +93,11 @@ async def running_service(config: Config, given: Sequence[GivenSocket] = ()) -> 
 
     Args:
         config: The settings, checked as far as they can be without this host.
-        given: Listening sockets that were handed over to the daemon.
+        given: Listening sockets that were passed to the daemon.
 
     Raises:
         NoThread, CardsUnavailable, ZygoteBroken, CannotRecord, TokensUnavailable, CannotListen, CannotAdopt,
-        JournalBroken, BadHandover: The daemon can't start. Each message is a sentence for the operator.
+          JournalBroken, BadHandover: The daemon can't start. Each message is a sentence for the operator.
         ConfigError: A setting does not fit this host.
     """
     adopt_orphans()
@@ -108,9 +108,11 @@ async def running_service(config: Config, given: Sequence[GivenSocket] = ()) -> 
         _open_cards(config) as source,
         _open_workers(config, source, state) as workers,
     ):
+        # Poll the cards before any zygote starts: a card can be measured only while it has no leases.
         facts = await retry(lambda: asyncio.to_thread(source.discover, state.journal.cards))
         if not facts:
             raise CardsUnavailable("there is no card on this host", hint="Start with --driver cpu to do without.")
+        # Refuse settings that name missing cards or users now, before workers start.
         _check_devices(config, [Card(f.uuid, f.index, f.name, f.capacity_bytes, 0, f.is_partition) for f in facts])
         _check_worker_user(config)
         await _start_workers(workers, state, source)
@@ -120,20 +122,21 @@ async def running_service(config: Config, given: Sequence[GivenSocket] = ()) -> 
             _started(Service(config, source, cards, workers, recorder, state.journal, given)) as service,
         ):
             yield service
+        # Leave sessions to the next daemon only if the service decided so; a failure above keeps the default.
         state.is_left = service.leaves_sessions
 
 
 class Service:
-    """A running daemon: the lease table with its runtime, and the sockets that peers reach it by.
+    """A running daemon: the lease table with its runtime, and the sockets by which peers reach it.
 
     Attributes:
         runtime: The runtime around the lease table.
-        addresses: The addresses it listens on, with the ports the kernel chose.
+        addresses: The addresses it listens on, with the ports that the kernel chose.
         url: The web page's URL, "" if there is none.
-        stale: Sockets that an earlier daemon left for addresses that are not listened on any more.
+        stale: Sockets that an earlier daemon left for addresses that are no longer configured.
         on_new_sockets: Called with the addresses that have other sockets now, if it is set.
-        leaves_sessions: Whether a stop leaves sessions to the next daemon. Until it is told to stop, the daemon leaves
-            them wherever they can outlive it: a failed start, or a fault, must not end sessions.
+        leaves_sessions: Whether a stop leaves sessions to the next daemon. Until it is asked to stop, the daemon leaves
+          them wherever they can outlive it: a failed start, or a fault, must not end sessions.
     """
 
     def __init__(
@@ -202,6 +205,8 @@ class Service:
 
         Raises CannotListen or BadHandover.
         """
+        # First survive a lack of memory, then take over the leases, and only then let peers connect: a peer must never
+        # see a table without the leases that continue.
         self.runtime.memory_reserve.release_on_memory_error(asyncio.get_running_loop())
         self.runtime.adopt(self._cards, time.monotonic_ns() + self._config.limits.max_ttl_s * NS_PER_S)
         await self.runtime.card_watch.start()
@@ -209,6 +214,7 @@ class Service:
             await self._tls.start()
         elif self._config.tls is not None:
             log_event(LogEvent.TLS_NOT_USED)
+        # The addresses, with the sockets that the service manager or the earlier daemon left for them.
         assigned = await self._assign_given()
         for address in self._config.listen:
             self.addresses.append(await self._listen(address, assigned))
@@ -218,13 +224,14 @@ class Service:
             self._loads.start()
         if self._fleet is not None:
             await self._fleet.start()
+        # Warm contexts and metrics last: they must not delay the first client.
         self.runtime.post(PoolTimerFired())
         self.runtime.metrics.start()
         self._restoring.start()
         self.runtime.health.is_listening = True
 
     async def _assign_given(self) -> Assigned:
-        """Assign the sockets that were handed over to the configured addresses, and close the stale ones."""
+        """Assign the sockets that were passed to the daemon to the configured addresses, and close the stale ones."""
         if not self._given:
             return Assigned()
         http = self._config.http
@@ -233,7 +240,8 @@ class Service:
         self.stale = assigned.stale
         for one in assigned.stale:
             if one.was_kept:
-                # The service manager still has it open. Nobody may take that for somebody who listens.
+                # The service manager still has it open. Shut it down, so that no client takes it for one that is
+                # served.
                 one.sock.shutdown(socket.SHUT_RDWR)
             one.sock.close()
         return assigned
@@ -242,7 +250,7 @@ class Service:
         given = assigned.of(address)
         if not isinstance(address, TlsAddress):
             listening = await self._listeners.listen(address, given, set_mode=not assigned.is_units(address))
-            # Nobody could reach a socket that was closed in place of another.
+            # A socket that was closed and replaced could never be reached.
             self.stale += [one for one in assigned.kept(address) if one.sock.fileno() < 0]
             return listening
         if self._tls is None:
@@ -271,7 +279,7 @@ class Service:
         return ControlConnection(self.runtime, self._driver, self._limiter, {}, peer, refusal, self._hello_options)
 
     def _new_reader(self, peer: Peer) -> ControlConnection:
-        """Connect a process of the daemon's own, which does not count against the limits."""
+        """Connect one of the daemon's own processes, which does not count against the limits."""
         return ControlConnection(self.runtime, self._driver, None, {}, peer, options=self._hello_options)
 
     def _tell_page(self, message: dict[str, Any]) -> None:
@@ -296,7 +304,9 @@ class Service:
         Raises:
             ConfigError: A tenant's cards are not all here. Nothing has changed then.
         """
+        # Check everything that can fail before anything changes.
         _check_devices(config, self._cards)
+        # A local user or a certificate that has another tenant name now must not get its predecessor's contexts.
         by_uid = (self._config.tenant_of_uid, config.tenant_of_uid)
         by_certificate = (self._config.tenant_of_certificate, config.tenant_of_certificate)
         self.runtime.post(TenantRulesChanged(config.limits.tenants, changed_hands(by_uid, by_certificate)))
@@ -325,14 +335,14 @@ class Service:
         return [one for maker in makers for one in maker.bound]
 
     def leave_sockets(self) -> None:
-        """Keep the sockets' files on `stop`: another process keeps the sockets open for the next daemon."""
+        """Keep the sockets' files on `stop`, because another process keeps the sockets open for the next daemon."""
         self._listeners.leave_paths()
 
     def may_end_sessions(self, *, is_interrupted: bool) -> None:
-        """Let a stop end the sessions if the operator wants that.
+        """Let a stop end the sessions if the operator has configured that.
 
         Args:
-            is_interrupted: Whether the daemon was told to stop by SIGINT.
+            is_interrupted: Whether SIGINT asked the daemon to stop.
         """
         self.leaves_sessions = self._config.on_stop is OnStop.KEEP and not is_interrupted
 
@@ -340,6 +350,8 @@ class Service:
         """Stop listening, end sessions or leave them, and close all connections. Each step has a time limit."""
         self.runtime.health.is_listening = False
         await self._restoring.stop()
+        # Accept no new peers first, then serve the end of the sessions, and let open connections read their last
+        # replies.
         self._listeners.close()
         if self._loads is not None:
             await self._loads.stop()
@@ -351,6 +363,7 @@ class Service:
             await self._leave_sessions()
         else:
             await self._end_sessions()
+        # The fleet comes after the leases: claims are released only once the memory is proved free.
         if self._fleet is not None:
             await self._fleet.stop()
         with contextlib.suppress(TimeoutError):
@@ -358,7 +371,7 @@ class Service:
                 await self._limiter.wait_until_empty()
 
     async def _end_sessions(self) -> None:
-        """Tear leases down and prove them back. Their processes end later, in any case."""
+        """Tear leases down and prove them free. Their processes end later in any case."""
         self.runtime.post(ShutdownRequested())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SHUTDOWN_TIMEOUT_S):
@@ -455,11 +468,11 @@ async def _open_workers(config: Config, source: CardSource, state: State) -> Asy
 
 
 async def _start_workers(workers: Workers, state: State, source: CardSource) -> None:
-    """Start a zygote beside those that an earlier daemon left, and log which sandbox measures are off."""
+    """Start a zygote in addition to those that an earlier daemon left, and log which sandbox measures are off."""
     try:
         await workers.start(state.take_zygotes())
     except ZygoteBroken:
-        # Zygotes preload the driver, which may be the very thing that is broken.
+        # Zygotes preload the driver, which may be the very part that is broken.
         driver_problem = await asyncio.to_thread(source.why_no_context)
         if driver_problem is not None:
             raise driver_problem from None
@@ -470,7 +483,7 @@ async def _start_workers(workers: Workers, state: State, source: CardSource) -> 
 
 
 async def _measure(source: CardSource, facts: Sequence[CardFacts], workers: Workers, journal: Journal) -> list[Card]:
-    """Return the cards with what a context takes of each. Only cards unknown in this boot are measured."""
+    """Return the cards with what a context takes of each. Only cards that are unknown in this boot are measured."""
     if source.warning:
         log_event(LogEvent.CARDS_PRETENDED, source.warning, reason=source.warning)
     unknown = [fact for fact in facts if fact.uuid not in journal.cards]
@@ -492,6 +505,7 @@ async def _measure(source: CardSource, facts: Sequence[CardFacts], workers: Work
             capacity_bytes=fact.capacity_bytes,
             overhead_bytes=overhead,
         )
+    # Figures that were measured next to other contexts are not kept for the rest of the boot.
     if unknown and is_beside_others:
         log_event(LogEvent.CARD_CROWDED)
     elif unknown:
@@ -521,7 +535,7 @@ def _named(address: TlsAddress) -> TlsAddress:
 
 
 async def _resolve(address: Address) -> list[tuple[str, int]]:
-    """Return the IP addresses and port that a name stands for. Raises CannotListen."""
+    """Return the IP addresses and port of a name. Raises CannotListen."""
     if isinstance(address, UnixAddress):
         return []
     loop = asyncio.get_running_loop()

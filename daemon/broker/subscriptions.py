@@ -1,8 +1,8 @@
-"""Subscriptions: events that tell peers how their leases stand, sent without waiting for any peer.
+"""Subscriptions: events that report the state of leases to peers, sent without waiting for any peer.
 
-The lease table knows how a lease stands. `Publisher` notices when to ask it, and remembers what each lease's
-subscribers were sent. A slow reader loses old events, never the latest, and learns how many it lost. Memory does not
-grow with what is not read.
+The lease table knows the state. `Publisher` decides when to query it, and remembers what each lease's subscribers were
+sent. A slow reader loses old events, never the latest, and learns how many it lost. Memory does not grow with unread
+events.
 """
 
 import asyncio
@@ -53,17 +53,17 @@ class Write(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Subscription:
-    """A peer's subscription to one lease or region, or to every lease it may see.
+    """A peer's subscription to one lease or region, or to every lease that it may see.
 
     Attributes:
         number: The number of the request that made it.
         lease_id: The lease or region, or EVERY_LEASE.
         tenant: The peer's tenant.
-        may_see: Returns whether the peer may hear of a lease now.
-        sequence: How many events there were.
-        lost: How many events before `latest` were dropped.
+        may_see: Returns whether the peer may receive events of a lease now.
+        sequence: Number of events so far.
+        lost: Number of events before `latest` that were dropped.
         latest: The latest event, while the connection has no room for it.
-        is_watch: It tells of launches that were refused because of a region, or of any region of a lease.
+        is_watch: It reports launches that were refused because of a region, or of any region of a lease.
     """
 
     number: int
@@ -77,7 +77,7 @@ class Subscription:
     is_watch: bool = False
 
     def send(self, event: LeaseEvent | RegionEvent) -> bool:
-        """Send an event, or keep it in place of the one that is kept. Returns whether it was sent."""
+        """Send an event, or keep it in place of an earlier one that is still unsent. Returns whether it was sent."""
         self.sequence += 1
         if self.latest is not None:
             self.lost += 1
@@ -95,7 +95,7 @@ class Publisher:
     """Sends every subscriber the events of its leases.
 
     Args:
-        on_warning: Called with a lease, its milliseconds and the reason whenever subscribers learn that it ends soon.
+        on_warning: Called with a lease, its milliseconds and the reason when subscribers are warned of its end.
     """
 
     def __init__(self, table: LeaseTable, on_warning: Callable[[int, int, str], None] = lambda *_: None) -> None:
@@ -125,7 +125,7 @@ class Publisher:
         of_kind.setdefault(subscription.lease_id, []).append(subscription)
 
     def begin(self, subscription: Subscription) -> None:
-        """Send a new subscription, whose request was answered, how its lease stands, and follow its leases."""
+        """Send a new subscription, after the reply to its request, the state of its lease, and follow its leases."""
         now_ns = time.monotonic_ns()
         if subscription.lease_id != EVERY_LEASE:
             standing = self._table.phase(subscription.lease_id, now_ns)
@@ -139,7 +139,7 @@ class Publisher:
                 self._follow(lease.lease_id, standing)
 
     def remove(self, subscription: Subscription) -> None:
-        """End a subscription. Leases that nobody subscribes to any more are not followed."""
+        """End a subscription. Leases without any subscriber left are no longer followed."""
         self._by_tenant[subscription.tenant] -= 1
         if not self._by_tenant[subscription.tenant]:
             del self._by_tenant[subscription.tenant]
@@ -158,9 +158,10 @@ class Publisher:
                 self._unfollow(lease_id)
 
     def on_effects(self, effects: Sequence[Effect]) -> None:
-        """Send the changes that these effects, which were executed, made to leases."""
+        """Send the changes that these effects made to leases. Called after the effects were executed."""
         if not self._by_lease:
             return
+        # Which leases may have changed; each is queried once, however many effects concern it.
         changed: dict[int, None] = {}
         for effect in effects:
             match effect:
@@ -176,7 +177,7 @@ class Publisher:
             self._update(lease_id)
 
     def on_forward_revoked(self, lease_id: int, event: RegionEvent) -> None:
-        """Tell the watches of a region, and those of its lease, of a launch that was refused because of the region."""
+        """Send the watches of a region, and those of its lease, a launch that was refused because of the region."""
         self._send_to((*self._watches.get(event.lease_id, ()), *self._watches.get(lease_id, ())), event)
 
     def stop(self) -> None:
@@ -186,7 +187,7 @@ class Publisher:
                 handle.cancel()
 
     def _update(self, lease_id: int) -> None:
-        """Send how a lease stands, if that is new to its subscribers."""
+        """Send the state of a lease if it is new to its subscribers."""
         if lease_id not in self._by_lease and EVERY_LEASE not in self._by_lease:
             return
         now_ns = time.monotonic_ns()
@@ -199,7 +200,7 @@ class Publisher:
         self._follow(lease_id, standing)
 
     def _follow(self, lease_id: int, standing: LeasePhase) -> None:
-        """Remember what was sent, and look again when time alone changes it."""
+        """Remember what was sent, and query again when the state changes by time alone."""
         self._unfollow(lease_id)
         if standing.phase is Phase.ENDED:
             return
@@ -271,21 +272,20 @@ class ConnectionSubscriptions:
         self._publisher.begin(self._own[number])
 
     def unsubscribe(self, number: int) -> None:
-        """End a subscription. Raises Refused if this connection has none of that number."""
+        """End a subscription. Raises Refused if this connection has none with that number."""
         subscription = self._own.pop(number, None)
         if subscription is None:
             raise Refused(Failure(Status.NOT_FOUND, f"this connection has no subscription {number}"))
         self._publisher.remove(subscription)
 
     def end_all(self) -> None:
-        """End every subscription of the connection."""
         for subscription in self._own.values():
             self._publisher.remove(subscription)
         self._own.clear()
 
 
 def by_lease_id(may_see: Callable[[LeaseSnapshot], bool], table: LeaseTable) -> Callable[[int], bool]:
-    """Return a check of a lease's id made of a check of its snapshot. An unknown lease fails it."""
+    """Return a check of a lease's id that is based on a check of its snapshot. An unknown lease fails it."""
 
     def may_see_id(lease_id: int) -> bool:
         lease = table.get(lease_id)

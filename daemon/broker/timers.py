@@ -1,8 +1,8 @@
 """All timers of the lease table, on one timer of the event loop: a timing wheel.
 
-Each lease has a few timers, and most never fire: a renewal puts a timer off, the end of a lease cancels it. So timers
-wait unsorted in the slot of time in which they are due, and are sorted when the slot begins. No operation takes longer
-for there being many timers. A cancelled timer leaves nothing behind, or not for longer than its slot.
+Each lease has a few timers, and most never fire: a renewal postpones a timer, and the end of a lease cancels it. So
+timers wait unsorted in the slot of time in which they are due, and are sorted when the slot begins. No operation takes
+longer when there are many timers. A cancelled timer leaves nothing behind after its slot has passed.
 
 Source: Varghese and Lauck, "Hashed and hierarchical timing wheels", 1987.
 """
@@ -30,10 +30,10 @@ class _Timer:
 
 
 class Timers:
-    """Posts each event once, at its monotonic time in nanoseconds or later. Each timer has a key of its own.
+    """Posts each event once, at its monotonic time in nanoseconds or later. Each timer has its own key.
 
     Args:
-        secure: Called before due timers are looked for. Posting needs memory, and every timer waits for it.
+        secure: Called before due timers are processed. Posting needs memory, and every timer depends on it.
     """
 
     def __init__(self, post: Callable[[Event], None], secure: Callable[[], None]) -> None:
@@ -50,7 +50,7 @@ class Timers:
         self._handle_ns = 0
 
     def arm(self, key: Hashable, due_ns: int, event: Event) -> None:
-        """Post `event` at `due_ns`, in place of what was armed under this key."""
+        """Post `event` at `due_ns`; replaces what was armed under this key."""
         self.cancel(key)
         timer = self._timers[key] = _Timer(due_ns, event)
         slot = due_ns >> SLOT_BITS
@@ -71,7 +71,6 @@ class Timers:
             del self._slots[slot]
 
     def stop(self) -> None:
-        """Drop all timers."""
         self._timers.clear()
         self._slots.clear()
         self._heap.clear()
@@ -92,7 +91,7 @@ class Timers:
     def _begin_slots(self, now_ns: int) -> None:
         """Sort the timers of all slots up to now."""
         now_slot = now_ns >> SLOT_BITS
-        # After a pause many slots may have passed, of which few hold a timer.
+        # After a pause many slots may have passed, of which few hold a timer. Walk the smaller set.
         passed = range(self._current_slot + 1, now_slot + 1)
         slots = passed if len(passed) <= len(self._slots) else [slot for slot in self._slots if slot <= now_slot]
         for slot in slots:
@@ -101,7 +100,7 @@ class Timers:
         self._current_slot = now_slot
 
     def _schedule(self) -> None:
-        """Have the loop call when the first timer is due, or when the next slot begins."""
+        """Schedule the next call for when the first timer is due, or the next slot begins."""
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None
@@ -117,11 +116,12 @@ class Timers:
         self._handle = None
         try:
             self._secure()
-            # The loop's own clock is coarser, so this call may be early.
+            # The loop's own clock is coarser, so this call may come early.
             now_ns = time.monotonic_ns()
             self._begin_slots(now_ns)
             while self._heap and self._heap[0][0] <= now_ns:
                 _, _, key, timer = heapq.heappop(self._heap)
+                # A cancelled timer stays in the heap without an event.
                 if timer.event is not None:
                     del self._timers[key]
                     self._post(timer.event)

@@ -1,8 +1,8 @@
-"""Remote tenants' way into the broker: the TLS acceptor process, its listening sockets, and its relays.
+"""How remote tenants reach the broker: the TLS acceptor process, its listening sockets, and its relays.
 
 The acceptor completes TLS handshakes and starts one relay process for each remote connection. It then sends the broker
 the relay's socket and the names in the peer's certificate. The broker holds the listening sockets, so that they outlive
-an acceptor that dies, and never reads from them.
+an acceptor that dies, but never reads from them.
 """
 
 import asyncio
@@ -32,12 +32,12 @@ from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import Status
 
 SEND_RETRY_S: Final = 0.01
-"""Pause before a message is sent again to a new acceptor whose channel is full."""
+"""Pause before a message is sent again to a new acceptor with a full channel."""
 
 WIPING_TUNABLES: Final = "glibc.malloc.perturb=165:glibc.malloc.tcache_count=0"
-"""Makes the C library of the acceptor and its relays overwrite memory as it is freed. OpenSSL overwrites a private key
-that it frees, but not the buffer that it read the key from. Without the second setting the first does not hold for
-small blocks (glibc manual, "Memory Allocation Tunables")."""
+"""Makes the C library of the acceptor and its relays overwrite memory when it is freed. OpenSSL overwrites a private
+key that it frees, but not the buffer from which it read the key. Without the second setting the first has no effect
+on small blocks (glibc manual, "Memory Allocation Tunables")."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +56,13 @@ MakeConnection = Callable[[Peer, Failure | None], asyncio.BaseProtocol]
 
 
 class TlsFrontend:
-    """The TLS acceptor, its listening sockets, and the relays that live.
+    """The TLS acceptor, its listening sockets, and the live relays.
 
     Args:
         tenants: The tenant of each name that a certificate may have.
 
     Attributes:
-        bound: The descriptors of the sockets that were made here, each with its address as the settings have it.
+        bound: The descriptors of the sockets made here, each with its address as the settings have it.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class TlsFrontend:
         # Relays by their process id.
         self._relays: dict[int, _Relay] = {}
         self._by_tenant: Counter[str] = Counter()
-        # Relays whose peer is not known yet.
+        # Relays with a peer that is not known yet.
         self._unidentified: set[int] = set()
         # Relays that are reaped here, not by an acceptor.
         self._adopted: set[int] = set()
@@ -98,10 +98,10 @@ class TlsFrontend:
         await self._acceptor.start()
 
     async def listen(self, address: TlsAddress, given: Sequence[socket.socket] = ()) -> TlsAddress:
-        """Listen on one more address. Returns it with the port the kernel chose. Raises CannotListen.
+        """Listen on one more address. Returns it with the port that the kernel chose. Raises CannotListen.
 
         Args:
-            address: A port of 0 stands for any.
+            address: Port 0 means any free port.
             given: Sockets that listen there already.
         """
         for listener in given:
@@ -113,6 +113,7 @@ class TlsFrontend:
         port = address.port
         try:
             found = await loop.getaddrinfo(address.host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            # All addresses of a name get the same port, also where the kernel chooses it.
             for family, where in sorted({(entry[0], entry[4]) for entry in found}):
                 # All of a name's addresses have one port, also where the kernel chooses it.
                 listener = bound_at(family, (where[0], port, *where[2:]))
@@ -125,7 +126,7 @@ class TlsFrontend:
         return TlsAddress(address.host, port)
 
     def set_tenants(self, tenants: Mapping[str, str]) -> None:
-        """Name the tenants of connections that come from now on by another mapping."""
+        """Use another mapping of names to tenants for connections from now on."""
         self._tenants = tenants
 
     async def stop(self) -> None:
@@ -140,7 +141,7 @@ class TlsFrontend:
         self._listeners.clear()
 
     async def _begin(self) -> None:
-        """Give a new acceptor the listening sockets and relays of the one before."""
+        """Give a new acceptor the listening sockets and relays of its predecessor."""
         await self._acceptor.expect("ready")
         for listener in self._listeners:
             self._send_listener(listener)
@@ -153,7 +154,7 @@ class TlsFrontend:
             self._acceptor.send({"op": "listen"}, (listener.fileno(),))
 
     async def _send_relay(self, pid: int) -> None:
-        """Have a new acceptor end an earlier one's relay once its certificate is revoked."""
+        """Make a new acceptor responsible for an earlier one's relay, which it ends once the certificate is revoked."""
         while (relay := self._relays.get(pid)) is not None and self._acceptor.is_running:
             try:
                 pidfd = os.pidfd_open(pid)
@@ -161,7 +162,7 @@ class TlsFrontend:
                 log_event(LogEvent.RELAY_NOT_WATCHED, relay_pid=pid, reason=error.strerror)
                 return
             try:
-                # If the relay was reaped meanwhile, its id may be another process's.
+                # If the relay was reaped meanwhile, its process id may belong to another process.
                 if started_ticks(pid) == relay.started_ticks:
                     self._acceptor.send({"op": "left_over", "serial": relay.serial}, (pidfd,))
                 return
@@ -171,7 +172,7 @@ class TlsFrontend:
                 os.close(pidfd)
 
     def _take_over_relays(self) -> None:
-        """Count the relays of an earlier daemon as their tenants', and end them with their certificates."""
+        """Count the relays of an earlier daemon for their tenants, and end them with their certificates."""
         relays, self._kept_relays = self._kept_relays, ()
         for kept in relays:
             if kept.started_ticks == started_ticks(kept.pid):
@@ -190,7 +191,7 @@ class TlsFrontend:
             self._adopt(pid)
 
     def _adopt(self, pid: int) -> None:
-        # Once, however many acceptors die while the relay lives: each watch takes a descriptor.
+        # Only once, however many acceptors die while the relay lives, because each watch takes a descriptor.
         if pid not in self._adopted:
             self._adopted.add(pid)
             reap_later(pid, self._on_relay_left)
@@ -214,6 +215,7 @@ class TlsFrontend:
         peer, refusal = self._identify(arrival.names)
         relay = _Relay(peer.tenant, arrival.serial, started_ticks(arrival.pid))
         self._add(arrival.pid, relay)
+        # The journal lets the next daemon count and end the relay too.
         if refusal is None:
             self._journal.remember_relay(KeptRelay(arrival.pid, relay.started_ticks, relay.tenant, relay.serial))
         log_event(

@@ -1,4 +1,4 @@
-"""Capability tokens at the broker: the node's authority, and the tokens that each control connection has presented."""
+"""Capability tokens in the broker: the node's authority, and the tokens that each control connection has presented."""
 
 import time
 from collections import OrderedDict
@@ -25,35 +25,35 @@ if TYPE_CHECKING:
     from gpulease.daemon.capabilities.authority import CapabilityAuthority, LeaseFacts
 
 MAX_PRESENTED: Final = 64
-"""Leases that one control connection can hold tokens for. Stops a peer that presents tokens in a loop."""
+"""Leases for which one control connection can hold tokens. Stops a peer that presents tokens in a loop."""
 
 MAX_NAMES: Final = 4096
-"""Tenants whose audience is known by name, for the audit log. More than a host has users."""
+"""Tenants with an audience that is known by name, for the audit log. More than a host has users."""
 
 KEY_FILE_NAME: Final = "token.key"
-"""Name of the key file in the state folder."""
 
 T = TypeVar("T")
 
 
 class TokensUnavailable(Exception):
-    """The settings ask for tokens, and this installation can have none. The message is a sentence for the operator."""
+    """The settings require tokens, and this installation has none. The message is a sentence for the operator."""
 
 
 class TokenService:
-    """The node's token authority, made when it is first needed, and the operations that demand a token here.
+    """The node's token authority, made when it is first needed, and the operations that require a token here.
 
     Args:
         table: The leases that tokens are about.
-        demands: The operations that demand a token.
+        demands: The operations that require a token.
         key_file: The file with the keys, if the operator names one.
         state: The state folder, which holds the keys if the operator names no file.
         spent: Tokens used under an earlier daemon: lease, nonce, and until when (monotonic ms) that is remembered.
         revoked: Tokens revoked under an earlier daemon, in the same form.
 
     Raises:
-        TokensUnavailable: The settings ask for `demands` or a key file and tokens can't be had, or the keys can't be
-            read.
+        TokensUnavailable: The settings require tokens or name a key file, and tokens are not available or the keys
+          can't
+          be read.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class TokenService:
         for store, tokens in ((self._nonces, spent), (self._revoked, revoked)):
             for lease_id, nonce, expires_ms in tokens:
                 store.use(lease_id, nonce, expires_ms)
-        # By lease and mark: guests that were handed over, until the worker says whether it let them in.
+        # By lease and mark: guests that were handed over, until the worker reports whether it admitted them.
         self._handed_over: dict[tuple[int, int], Claims] = {}
         self._authority: CapabilityAuthority | None = None
         has_keys = self._key_file is not None and self._key_file.exists()
@@ -94,7 +94,7 @@ class TokenService:
         return self._table.get(lease_id)
 
     def audience_of(self, tenant: str) -> bytes:
-        """Return the tenant's audience on this node, and remember whose it is. Raises Refused."""
+        """Return the tenant's audience on this node, and remember its tenant. Raises Refused."""
         audience = self.authority().audience_of(tenant)
         self._names[audience] = tenant
         self._names.move_to_end(audience)
@@ -103,7 +103,7 @@ class TokenService:
         return audience
 
     def name_of(self, audience: bytes, peer: str) -> str | None:
-        """Return the tenant of an audience, if it is `peer` or a tenant that has lately asked for its audience."""
+        """Return the tenant of an audience, if it is `peer` or a tenant that has recently asked for its audience."""
         return peer if audience == self.authority().audience_of(peer) else self._names.get(audience)
 
     def denial(self, lease_id: int, peer: Peer) -> Denial:
@@ -116,12 +116,12 @@ class TokenService:
     def add_handed_over(self, claims: Claims) -> None:
         """Remember the token of a guest's connection that is on its way to the worker."""
         now_ms = time.monotonic_ns() // NS_PER_MS
-        # A worker that has ended never answers.
+        # A worker that has ended never answers, so forget what has expired.
         self._handed_over = {key: one for key, one in self._handed_over.items() if one.expires_ms > now_ms}
         self._handed_over[claims.lease_id, mark_of(claims.nonce)] = claims
 
     def on_guest_answered(self, journal: Journal, lease_id: int, mark: int, is_let_in: bool) -> None:
-        """Allow the token to be used again if the worker did not let its guest in."""
+        """Allow the token to be used again if the worker did not admit its guest."""
         claims = self._handed_over.pop((lease_id, mark), None)
         if claims is not None and not is_let_in:
             self.give_back(claims, journal)
@@ -169,12 +169,13 @@ class ConnectionTokens:
         self._service = service
         self._peer = peer
         self._presented: dict[int, Claims] = {}
-        # The token of the ATTACH or GPU_SUBMIT under way.
+        # The token of the ATTACH or GPU_SUBMIT in progress.
         self._attaching: Claims | None = None
 
     def present(self, token: bytes, permissions: Permission) -> Claims:
         """Validate a token and keep it for the connection. Raises Refused."""
         claims = self.validate(token, permissions)
+        # Drop tokens that are no longer valid before refusing for lack of room.
         if claims.lease_id not in self._presented and len(self._presented) >= MAX_PRESENTED:
             self._presented = {lease_id: one for lease_id, one in self._presented.items() if self._is_valid(one)}
             if len(self._presented) >= MAX_PRESENTED:
@@ -193,20 +194,20 @@ class ConnectionTokens:
     # --- permissions ---
 
     def acting_tenant(self, lease_id: int, permission: Permission) -> str:
-        """Return the tenant in whose name the peer acts on a lease: its own, or the issuer of its token for that."""
+        """Return the tenant for which the peer acts on a lease: itself, or the issuer of its token for that."""
         claims = self._permitting(lease_id, permission)
         return self._peer.tenant if claims is None else claims.tenant
 
     def may_revoke(self, lease_id: int) -> bool:
-        """Return whether a token lets the peer, who is no operator, revoke that lease."""
+        """Return whether a token lets the peer, which is not an operator, revoke that lease."""
         return self.permits(lease_id, SPECS[Opcode.LEASE_REVOKE].needs.permissions)
 
     def permits(self, lease_id: int, permission: Permission) -> bool:
-        """Return whether a token that the peer has presented permits one of these things on a lease."""
+        """Return whether a token that the peer has presented permits one of these operations on a lease."""
         return self._permitting(lease_id, permission) is not None
 
     def check_demand(self, demand: Demand, lease_id: int, permission: Permission) -> None:
-        """Raise Refused if this daemon demands a token for the operation and the connection has presented none."""
+        """Raise Refused if this daemon requires a token for the operation and the connection has presented none."""
         if demand not in self._service.demands or self._peer.is_operator:
             return
         if self._permitting(lease_id, permission) is None:
@@ -219,7 +220,7 @@ class ConnectionTokens:
             )
 
     def check_attach_demand(self) -> None:
-        """Raise Refused if this daemon demands a token for attaching, which the peer attempts without."""
+        """Raise Refused if this daemon requires a token for attaching, which the peer tries without one."""
         if Demand.ATTACH in self._service.demands and not self._peer.is_operator:
             raise Refused(
                 Failure(
@@ -243,7 +244,7 @@ class ConnectionTokens:
     def guest(self, lease_id: int, token: bytes, needed: Permission = SESSION_PERMISSIONS) -> Guest:
         """Return the bounds of a connection that attaches to a lease with a token for any of `needed`.
 
-        The token is not used up yet: `spend` does that. Raises Refused.
+        The token is not used up yet; `spend` does that. Raises Refused.
         """
         claims = self.validate(token, needed)
         if claims.lease_id != lease_id:
@@ -255,7 +256,7 @@ class ConnectionTokens:
         """Use up the token that `guest` accepted, if any. `attached` or `not_attached` follows.
 
         Args:
-            journal: Where the use is written down.
+            journal: Where the use is recorded.
             on_done: Called with whether a restarted daemon will know that the token is used.
         """
         if self._attaching is None:
@@ -265,20 +266,23 @@ class ConnectionTokens:
         journal.spend(claims.lease_id, claims.nonce, until_ms, on_done)
 
     def attached(self, *, is_submit: bool) -> None:
-        """Keep the token used: its connection was handed over. A session's worker may still refuse the guest."""
+        """Keep the token used, because its connection was handed over.
+
+        A session's worker may still refuse the guest.
+        """
         claims, self._attaching = self._attaching, None
         if claims is not None and not is_submit:
             self._service.add_handed_over(claims)
 
     def not_attached(self, journal: Journal) -> None:
-        """Allow the token to be used again: its connection could not be handed over."""
+        """Allow the token to be used again, because its connection could not be handed over."""
         claims, self._attaching = self._attaching, None
         if claims is not None:
             self._service.give_back(claims, journal)
 
 
 def refusing(operation: Callable[[], T]) -> T:
-    """Call the authority. Its exceptions become Refused."""
+    """Call the authority, and turn its exceptions into Refused."""
     try:
         return operation()
     except CapabilityDenied as denied:

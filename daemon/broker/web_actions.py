@@ -1,7 +1,7 @@
 """Actions that the web page may request: revoke a lease, drain the node, clear a fence.
 
-The web process has no rights of its own. It passes on each request with the operator's token that came with it, and the
-broker checks the token. Somebody who takes over the web process, and does not have the token, changes nothing.
+The web process has no rights of its own. It forwards each request with the operator's token that came with it, and the
+broker checks the token. An attacker who takes over the web process without having the token can change nothing.
 """
 
 import hashlib
@@ -33,23 +33,22 @@ from gpulease.protocol.counts import counted
 from gpulease.protocol.opcodes import Opcode, Status
 
 BY_PAGE: Final = "web page"
-"""The name in logs of whoever asked by the web page. It has a space, which no tenant's name can have."""
+"""Name in logs for a person who acts by the web page. It has a space, which a tenant's name can't have."""
 
 MAX_WRONG_TOKENS: Final = 10
-"""Wrong tokens that are checked in a row. The web process lets none through, so only a taken-over one sends any."""
+"""Wrong tokens that are checked in a row. The web process forwards none, so only a compromised one sends any."""
 
 WRONG_TOKEN_S: Final = 6.0
-"""Time until one more token is checked. Stops a taken-over web process from guessing, and from keeping the broker's
+"""Time until one more token is checked. Stops a compromised web process from guessing, and from keeping the broker's
 loop busy with hashing."""
 
 MAX_PENDING: Final = 16
-"""Actions whose outcome is not known yet. Stops even a holder of the token from filling the broker."""
+"""Actions without an outcome yet. Stops even a holder of the token from filling the broker."""
 
 MAX_WITHIN_MS: Final = (1 << 32) - 1
-"""The longest drain, as in the protocol's DRAIN."""
 
 MAX_NUMBER: Final = (1 << 32) - 1
-"""The largest request number that the web process gives."""
+"""The largest request number that the web process uses."""
 
 _LEASE_ID: Final = re.compile("[0-9a-f]{32}")
 _CARD: Final = re.compile("[A-Za-z0-9-]{1,64}")
@@ -58,10 +57,9 @@ Answer = Callable[[dict[str, Any]], None]
 
 
 class WebActions(Protocol):
-    """Performs the actions. Each calls `on_outcome` once with what came of it."""
+    """Performs the actions. Each calls `on_outcome` once with its result."""
 
-    def revoke(self, lease_id: int, reason: str, on_outcome: OnOutcome) -> None:
-        """End a lease."""
+    def revoke(self, lease_id: int, reason: str, on_outcome: OnOutcome) -> None: ...
 
     def drain(self, within_ms: int | None, on_outcome: OnOutcome) -> None:
         """Drain the node, or end the drain for None."""
@@ -74,28 +72,24 @@ class WebActions(Protocol):
 
 
 class WebActionRunner:
-    """Performs the actions on the lease table, and logs who asked."""
+    """Performs the actions on the lease table, and logs the web page as their origin."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
 
     def revoke(self, lease_id: int, reason: str, on_outcome: OnOutcome) -> None:
-        """End a lease; see `WebActions`."""
         self._post(lambda number: RevokeRequested(number, lease_id, shown_reason(reason)), on_outcome)
 
     def drain(self, within_ms: int | None, on_outcome: OnOutcome) -> None:
-        """Drain the node, or end the drain; see `WebActions`."""
         if within_ms is None:
             self._post(DrainCancelled, on_outcome)
         else:
             self._post(lambda number: DrainRequested(number, within_ms), on_outcome)
 
     def clear_fences(self, card_uuid: str, on_outcome: OnOutcome) -> None:
-        """Clear a card's fences; see `WebActions`."""
         self._post(lambda number: FenceClearRequested(number, card_uuid), on_outcome)
 
     def refused(self, operation: str, lease_id: int, message: str) -> None:
-        """Log a refused action; see `WebActions`."""
         self._runtime.recorder.refused(operation, BY_PAGE, lease_id, message)
         self._runtime.metrics.refused(operation, Status.DENIED)
 
@@ -106,7 +100,7 @@ class WebActionRunner:
 
 
 class WebActionHandler:
-    """Serves the messages that the web process passes on.
+    """Serves the messages that the web process forwards.
 
     Args:
         token_digest: The SHA-256 of the operator's token. Without a token, b"", no action is performed.
@@ -119,7 +113,6 @@ class WebActionHandler:
         self._pending = 0
 
     def set_token(self, token_digest: bytes) -> None:
-        """Accept another token from now on."""
         self._token_digest = token_digest
 
     def handle(self, message: Mapping[Any, Any], answer: Answer) -> None:
@@ -157,6 +150,8 @@ class WebActionHandler:
             elif (reply := _reply(outcome)) is not None:
                 answer(reply | {"number": number})
 
+        # The bound on guesses comes before the comparison, so that a right token is not checked either while it
+        # applies.
         if not self._guesses.may_check():
             refuse(WebRefusal.TOO_MANY, "Too many wrong tokens have come by the web page: wait a minute.")
         elif not self._is_operators(token):
@@ -187,11 +182,10 @@ class GuessLimiter:
         self._free_s = clock() - MAX_WRONG_TOKENS * WRONG_TOKEN_S
 
     def may_check(self) -> bool:
-        """Return whether a token is checked now, be it right or wrong."""
+        """Return whether a token is checked now, whether it is right or wrong."""
         return self._clock() - self._free_s >= WRONG_TOKEN_S
 
     def count_wrong(self) -> None:
-        """Use up one of the checks."""
         self._free_s = max(self._free_s, self._clock() - MAX_WRONG_TOKENS * WRONG_TOKEN_S) + WRONG_TOKEN_S
 
 

@@ -1,11 +1,12 @@
-"""The web process as the broker sees it: its socket, its start and end, and the messages between the two.
+"""The broker's side of the web process: its socket, its start and end, and the messages between the two.
 
-The web process sees the leases by a connection of the protocol, which may only look. By the channel that it was started
-with it passes on the actions that operators request, each with the operator's token; `web_actions` checks the token.
+The web process sees the leases by a connection of the protocol that may only read. Through the channel that it was
+started with, it forwards the actions that operators request, each with the operator's token; `web_actions` checks the
+token.
 
-The broker holds the listening socket, so that the socket outlives a web process that dies, and never reads from it.
+The broker holds the listening socket, so that the socket outlives a web process that dies, but never reads from it.
 
-`LoadHistory` keeps how busy the cards were in the last hour, for the web page.
+`LoadHistory` records how busy the cards were in the last hour, for the web page.
 """
 
 import asyncio
@@ -40,13 +41,13 @@ from gpulease.daemon.workers.worker import held_bytes
 from gpulease.protocol.address import Address
 
 SECRET_BYTES: Final = 32
-"""Length of the key that pseudonyms are made with: as long as the hash."""
+"""Length of the key for pseudonyms: as long as the hash."""
 
 READER: Final = Peer("gpuleased", is_operator=True, is_known=True, is_reader=True)
 """The web process as a peer: it sees every lease and may change nothing."""
 
 SEND_RETRY_S: Final = 0.05
-"""Pause before a message is sent again to a starting process whose channel is full."""
+"""Pause before a message is sent again to a starting process with a full channel."""
 
 MakeConnection = Callable[[Peer], asyncio.BaseProtocol]
 
@@ -57,7 +58,7 @@ class WebFrontend:
     Args:
         make_connection: Makes a control connection for the web process.
         actions: Performs what operators request by the page.
-        first: Returns the messages that a new process is sent: those of `LoadHistory.messages` and the like.
+        first: Returns the messages for a new process, such as those of `LoadHistory.messages`.
 
     Attributes:
         bound: The descriptor of the socket that was made here, if one was, with its address.
@@ -113,10 +114,10 @@ class WebFrontend:
         except BlockingIOError:
             self._process.give_up("it has not read for as long as takes to fill its channel")
         except ChannelClosed:
-            pass  # The next process gets the new token as it starts.
+            pass  # The next process gets the new token when it starts.
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send a sample of a card or the node's membership. A process that does not read loses it, and shows less."""
+        """Send a sample of a card or the node's membership. A process that does not read loses it and shows less."""
         with contextlib.suppress(BlockingIOError, ChannelClosed):
             self._process.send(message)
 
@@ -132,7 +133,6 @@ class WebFrontend:
         return listener
 
     async def stop(self) -> None:
-        """End the process and close the socket."""
         await self._process.stop()
         if self._listener is not None:
             self._listener.close()
@@ -148,17 +148,20 @@ class WebFrontend:
             unconnected.callback(ours.close)
             with theirs:
                 host = self._settings.address.host
+                # Step 1: the settings, with the two sockets. Until the process has them, an error here must close our
+                # end.
                 hosts = [f"[{host}]" if ":" in host else host, "localhost"]
                 message: dict[str, Any] = {"hosts": hosts, "others": sorted(self._settings.hosts)}
                 message |= {"token_digest": self._token_digest, "secret": self._secret, "node": os.uname().nodename}
                 self._process.send(message, (theirs.fileno(), self._listener.fileno()))
             await self._process.expect("prepared")
-            # Connect it only now: a connected peer must introduce itself soon.
+            # Step 2: connect it only when it is prepared, because a connected peer must send HELLO soon.
             ready = self._process.expect("ready")
             ours.setblocking(False)
             loop = asyncio.get_running_loop()
             await loop.connect_accepted_socket(lambda: self._make_connection(READER), ours)
             unconnected.pop_all()
+        # Step 3: once it serves, send it the samples and the membership.
         await ready
         await self._send_first()
 
@@ -203,11 +206,11 @@ OnSample = Callable[[dict[str, Any]], None]
 class LoadHistory:
     """The cards' load in the last hour: a sample of each card every ten seconds, kept in memory.
 
-    A thread asks the cards. While a driver does not answer no sample is taken, and the page shows a gap. Times are
+    A thread polls the cards. While a driver does not answer, no sample is taken and the page shows a gap. Times are
     monotonic. The history survives the web process, and ends with the daemon.
 
     Args:
-        on_sample: Called with each sample as it is taken, one message for each card.
+        on_sample: Called with each sample when it is taken, one message for each card.
     """
 
     def __init__(
@@ -227,11 +230,9 @@ class LoadHistory:
         self._task = PeriodicTask(self.sample, SAMPLE_S, _log_fault)
 
     def start(self) -> None:
-        """Take samples from now on."""
         self._task.start(at_once=True)
 
     async def stop(self) -> None:
-        """Take no more samples."""
         await self._task.stop()
 
     def messages(self) -> Iterator[dict[str, Any]]:
@@ -239,7 +240,6 @@ class LoadHistory:
         return (message_of(uuid, samples) for uuid, samples in self._samples.items() if samples)
 
     async def sample(self) -> None:
-        """Take one sample of each card."""
         loads = await asyncio.to_thread(self._ask_cards)
         now_ns = self._clock_ns()
         leased, allocated = self._leased_bytes(), self._allocated_bytes()
@@ -259,7 +259,7 @@ class LoadHistory:
         return leased
 
     def _allocated_bytes(self) -> Mapping[str, int]:
-        """Sum what sessions count themselves, for cards whose driver does not report used bytes."""
+        """Sum up what sessions count themselves, for cards with a driver that does not report used bytes."""
         allocated: defaultdict[str, int] = defaultdict(int)
         for lease in self._table.snapshots():
             if (worker := self._workers.worker(lease.lease_id)) is not None:
@@ -268,5 +268,5 @@ class LoadHistory:
 
 
 def _log_fault(error: Exception) -> None:
-    # No thread, or a bug of ours. No lease depends on samples.
+    # No thread was left, or a bug of ours. No lease depends on samples.
     log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="taking a sample of the cards")

@@ -46,11 +46,11 @@ class NonceStore:
         return len(self._ends)
 
     def is_used(self, lease_id: int, nonce: bytes) -> bool:
-        """Return whether a token of that lease with this nonce was used."""
+        """Whether a token of that lease with this nonce was used."""
         return nonce in self._used.get(lease_id, ())
 
     def has_room(self, lease_id: int, now_ms: int) -> bool:
-        """Return whether the store can remember another nonce of that lease."""
+        """Whether the store can remember another nonce of that lease."""
         self._forget(now_ms)
         return len(self._used.get(lease_id, ())) < MAX_NONCES_PER_LEASE
 
@@ -147,6 +147,7 @@ class CapabilityAuthority:
         request.check()
         now_ns = self._clock_ns()
         lease = self._lease(request.lease_id)
+        # A token never outlives its lease.
         ends_ns = min(now_ns + int(request.ttl_s * NS_PER_S), lease.deadline_ns)
         nonce = request.nonce_bytes or self._draw(NONCE_BYTES)
         if self._nonces.is_used(request.lease_id, nonce) or self._revoked.is_used(request.lease_id, nonce):
@@ -160,6 +161,7 @@ class CapabilityAuthority:
             ends_ns // NS_PER_MS,
             nonce,
         )
+        # Rotate before signing, not on a timer: a node that issues no tokens keeps its key.
         if self._ring.age_ns(now_ns) > KEY_LIFE_S * NS_PER_S:
             self.rotate()
         key = self._ring.signing
@@ -176,6 +178,7 @@ class CapabilityAuthority:
         now_ms = now_ns // NS_PER_MS
         opened = tokens.open_token(token, self._ring, now_ns)
         claims = opened.claims
+        # The holder first: a stolen token reveals nothing about the lease to a thief.
         if not secrets.compare_digest(claims.audience, audience):
             raise CapabilityDenied(
                 Check.AUDIENCE,
@@ -217,7 +220,7 @@ class CapabilityAuthority:
         self._nonces.give_back(claims.lease_id, claims.nonce)
 
     def holds(self, claims: Claims) -> bool:
-        """Return whether validated claims still hold: not expired or revoked, and the lease alive and not renewed."""
+        """Whether validated claims still hold: not expired or revoked, and the lease alive and not renewed."""
         try:
             self._check_lease(claims)
         except CapabilityDenied:

@@ -22,7 +22,6 @@ MAX_TOKEN_TTL_S: Final = 300
 """Longest life of a token. A stolen token is of use for no longer, even if its lease is renewed for a day."""
 
 DEFAULT_TOKEN_TTL_S: Final = 60.0
-"""Default life of a token."""
 
 NONCE_BYTES: Final = 16
 """Length of a nonce. Two random nonces of that length never collide."""
@@ -78,11 +77,9 @@ class CapabilityRequest:
     nonce_bytes: bytes = b""
 
     def ttl_secs(self, seconds: float) -> Self:
-        """Set the token's life."""
         return replace(self, ttl_s=seconds)
 
     def nonce(self, nonce: bytes) -> Self:
-        """Set the token's nonce, `NONCE_BYTES` that no other token has."""
         return replace(self, nonce_bytes=nonce)
 
     def check(self) -> None:
@@ -124,7 +121,6 @@ class Claims:
 
     @property
     def expires_ns(self) -> int:
-        """The token's end in nanoseconds."""
         return self.expires_ms * NS_PER_MS
 
 

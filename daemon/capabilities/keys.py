@@ -77,7 +77,6 @@ class KeyRing:
 
     @property
     def signing(self) -> Key:
-        """The key that signs."""
         return self._keys[self._newest]
 
     def age_ns(self, now_ns: int) -> int:

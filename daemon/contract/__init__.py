@@ -1,1 +1,1 @@
-"""The contract among broker, zygote and session: messages, control pages, tokens. Imports none of the three."""
+"""The contract between broker, zygote and session: messages, control pages, tokens. Imports none of the three."""

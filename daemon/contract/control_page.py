@@ -1,10 +1,11 @@
 """The control pages: memory that a worker shares with the broker and the zygote, for use without system calls.
 
 There are two sealed memfds of a page each for every worker (memfd_create(2)). The lease's page has the state of the
-lease. The broker writes it, or the zygote while there is no broker; a worker has nothing by which it could (see
-`for_worker`). The claims page is written by the worker, which its tenant may have taken over. So no deadline and no
-generation stands there, and whoever reads a claim must allow for a lie. Each field is one aligned native u64: a reader
-sees an old or a new value, never half of one.
+lease. The broker writes it, or the zygote while there is no broker; a worker has no means of writing it (see
+`for_worker`). The worker writes the claims page, and its tenant may have compromised it. So that page has no deadline
+and
+no generation, and every reader of a claim must allow for a lie. Each field is one aligned native u64: a reader sees an
+old or a new value, never half of one.
 
     the lease's page                    the claims page
       0  revocation word                  0  launches
@@ -55,11 +56,11 @@ _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 _FUTURE_WRITE: Final = 0x10
-"""F_SEAL_FUTURE_WRITE of fcntl(2), Linux 5.1: nobody writes any more but through mappings that are there."""
+"""F_SEAL_FUTURE_WRITE of fcntl(2), Linux 5.1: from then on only the existing mappings can write."""
 
 
 def sealed_memory(name: str, size_bytes: int) -> int:
-    """Return a memfd of zeros whose size nobody can change any more (fcntl(2), F_ADD_SEALS). Raises OSError."""
+    """Return a memfd of zeros of a fixed size (fcntl(2), F_ADD_SEALS). Raises OSError."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size_bytes)
@@ -73,8 +74,8 @@ def sealed_memory(name: str, size_bytes: int) -> int:
 def published_memory(name: str, size_bytes: int) -> tuple[mmap.mmap, int]:
     """Return the only writable mapping of a new sealed memfd that there will ever be, and a read-only descriptor.
 
-    Whoever gets the descriptor may be root, or this process's own user: it can change the file's mode and open the
-    file anew under /proc/self/fd, and still it can't write, nor map the file for writing.
+    Even a receiver of the descriptor that is root, or this process's own user, can't write, nor map the file for
+    writing, although it can change the file's mode and open the file again under /proc/self/fd.
 
     Raises OSError.
     """
@@ -116,7 +117,7 @@ _CAUSE_BYTES: Final = 32
 _HORIZON: Final = (_CAUSE_AT + _CAUSE_BYTES) // 8
 
 BEYOND_HORIZON: Final = "its node is cut off from its fleet, and another node may serve its name"
-"""Why a worker refuses everything behind its page's horizon, before a broker or zygote says so."""
+"""Why a worker refuses everything after its page's membership deadline, before a broker or zygote reports it."""
 
 _NEVER_OPENED: Final = 1
 _OPENED: Final = 2
@@ -153,7 +154,7 @@ _CONNECTION_WORDS: Final = 3
 
 
 class ShownConnection(NamedTuple):
-    """A connection to the session, as its worker claims.
+    """A connection to the session, as reported by its worker.
 
     Attributes:
         number: Its number in the session, from 1.
@@ -167,7 +168,7 @@ class ShownConnection(NamedTuple):
 
 
 class Lapsing(Protocol):
-    """A token's terms, on which a connection's right to the lease depends besides the lease."""
+    """A token's terms, on which a connection's right to the lease depends in addition to the lease itself."""
 
     @property
     def mark(self) -> int:
@@ -178,8 +179,6 @@ class Lapsing(Protocol):
 
 
 class PageFds(NamedTuple):
-    """The descriptors of the two pages."""
-
     lease: int
     claims: int
 
@@ -188,13 +187,13 @@ NO_FDS: Final = PageFds(-1, -1)
 
 
 def for_worker(fds: PageFds) -> PageFds:
-    """Return the pages as a worker may have them: with a read-only descriptor of the lease's page. Closes `fds.lease`.
+    """Return the pages for a worker, with a read-only descriptor of the lease's page. Closes `fds.lease`.
 
-    By a read-only descriptor nobody can write, truncate or punch the file, nor make a mapping writable, now or later
-    (mmap(2), mprotect(2)). The worker could open the file anew under /proc/self/fd, if the file's mode allows it: a new
-    memfd's mode allows everybody (memfd_create(2)). So the mode is read-only, too, and the worker can't change it: it
-    is another user, or the filter of system calls forbids it. F_SEAL_FUTURE_WRITE would also stop the next broker,
-    which must map the page to write it.
+    A read-only descriptor can't be used to write, truncate or punch the file, nor to make a mapping writable, now or
+    later (mmap(2), mprotect(2)). The worker could open the file again under /proc/self/fd, if the file's mode allows
+    it: a new memfd's mode allows everyone (memfd_create(2)). So the mode is read-only, too, and the worker can't change
+    it: it is another user, or the filter of system calls forbids it. F_SEAL_FUTURE_WRITE would also stop the next
+    broker, which must map the page to write it.
 
     Raises OSError.
     """
@@ -216,7 +215,7 @@ class PageState(NamedTuple):
         word: The status that answers every operation; None while the lease lives.
         deadline_ns: When the lease ends, on the monotonic clock; 0 if it was never granted.
         generation: The number of the last grant or renewal.
-        has_session: Whether a connection was sent to the session; True if an older broker did not write it down.
+        has_session: Whether a connection was sent to the session; True if an older broker did not record it.
         cause: The cause of the lease's end, by its name; "" while it lives, or if no broker ended it.
         horizon_boot_ns: Until when a claimed lease may be served, on CLOCK_BOOTTIME; 0 without a claim.
     """
@@ -237,7 +236,7 @@ def state_of(lease_fd: int) -> PageState:
     try:
         status = Status(-word) if word else None
     except ValueError:
-        # No broker writes such a word. Whoever did, the lease is over.
+        # No broker writes such a word. Whatever wrote it, the lease is over.
         status = Status.SESSION_FAILED
     cause = page[_CAUSE_AT : _CAUSE_AT + _CAUSE_BYTES].rstrip(b"\0").decode(errors="replace") if word else ""
     (horizon_boot_ns,) = struct.unpack_from("=Q", page, 8 * _HORIZON)
@@ -245,7 +244,7 @@ def state_of(lease_fd: int) -> PageState:
 
 
 class GoneBy(NamedTuple):
-    """Times at which a worker is to be gone, in monotonic nanoseconds; each is 0 if no broker has written it.
+    """Times by which a worker must be gone, in monotonic nanoseconds; each is 0 if no broker has written it.
 
     Attributes:
         unrefused_ns: While the revocation word is 0.
@@ -257,12 +256,12 @@ class GoneBy(NamedTuple):
 
 
 def gone_by(lease_fd: int) -> GoneBy:
-    """Return when a worker is to be gone by its lease's page."""
+    """Return when a worker must be gone according to its lease's page."""
     return GoneBy(*_BOTH_GONE_BY.unpack(os.pread(lease_fd, _BOTH_GONE_BY.size, 8 * _GONE_BY)))
 
 
 def boot_ns() -> int:
-    """Return the time on CLOCK_BOOTTIME, which goes on while the host sleeps (clock_gettime(2)), in nanoseconds."""
+    """Return the nanoseconds on CLOCK_BOOTTIME, which keeps running while the host sleeps (clock_gettime(2))."""
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 
@@ -303,7 +302,7 @@ class BrokerPage:
             self.let_go()
 
     def set_deadline(self, deadline_ns: int, generation: int, gone_by_ns: int = 0) -> None:
-        """Write when the lease ends, and for the zygote, when the worker is to be gone. `gone_by_ns`: 0 for never."""
+        """Write when the lease ends, and for the zygote, when the worker must be gone. `gone_by_ns`: 0 for never."""
         self._words[_GONE_BY] = gone_by_ns
         self._words[_DEADLINE] = deadline_ns
         self._words[_GENERATION] = generation
@@ -318,11 +317,11 @@ class BrokerPage:
         self._words[_HORIZON] = horizon_boot_ns
 
     def open_session(self) -> None:
-        """Write that a connection is about to be sent to the session: the next broker must know it."""
+        """Write that a connection is about to be sent to the session, which the next broker must know."""
         self._words[_SESSION] = _OPENED
 
     def refuse(self, status: Status, reason: str = "", gone_by_ns: int = 0, cause: str = "") -> None:
-        """Set the revocation word: the worker answers every operation with `status` from its next look on.
+        """Set the revocation word: the worker answers every operation with `status` from its next check on.
 
         Args:
             status: The status.
@@ -342,7 +341,7 @@ class BrokerPage:
         self._words[_REFUSED_GONE_BY] = gone_by_ns
 
     def revoke_token(self, mark: int, until_ms: int, now_ms: int) -> bool:
-        """Have the worker refuse a token.
+        """Make the worker refuse a token.
 
         Args:
             mark: The token's mark, see `guests.mark_of`.
@@ -355,11 +354,13 @@ class BrokerPage:
         words = self._words
         count = words[_MARKS]
         known = range(count)
+        # Reuse the token's own place, or one that has expired, before a new one.
         place = next((at for at in known if words[_FIRST_MARK + at] == mark), None)
         if place is None:
             place = next((at for at in known if words[_FIRST_END + at] < now_ms), count)
         if place == MAX_REVOKED_TOKENS:
             return False
+        # The time first, then the mark, then the count: a reader in between sees the old state or the new one.
         words[_FIRST_END + place] = until_ms
         words[_FIRST_MARK + place] = mark
         words[_MARKS] = max(count, place + 1)
@@ -374,7 +375,7 @@ class BrokerPage:
         return self._claims[: len(Counter)].tolist()
 
     def connections(self) -> list[ShownConnection]:
-        """Return the connections that the worker claims to have, in their numbers' order."""
+        """Return the connections that the worker reports, ordered by number."""
         end = _FIRST_CONNECTION + MAX_CONNECTIONS * _CONNECTION_WORDS
         words = self._claims[_FIRST_CONNECTION:end].tolist()
         found = [ShownConnection(*words[at : at + _CONNECTION_WORDS]) for at in range(0, len(words), _CONNECTION_WORDS)]
@@ -388,7 +389,6 @@ class BrokerPage:
                 os.close(fd)
 
     def close(self) -> None:
-        """Unmap the pages."""
         self._words.release()
         self._claims.release()
         self._map.close()
@@ -437,14 +437,14 @@ class WorkerPage:
         return None
 
     def reason(self, status: Status) -> str:
-        """Return why the lease ended by that status, if the broker or the horizon says so; else ""."""
+        """Return why the lease ended with that status: the reason of the broker or of the page, or "" for none."""
         if self._state[_WORD] != -status:
             return BEYOND_HORIZON if status is Status.REVOKED and self._state[_HORIZON] else ""
         length = min(self._state[_REASON_LENGTH], MAX_REASON_BYTES)
         return self._state_map[_REASON_AT : _REASON_AT + length].decode(errors="ignore")
 
     def show_connection(self, number: int, pid: int) -> int:
-        """Show a connection that has attached; returns the index in `counters` of the bytes that it holds."""
+        """Show an attached connection; return the index in `counters` of the bytes that it holds."""
         places = range(_FIRST_CONNECTION, _FIRST_CONNECTION + MAX_CONNECTIONS * _CONNECTION_WORDS, _CONNECTION_WORDS)
         place = next(at for at in places if not self.counters[at])
         self.counters[place + 1], self.counters[place + 2] = pid, 0
@@ -452,7 +452,7 @@ class WorkerPage:
         return place + 2
 
     def hide_connection(self, held_at: int) -> None:
-        """Show a connection no more that has ended. `held_at`: what `show_connection` returned."""
+        """Stop showing a connection that has ended. `held_at`: what `show_connection` returned."""
         self.counters[held_at - 2] = 0
 
     def is_held_by(self, guest: "Lapsing") -> bool:
@@ -466,7 +466,6 @@ class WorkerPage:
         return not count or guest.mark not in self._state[_FIRST_MARK : _FIRST_MARK + count].tolist()
 
     def close(self) -> None:
-        """Unmap the pages."""
         self.word.release()
         self._state.release()
         self.counters.release()
@@ -478,14 +477,15 @@ _U64: Final = struct.Struct("=Q")
 
 
 def overran(looked_ns: int, since_ns: int, bound_ms: int) -> str:
-    """Return, in words, that a kernel has run for too long by its worker's claims; "" if none has.
+    """Return, in words, that a kernel has run for too long according to its worker; "" if none has.
 
-    The broker asks, and the zygote while there is no broker. A worker that was taken over may claim that no kernel
-    runs. It gains no more time than its lease's deadline allows anyway.
+    The broker calls this, and the zygote while there is no broker. A compromised worker may report that no kernel runs.
+    It gains no more time than its lease's deadline allows anyway.
 
     Args:
-        looked_ns: `Counter.LOOKED_NS`. The present time would be wrong: a worker that compiles does not look, and its
-            kernel may have ended meanwhile.
+        looked_ns: `Counter.LOOKED_NS`. The present time would be wrong: a worker that compiles gives no sign of life,
+          and
+          its kernel may have ended meanwhile.
         since_ns: `Counter.KERNEL_SINCE_NS`.
         bound_ms: How long a kernel may run; 0 for no bound.
     """
@@ -495,7 +495,7 @@ def overran(looked_ns: int, since_ns: int, bound_ms: int) -> str:
 
 
 def overran_on(claims_fd: int, bound_ms: int) -> str:
-    """Return what `overran` says of a claims page, which need not be mapped."""
+    """Return the result of `overran` for a claims page, which need not be mapped."""
     return overran(_counter(claims_fd, Counter.LOOKED_NS), _counter(claims_fd, Counter.KERNEL_SINCE_NS), bound_ms)
 
 

@@ -1,6 +1,6 @@
 """The rights of a guest: a connection that attached with a token.
 
-The broker checks the token once. From then on a request costs one look into a table of permissions. The clock and the
+The broker checks the token once. From then on a request costs one lookup in a table of permissions. The clock and the
 lease's generation are read for every request anyway.
 """
 
@@ -46,9 +46,9 @@ class Guest:
         return now_ns < self.expires_ns and generation == self.generation
 
     def refuse(self, frame: Frame) -> bytes | None:
-        """Return the reply to a request that the token does not permit; None if it does, or if the frame is no request.
+        """Return the reply to a request that the token does not permit; None if it does, or if it is not a request.
 
-        Raises FramingError for a quiet request: the session would keep its failure for the next one who syncs.
+        Raises FramingError for a quiet request: the session would keep its failure for the next connection that syncs.
         """
         if frame.request_id == 0 or frame.flags not in (0, Flag.QUIET):
             return None

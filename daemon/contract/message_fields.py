@@ -1,10 +1,11 @@
-"""Fields of the messages that our processes send each other: how each is packed, and which values are accepted.
+"""Fields of the messages between our processes: how each is packed, and which values are accepted.
 
 A message class is a frozen dataclass derived from `Message`. Each of its fields is annotated with a `Kind`:
 `Annotated[int, integer(0, MAX_PID)]`. `Message.to_map` and `Message.from_map` do the rest.
 
-Versions differ between processes: an upgraded broker takes over the zygote and the workers of the broker before it. So
-`from_map` ignores keys that it does not know. A field with a default may be missing: an older process does not send it.
+Versions differ between processes: an upgraded broker takes over the zygote and the workers of its predecessor. So
+`from_map` ignores keys that it does not know. A field with a default may be missing, because an older process does not
+send it.
 """
 
 from collections.abc import Callable, Mapping
@@ -41,7 +42,7 @@ class Kind:
         parse: Returns the value of what arrived; raises ValueError.
         pack: Returns what to send for a value.
         key: The key in the map; "" for the field's name.
-        is_inline: The field is a message whose own keys stand in the map.
+        is_inline: The field is a message with its own keys in the same map.
         is_optional: The key is left out of the map while the value is None.
     """
 
@@ -56,7 +57,7 @@ class Kind:
         return replace(self, key=key)
 
     def or_nil(self) -> Self:
-        """Return the kind of a value or None, which travels as nil."""
+        """Return the kind of a value or None, which is sent as nil."""
         parse, pack = self.parse, self.pack
         return replace(
             self,
@@ -65,7 +66,7 @@ class Kind:
         )
 
     def optional(self) -> Self:
-        """Return the kind of a value or None, for which nothing travels."""
+        """Return the kind of a value or None, for which nothing is sent."""
         return replace(self, is_optional=True)
 
 
@@ -115,7 +116,7 @@ def nested(message: "type[Message]") -> Kind:
 
 
 def inline(message: "type[Message]") -> Kind:
-    """Return the kind of a message whose keys stand in the map of another."""
+    """Return the kind of a message with its keys in the map of another."""
     return replace(nested(message), is_inline=True)
 
 
@@ -155,7 +156,7 @@ class Message:
     OP: ClassVar[str]
 
     def to_map(self) -> dict[str, Any]:
-        """Return the map to be packed and sent; its keys stand in the order of the fields."""
+        """Return the map to be packed and sent; its keys are in the order of the fields."""
         message: dict[str, Any] = {"op": self.OP}
         for name, key, kind, _ in _fields_of(type(self)):
             value = getattr(self, name)
@@ -201,7 +202,7 @@ def _field_of(name: str, hint: Any, default: Any) -> _Field:
 
 
 def by_op(*messages: type[Message]) -> Mapping[str, type[Message]]:
-    """Return message classes by their ops. Their fields are found out now, not in a process that was just forked."""
+    """Return message classes by their ops. Their fields are resolved now, not later in a process just forked."""
     for message in messages:
         _fields_of(message)
     return {message.OP: message for message in messages}

@@ -24,7 +24,7 @@
                            SliceResized
 
 Each message is one msgpack map (see host/ipc.py). A broker that starts takes over the zygotes and workers of an earlier
-version, so an op, a key and a type never change their meaning: what differs gets another HANDOVER.
+version, so an op, a key and a type never change their meaning: a different meaning gets another HANDOVER.
 """
 
 from collections.abc import Mapping
@@ -58,7 +58,7 @@ HANDOVER: Final = 3
 """Version of these messages. A broker can't take over a zygote that introduces itself with another one."""
 
 ZYGOTE_NAME: Final = "gpul-zygote"
-"""Name of a zygote's process, for ps(1). A broker kills no process of another name."""
+"""Name of a zygote's process, for ps(1). A broker kills no process with another name."""
 
 Spec = Annotated[WorkerSpec, nested(WorkerSpec)]
 InlineSpec = Annotated[WorkerSpec, inline(WorkerSpec)]
@@ -71,7 +71,7 @@ def _findings(value: Any) -> list[dict[str, Any]]:
 
 
 Findings = Annotated[list[dict[str, Any]], Kind(_findings)]
-"""Measures of the sandbox, each as `Finding.to_message` says it."""
+"""Measures of the sandbox, each as returned by `Finding.to_message`."""
 
 
 # --- broker to zygote; a request for a worker is a WorkerSpec ---
@@ -79,7 +79,7 @@ Findings = Annotated[list[dict[str, Any]], Kind(_findings)]
 
 @dataclass(frozen=True, slots=True)
 class LeaseChanged(Message):
-    """A worker that was made ahead has taken a lease, or a submit."""
+    """A worker that was made ahead of its lease has taken a lease, or a submit."""
 
     OP: ClassVar[str] = "lease"
     spec: InlineSpec
@@ -97,7 +97,7 @@ class PagesRenewed(Message):
 
 @dataclass(frozen=True, slots=True)
 class WorkerForgotten(Message):
-    """A reaped worker's bytes are proved free: no broker needs to know of it any more."""
+    """A reaped worker's bytes are proved free, so no broker needs to know it any more."""
 
     OP: ClassVar[str] = "forget"
     serial: Serial
@@ -105,7 +105,7 @@ class WorkerForgotten(Message):
 
 @dataclass(frozen=True, slots=True)
 class Retire(Message):
-    """The zygote shall end with the last of its workers."""
+    """The zygote must end with the last of its workers."""
 
     OP: ClassVar[str] = "retire"
 
@@ -144,15 +144,11 @@ class Broken(Message):
 
 @dataclass(frozen=True, slots=True)
 class Pong(Message):
-    """Answer to a Ping."""
-
     OP: ClassVar[str] = "pong"
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerForked(Message):
-    """A worker was forked."""
-
     OP: ClassVar[str] = "spawned"
     lease_id: LeaseNumber
     pid: Pid
@@ -202,7 +198,7 @@ class ZygoteIntroduction(Message):
     """A zygote introduces itself.
 
     Attributes:
-        build: Which code it runs, by `host.version.BUILD`; "" from a version that could have one build only.
+        build: Which code it runs, by `host.version.BUILD`; "" from a version that has only one build.
         handover: Its HANDOVER.
         sandbox: The sandbox settings of its workers, as on its command line.
         findings: The measures its workers are under.
@@ -271,7 +267,7 @@ class EndedWorker(Message):
 
 @dataclass(frozen=True, slots=True)
 class HandoverDone(Message):
-    """The zygote has told of all its workers."""
+    """The zygote has reported all its workers."""
 
     OP: ClassVar[str] = "told"
 
@@ -284,13 +280,13 @@ class Attach(Message):
     """A tenant's connection, or a guest's, for the worker's session.
 
     Attributes:
-        request_id: The id of the request that is to be answered.
-        rest: Bytes that the tenant sent behind that request.
+        request_id: The id of the request that the worker must answer.
+        rest: Bytes that the tenant sent after that request.
         ring: Whether the tenant asks for a ring.
         arena_bytes: Size of the arena that the tenant asks for; 0 for none.
         is_stranger: Whether the tenant may be another than the lease's; an older broker does not say.
         guest: The terms of the guest's token; None for the lease's own tenant.
-        owns: What the connection makes in the session is to end with it.
+        owns: What the connection makes in the session must end with it.
         client_pid: The client's process on this host; 0 if that is not known.
         words: Whether the tenant asks for the session's words.
     """
@@ -316,7 +312,7 @@ class Scrub(Message):
 
 @dataclass(frozen=True, slots=True)
 class EndSession(Message):
-    """The lease is over: read the page, and tell the connections why."""
+    """The lease is over: read the page, and send the connections the reason."""
 
     OP: ClassVar[str] = "end"
 
@@ -344,7 +340,7 @@ class OpenRegion(Message):
 
 @dataclass(frozen=True, slots=True)
 class EndRegion(Message):
-    """A region's word says that it has ended: wait for its launches, take its memory away, and answer.
+    """A region's word shows that it has ended: wait for its launches, remove its memory, and answer.
 
     The worker answers with RegionEnded, or with RegionStuck if a launch that named it has not ended after `grace_ms`.
     """
@@ -388,8 +384,8 @@ class RegionEnded(Message):
     """Nothing in the session can reach a region's memory any more.
 
     Attributes:
-        freed_bytes: Bytes that went back to the card.
-        kept_bytes: Bytes that stay mapped in the region's place until the session lets go of its address.
+        freed_bytes: Bytes that were released to the card.
+        kept_bytes: Bytes that stay mapped in the region's place until the session releases its address.
         shown_bytes: By how many bytes the driver's free figure grew meanwhile; other processes change it, too.
     """
 
@@ -402,7 +398,7 @@ class RegionEnded(Message):
 
 @dataclass(frozen=True, slots=True)
 class RegionStuck(Message):
-    """A region's memory can't be taken away; `reason` is a clause for its tenant and the log."""
+    """A region's memory can't be removed; `reason` is a clause for its tenant and the log."""
 
     OP: ClassVar[str] = "region_stuck"
     region_id: LeaseNumber
@@ -411,7 +407,7 @@ class RegionStuck(Message):
 
 @dataclass(frozen=True, slots=True)
 class RegionReleased(Message):
-    """The session let go of an ended region's address; its last bytes went back to the card."""
+    """The session released an ended region's address; its last bytes went back to the card."""
 
     OP: ClassVar[str] = "region_released"
     region_id: LeaseNumber
@@ -425,7 +421,7 @@ class ForwardRevoked(Message):
         status: The refusal's status, as the positive number.
         kernel: The kernel, "" for a graph of several.
         site: Number of the launch in its burst or graph.
-        position: What the launch said of itself.
+        position: The position that the launch carried.
         flipped_ns: When the broker changed the word, on the monotonic clock.
         seen_ns: When the worker saw it.
     """
@@ -451,14 +447,14 @@ class SliceResized(Message):
 
 @dataclass(frozen=True, slots=True)
 class Ready(Message):
-    """The worker has its context; it can take connections, or a lease if it was made ahead."""
+    """The worker has its context; it can take connections, or a lease if it was made ahead of one."""
 
     OP: ClassVar[str] = "ready"
 
 
 @dataclass(frozen=True, slots=True)
 class Failed(Message):
-    """The worker has no context, and ends."""
+    """The worker could not open a context, and ends."""
 
     OP: ClassVar[str] = "failed"
     reason: Text
@@ -466,8 +462,6 @@ class Failed(Message):
 
 @dataclass(frozen=True, slots=True)
 class Faulted(Message):
-    """The worker's context is lost."""
-
     OP: ClassVar[str] = "faulted"
     reason: Text
 
@@ -488,11 +482,11 @@ class Scrubbed(Message):
 
 @dataclass(frozen=True, slots=True)
 class Attached(Message):
-    """The worker has taken a connection from its channel, and let it in or not.
+    """The worker has taken a connection from its channel, and admitted it or not.
 
     Attributes:
         guest: The mark of the guest's token; None for the lease's own tenant.
-        is_in: Whether the guest was let in; None for the lease's own tenant.
+        is_in: Whether the guest was admitted; None for the lease's own tenant.
     """
 
     OP: ClassVar[str] = "attached"
@@ -502,14 +496,12 @@ class Attached(Message):
 
 @dataclass(frozen=True, slots=True)
 class LastLeft(Message):
-    """The session's last connection has gone."""
-
     OP: ClassVar[str] = "left"
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryGrew(Message):
-    """The driver may hold more of the card for the worker: the broker shall look at it."""
+    """The driver may hold more of the card for the worker: the broker must poll it."""
 
     OP: ClassVar[str] = "look"
 
@@ -539,7 +531,7 @@ FROM_WORKER: Final = by_op(
 
 
 def parse_message(ops: Mapping[str, type[Message]], message: Mapping[str, Any]) -> Message | None:
-    """Return the message that a map holds, or None if its op is none of `ops`: a newer process may send more.
+    """Return the message that a map holds, or None if its op is not in `ops`, because a newer process may send more.
 
     Args:
         ops: The messages that may arrive there: TO_ZYGOTE, FROM_WORKER and so on.

@@ -1,6 +1,6 @@
 """The regions page of a session, which holds all of the session's words (`protocol.session_words`).
 
-The broker makes the page when it hands a client over that asks for the words, or when the session opens its first
+The broker makes the page when it passes on a client that asks for the words, or when the session opens its first
 region, whichever comes first. It sends the worker a read-only descriptor, which the worker passes on to such clients.
 """
 
@@ -33,14 +33,14 @@ from gpulease.protocol.session_words import (
 MAX_NUMBER: Final = (1 << 32) - 1
 
 REGION_GRANULE_BYTES: Final = 2 << 20
-"""Regions begin and end at multiples of so many bytes: a card's page tables map no less at a time (CUDA Driver API,
+"""Regions begin and end at multiples of so many bytes: a card's page tables map no smaller units (CUDA Driver API,
 cuMemGetAllocationGranularity)."""
 
 
 class BrokerRegionsPage:
     """The broker's view of a session's regions page, which it writes.
 
-    Its epochs are above those of every earlier page of the host: a set that was checked by another page is checked
+    Its epochs are above those of every earlier page of the host: a set that was checked with another page is checked
     again.
 
     Attributes:
@@ -83,7 +83,7 @@ class BrokerRegionsPage:
         self._all[GENERATION_AT // 8] = generation
 
     def end_lease(self, status: Status, cause: str, reason: str = "") -> None:
-        """Write that the lease is over: clients refuse launches from their next look on. The word is written last."""
+        """Write that the lease is over: clients refuse launches from their next check on. The word is written last."""
         if self._all[LEASE_WORD_AT // 8]:
             return
         self._map[CAUSE_AT : CAUSE_AT + CAUSE_BYTES] = cause.encode()[:CAUSE_BYTES].ljust(CAUSE_BYTES, b"\0")
@@ -106,14 +106,14 @@ _STATE_MASK: Final = (1 << NUMBER_SHIFT) - 1
 
 
 class SeenWord(NamedTuple):
-    """A word as the worker reads it. `state` is REVOKED for a state that no broker writes: fail closed."""
+    """A word as read by the worker. `state` is REVOKED for a state that no broker writes: fail closed."""
 
     number: int
     state: RegionWord
 
 
 class WorkerRegions:
-    """The worker's view of its session's regions page, which nobody can write through.
+    """The worker's view of its session's regions page, which can't be used to write.
 
     Args:
         fd: The page's read-only descriptor; the view needs it no longer.
@@ -125,7 +125,7 @@ class WorkerRegions:
         deadlines: When each slot's region ends, on the monotonic clock.
 
     Raises:
-        OSError, ValueError: The descriptor is no such page.
+        OSError, ValueError: The descriptor is not such a page.
     """
 
     def __init__(self, fd: int) -> None:
@@ -138,17 +138,15 @@ class WorkerRegions:
 
     @property
     def epoch(self) -> int:
-        """The epoch. Whoever caches what the page says reads it first: the broker raises it last."""
+        """The epoch. A reader that caches the page's contents reads it first, because the broker raises it last."""
         return self.epoch_word[0]
 
     def word(self, slot: int) -> SeenWord:
-        """Return a slot's word."""
         word = self.words[slot]
         state = word & _STATE_MASK
         return SeenWord(word >> NUMBER_SHIFT, RegionWord(state) if state in _STATES else RegionWord.REVOKED)
 
     def close(self) -> None:
-        """Unmap the page."""
         for view in (self.epoch_word, self.words, self.flipped_ns, self.deadlines):
             view.release()
         self._map.close()

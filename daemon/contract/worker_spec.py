@@ -22,16 +22,18 @@ class WorkerSpec(Message):
     """A worker. To the zygote: fork it. To a warm worker: take this lease, or this submit.
 
     Attributes:
-        lease_id: The lease, and the session's id; the number of a warm context for a worker made ahead; the submit's
-            number for a submit's worker.
+        lease_id: The lease, and the session's id; the number of a warm context for a worker made ahead of its lease;
+          the
+          submit's number for a submit's worker.
         card_uuid: The only card that the worker may see.
-        size_bytes: The lease's slice; 0 for a worker made ahead, which learns of its lease later.
+        size_bytes: The lease's slice; 0 for a worker made ahead of its lease, which gets the lease later.
         is_shared: Whether several connections may be attached at a time.
-        allowance_bytes: Bytes of the card that the worker may take besides its slice, on the node's account.
+        allowance_bytes: Bytes of the card that the worker may take in addition to its slice, charged to the node.
         max_kernel_ms: How long one kernel may run; 0 for no bound.
         waiting: How calls that wait for the session wait; None to choose by this host's cores.
-        submit_of: The lease for which the worker runs one kernel; 0 if it is no submit. Zygotes from before there were
-            submits leave it out.
+        submit_of: The lease for which the worker runs one kernel; 0 if it is not a submit. Zygotes from before there
+          were
+          submits leave it out.
         timeout_ms: How long the submit may take. The zygote keeps it for the next broker.
         regions_required: Whether the session refuses a launch that names no region set.
     """
@@ -60,12 +62,12 @@ class WorkerSpec(Message):
 
     @property
     def submit_number(self) -> int:
-        """The number by which the tenant knows the submit."""
+        """The number of the submit that the tenant sees."""
         return self.lease_id & U64_MAX
 
 
 class WorkerExit(IntEnum):
-    """Exit statuses of a worker that ends by itself. Any other status is the kernel's doing, or a bug."""
+    """Exit statuses of a worker that ends by itself. Any other status comes from the kernel, or from a bug."""
 
     OK = 0
     NO_CONTEXT = 3

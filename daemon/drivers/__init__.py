@@ -1,1 +1,1 @@
-"""Drivers, which a worker computes with: the interface, and the two drivers that implement it."""
+"""Drivers, with which a worker computes: the interface, and the two drivers that implement it."""

@@ -1,4 +1,4 @@
-"""The drivers by name. Each is imported only when asked for: only the `cuda` driver needs CUDA installed."""
+"""The drivers by name. Each is imported only when it is requested: only the `cuda` driver needs CUDA installed."""
 
 from typing import Final
 
@@ -8,10 +8,10 @@ ONE_BY_ONE: Final = "one-by-one"
 
 
 def driver_named(name: str) -> Driver:
-    """The driver of that name. Raises DriverError if a package that it needs is not installed.
+    """Return the driver of that name. Raises DriverError if a package that it needs is not installed.
 
-    The embedded driver's name may have an architecture behind a colon, and behind another the seed of the order in
-    which it runs warps and blocks: "cpu:sm_80", "cpu::7". The cards' driver may have ONE_BY_ONE there: native code then
+    The embedded driver's name may have an architecture after a colon, and after another the seed of the order in which
+    it runs warps and blocks: "cpu:sm_80", "cpu::7". The cards' driver may have ONE_BY_ONE there: native code then
     queues each launch by itself.
     """
     name, _, rest = name.partition(":")

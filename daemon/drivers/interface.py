@@ -1,14 +1,14 @@
 """The interface between a session and the driver that computes for it.
 
-A `Driver` knows the cards of one kind; a `Context` is the one context of one worker process. A driver checks what only
+A `Driver` knows the cards of one kind; a `Context` is the only context of one worker process. A driver checks what only
 it can know: whether an image can be loaded, whether a kernel fits. The session checks handles, ownership and the slice
 before it calls the driver. Errors say what happened in words that a tenant can act on; the session turns them into wire
 statuses.
 
-Also here: the steps of a launch graph, and what is refused on any driver: managed memory, and the plain launch of a
-kernel that needs a cooperative one. For managed memory the driver keeps tens of MiB of a card, which belong to no
-lease, until the card's last context ends. A kernel that synchronises its grid traps unless it was launched
-cooperatively, and the trap costs the context.
+Also here: the steps of a launch graph, and what every driver refuses: managed memory, and the plain launch of a kernel
+that needs a cooperative one. For managed memory the driver keeps tens of MiB of a card, which no lease is charged for,
+until the card's last context ends. A kernel that synchronises its grid traps unless it was launched cooperatively, and
+the trap costs the context.
 """
 
 import re
@@ -23,7 +23,7 @@ Dim3 = tuple[int, int, int]
 
 
 class DriverError(Exception):
-    """The driver refused a call or could not finish it; the context goes on.
+    """The driver refused a call or could not finish it; the context remains usable.
 
     Attributes:
         hint: What the tenant can do about it, a sentence, or "".
@@ -43,7 +43,7 @@ class ImageRejected(DriverError):
 
     Attributes:
         log: The compiler's log, or the reason with the offending line's text.
-        line: 1-based line of the PTX source the log speaks of, 0 if none.
+        line: 1-based line of the PTX source that the log refers to, 0 if none.
     """
 
     def __init__(self, message: str, *, log: str = "", line: int = 0, hint: str = "") -> None:
@@ -60,10 +60,10 @@ class KernelFault(DriverError):
     """A kernel began and failed; the first call that can report it raises this, once.
 
     Attributes:
-        tag: The tag of its launch, 0 if the driver can't tell.
-        kernel: The kernel's name, "" if the driver can't tell.
+        tag: The tag of its launch, 0 if the driver can't determine it.
+        kernel: The kernel's name, "" if the driver can't determine it.
         address: The faulting device address, or None.
-        context_lost: The context can do nothing any more (CUDA's sticky errors).
+        context_lost: The context can't be used any more (CUDA's sticky errors).
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class LaunchAttributes:
-    """The wishes of a launch beyond its shape.
+    """Properties of a launch in addition to its shape.
 
     Attributes:
         is_cooperative: All blocks run at the same time, so that they may wait for each other.
@@ -110,7 +110,7 @@ class Figures:
 
     Attributes:
         shared_bytes: Shared memory of a block that its variables take.
-        max_dynamic_shared_bytes: Most dynamic shared memory that a launch may ask for.
+        max_dynamic_shared_bytes: Most dynamic shared memory that a launch may request.
         registers: Registers of a thread; 0 where the driver has none.
         local_bytes: Local memory of a thread.
         constant_bytes: Constant memory that its module's code declares; 0 where the driver does not count it.
@@ -128,11 +128,10 @@ class Kernel(Protocol):
 
     @property
     def name(self) -> str:
-        """The entry's name, as PTX spells it."""
+        """The entry's name, as in PTX."""
 
     @property
-    def parameters(self) -> tuple[Parameter, ...]:
-        """All parameters, in declaration order."""
+    def parameters(self) -> tuple[Parameter, ...]: ...
 
     @property
     def parameter_bytes(self) -> int:
@@ -140,26 +139,23 @@ class Kernel(Protocol):
 
     @property
     def max_threads_per_block(self) -> int:
-        """The most threads a block of this kernel may have."""
+        """The most threads that a block of this kernel may have."""
 
     @property
     def kept_bytes(self) -> int:
-        """The card's local memory that the context sets aside before this kernel runs, and then keeps."""
+        """The card's local memory that the context reserves before this kernel runs, and then keeps."""
 
     def figures(self) -> Figures:
         """Return its resources. Raises DriverError."""
 
 
 class Module(Protocol):
-    """A loaded image."""
-
     @property
-    def kernels(self) -> Mapping[str, Kernel]:
-        """Entry points by name."""
+    def kernels(self) -> Mapping[str, Kernel]: ...
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of the card for code, constants and variables until it is unloaded, rounded as the card does."""
+        """Bytes of the card for code, constants and variables until it is unloaded, rounded like the card does."""
 
     @property
     def shared_bytes(self) -> int:
@@ -167,7 +163,7 @@ class Module(Protocol):
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that the context sets aside for it and keeps. One store serves all modules: the greatest counts."""
+        """Bytes that the context reserves for it and keeps. One store serves all modules: the largest figure counts."""
 
     def variable(self, name: str) -> tuple[int, int]:
         """Return the device address and the size of a variable in device or constant memory; the size is 0 without one.
@@ -177,7 +173,7 @@ class Module(Protocol):
 
 
 class Poll(Protocol):
-    """Called by a waiting driver now and then; raises when the wait must end."""
+    """Called by a waiting driver from time to time; raises when the wait must end."""
 
     def __call__(self) -> None:
         """Check once whether the wait must end."""
@@ -200,29 +196,30 @@ def admit_all(device_bytes: int, shared_bytes: int, kept_bytes: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class NativeLaunch:
-    """The functions by which native code launches and copies in a context, in the thread that uses the context.
+    """The functions with which native code launches and copies in a context, in the thread that uses the context.
 
     Attributes:
         state: The address that all functions get as first argument.
         launch: Address of `int32 launch(state, record, params, params_bytes, tag)`. It queues a launch and returns 0,
-            or does nothing and returns another number: `Context.launch` then does it, or raises the reason.
+          or does nothing and returns another number: `Context.launch` then does it, or raises the reason.
         query: Address of `int32 query(state)`. It returns 0 if all launches have ended well and there is nothing to
-            report, 1 if something runs, any other number if `Context.sync` has to find out.
-        spin_ns: For how long calling `query` again and again pays.
-        record: Gives the record of a kernel, a grid, a block and bytes of shared memory for `launch`, valid as long as
-            the kernel's module is loaded; None if only `Context.launch` can do such a launch.
+          report, 1 if something runs, any other number if `Context.sync` has to find out.
+        spin_ns: For how long repeated calls of `query` are worthwhile.
+        record: Returns the record of a kernel, a grid, a block and bytes of shared memory for `launch`, valid as long
+          as
+          the kernel's module is loaded; None if only `Context.launch` can do such a launch.
         launched: To be called with the kernel that native code launched last, before any other use of the context.
-        copy_in: Address of `int32 copy_in(state, address, data, bytes)`. It copies host bytes to the device, as
-            `Context.mem_write` does, and returns 0; any other number if `Context.mem_write` has to do it. All launches
-            must have ended.
-        copy_out: Address of `int32 copy_out(state, address, into, bytes)`, which is to `Context.mem_read` as `copy_in`
-            is to `Context.mem_write`.
-        replay: Address of `int32 replay(state, record, changed, tag)`. It tells the driver of the parameter buffers
-            that have changed, bit n for launch n's, and queues a chain's launches. Returns 0; any other number if the
-            launches have to be done one by one, none being queued. 0 if the driver has no chains.
+        copy_in: Address of `int32 copy_in(state, address, data, bytes)`. It copies host bytes to the device, like
+          `Context.mem_write`, and returns 0; any other number if `Context.mem_write` has to do it. All launches must
+          have
+          ended.
+        copy_out: Address of `int32 copy_out(state, address, into, bytes)`, which does the same for `Context.mem_read`.
+        replay: Address of `int32 replay(state, record, changed, tag)`. It notifies the driver of the parameter buffers
+          that have changed, bit n for launch n's, and queues a chain's launches. Returns 0; any other number if the
+          launches have to be done one by one, none being queued. 0 if the driver has no chains.
         chain: Makes a chain of launches; raises DriverError. `MAX_CHAIN` at most.
         zero: Address of `int32 zero(state, address, bytes)`. It does what `Context.mem_reuse` does, and returns 0; any
-            other number if that has to do it.
+          other number if that has to do it.
     """
 
     state: int
@@ -239,30 +236,29 @@ class NativeLaunch:
 
 
 class NativeChain(Protocol):
-    """Launches that `NativeLaunch.replay` queues together, each with the parameters that its buffer holds."""
+    """Launches that `NativeLaunch.replay` queues together, each with the parameters in its buffer."""
 
     @property
     def record(self) -> int:
-        """The address of what `replay` gets."""
+        """The address of the record for `replay`."""
 
     @property
     def params(self) -> Sequence[int]:
         """The address of each launch's parameter buffer, in their order."""
 
     @property
-    def device_bytes(self) -> int:
-        """Bytes of the card that it takes."""
+    def device_bytes(self) -> int: ...
 
     def close(self) -> None:
         """Release it; what is queued runs to its end."""
 
 
 MAX_CHAIN: Final = 16
-"""Most launches queued by one call of `NativeLaunch.replay`, without a look at the lease between them."""
+"""Most launches queued by one call of `NativeLaunch.replay`, without a check of the lease between them."""
 
 SEGMENT_STEPS: Final = 32
-"""Steps queued between two looks at the lease: so many kernels and copies may begin after its end. A card takes some
-2 us to queue a segment, whatever it holds, so longer segments gain little."""
+"""Steps queued between two checks of the lease: so many kernels and copies may begin after its end. A card takes
+some 2 us to queue a segment, whatever it contains, so longer segments gain little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +304,7 @@ def admit_any(device_bytes: int) -> None:
 
 
 class Graph(Protocol):
-    """A sequence of steps that can be queued as a whole, again and again."""
+    """A sequence of steps that can be queued as a whole, repeatedly."""
 
     @property
     def device_bytes(self) -> int:
@@ -330,14 +326,14 @@ class Graph(Protocol):
 
 
 class Ticket(Protocol):
-    """Work of the card that may still be under way: a copy, or what a stream held."""
+    """Work of the card that may still be in progress: a copy, or the contents of a stream."""
 
     def is_done(self) -> bool:
         """Return whether it is complete, or the context is lost: a copy's caller may use the host memory again."""
 
 
 class Event(Ticket, Protocol):
-    """The time at which a stream has run all that it held."""
+    """The time at which a stream has finished everything that it held."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,8 +341,8 @@ class RegionReturn:
     """The bytes of a region that has ended.
 
     Attributes:
-        freed_bytes: Bytes that went back to the card.
-        kept_bytes: Bytes of zeroed memory, mapped again and again in the region's place until `region_release`.
+        freed_bytes: Bytes that were released to the card.
+        kept_bytes: Bytes of zeroed memory, mapped repeatedly in the region's place until `region_release`.
     """
 
     freed_bytes: int
@@ -356,15 +352,15 @@ class RegionReturn:
 class Context(Protocol):
     """A device context, used by one thread.
 
-    Each stream runs in order. Streams run beside one another where the driver can do that; a driver may also run all
-    of them in the order of the calls. Launches and copies go into the stream that was selected last, at first into
-    stream 0, which always exists. Only `stream_wait` orders one stream behind another.
+    Each stream runs in order. Streams run concurrently where the driver can do that; a driver may also run all of them
+    in the order of the calls. Launches and copies go into the stream that was selected last, at first into stream 0,
+    which always exists. Only `stream_wait` orders one stream after another.
 
     Methods that take `poll` may have to wait for launches. They call `poll` about every millisecond meanwhile. It may
-    raise to give up the wait: the method has then done nothing, except that a copy of pinned memory may still be done.
+    raise to end the wait: the method has then done nothing, except that a copy of pinned memory may still be done.
 
-    Every method but `launch` may raise `KernelFault` for an earlier launch. The context then forgets the fault and goes
-    on, unless `context_lost`. It skips launches behind a fault until the fault was raised.
+    Every method but `launch` may raise `KernelFault` for an earlier launch. The context then forgets the fault and
+    continues, unless `context_lost`. It skips launches after a fault until the fault was raised.
     """
 
     @property
@@ -377,7 +373,7 @@ class Context(Protocol):
 
     @property
     def cuda_version(self) -> int:
-        """The version of CUDA that the card's driver has, 13000 for 13.0; 0 for no CUDA driver."""
+        """The version of CUDA of the card's driver, 13000 for 13.0; 0 for no CUDA driver."""
 
     @property
     def rounding_bytes(self) -> int:
@@ -388,28 +384,28 @@ class Context(Protocol):
         """Bytes of the card that the context keeps for later allocations."""
 
     def mem_alloc(self, size_bytes: int, spare_bytes: int = 0, poll: Poll = keep_waiting) -> int:
-        """Allocate; the device address, aligned to 256 bytes. All that is queued from now on finds zeros there.
+        """Allocate; return the device address, aligned to 256 bytes. Everything queued from now on finds zeros there.
 
         Args:
             size_bytes: At least 1.
             spare_bytes: How many bytes may stay kept if more is taken of the card.
-            poll: As in the class; called if kept memory has to be given back first.
+            poll: As in the class; called if kept memory has to be released first.
 
         Raises:
-            OutOfMemory: The card can't give so much.
+            OutOfMemory: The card can't provide so much.
         """
 
     def mem_free(self, address: int, poll: Poll = keep_waiting) -> None:
-        """Release an allocation that `mem_alloc` gave; launches queued before may still use it."""
+        """Release an allocation of `mem_alloc`; launches queued before may still use it."""
 
     def mem_reuse(self, address: int, size_bytes: int, poll: Poll = keep_waiting) -> None:
-        """Do what a `mem_free` and a `mem_alloc` of the same size do together, where the latter gives the same address.
+        """Do what a `mem_free` and a `mem_alloc` of the same size do together, if the latter returns the same address.
 
-        Launches queued before may still use the old contents; all that is queued from now on finds zeros there.
+        Launches queued before may still use the old contents; everything queued from now on finds zeros there.
         """
 
     def trim(self, most_bytes: int, poll: Poll = keep_waiting) -> None:
-        """Give kept memory back to the card until at most so many bytes are kept."""
+        """Release kept memory to the card until at most `most_bytes` are kept."""
 
     def mem_write(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> None:
         """Copy host bytes to the device in stream order; `data` may be reused on return."""
@@ -421,13 +417,13 @@ class Context(Protocol):
         """Prepare host memory for many fast copies, if the driver can; it stays mapped until the process ends."""
 
     def write_pinned(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> None:
-        """Copy as `mem_write` does, from memory, or a part of it, that was given to `pin`."""
+        """Copy like `mem_write`, from memory, or a part of it, that was given to `pin`."""
 
     def begin_write(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> Ticket:
         """Begin a `write_pinned`: `data` may be reused once the ticket is done, or after any later wait."""
 
     def read_pinned(self, address: int, into: memoryview, poll: Poll = keep_waiting) -> None:
-        """Copy as `mem_read` does, into memory, or a part of it, that was given to `pin`."""
+        """Copy like `mem_read`, into memory, or a part of it, that was given to `pin`."""
 
     def begin_read(self, address: int, into: memoryview, poll: Poll = keep_waiting) -> Ticket:
         """Begin a `read_pinned`: the bytes are there once the ticket is done, or after any later wait."""
@@ -437,7 +433,7 @@ class Context(Protocol):
         """Regions begin and end at multiples of so many bytes; 0 if the driver has no regions."""
 
     def region_open(self, size_bytes: int, spare_bytes: int = 0, poll: Poll = keep_waiting) -> int:
-        """Map memory of its own for a region, at an address that this context has never used and never reuses.
+        """Map memory for a region, at an address that this context has never used and never reuses.
 
         Nothing may use the region before `region_is_zeroed`: a card may be busy with other kernels meanwhile.
 
@@ -447,76 +443,75 @@ class Context(Protocol):
             poll: As in `mem_alloc`.
 
         Raises:
-            OutOfMemory: The card can't give so much.
+            OutOfMemory: The card can't provide so much.
         """
 
     def region_kept_bytes(self, size_bytes: int) -> int:
         """Return the `RegionReturn.kept_bytes` of a region of that size."""
 
     def region_is_zeroed(self) -> bool:
-        """Return whether all that `region_open` and `region_wipe` began to zero is zero."""
+        """Return whether everything is zero that `region_open` and `region_wipe` began to zero."""
 
     def region_wipe(self, address: int) -> None:
         """Begin to zero what `region_end` keeps of a region, so that `region_end` need not wait for it."""
 
     def region_end(self, address: int, poll: Poll = keep_waiting) -> RegionReturn:
-        """Take a region's memory away and give it back to the card; complete on return.
+        """Remove a region's memory and release it to the card; complete on return.
 
-        No launch or copy that uses the region may be under way: on CUDA an access meanwhile can cost the context. From
-        then on its addresses hold zeros of nobody: whoever reads and writes there with a stale pointer meets no other
-        region's bytes, and the context goes on.
+        No launch or copy that uses the region may be in progress: on CUDA an access meanwhile can cost the context.
+        From then on its addresses hold zeros that belong to no region: a kernel that reads and writes there with a
+        stale pointer meets no other region's bytes, and the context continues.
 
         Raises:
-            DriverError: The memory is not given back. The region's addresses must not be used again.
+            DriverError: The memory is not released. The region's addresses must not be used again.
         """
 
     def region_release(self, address: int) -> None:
-        """Let go of an ended region's addresses: an access there is an illegal address from now on."""
+        """Release an ended region's addresses: an access there is an illegal address from now on."""
 
     def free_bytes(self) -> int:
         """Return the card's free bytes by the driver's own figure, which other processes change, too."""
 
     def mark(self, stream: int) -> Ticket:
-        """Return a ticket that is done once all that is in a stream now has ended."""
+        """Return a ticket that is done once everything that is in a stream now has ended."""
 
     def event(self, stream: int) -> Event:
-        """Put an event behind what a stream holds now."""
+        """Put an event after what a stream holds now."""
 
-    def event_wait(self, events: Sequence[Event], poll: Poll = keep_waiting) -> None:
-        """Wait for events."""
+    def event_wait(self, events: Sequence[Event], poll: Poll = keep_waiting) -> None: ...
 
     def elapsed_ns(self, start: Event, end: Event) -> int:
         """Return the time between two events that are done, negative if `end` came first. Raises DriverError."""
 
     def streams_bytes(self, count: int) -> int:
-        """Bytes of the card that the context keeps for so many streams at a time beside stream 0."""
+        """Return the bytes of the card that the context keeps for `count` streams in addition to stream 0."""
 
     def stream_create(self) -> int:
-        """Make a stream; its number, at least 1. Numbers may be used again. At most MAX_STREAMS exist at a time."""
+        """Make a stream; return its number, at least 1. Numbers may be reused. At most MAX_STREAMS exist at a time."""
 
     def stream_destroy(self, stream: int) -> None:
-        """Release a stream; what it holds goes on. Does not call the card."""
+        """Release a stream; its work continues. Does not call the card."""
 
     def stream_select(self, stream: int) -> None:
         """Put launches and copies into this stream from now on. Does not call the card."""
 
     def stream_wait(self, stream: int, other: int) -> None:
-        """Order what is put in `stream` later behind what is in `other` now; returns at once."""
+        """Order what is put in `stream` later after what is in `other` now; returns at once."""
 
     def stream_sync(self, stream: int, poll: Poll = keep_waiting) -> None:
-        """Wait for what one stream holds."""
+        """Wait for everything that one stream holds."""
 
     def module_load(self, image: bytes, admit: Admit = admit_all) -> Module:
         """Load PTX text or a cubin, after `admit` has admitted its bytes. Raises ImageRejected."""
 
     def compile_kernel(self, kernel: Kernel) -> bool:
-        """Compile what a kernel's first launch needs, if anything is left; say whether there was.
+        """Compile what a kernel's first launch needs, if anything is left; return whether there was.
 
-        The launch would do it, too. Nothing can end it meanwhile. Raises LaunchRejected.
+        The launch would do it, too. It can't be interrupted. Raises LaunchRejected.
         """
 
     def forget_earlier(self) -> None:
-        """Forget all compiled images: the time of a load must not tell one tenant what another has loaded."""
+        """Forget all compiled images, so that the time of a load discloses nothing about another tenant's images."""
 
     def module_unload(self, module: Module, poll: Poll = keep_waiting) -> None:
         """Release a module, once everything launched before has ended."""
@@ -540,13 +535,13 @@ class Context(Protocol):
         """Choose whether waits spin on the card before they sleep, and whether they yield the core meanwhile."""
 
     def native(self) -> NativeLaunch | None:
-        """The functions by which native code launches here; None if it can't. Not to be used after `watch`."""
+        """Return the functions for native launches here; None if there are none. Not to be used after `watch`."""
 
     def graph(self, steps: Sequence[Step], admit: AdmitGraph, poll: Poll = keep_waiting) -> Graph:
         """Make a launch graph of at least one step, after `admit` has admitted its bytes. Raises LaunchRejected."""
 
     def sync(self, poll: Poll = keep_waiting) -> None:
-        """Wait for what all streams hold, destroyed streams too."""
+        """Wait for everything that all streams hold, destroyed streams too."""
 
     def flush_printed(self) -> None:
         """Write what kernels have printed to this process's standard output (host/kept_output.py); none may run."""
@@ -564,10 +559,10 @@ class Context(Protocol):
         """
 
     def fault(self) -> KernelFault | None:
-        """The pending fault, without waiting; the context then forgets it as if it had raised it."""
+        """Return the pending fault, without waiting; the context then forgets it as if it had raised it."""
 
     def close(self) -> None:
-        """End the context in good order; the process may exit right afterwards."""
+        """End the context normally; the process may exit right afterwards."""
 
 
 class Driver(Protocol):
@@ -581,22 +576,22 @@ class Driver(Protocol):
         """Import what a context needs, without touching a device. The zygote calls this once before it forks."""
 
     def needs(self) -> "Needs":
-        """Paths and devices that its workers open inside the sandbox; asked after `preload`."""
+        """Return paths and devices that its workers open inside the sandbox; called after `preload`."""
 
     def keep_for(self, owner: int) -> tuple[int, ...]:
-        """Descriptors of folders where its workers, processes of user `owner`, may cache what they compiled."""
+        """Return descriptors of folders where its workers, processes of user `owner`, may cache what they compiled."""
 
     def open_context(self, card: str, slice_bytes: int) -> Context:
-        """Make this process's one context on the card of that UUID. Raises DriverError."""
+        """Make this process's only context on the card of that UUID. Raises DriverError."""
 
     def rewind(self, context: Context) -> "Opening":
-        """End a rehearsal; the result makes the context anew, as if nothing had run in it.
+        """End a warm-up; the result makes the context again, as if nothing had run in it.
 
         The caller must have released all allocations and modules. Raises DriverError.
         """
 
     def recycle(self, context: Context) -> "Opening":
-        """Overwrite what a lease left in the context and unpin all memory; the result makes the context anew.
+        """Overwrite what a lease left in the context and unpin all memory; the result makes the context again.
 
         The caller must have released all allocations and modules. Raises DriverError if something is left.
         """
@@ -622,14 +617,17 @@ _SHOWN_NAME_CHARACTERS: Final = 200
 
 
 def text_of(image: bytes) -> bytes:
-    """The PTX text of an image: all before its first NUL, because cuModuleLoadData and cuLinkAddData take C strings."""
+    """Return the PTX text of an image: everything before its first NUL.
+
+    cuModuleLoadData and cuLinkAddData take C strings.
+    """
     return image.partition(b"\0")[0]
 
 
 def refuse_managed_text(ptx: bytes) -> None:
     """Raise ImageRejected for PTX text that declares a managed variable (PTX ISA section 11.4, `.attribute`).
 
-    The declaration may stand anywhere, so this searches for the attribute itself, outside of comments and strings.
+    The declaration may be anywhere, so this searches for the attribute itself, outside of comments and strings.
     """
     if b".managed" not in ptx:
         return
@@ -640,7 +638,7 @@ def refuse_managed_text(ptx: bytes) -> None:
 
 
 def _variable_behind(ptx: bytes, position: int) -> str:
-    """The first name behind an attribute: the variable's. All else in a declaration begins with a dot or a digit."""
+    """Return the first name after an attribute: the variable's. Everything else begins with a dot or a digit."""
     for found in _WORD.finditer(ptx, position):
         if found["word"] is not None:
             return found["word"].decode("ascii")
@@ -648,7 +646,7 @@ def _variable_behind(ptx: bytes, position: int) -> str:
 
 
 def managed_refused(variable: str, *, line: int = 0) -> ImageRejected:
-    """The error for an image with a managed variable."""
+    """Return the error for an image with a managed variable."""
     name = variable[:_SHOWN_NAME_CHARACTERS]
     where = f"line {line}: " if line else ""
     said = f"{where}the variable {name!r} is __managed__; managed memory is not supported on a lease"
@@ -657,7 +655,7 @@ def managed_refused(variable: str, *, line: int = 0) -> ImageRejected:
 
 
 def cooperative_refused(kernel: str) -> LaunchRejected:
-    """The error for the plain launch of a kernel that synchronises its grid."""
+    """Return the error for the plain launch of a kernel that synchronises its grid."""
     return LaunchRejected(
         f"kernel {kernel} needs a cooperative launch: it synchronises its whole grid",
         hint="Launch it on a card with cooperative=True, by itself: graphs and submits have no cooperative launches.",
@@ -665,7 +663,7 @@ def cooperative_refused(kernel: str) -> LaunchRejected:
 
 
 def too_much_shared(kernel: str, size_bytes: int, static_bytes: int, most_bytes: int) -> LaunchRejected:
-    """The error for a launch whose blocks would have more than `most_bytes` of shared memory, static and dynamic."""
+    """Return the error for a launch with blocks of more than `most_bytes` of shared memory, static and dynamic."""
     return LaunchRejected(
         f"kernel {kernel}: {size_bytes} bytes of dynamic shared memory, plus {static_bytes} of its variables, "
         f"are more than the {most_bytes} that a block can have on this device",

@@ -1,6 +1,6 @@
-"""A fleet of nodes on etcd: names that are served once, epochs, and who is in the fleet.
+"""A fleet of nodes on etcd: names that at most one node serves, epochs, and the fleet's membership.
 
-etcd holds the truth. The fleet process of each node (`gpulease.daemon.fleet`) speaks to it; broker, workers and tenants
+etcd holds the truth. The fleet process of each node (`gpulease.daemon.fleet`) talks to it; broker, workers and tenants
 never do. `rules` decides, from events and the time; `etcd` carries transactions there and answers back; `directory`
 tells tenants which nodes to ask.
 """

@@ -1,7 +1,7 @@
 """`python -m gpulease.daemon.fleet CHANNEL_FD PARENT_PID SANDBOX`: the broker starts it.
 
-The process parses what etcd says, so it runs in the workers' sandbox, but may connect to etcd's ports. The broker opens
-the files of its certificates.
+The process parses etcd's answers, so it runs in the workers' sandbox, but may connect to etcd's ports. The broker opens
+its certificate files.
 """
 
 import asyncio
@@ -27,8 +27,8 @@ from gpulease.daemon.sandbox.measures import Needs, SandboxBroken, SandboxSettin
 from gpulease.daemon.sandbox.trial import prepare
 
 MAX_PRIVATE_BYTES: Final = 2 << 30
-"""The process's private memory. An honest one uses some 80 MiB, and 8 MiB of addresses for each of gRPC's threads, of
-which many cores have more. Stops answers that make it grow without end."""
+"""The process's private memory. An honest one uses some 80 MiB, and 8 MiB of addresses for each of gRPC's threads;
+hosts with many cores have more threads. Stops answers that make it grow without end."""
 
 DNS_PORT: Final = 53
 
@@ -38,7 +38,7 @@ RANDOM: Final = Path("/dev/urandom")
 """gRPC's library reads this device for its random numbers, and ends the process where it can't."""
 
 _LIBRARIES: Final = tuple(map(Path, ("/lib", "/lib64", "/usr/lib", "/usr/lib64")))
-"""The C library loads what it resolves names with when it is first asked."""
+"""Folders of the C library, which loads its name resolution modules at the first look-up."""
 
 
 def main(channel_fd: int, parent_pid: int, sandbox: SandboxSettings) -> int:
@@ -49,14 +49,17 @@ def main(channel_fd: int, parent_pid: int, sandbox: SandboxSettings) -> int:
     go_on_logging("fleet", opens_own=False)
     channel = socket.socket(fileno=channel_fd)
     try:
+        # The broker opened the certificates: this process reads them now and can't open files later.
         start, fds = receive_message(channel)
         files = SentFiles()
         try:
             files.take(start["files"], fds)
         finally:
             close_all(fds)
+        # Open the machine's clocks while /dev and /proc are still reachable.
         readings = MachineReadings()
-        # gRPC starts threads with its first channel: a thread that runs by now would stay outside.
+        # gRPC starts threads with its first channel, and threads that exist already would stay outside the sandbox. So
+        # enter the sandbox before the client is created.
         plan, _ = prepare(sandbox, needs_of(start["etcd"]), lambda _: ())
         plan.enter((channel_fd, *readings.fds), parent_pid)
         asyncio.run(_serve(start, files, channel, readings))
@@ -69,24 +72,23 @@ def main(channel_fd: int, parent_pid: int, sandbox: SandboxSettings) -> int:
 
 
 class SentFiles:
-    """The certificates as the broker last sent them."""
+    """The certificates that the broker sent last."""
 
     def __init__(self) -> None:
         self._last: Certificates | None = None
 
     def take(self, names: Sequence[str], fds: Sequence[int]) -> None:
-        """Read the open files of those names, which stay open. Raises BadEtcdSettings."""
+        """Read the passed open files, named by `names`. They stay open. Raises BadEtcdSettings."""
         self._last = received_certificates(names, fds)
 
     def read(self) -> Certificates | None:
-        """Return the certificates; None for plain text."""
         return self._last
 
 
 def needs_of(endpoints: Sequence[str]) -> Needs:
-    """Return what the process needs inside the sandbox: etcd's ports, and whatever resolves names.
+    """Return what the process needs inside the sandbox: etcd's ports, and the files for name resolution.
 
-    A file that resolves names is often replaced by another of its name, so the folders are needed.
+    Those files are often replaced by new ones of the same name, so the sandbox must contain their folders.
     """
     ports = {DNS_PORT, *map(port_of, endpoints)}
     readable = (RESOLVER.parent, RESOLVER.resolve().parent, RANDOM, *_LIBRARIES)

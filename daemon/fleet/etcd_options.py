@@ -1,4 +1,4 @@
-"""The options by which an operator's commands find a fleet's etcd, and their questions to it."""
+"""Command-line options for reaching a fleet's etcd, and the transactions of operators' commands."""
 
 import signal
 from collections.abc import Callable
@@ -16,11 +16,11 @@ FILE: Final = click.Path(path_type=Path, dir_okay=False)
 
 
 class NotDone(Exception):
-    """Raised if etcd refused a command's question, or did not answer it; the text says what to do."""
+    """etcd refused a command's transaction, or did not answer it. The text says what to do."""
 
 
 async def done(client: EtcdClient, transaction: Transaction) -> Answer:
-    """Return the answer of etcd. Raises NotDone where there is none."""
+    """Return etcd's answer. Raises NotDone if it refuses or does not answer."""
     match await client.do(transaction):
         case Answer() as answer:
             return answer
@@ -40,7 +40,7 @@ def etcd_options(command: Callable[..., Any]) -> Callable[..., Any]:
     def with_settings(
         etcd: str, etcd_ca: Path | None, etcd_certificate: Path | None, etcd_key: Path | None, **others: Any
     ) -> Any:
-        # The command line's start has the signal end the process; a peer that leaves must not.
+        # The command line makes SIGPIPE end the process; a peer that closes its connection must not.
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
         try:
             settings = EtcdSettings(parse_endpoints(etcd), etcd_ca, etcd_certificate, etcd_key)

@@ -1,7 +1,8 @@
-"""`python -m gpulease.daemon.fleet.fence`: what `gpulease fleet fence` runs.
+"""`python -m gpulease.daemon.fleet.fence`: runs `gpulease fleet fence`.
 
-A node is fenced by the removal of its record: it can't beat and claim any more. Its claimed leases end by its horizon
-at the latest, so its names are free a horizon later. An operator who knows that the node has no power need not wait.
+Removing a node's record fences it: it can't send heartbeats or claim names any more. Its claimed leases end by its
+membership deadline (horizon) at the latest, so its names are free one horizon later. An operator who knows that the
+node is powered off need not wait.
 """
 
 import asyncio
@@ -40,17 +41,17 @@ from gpulease.daemon.fleet.rules.membership import node_removal
 from gpulease.daemon.fleet.unreadable_records import shown_key
 
 POLL_S: Final = 1.0
-"""Longest sleep in a row, since a suspended host's sleep takes longer."""
+"""Longest single sleep, since a sleep that spans a suspension of the host takes longer."""
 
 EXIT_FAILED: Final = 1
 
 
 class NotFenced(Exception):
-    """Raised if a node was not fenced, or its names are not free; the text says why, and what to do."""
+    """A node was not fenced, or its names are not free. The text says why, and what to do."""
 
 
 def boot_s() -> float:
-    """Return seconds since the host was booted, its suspension included (clock_gettime(2), CLOCK_BOOTTIME)."""
+    """Return seconds since the host's boot, including suspensions (clock_gettime(2), CLOCK_BOOTTIME)."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -67,11 +68,11 @@ async def fence(
     Raises NotFenced and NotDone.
 
     Args:
-        client: The way to etcd.
+        client: The client for etcd.
         node_id: The node.
-        waits: False if the node surely has no power.
-        say: Told what is done, in sentences.
-        clock: Seconds that pass while the host sleeps, too.
+        waits: False if the node is certainly powered off.
+        say: Called with a sentence about each step.
+        clock: A clock in seconds that continues while the host sleeps.
 
     Returns:
         The names that are free now.
@@ -79,15 +80,16 @@ async def fence(
     key = node_key(node_id)
     found = await done(client, Transaction(reads=(Get(key), Get(HORIZON))))
     node = next(iter(found.found[0]), None)
-    # Before anything is done: a fence whose wait is unknown would free names that are in use.
+    # Read the horizon before changing anything: a fence with an unknown wait would free names that are in use.
     horizon_s = _horizon_s(found.found[1]) if waits else 0.0
     last_incarnation = found.revision if node is None else node.create_revision
     if node is not None:
+        # Remove the record only in the incarnation that was just read: a node that has rejoined meanwhile is alive.
         removal = Transaction((CreateRevisionIs(key, last_incarnation),), node_removal(node_id))
         if not (await done(client, removal)).succeeded:
             raise NotFenced(f"node {node_id} has joined anew meanwhile: look at it, and fence it again if need be")
         say(f"Node {node_id} is fenced: it can claim nothing more, and its claimed leases end.")
-    # Only now: without its record the node claims nothing more.
+    # List the claims after the removal: without its record the node can't add any.
     names = await done(client, Transaction(reads=(Get(NAMES, is_prefix=True),)))
     claims = [item for item in names.found[0] if _is_of(item, node_id, last_incarnation, say)]
     if node is None and not claims:
@@ -96,17 +98,20 @@ async def fence(
         wait_s = horizon_s * (1 + DEFAULT_TERMS.rho)
         say(f"Waiting {wait_s:.1f} s, until its claimed leases have ended even if nobody can reach it.")
         until = clock() + wait_s
-        # In short sleeps: one that spans a suspension of the host is longer by it.
+        # Sleep in short steps: a long sleep would not count time for which this host is suspended.
         while (left_s := until - clock()) > 0:  # noqa: ASYNC110  # nothing happens that an event could tell
             await asyncio.sleep(min(left_s, POLL_S))
     if claims or not waits:
-        # For what else it has: every node takes the mark for the proof that the memberships of before are over.
+        # Leave the mark for resources other than names: it proves to every node that earlier memberships are over.
         await done(client, Transaction((CreateRevisionIs(key, 0),), (Put(fenced_key(node_id), b""),)))
     return await _free_names(client, node_id, claims)
 
 
 def _horizon_s(found: tuple[KeyValue, ...]) -> float:
-    """Return the horizon by which the fleet's nodes end claimed leases, in seconds. Raises NotFenced."""
+    """Return the fleet's horizon in seconds, after which claimed leases of a silent node have ended.
+
+    Raises NotFenced.
+    """
     where = HORIZON.decode()
     if not found:
         raise NotFenced(
@@ -121,7 +126,7 @@ def _horizon_s(found: tuple[KeyValue, ...]) -> float:
 
 
 def _is_of(item: KeyValue, node_id: str, last_incarnation: int, say: Callable[[str], None]) -> bool:
-    """Return whether a claim is of one of the node's memberships until then, and say if nobody can know that."""
+    """Return whether a claim belongs to one of the node's memberships so far. Reports a claim that does not show it."""
     claim = read_claim(item.value)
     if isinstance(claim, Unreadable):
         say(f"Nobody knows whose claim {shown_key(item.key)} is, for it can't be read: it stays ({claim.reason}).")
@@ -135,7 +140,7 @@ async def _free_names(client: EtcdClient, node_id: str, claims: list[KeyValue]) 
         name = name_of(item.key)
         if isinstance(name, Unreadable):
             continue
-        # A claim that is another by now is of a membership that began since, or of another node.
+        # Compare the revision: a changed claim belongs to a later membership, or to another node.
         removal = (Delete(item.key), Delete(held_key(node_id, name)))
         if (await done(client, Transaction((ModRevisionIs(item.key, item.mod_revision),), removal))).succeeded:
             freed.append(name)

@@ -45,52 +45,49 @@ EPOCHS: Final = PREFIX + b"epochs"
 JOINED: Final = PREFIX + b"joined"
 
 MAX_EPOCH_BASE: Final = 1 << 62
-"""Largest base of epochs that is read. Stops a foreign writer from letting epochs outgrow 64 bits."""
+"""Largest epoch base that is accepted. Stops a foreign writer from making epochs exceed 64 bits."""
 
 MAX_GENERATION_BYTES: Final = 128
-"""Longest generation that is kept as it is. It goes into the journal and into messages of the daemon's processes."""
+"""Longest generation that is kept unchanged. The journal and the messages between the daemon's processes contain it."""
 
 MAX_NODE_ID_BYTES: Final = 255
-"""Longest id of a node, as long as a host's name (RFC 1035, 2.3.4). Stops keys that no message could carry."""
+"""Longest id of a node, as long as a host name (RFC 1035, 2.3.4). Stops keys that do not fit in messages."""
 
 
 def node_key(node_id: str) -> bytes:
-    """Return the key of a node's record."""
     return NODES + node_id.encode()
 
 
 def fenced_key(node_id: str) -> bytes:
-    """Return the key of the mark that a node's fence leaves."""
+    """Return the key of the mark that fencing a node leaves."""
     return FENCED + node_id.encode()
 
 
 def inventory_key(node_id: str) -> bytes:
-    """Return the key of a node's inventory."""
     return INVENTORIES + node_id.encode()
 
 
 def name_key(name: str) -> bytes:
-    """Return the key of a name's claim."""
     return NAMES + name.encode()
 
 
 def held_key(node_id: str, name: str = "") -> bytes:
-    """Return the key of a claim among those of its node; without a name the prefix of all of them."""
+    """Return the key of a claim in its node's list; without a name, the prefix of that list."""
     return HELD + node_id.encode() + b"/" + name.encode()
 
 
 def is_quotas(key: bytes, node_id: str) -> bool:
-    """Return whether a key among those of a node's claims is of a lease's entry in a quota, and not of a name."""
+    """Return whether a key in a node's list belongs to a lease's quota entry, not to a name."""
     return b"/" in key.removeprefix(held_key(node_id))
 
 
 def held_name(key: bytes, node_id: str) -> str | Unreadable:
-    """Return the name whose claim has that key among those of its node."""
+    """Return the claimed name of a key in its node's list."""
     return _name(key.removeprefix(held_key(node_id)))
 
 
 def node_id_of(key: bytes) -> str | Unreadable:
-    """Return the id of the node whose record or inventory has that key."""
+    """Return the node's id from the key of its record or inventory."""
     node_id = key.removeprefix(NODES).removeprefix(INVENTORIES)
     try:
         return node_id.decode() if 0 < len(node_id) <= MAX_NODE_ID_BYTES else Unreadable("its key names no node")
@@ -99,7 +96,7 @@ def node_id_of(key: bytes) -> str | Unreadable:
 
 
 def name_of(key: bytes) -> str | Unreadable:
-    """Return the name whose claim has that key."""
+    """Return the name from the key of its claim."""
     return _name(key.removeprefix(NAMES))
 
 
@@ -112,7 +109,7 @@ NodeId = Annotated[str, Meta(min_length=1, max_length=MAX_NODE_ID_BYTES)]
 EpochBase = Annotated[int, Meta(ge=0, le=MAX_EPOCH_BASE)]
 
 _HorizonSeconds = Annotated[float, Meta(ge=MIN_HORIZON_S, le=MAX_HORIZON_S)]
-"""No node has another: a directory would find all of them silent by a shorter one."""
+"""Nodes never have a value outside these bounds. With a shorter one a directory would call all of them silent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +118,9 @@ class CardRecord:
 
     Attributes:
         capacity_bytes: Bytes that the node leases of it.
-        largest_bytes: Largest slice that would be granted now.
+        largest_bytes: Largest slice that the node would grant now.
         leases: Number of leases on it.
-        is_partition: The card is a MIG partition.
+        is_partition: Whether the card is a MIG partition.
     """
 
     uuid: Text
@@ -136,13 +133,13 @@ class CardRecord:
 
 @dataclass(frozen=True, slots=True)
 class InventoryRecord:
-    """What a node has, for directories.
+    """A node's inventory, for directories.
 
     Attributes:
-        addresses: Where tenants reach the node, as `tls:HOST:PORT` and the like.
-        labels: What the operator says of the node, such as {"zone": "a"}.
+        addresses: Addresses for tenants, such as `tls:HOST:PORT`.
+        labels: The operator's labels for the node, such as {"zone": "a"}.
         cards: Its cards.
-        is_draining: It admits nobody.
+        is_draining: Whether it refuses new leases.
         version: The daemon's version.
     """
 
@@ -153,13 +150,12 @@ class InventoryRecord:
     version: Text = ""
 
     def encode(self) -> bytes:
-        """Encode the record as JSON."""
         return dumps(asdict(self), separators=(",", ":")).encode()
 
 
 @dataclass(frozen=True, slots=True)
 class _Beat:
-    """The members of a node's record that each version writes."""
+    """The members of a node's record that all versions write."""
 
     nonce: Text
     boot_ms: Number = 0
@@ -168,21 +164,20 @@ class _Beat:
 
 @dataclass(frozen=True, slots=True)
 class NodeRecord(_Beat):
-    """A node's membership: as small as can be, for etcd keeps each beat until it compacts.
+    """A node's membership. It is small, because etcd keeps each heartbeat until it compacts.
 
     Attributes:
-        nonce: Tells one write from every other, so that a writer finds its own again after a lost answer.
-        boot_ms: The node's clock (CLOCK_BOOTTIME) at the beat.
-        beat: Number of the beat, which the daemon's journal had reached before: a journal that has a lower one is a
-            copy, or an earlier state; 0: a version that does not count.
-        inventory: What the node has, where its daemon is of a version that writes it with each beat; None: it has a key
-            of its own.
+        nonce: Identifies this write, so that the writer recognises it after a lost answer.
+        boot_ms: The node's clock (CLOCK_BOOTTIME) at the heartbeat.
+        beat: Number of the heartbeat. The daemon's journal recorded it first, so a journal with a lower number is a
+          copy or an earlier state; 0: a version without numbers.
+        inventory: The inventory, from a daemon version that writes it with each heartbeat; None if it has its own key.
     """
 
     inventory: InventoryRecord | None = None
 
     def encode(self) -> bytes:
-        """Encode the record as JSON; its inventory, if it has one, lies in the same object."""
+        """Encode the record as JSON. An inventory goes into the same object."""
         members = {"nonce": self.nonce, "boot_ms": self.boot_ms, "beat": self.beat}
         inventory = {} if self.inventory is None else asdict(self.inventory)
         return dumps(members | inventory, separators=(",", ":")).encode()
@@ -194,11 +189,11 @@ class ClaimRecord:
 
     Attributes:
         node_id: The node that serves the name.
-        incarnation: The create revision of that node's record when it claimed: the claim is void under another.
+        incarnation: The create revision of that node's record when it claimed. The claim is void under another one.
         lease_id: The lease, in 32 hexadecimal digits.
-        tenant: Whose lease it is.
-        nonce: Tells one claim from every other, so that a claimer finds its own again after a lost answer.
-        epoch_base: The claim's epoch is the sum of this and its mod revision.
+        tenant: The lease's tenant.
+        nonce: Identifies this claim, so that its writer recognises it after a lost answer.
+        epoch_base: The claim's epoch is this plus its mod revision.
     """
 
     node_id: NodeId
@@ -209,30 +204,27 @@ class ClaimRecord:
     epoch_base: EpochBase = 0
 
     def encode(self) -> bytes:
-        """Encode the record as JSON."""
         return dumps(asdict(self), separators=(",", ":")).encode()
 
 
 @dataclass(frozen=True, slots=True)
 class EpochsRecord:
-    """Says that all leases of before a generation are over, so that names are given out under it.
+    """States that all leases from before a generation are over, so that nodes may claim names under it.
 
     Attributes:
         generation: Text of the generation key.
-        base: A claim's epoch is the sum of this and its revision, so epochs rise though a restored store's revisions
-            have fallen.
+        base: A claim's epoch is this plus its revision. So epochs rise even if the revisions of a restored store are
+          lower.
     """
 
     generation: Text
     base: EpochBase
 
     def encode(self) -> bytes:
-        """Encode the record as JSON."""
         return dumps(asdict(self), separators=(",", ":")).encode()
 
 
 def read_node(value: bytes) -> NodeRecord | Unreadable:
-    """Read a node's record."""
     beat, inventory = read_record(_Beat, value), read_record(InventoryRecord, value)
     if isinstance(beat, Unreadable):
         return beat
@@ -243,17 +235,16 @@ def read_node(value: bytes) -> NodeRecord | Unreadable:
 
 
 def read_inventory(value: bytes) -> InventoryRecord | Unreadable:
-    """Read what a node has."""
+    """Read a node's inventory."""
     return read_record(InventoryRecord, value)
 
 
 def read_claim(value: bytes) -> ClaimRecord | Unreadable:
-    """Read a claim."""
     return read_record(ClaimRecord, value)
 
 
 def read_epochs(value: bytes) -> EpochsRecord | Unreadable:
-    """Read since when names are given out."""
+    """Read the generation under which nodes may claim names."""
     return read_record(EpochsRecord, value)
 
 
@@ -263,7 +254,7 @@ def read_horizon_s(value: bytes) -> float | Unreadable:
 
 
 def read_generation(value: bytes) -> str:
-    """Return the store's generation as a short text, another one for each value: an operator may put any."""
+    """Return the store's generation as a short text, distinct for each value: operators may write any value."""
     try:
         text = value.decode() if len(value) <= MAX_GENERATION_BYTES else ""
     except UnicodeDecodeError:

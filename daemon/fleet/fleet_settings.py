@@ -1,4 +1,4 @@
-"""The `[fleet]` table as a value: which fleet a node belongs to, and how it is seen there."""
+"""The `[fleet]` table as a value: the node's fleet, and what the node publishes there."""
 
 from dataclasses import dataclass, field
 from enum import Enum

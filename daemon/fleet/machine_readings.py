@@ -1,4 +1,4 @@
-"""Readings of this machine by which a pause of all of it can be seen (`rules.pauses`)."""
+"""Readings of this machine from which `rules.pauses` detects a pause of the whole machine."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ from gpulease.daemon.contract.control_page import boot_ns
 from gpulease.daemon.fleet.rules.pauses import MachineReading, is_new_generation, stolen_of
 
 HOST_CLOCKS: Final = frozenset({"KVM virtual PTP", "hyperv", "ptp_vmw"})
-"""Names of PTP clocks by which hypervisors pass on their host's clock (Linux: drivers/ptp, drivers/hv)."""
+"""Names of PTP clocks with which hypervisors expose their host's clock (Linux: drivers/ptp, drivers/hv)."""
 
 MAX_STAT_BYTES: Final = 1 << 20
 """Largest /proc/stat that is read: that of 4,096 processors has 300 KiB before its interrupts."""
@@ -26,11 +26,11 @@ _KERNEL_GROUP: Final = 1
 
 
 class MachineReadings:
-    """The clocks and counters, opened. Open them before the sandbox is entered.
+    """The open clocks and counters. Open them before the process enters the sandbox.
 
     Args:
-        clocks: Where the kernel lists its PTP clocks.
-        devices: Where their devices are.
+        clocks: The kernel's folder of PTP clocks.
+        devices: The folder of their devices.
         stat: The file with the processors' times.
     """
 
@@ -47,18 +47,18 @@ class MachineReadings:
 
     @property
     def fds(self) -> tuple[int, ...]:
-        """Return the descriptors that the sandbox is to leave open."""
+        """The descriptors that the sandbox must leave open."""
         uevents_fd = None if self._uevents is None else self._uevents.fileno()
         return tuple(fd for fd in (self._clock_fd, self._stat_fd, uevents_fd) if fd is not None)
 
     def read(self) -> MachineReading:
-        """Read all that there are."""
+        """Read all available clocks and counters."""
         self._generations += self._new_generations()
         began_ns = boot_ns()
         host_ns, stolen_ns = None, {}
         if self._clock_fd is not None:
             with contextlib.suppress(OSError):
-                # A clock that is a device has its descriptor for its id (clock_getres(2), dynamic POSIX clocks).
+                # The clock id of a device is made from its descriptor (clock_getres(2), dynamic POSIX clocks).
                 host_ns = time.clock_gettime_ns((~self._clock_fd << 3) | 3)
         if self._stat_fd is not None:
             with contextlib.suppress(OSError):
@@ -66,7 +66,6 @@ class MachineReadings:
         return MachineReading(began_ns, boot_ns(), host_ns, stolen_ns, self._generations)
 
     def close(self) -> None:
-        """Close them."""
         for fd in (self._clock_fd, self._stat_fd):
             if fd is not None:
                 os.close(fd)
@@ -74,7 +73,10 @@ class MachineReadings:
             self._uevents.close()
 
     def _new_generations(self) -> int:
-        """Return how many messages have come that say so. A socket that overflowed has lost some, and goes on."""
+        """Return how many new messages report a new generation id.
+
+        A socket that overflowed has lost some, and continues.
+        """
         count = 0
         with contextlib.suppress(OSError):
             while self._uevents is not None:
@@ -98,7 +100,7 @@ def _open(path: Path) -> int | None:
 
 
 def _open_uevents() -> socket.socket | None:
-    """Return a socket for the kernel's messages about devices, where there may be one."""
+    """Return a socket for the kernel's messages about devices, if available."""
     uevents = None
     try:
         uevents = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_NONBLOCK, _NETLINK_KOBJECT_UEVENT)

@@ -1,7 +1,7 @@
-"""The fleet process: it carries a member's effects to etcd and to the broker, and their answers back.
+"""The fleet process: it sends a member's effects to etcd and to the broker, and brings their answers back.
 
-`Member` decides. A beat waits until the broker has written the last horizon to the control pages, and its mark to the
-journal: a broker that hangs does not look alive to the fleet, so its names come free.
+`Member` decides. A heartbeat waits until the broker has written the last membership deadline to the control pages, and
+the heartbeat's mark to the journal. So a hanging broker does not look alive to the fleet, and its names become free.
 """
 
 import asyncio
@@ -63,36 +63,37 @@ from gpulease.daemon.log.writer import log_event
 from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
 
 MESSAGES_PER_TURN: Final = 64
-"""Messages of the broker's that are taken in one turn of the loop: a turn for each was slower than tenants ask."""
+"""Messages from the broker that one turn of the loop handles. With one per turn, the loop was slower than tenants
+ask."""
 
 SIZES_S: Final = 60.0
-"""Between two looks at the sizes of etcd's databases. A fleet fills its 2 GiB in hours, not in minutes."""
+"""Time from one check of etcd's database sizes to the next. A fleet fills its 2 GiB in hours, not in minutes."""
 
 _IS_COMPACTED: Final = "has been compacted"
-"""What etcd says where another member, or etcd by itself, took the same history away."""
+"""etcd's error if another member, or etcd itself, has removed the same history."""
 
 MAX_SLEEP_S: Final = 1.0
-"""Longest sleep of the loop's timer, whose clock stands still while the host is suspended; the rules' clock goes on."""
+"""Longest sleep of the loop's timer. Its clock stops while the host is suspended; the rules' clock continues."""
 
 INSTANCE_BYTES: Final = 8
-"""Random bytes that tell this process's writes from those of every other of the node."""
+"""Random bytes that distinguish this process's writes from all others of the node."""
 
 READING_S: Final = 0.25
-"""Between two readings of the machine's clocks: a pause is noticed so long after it, at most."""
+"""Time from one reading of the machine's clocks to the next, and so the longest delay until a pause is noticed."""
 
 LEAST_PAUSE_NS: Final = 50_000_000
-"""Shortest pause that is taken for one: the times in /proc/stat are whole hundredths of a second."""
+"""Shortest difference that counts as a pause: /proc/stat has whole hundredths of a second."""
 
 
 class FleetProcess:
-    """A member of the fleet with its etcd and its broker.
+    """A fleet member, connected to etcd and to the broker.
 
     Args:
         member: The rules, with the node's state.
-        client: The way to etcd.
+        client: The client for etcd.
         channel: The broker's channel.
-        on_files: Takes the names and descriptors of certificates' files that the broker opened anew.
-        readings: Show whether the machine was paused.
+        on_files: Called with the names and descriptors of certificate files that the broker has opened again.
+        readings: Detect pauses of the machine.
         clock_ns: CLOCK_BOOTTIME in nanoseconds.
     """
 
@@ -120,16 +121,16 @@ class FleetProcess:
         self._asks: set[asyncio.Task[None]] = set()
         self._unset_horizons = 0
         self._kept_beat: int | None = None
-        """A beat whose mark is kept, until the last horizon is set too."""
+        """A heartbeat with a durable mark that still waits for the last deadline to be set."""
         self._not_compacted = ""
         self._size_task = PeriodicTask(self._report_size, SIZES_S, _log_size_fault)
         self._ended = asyncio.Event()
         self._handlers = self._effect_handlers()
 
     async def run(self) -> None:
-        """Serve until the broker is gone, or a fault of the rules has lost what they knew.
+        """Serve until the broker is gone, or until a fault in the rules has lost their state.
 
-        The broker answers then all who wait, and starts another process, which joins as the same member.
+        The broker then answers all waiting requests and starts another process, which joins as the same member.
         """
         loop = asyncio.get_running_loop()
         self._channel.setblocking(False)
@@ -161,7 +162,7 @@ class FleetProcess:
             for effect in self._member.handle(event, self._clock_ns()):
                 self._handlers[type(effect)](effect)
         except Exception:
-            # Effects are lost with it, and answers to who waits may be among them.
+            # The fault has lost effects, perhaps with answers that someone waits for. So end; the broker starts over.
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"handling {type(event).__name__} in the fleet")
             self._ended.set()
 
@@ -202,13 +203,13 @@ class FleetProcess:
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="compacting etcd")
             return
         refusal = outcome.reason if isinstance(outcome, Rejected) and _IS_COMPACTED not in outcome.reason else ""
-        # Once a minute for weeks, the same would be said.
+        # The refusal may last for weeks: log it once, not once a minute.
         if refusal and refusal != self._not_compacted:
             self._note(Noted(Note.NOT_COMPACTED, refusal))
         self._not_compacted = refusal
 
     async def _report_size(self) -> None:
-        """Report the member of etcd whose database is the largest."""
+        """Report the member of etcd with the largest database."""
         largest = max(await self._client.sizes(), key=lambda size: size.size_bytes, default=None)
         if largest is not None:
             self._send({"op": "store", **largest._asdict()})
@@ -218,7 +219,7 @@ class FleetProcess:
         try:
             outcome = await self._client.do(effect.transaction)
         except Exception as error:
-            # Whatever it was, the rules wait for an outcome.
+            # Whatever failed, the rules wait for an outcome: Unknown is always true.
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="asking etcd")
             outcome = Unknown(f"a fault of this node's: {error}"[:MAX_FAULT_CHARS])
         self._post(Answered(effect.number, outcome))
@@ -271,7 +272,7 @@ class FleetProcess:
     # --- the machine ---
 
     def _look_at_machine(self) -> None:
-        """Say to the rules if the machine was paused since the last look."""
+        """Report a pause of the machine since the last check to the rules."""
         self._look = asyncio.get_running_loop().call_later(READING_S, self._look_at_machine)
         before, self._last_reading = self._last_reading, self._readings.read()
         missed = missed_ns(before, self._last_reading)
@@ -298,7 +299,7 @@ class FleetProcess:
             asyncio.get_running_loop().remove_writer(self._channel)
 
     def _read(self) -> None:
-        """Read what is there, so far that beats and etcd's answers still have their turn."""
+        """Read the available messages, up to a bound, so that heartbeats and etcd's answers get their turn."""
         for _ in range(MESSAGES_PER_TURN):
             try:
                 message, fds = receive_message(self._channel)
@@ -313,14 +314,14 @@ class FleetProcess:
         try:
             self._take(message, fds)
         except Exception as error:
-            # The broker is of another version, or has a bug: what it said is left out, and the fleet goes on.
+            # The broker has another version, or a bug. Ignore the message and continue.
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"reading the broker's {message.get('op')}: {error}")
             self._refuse_unread(message)
         finally:
             close_all(fds)
 
     def _refuse_unread(self, message: dict[str, Any]) -> None:
-        """Answer a request that could not be read, so that nobody waits for it."""
+        """Answer an unreadable request, so that its sender does not wait forever."""
         text = "this node's fleet process can't read the request: look at the daemon's log"
         match message:
             case {"op": "claim", "number": int(number)}:
@@ -378,7 +379,7 @@ def _log_size_fault(error: Exception) -> None:
 
 
 def record_of(message: dict[str, Any]) -> RecordChanged:
-    """Return the event that a `record` message stands for. Raises KeyError or TypeError."""
+    """Return the event for a `record` message. Raises KeyError or TypeError."""
     cards = tuple(CardRecord(*card) for card in message["cards"])
     addresses, labels = tuple(message["addresses"]), dict(message["labels"])
     return RecordChanged(addresses, labels, cards, message["is_draining"], message["version"])

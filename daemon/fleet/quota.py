@@ -1,7 +1,7 @@
-"""`python -m gpulease.daemon.fleet.quota`: what `gpulease fleet quota` runs.
+"""`python -m gpulease.daemon.fleet.quota`: runs `gpulease fleet quota`.
 
-The quotas are in etcd, where all nodes find the same. A node asks for bytes of the quota before each lease of a tenant
-whose settings there have `fleet_quota = true`.
+The quotas are in etcd, the same for all nodes. Before it grants a lease to a tenant with `fleet_quota = true` in its
+settings, a node claims bytes of that tenant's quota.
 """
 
 import asyncio
@@ -34,20 +34,20 @@ from gpulease.protocol.counts import counted
 from gpulease.protocol.sizes import parse_size, size_text
 
 DEFAULT: Final = "default"
-"""Stands for all tenants without a quota of their own, as the table `[tenants.default]` does in the settings."""
+"""Stands for all tenants without a quota of their own, like the table `[tenants.default]` in the settings."""
 
 ATTEMPTS: Final = 8
-"""Attempts to set a quota; a lease that is granted or ends meanwhile fails one."""
+"""Attempts to set a quota. A lease that begins or ends at the same time makes one fail."""
 
 EXIT_FAILED: Final = 1
 
 
 class NotSet(Exception):
-    """Raised if a quota was not set; the text says why, and what to do."""
+    """A quota was not set. The text says why, and what to do."""
 
 
 async def set_quota(client: EtcdClient, tenant: str, total_bytes: int) -> int:
-    """Set a tenant's quota; leases that are there stay. Raises NotSet and NotDone.
+    """Set a tenant's quota; existing leases stay. Raises NotSet and NotDone.
 
     Returns:
         Bytes that its leases use now.
@@ -68,12 +68,12 @@ async def set_quota(client: EtcdClient, tenant: str, total_bytes: int) -> int:
 
 
 async def set_default(client: EtcdClient, total_bytes: int) -> None:
-    """Set the quota of each tenant that has none of its own. Raises NotDone."""
+    """Set the quota of all tenants without their own. Raises NotDone."""
     await done(client, Transaction(writes=(DefaultQuota(total_bytes, 0).put(),)))
 
 
 async def describe(client: EtcdClient, tenant: str = "") -> list[str]:
-    """Return a sentence about the quota of one tenant, or of each, and about the default. Raises NotDone."""
+    """Return sentences about the quota of one tenant or of all, and about the default. Raises NotDone."""
     reads = Get(quota_prefix(tenant), is_prefix=True), Get(QUOTA_DEFAULT)
     found = await done(client, Transaction(reads=reads))
     default = read_default(found.found[1])
@@ -109,7 +109,7 @@ def _sentences(found: tuple[KeyValue, ...]) -> Iterator[str]:
 
 
 async def run(etcd: EtcdSettings, tenant: str, total_bytes: int | None) -> list[str]:
-    """Set or describe quotas. Returns what was done, in sentences. Raises NotSet and NotDone."""
+    """Set or describe quotas. Returns sentences about what it did or found. Raises NotSet and NotDone."""
     client = EtcdClient(etcd)
     try:
         if total_bytes is None:

@@ -1,4 +1,4 @@
-"""The values in etcd that one process could not read: how many it met, and which there are now."""
+"""The values in etcd that one process could not read: how many it met, and which exist now."""
 
 from dataclasses import dataclass
 from itertools import islice
@@ -12,10 +12,10 @@ MAX_REMEMBERED: Final = 64
 """Keys that are remembered. Stops a foreign writer of many keys from filling memory."""
 
 MAX_SHOWN: Final = 3
-"""Keys that are named in one sentence. Keeps a line of the log and of health short."""
+"""Keys in one sentence. Keeps a line of the log and of health short."""
 
 MAX_KEY_CHARS: Final = 200
-"""Longest key that is shown; etcd's may have a megabyte."""
+"""Longest key that is shown; etcd's keys may have a megabyte."""
 
 
 @dataclass(slots=True)
@@ -26,11 +26,11 @@ class _Found:
 
 
 class UnreadableRecords:
-    """Keys whose values can't be read.
+    """Keys with unreadable values.
 
     Attributes:
-        count: Values that were met since the process began. Each revision of a key counts once, as long as no more than
-            MAX_REMEMBERED keys are unreadable at a time.
+        count: Unreadable values since the process began. Each revision of a key counts once, as long as at most
+          MAX_REMEMBERED keys are unreadable at a time.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class UnreadableRecords:
         self._found: dict[bytes, _Found] = {}
 
     def add(self, item: KeyValue, reason: str, now_ns: int = 0) -> None:
-        """Take a value that could not be read at that time."""
+        """Count a value that could not be read at that time."""
         before = self._found.pop(item.key, None)
         if before is None or before.mod_revision != item.mod_revision:
             self.count += 1
@@ -47,20 +47,20 @@ class UnreadableRecords:
         self._found[item.key] = _Found(item.mod_revision, reason, now_ns)
 
     def forget(self, key: bytes) -> None:
-        """Take in that a key has another value now, or none."""
+        """Forget a key that has another value now, or none."""
         self._found.pop(key, None)
 
     def forget_before(self, seen_ns: int) -> None:
-        """Forget the keys that were last met before that time: they may be gone since."""
+        """Forget the keys last met before that time: they may be gone since."""
         while self._found:
-            # In the order in which they were met last.
+            # The dictionary is in the order of the last meetings.
             key, found = next(iter(self._found.items()))
             if found.seen_ns >= seen_ns:
                 return
             del self._found[key]
 
     def sentence(self) -> str:
-        """Return what an operator should know of those that there are now; "" if there are none."""
+        """Return what an operator should know of the present ones; "" without any."""
         if not self._found:
             return ""
         shown = [f"{shown_key(key)} ({found.reason})" for key, found in islice(self._found.items(), MAX_SHOWN)]
@@ -74,6 +74,6 @@ class UnreadableRecords:
 
 
 def shown_key(key: bytes) -> str:
-    """Return a key as an operator may read it: a foreign writer's moves no cursor, and is cut."""
+    """Return a key as safe text for an operator: without control characters, and cut."""
     text = key[:MAX_KEY_CHARS].decode(errors="backslashreplace")
     return printable(text, instead="?")[:MAX_KEY_CHARS]

@@ -51,14 +51,12 @@ class EmbeddedCards:
         self._sizes_bytes = tuple(sizes_bytes)
 
     def discover(self, known: Mapping[str, KeptCard]) -> list[CardFacts]:
-        """Return the cards with their present sizes."""
         return [
             CardFacts(f"GPU-{uuid.uuid5(_NAMESPACE, str(index))}", index, "embedded CPU card", size, found_bytes=size)
             for index, size in enumerate(self._sizes_bytes)
         ]
 
     def why_no_context(self) -> CardsUnavailable | None:
-        """Return None: no driver can be broken."""
         return None
 
     def process_bytes(self, card_uuid: str, pid: int) -> int:
@@ -70,8 +68,6 @@ class EmbeddedCards:
         return CardReading(0, {})
 
     def load(self, card_uuid: str) -> CardLoad:
-        """Return an unknown load: nothing measures an emulated card."""
         return CardLoad()
 
-    def close(self) -> None:
-        """Do nothing: no handle is open."""
+    def close(self) -> None: ...

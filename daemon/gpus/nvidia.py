@@ -125,7 +125,6 @@ class NvidiaCards:
         return CardLoad(utilization_percent, used_bytes)
 
     def close(self) -> None:
-        """Shut NVML down."""
         pynvml.nvmlShutdown()
 
     def _facts(self, index: int, known: Mapping[str, KeptCard]) -> CardFacts:

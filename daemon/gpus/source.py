@@ -128,14 +128,11 @@ class CardSource(Protocol):
     def has_others(self) -> bool:
         """True if programs other than workers can hold memory of these cards."""
 
-    def read(self, card_uuid: str) -> CardReading:
-        """Read a card. Raises CardsUnavailable."""
+    def read(self, card_uuid: str) -> CardReading: ...
 
-    def load(self, card_uuid: str) -> CardLoad:
-        """Return a card's load."""
+    def load(self, card_uuid: str) -> CardLoad: ...
 
-    def close(self) -> None:
-        """Close the library."""
+    def close(self) -> None: ...
 
 
 RETRY_S: Final = 30.0

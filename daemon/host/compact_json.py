@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 
 def compact_encoder(*, sorts_keys: bool = False) -> Callable[[object], bytes]:
-    """Return an encoder to UTF-8; by `json`, which is slower, if msgspec is missing.
+    """Return an encoder to UTF-8. Falls back to `json`, which is slower, if msgspec is missing.
 
     It escapes exactly what RFC 8785, section 3.2.2.2, does, with the same letters. Objects that JSON lacks become their
     `str`. The encoder raises UnicodeEncodeError for half of a surrogate pair.

@@ -1,4 +1,4 @@
-"""Packages that one of gpulease's extras installs: a sentence where they are missing."""
+"""Checks for the packages of gpulease's optional extras."""
 
 import importlib.util
 from collections.abc import Sequence

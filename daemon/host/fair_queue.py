@@ -1,10 +1,10 @@
-"""Fair sharing of a process's one thread among those who ask: a round-robin queue of connections.
+"""Fair sharing of a process's one thread: a round-robin queue of connections.
 
-The broker shares among tenants, a fleet's directory among the sources of its connections.
+The broker shares its thread among tenants, a fleet's directory among the sources of its connections.
 
-In each round of the event loop every tenant is served once, whatever the number of its connections. The tenant's first
+Each round of the event loop serves every tenant once, whatever the number of its connections. A tenant's first
 connection with a request is served at once. Its other connections wait in the tenant's queue, one round each. A tenant
-that floods the daemon through all its connections delays the others by one quantum of its own a round.
+that floods the daemon through all its connections delays the others by one quantum of its own per round.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ class FairQueue:
 
     @property
     def is_quantum_over(self) -> bool:
-        """Return whether the connection that is served now has used its quantum."""
+        """Whether the connection that is served now has used its quantum."""
         return self._clock_ns() >= self.quantum_ends_ns
 
     def enqueue(self, tenant: Hashable, serve: Serve) -> None:

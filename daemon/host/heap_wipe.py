@@ -1,9 +1,8 @@
-"""Makes a process overwrite memory that it frees, so that nothing of one lease is left for the next.
+"""Makes a process overwrite memory that it frees, so that no bytes of one lease remain for the next.
 
-Python's own allocator leaves freed blocks as they were, and so do the caches of glibc for blocks and for threads'
-stacks. So Python uses malloc for everything (Python/C API, "Memory Management", PYTHONMALLOC). Tunables have malloc
-overwrite freed blocks, keep no cache of others, and unmap large ones (glibc manual, "Tunables": glibc.malloc.perturb
-and others).
+Python's own allocator leaves freed blocks unchanged, and so do glibc's caches for blocks and for threads' stacks. So
+Python uses malloc for everything (Python/C API, "Memory Management", PYTHONMALLOC). Tunables make malloc overwrite
+freed blocks, cache no others, and unmap large ones (glibc manual, "Tunables": glibc.malloc.perturb and others).
 """
 
 import contextlib
@@ -24,7 +23,7 @@ WIPING_HEAP: Final = {
         )
     ),
 }
-"""Variables with which the process must be started: both are read once, at the start."""
+"""Variables that the process must be started with: both are read only then."""
 
 _M_PERTURB: Final = -6
 """The number of the parameter (mallopt(3), malloc.h of glibc)."""
@@ -46,9 +45,9 @@ def is_told_to_wipe() -> bool:
 
 @cache
 def is_heap_wiped() -> bool:
-    """Return whether this process overwrites memory that it frees: it was started so, and a trial shows it.
+    """Return whether this process overwrites memory that it frees: it was started so, and a test confirms it.
 
-    Another C library does not, nor does one that is told to ignore the environment.
+    Another C library does not, nor does one that must ignore the environment.
     """
     # Python counts the blocks of its own allocator, and not those of malloc (sys.getallocatedblocks).
     return is_told_to_wipe() and not sys.getallocatedblocks() and not any(map(_is_left, _TRIED_BYTES))
@@ -73,9 +72,9 @@ def _is_left(size_bytes: int) -> bool:
 
 
 def stop_wiping() -> None:
-    """Have this process leave freed memory as it is, for good. Memory that was freed before stays overwritten.
+    """Make this process leave freed memory as it is, permanently. Memory that was freed before stays overwritten.
 
-    For a process that has freed what nobody may read, and has no other lease's bytes. No C library but glibc wipes.
+    For a process that has already freed its secrets and holds no bytes of another lease. Only glibc wipes at all.
     """
     with contextlib.suppress(AttributeError):
         ctypes.PyDLL(None).mallopt(_M_PERTURB, 0)

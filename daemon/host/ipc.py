@@ -1,7 +1,7 @@
-"""Channels between the daemon's own processes: one msgpack map a datagram, with file descriptors beside it.
+"""Channels between the daemon's own processes: each datagram is one msgpack map, with optional file descriptors.
 
-SOCK_SEQPACKET keeps message boundaries and reports the peer's death as end of stream (unix(7)). Both ends are ours. But
-a tenant may have taken its worker over, so a worker's messages are checked like any other input.
+SOCK_SEQPACKET keeps message boundaries and reports the peer's death as end of stream (unix(7)). Both ends are ours, but
+a tenant may have compromised its worker, so a worker's messages are checked like any other input.
 """
 
 import array
@@ -16,15 +16,16 @@ import msgpack
 from gpulease.daemon.host.unix_place import bound_to_path
 
 MAX_MESSAGE_BYTES: Final = 124 << 10
-"""Largest datagram. The largest honest one carries bytes that a tenant sent behind its ATTACH: a control connection's
-receive buffer at most, 64 KiB and a header. A process that overwrites memory that it frees (host/heap_wipe.py) would
-map room for 128 KiB anew for each message, in 70 us."""
+"""Largest datagram. The largest honest one carries bytes that a tenant sent behind its ATTACH: at most a control
+connection's receive buffer, 64 KiB and a header. A process that overwrites memory that it frees
+(host/heap_wipe.py) would map 128 KiB again for each message, in 70 us."""
 
 PACKING_BYTES: Final = 4096
-"""First size of the buffer in which a message is packed. The library's own 256 KiB would be mapped anew, too."""
+"""First size of the buffer in which a message is packed. The library's own 256 KiB would be mapped again each time,
+too."""
 
 MAX_FDS: Final = 4
-"""Most descriptors beside one message."""
+"""Most descriptors in one message."""
 
 
 # Plain integers: an operation on an IntFlag costs as much as the system call.
@@ -33,7 +34,7 @@ _LACKS_FDS: Final = int(socket.MSG_CTRUNC)
 
 
 class ChannelClosed(Exception):
-    """The other process is gone, or has sent something that is no message."""
+    """The other process is gone, or has sent something other than a message."""
 
 
 def channel_pair() -> tuple[socket.socket, socket.socket]:
@@ -60,7 +61,7 @@ def send_message(sock: socket.socket, message: dict[str, Any], fds: tuple[int, .
 
 
 class Outbox:
-    """Sends messages through a channel that may be full: they wait for room in their order, with their descriptors.
+    """Sends messages through a channel that may be full. They wait in order, with their descriptors.
 
     Args:
         sock: The channel's socket, which must not block.
@@ -96,7 +97,7 @@ class Outbox:
         self._waiting.append((message, kept, then))
 
     def flush(self) -> bool:
-        """Send the messages that there is room for. Returns whether any was sent. Raises ChannelClosed."""
+        """Send the messages that fit. Returns whether it sent any. Raises ChannelClosed."""
         was = len(self._waiting)
         while self._waiting:
             message, fds, then = self._waiting[0]
@@ -110,16 +111,15 @@ class Outbox:
         return len(self._waiting) < was
 
     def close(self) -> None:
-        """Drop the messages that wait."""
         while self._waiting:
             close_all(self._waiting.popleft()[1])
 
 
 def receive_message(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Receive one message and its descriptors, which are close-on-exec and the caller's.
+    """Receive one message and its descriptors, which are close-on-exec and belong to the caller.
 
-    If one of the descriptors did not get through, there are none. Raises ChannelClosed, or BlockingIOError if there is
-    no message yet.
+    Returns an empty list of descriptors if one of them was lost. Raises ChannelClosed, or BlockingIOError if no message
+    has arrived.
     """
     space = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
     try:
@@ -148,7 +148,7 @@ def receive_message(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def close_all(fds: "array.array[int] | list[int]") -> None:
-    """Close descriptors that came with a message and that nobody needs."""
+    """Close the descriptors of a message that the receiver does not need."""
     for fd in fds:
         socket.close(fd)
 

@@ -1,8 +1,8 @@
-"""Standard output that a process keeps to itself: kernels print there.
+"""Standard output that a process captures: kernels print there.
 
-CUDA's driver writes what kernels print to the standard output of C, and the embedded driver does as it does. A worker
-puts sealed memory in the place of the descriptor, so that nothing of it reaches the daemon's log, and nothing blocks:
-a write that finds no room fails, and C's stream remembers that.
+CUDA's driver writes what kernels print to the standard output of C, and the embedded driver does the same. A worker
+replaces the descriptor with sealed memory, so that nothing of it reaches the daemon's log, and nothing blocks: a write
+without room fails, and C's stream records that.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ def write_output(data: bytes) -> None:
 
 
 class KeptOutput:
-    """Keeps this process's standard output from now on."""
+    """Captures this process's standard output from now on."""
 
     def __init__(self) -> None:
         """Raises OSError if the host has no memory for it."""
@@ -37,7 +37,7 @@ class KeptOutput:
         os.close(fd)
 
     def take(self) -> tuple[bytes, bool]:
-        """Return what was written since the last call, and whether some of it found no room; nothing is kept."""
+        """Return and discard what was written since the last call, and whether some output found no room."""
         stream = _stream()
         _LIBC.fflush(stream)
         is_lost = bool(_LIBC.ferror(stream))

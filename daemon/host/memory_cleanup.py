@@ -1,7 +1,7 @@
 """The broker's garbage: when Python's cycle collector runs, and when malloc returns freed memory to the host.
 
-A full collection goes through every object the broker holds: 0.1 s with ten thousand leases. No deadline is kept and no
-request is answered in that time, so full collections are rare. Cycles that a request leaves (`construct` makes them as
+A full collection visits every object the broker holds: 0.1 s with ten thousand leases. The broker meets no deadline and
+answers no request in that time, so full collections are rare. Cycles that a request leaves (`construct` makes them as
 it parses) die young, and the short collections find them.
 
 After many connections have closed, malloc keeps more memory than the rest of the broker uses.
@@ -26,7 +26,7 @@ CROWD: Final = 64
 """Closed connections after which the heap is trimmed. Fewer hold little memory."""
 
 TRIM_AFTER_S: Final = 1.0
-"""Delay of a trim: connections often close together. Bounds how often the heap is gone through."""
+"""Delay of a trim. Connections often close together, so one trim serves many."""
 
 
 class Trimmer:
@@ -37,7 +37,6 @@ class Trimmer:
         self._timer: asyncio.TimerHandle | None = None
 
     def count_closed(self) -> None:
-        """Count one more closed connection."""
         self._closed += 1
         if self._closed >= CROWD and self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(TRIM_AFTER_S, self._trim)
@@ -50,13 +49,13 @@ class Trimmer:
 
 
 def trim() -> None:
-    """Return to the host what malloc keeps of freed memory. A C library without that call keeps it."""
+    """Return freed memory from malloc to the host. Does nothing with a C library that lacks the call."""
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def collect_rarely() -> None:
-    """Make full collections rare. Objects that exist by now, at the end of start-up, are never gone through again."""
+    """Make full collections rare, and exempt the objects that exist now, at the end of the start."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG, MIDDLE, FULL)

@@ -1,4 +1,4 @@
-"""A task of the event loop that calls one function again and again."""
+"""A task of the event loop that calls one function repeatedly."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -9,9 +9,9 @@ class PeriodicTask:
 
     Args:
         call: The coroutine function to call.
-        pause_s: Seconds from the end of one call to the next. A function is asked anew before each pause.
-        on_fault: Called with an exception that `call` raised, while it is being handled. The next call follows all the
-            same. Without `on_fault` the first exception ends the task.
+        pause_s: Seconds from the end of one call to the next. A function is called before each pause.
+        on_fault: Called with an exception that `call` raised, while it is being handled. The task continues.
+            Without `on_fault` the first exception ends the task.
     """
 
     def __init__(
@@ -27,7 +27,6 @@ class PeriodicTask:
 
     @property
     def is_started(self) -> bool:
-        """Return whether `start` was called."""
         return self._task is not None
 
     def start(self, *, at_once: bool = False) -> None:
@@ -36,7 +35,7 @@ class PeriodicTask:
             self._task = asyncio.get_running_loop().create_task(self._run(at_once))
 
     async def stop(self) -> None:
-        """Cancel the task and wait until it has ended. A task that never started is none to stop."""
+        """Cancel the task and wait until it has ended. Does nothing if the task never started."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

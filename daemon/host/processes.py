@@ -1,8 +1,8 @@
-"""Processes and threads of the daemon: prctl(2), pidfd_open(2), /proc, and a pool of threads that is always complete.
+"""Processes and threads of the daemon: prctl(2), pidfd_open(2), /proc, and a pool that starts all its threads at once.
 
-The daemon starts all threads that it ever needs when it starts. A host may allow no more later (setrlimit(2),
-RLIMIT_NPROC; a control group's pids.max). In the middle of leases nobody could then read a card: no session's memory
-would be checked, and no memory proved free.
+The daemon starts all threads that it will ever need when it starts. A host may refuse more later (setrlimit(2),
+RLIMIT_NPROC; a control group's pids.max). During leases the daemon could then not read a card: it would check no
+session's memory and prove no memory free.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ PR_SET_CHILD_SUBREAPER: Final = 36
 PR_SET_NO_NEW_PRIVS: Final = 38
 
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
-"""Made once: a worker changes its name at each lease, and to make this takes six times as long as the call."""
+"""Loaded once: a worker changes its name at each lease, and loading takes six times as long as the call."""
 
 
 def _prctl(option: int, argument: int | bytes) -> None:
@@ -78,7 +78,7 @@ def exit_text(status: int) -> str:
 
 
 def has_ended(pidfd: int, within_s: float = 0.0) -> bool:
-    """Return whether a process has ended, or ends in time: its pidfd is readable from then on (pidfd_open(2))."""
+    """Return whether a process has ended, or ends within the time: its pidfd then becomes readable (pidfd_open(2))."""
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(within_s * 1000))
@@ -96,7 +96,7 @@ def name_of(pid: int) -> str:
 def started_ticks(pid: int) -> int:
     """Return when a process was started, in clock ticks since the host's boot (proc_pid_stat(5), field 22).
 
-    Process id and start together name one process of a boot. Returns 0 if there is no such process.
+    Process id and start together identify one process of a boot. Returns 0 if there is no such process.
     """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
@@ -107,7 +107,7 @@ def started_ticks(pid: int) -> int:
 
 
 class _LossyText(io.TextIOBase):
-    """Text that is written to a descriptor, and lost if nobody takes it."""
+    """Text that is written to a descriptor, and lost when the reader is gone."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -126,16 +126,16 @@ class _LossyText(io.TextIOBase):
 
 
 def survive_stderr() -> None:
-    """Drop what this process writes to standard error once the terminal or pipe is gone, rather than end."""
+    """Lose what this process writes to standard error once the terminal or pipe is gone, instead of ending."""
     sys.stderr = _LossyText(2)
 
 
 POOL_THREADS: Final = 32
-"""Threads for calls that block: reading cards, reading files anew. So many readers share one listing of a card's
-processes; a listing that hangs keeps one thread."""
+"""Threads for calls that block: reading cards and files. So many readers share one listing of a card's processes; a
+listing that hangs occupies one thread."""
 
 STACK_BYTES: Final = 1 << 20
-"""Stack of each thread: 32 MiB together. With the usual 8 MiB, a host that does not overcommit would count 256 MiB."""
+"""Stack of each thread: 32 MiB in total. With the usual 8 MiB, a host that does not overcommit would count 256 MiB."""
 
 HINT: Final = (
     "Let the daemon have more: TasksMax= and LimitNPROC= of its service, `ulimit -u`, pids.max of its control group,"

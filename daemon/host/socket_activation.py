@@ -1,9 +1,9 @@
-"""Listening sockets that the service manager hands over when it starts the daemon: sd_listen_fds(3).
+"""Listening sockets that the service manager passes when it starts the daemon: sd_listen_fds(3).
 
-A .socket unit's sockets belong to the service manager: it made them, and set their owner and mode. The others were made
-by an earlier daemon, which left them in the service manager's file descriptor store (FDSTORE=1, sd_notify(3)). A client
-that connects while no daemon runs then waits instead of being refused. These sockets are known by the name (FDNAME)
-under which they were stored.
+A .socket unit's sockets belong to the service manager: it created them and set their owner and mode. The others were
+created by an earlier daemon, which left them in the service manager's file descriptor store (FDSTORE=1, sd_notify(3)),
+under a name (FDNAME) that identifies them. With either kind, a client that connects while no daemon runs waits instead
+of being refused.
 """
 
 import os
@@ -34,16 +34,16 @@ _NAMES: Final = "LISTEN_FDNAMES"
 
 
 class CannotListen(Exception):
-    """The daemon, or a process of its own, can't serve an address; the message is a sentence for the operator."""
+    """The daemon, or one of its processes, can't serve an address. The message is a sentence for the operator."""
 
 
 class BadHandover(Exception):
-    """The sockets handed over don't fit the addresses of the settings; the message is a sentence for the operator."""
+    """The passed sockets don't fit the addresses of the settings. The message is a sentence for the operator."""
 
 
 @dataclass(frozen=True, slots=True)
 class GivenSocket:
-    """A socket that was handed over.
+    """A socket that the service manager passed.
 
     Attributes:
         name: The name of its unit, or the name under which an earlier daemon stored it.
@@ -54,7 +54,7 @@ class GivenSocket:
 
     @property
     def was_kept(self) -> bool:
-        """Return whether an earlier daemon made it."""
+        """Whether an earlier daemon created it."""
         return self.name.startswith(KEPT_PREFIX)
 
     def __str__(self) -> str:
@@ -64,17 +64,17 @@ class GivenSocket:
 
 
 def kept_name(address: Address) -> str:
-    """Return the name under which an address's sockets are stored; it depends on the words of the settings alone."""
+    """Return the name under which an address's sockets are stored. It depends only on the address in the settings."""
     return KEPT_PREFIX + blake2b(str(address).encode(), digest_size=8).hexdigest()
 
 
 def take_sockets(environment: MutableMapping[str, str], pid: int) -> list[GivenSocket]:
-    """Return the sockets handed over to this process.
+    """Return the sockets that the service manager passed to this process.
 
     The variables are removed from `environment`, and children inherit no descriptor.
 
     Raises:
-        BadHandover: A descriptor is no listening stream socket.
+        BadHandover: A descriptor is not a listening stream socket.
     """
     process, count, names = (environment.pop(name, "") for name in (_PROCESS, _COUNT, _NAMES))
     if process != str(pid):
@@ -112,21 +112,21 @@ def _listening(fd: int) -> socket.socket:
 
 @dataclass
 class Assigned:
-    """The sockets handed over, by the address that they serve.
+    """The passed sockets, by the address that they serve.
 
     Attributes:
-        stale: Sockets of an earlier daemon whose address is gone from the settings, or has another socket.
+        stale: Sockets of an earlier daemon: the settings have dropped the address, or it has another socket.
     """
 
     by_address: dict[Address, list[GivenSocket]] = field(default_factory=dict)
     stale: list[GivenSocket] = field(default_factory=list)
 
     def of(self, address: Address) -> list[socket.socket]:
-        """Return an address's sockets; none if the daemon has to bind it."""
+        """Return an address's sockets; an empty list if the daemon has to bind it."""
         return [given.sock for given in self.by_address.get(address, [])]
 
     def kept(self, address: Address) -> list[GivenSocket]:
-        """Return those of an address's sockets that an earlier daemon made."""
+        """Return those of an address's sockets that an earlier daemon created."""
         return [given for given in self.by_address.get(address, []) if given.was_kept]
 
     def is_units(self, address: Address) -> bool:
@@ -138,11 +138,11 @@ def assign(given: Iterable[GivenSocket], listen: Mapping[Address, Sequence[tuple
     """Assign each socket to an address of the settings.
 
     Args:
-        given: The sockets handed over.
+        given: The passed sockets.
         listen: The addresses of the settings; those of TCP with the IP addresses and ports of their names.
 
     Raises:
-        BadHandover: No address names a unit's socket. It would be open, and nobody would answer.
+        BadHandover: A unit's socket matches no address. It would accept connections that the daemon never answers.
     """
     assigned = Assigned()
     by_kept_name = {kept_name(address): address for address in listen}
@@ -155,6 +155,7 @@ def assign(given: Iterable[GivenSocket], listen: Mapping[Address, Sequence[tuple
                 assigned.stale.append(one)
                 continue
         else:
+            # A unit's socket has no stored name: what it is bound to decides which address it serves.
             owner = next((address for address, hosts in listen.items() if _answers_for(one.sock, address, hosts)), None)
             if owner is None:
                 raise BadHandover(
@@ -164,7 +165,7 @@ def assign(given: Iterable[GivenSocket], listen: Mapping[Address, Sequence[tuple
         assigned.by_address.setdefault(owner, []).append(one)
     for address, those in list(assigned.by_address.items()):
         if isinstance(address, UnixAddress) and len(those) > 1:
-            # Nobody can tell to which of them the file at that path leads.
+            # Which of them the file at that path leads to is unknowable, so the daemon binds a new one.
             assigned.stale += assigned.by_address.pop(address)
     return assigned
 

@@ -1,7 +1,7 @@
-"""The place of a Unix socket: the socket's file, and the lock beside it.
+"""The place of a Unix socket: the socket's file and its lock file.
 
-Whoever cleans a folder may remove either under a living process. So nobody takes a place without having tried to
-connect there, a process removes no file but its own, and makes anew what was removed.
+Whatever cleans a folder may remove either file while the process lives. So a process takes a place only after it has
+tried to connect there, removes no file but its own, and restores files that were removed.
 """
 
 import contextlib
@@ -22,14 +22,15 @@ BACKLOG: Final = 512
 """Connections the kernel keeps until they are accepted. The kernel's own limit may be lower."""
 
 LOOK_S: Final = 5.0
-"""Seconds between two calls of `UnixPlace.restore`: how long clients may find no socket."""
+"""Seconds from one call of `UnixPlace.restore` to the next: the longest time for which clients find no socket."""
 
 MAX_TRIES: Final = 100
-"""Tries for a lock whose file is removed between its opening and its locking. Stops somebody who keeps removing it."""
+"""Tries for a lock, in case its file is removed after opening and before locking. Bounds the loop against a program
+that keeps removing it."""
 
 
 class PlaceChange(Enum):
-    """What became of a place's files."""
+    """What happened to a place's files."""
 
     SOCKET_ANEW = auto()
     LOCK_ANEW = auto()
@@ -37,23 +38,23 @@ class PlaceChange(Enum):
 
 
 Reporter = Callable[[PlaceChange, str, str], None]
-"""Takes a change, the path of the file, and why that can't be made anew: "" unless it is lost."""
+"""Takes a change, the path of the file, and the reason why it can't be restored: "" unless it is lost."""
 
 
 class UnixPlace:
-    """A place that is this process's from now on, as far as nobody listens there.
+    """A place that belongs to this process from now on, unless another process listens there.
 
     Args:
         address: The place.
-        mode: The permissions of sockets that are made there.
-        report: Gets each change.
+        mode: The permissions of sockets that are created there.
+        report: Called with each change.
 
     Attributes:
-        problem: Why clients can't connect; "" as long as they can.
+        problem: The reason why clients can't connect; "" as long as they can.
 
     Raises:
         CannotListen: Another process holds the lock.
-        OSError: The lock can't be made.
+        OSError: The lock file can't be created.
     """
 
     def __init__(self, address: UnixAddress, mode: int, report: Reporter) -> None:
@@ -65,11 +66,11 @@ class UnixPlace:
         self._is_made_here = False
 
     def bind(self) -> socket.socket:
-        """Make a socket that listens. A socket's file that is there is replaced if nobody listens behind it.
+        """Create a listening socket. Replaces an existing socket file if no process listens behind it.
 
         Raises:
-            CannotListen: Somebody listens, or may listen.
-            OSError: The socket can't be made.
+            CannotListen: A process listens, or may listen.
+            OSError: The socket can't be created.
         """
         if Path(self.address.path).is_socket():
             try:
@@ -109,9 +110,9 @@ class UnixPlace:
         return sock
 
     def restore(self) -> socket.socket | None:
-        """Make anew what was removed. Returns the socket in place of the one before; None if that is there.
+        """Restore removed files. Returns the new socket that replaces the old one; None if the old one is intact.
 
-        It reports what it makes anew, and once what can't be made. Call it again after LOOK_S, for as long as the place
+        Reports what it restores, and once what it can't restore. Call it again after LOOK_S, for as long as the place
         is held.
         """
         is_there = self._is_there()
@@ -131,7 +132,7 @@ class UnixPlace:
         return made
 
     def release(self, *, keep_file: bool = False) -> None:
-        """Give the place up, and remove the socket's file unless it is another's, or to be kept."""
+        """Release the place. Removes the socket's file, unless it belongs to another process or is to be kept."""
         if self._is_made_here and not keep_file and self._is_there():
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.address.path)
@@ -146,9 +147,9 @@ class UnixPlace:
 
 
 class PlaceLock:
-    """A lock file beside a Unix socket, held for as long as one daemon listens there.
+    """A lock file next to a Unix socket, held for as long as one daemon listens there.
 
-    The lock stops two daemons that start at a time from taking a socket from one another.
+    The lock stops two daemons that start together from taking a socket from one another.
 
     Raises:
         CannotListen: Another daemon holds the lock.
@@ -161,7 +162,7 @@ class PlaceLock:
         self._fd = self._taken()
 
     def renew(self) -> bool:
-        """Take the lock again if its file was removed. Returns whether it was. Raises as the class does."""
+        """Take the lock again if its file was removed. Returns whether that was so. Raises as the class does."""
         if self._is_at_path(self._fd):
             return False
         fd = self._taken()
@@ -170,7 +171,6 @@ class PlaceLock:
         return True
 
     def release(self) -> None:
-        """Release the lock and remove its file."""
         with contextlib.suppress(OSError):
             # Only the holder removes the file, so no other daemon's can have come to the path since the check.
             if self._is_at_path(self._fd):
@@ -224,12 +224,12 @@ def bound_to_path(
 
 
 def listener_at(path: str) -> int | None:
-    """Return the process that listens at a path: None if none does, 0 for one that can't be named.
+    """Return the process that listens at a path: None without one, 0 for an unidentifiable one.
 
-    A listener of this process gets a connection that is closed at once.
+    A listener in this process gets a connection that is closed at once.
 
     Raises:
-        OSError: Nobody can tell: this user may not connect, or it is a socket of another kind.
+        OSError: Undecidable: this user may not connect, or it is a socket of another kind.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as tried:
         tried.setblocking(False)
@@ -246,7 +246,7 @@ def listener_at(path: str) -> int | None:
 
 
 def file_at(path: str) -> os.stat_result | None:
-    """Return what the file system says of a path, which may be a link; None if nothing is there."""
+    """Return the file's status at a path, which may be a link; None if it does not exist."""
     try:
         return os.stat(path, follow_symlinks=False)
     except (FileNotFoundError, NotADirectoryError):

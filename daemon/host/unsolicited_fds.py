@@ -1,4 +1,4 @@
-"""Refuses descriptors that nobody asked for: whoever writes to a Unix socket may pass some (unix(7), SCM_RIGHTS).
+"""Refuses unsolicited descriptors: any peer that writes to a Unix socket may pass some (unix(7), SCM_RIGHTS).
 
 The reader must close them, and so does the kernel for messages that are never read. Closing a descriptor that a peer
 sent can block for as long as the peer likes: the last close of a TCP connection waits for its peer (socket(7),
@@ -32,7 +32,7 @@ def refuse_descriptors(sock: socket.socket) -> bool:
 
 @contextlib.contextmanager
 def interrupting_closes() -> Iterator[None]:
-    """Interrupt closes in which the main thread blocks, again and again, if the kernel can't refuse descriptors.
+    """Repeatedly interrupt closes that block the main thread, if the kernel can't refuse descriptors.
 
     A signal ends the wait, and the waits for the other descriptors of the same message.
     """

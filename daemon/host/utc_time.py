@@ -1,4 +1,4 @@
-"""Texts of the wall clock's time, as the log and the audit log have them. Reads no clock."""
+"""UTC texts of the wall clock, for the log and the audit log. Reads no clock."""
 
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache

@@ -1,6 +1,6 @@
-"""An acquire in two steps: its checks, then its place. Between them the fleet is asked for what it claims.
+"""An acquire in two steps: its checks, then its placement. Between the two, the node asks the fleet for the claim.
 
-A claim costs the fleet's store a write. So what the node refuses in any case is refused before it.
+A claim costs a write to the fleet's store. The node therefore refuses first whatever it would refuse anyway.
 """
 
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ class AcquireStep(Enum):
     """Steps of an acquire that is claimed in the fleet between its checks and its place."""
 
     BOTH = "both"
-    """Check and place at once: nothing is claimed."""
+    """Check and place in one step, because the acquire claims nothing."""
     CHECK = "check"
-    """Count it against its tenant's rate, and check what is asked for; the reply is `Checked` or `Denied`."""
+    """Count the acquire against its tenant's rate and check the request. The reply is `Checked` or `Denied`."""
     PLACE = "place"
-    """Check all but the rate again, and place it."""
+    """Repeat every check but the rate, because the node may have changed since CHECK, and place the acquire."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """Reply to an acquire's CHECK: it may be claimed. Nothing is kept for it."""
+    """Reply to an acquire's CHECK: the node may claim it in the fleet. The node reserves nothing meanwhile."""
 
     request: int

@@ -1,4 +1,4 @@
-"""Admission: the checks of an acquire, its placement and the queue; and the drain of a node."""
+"""Admission: the checks of an acquire, its placement and the queue. Drain: emptying a node by a deadline."""
 
 from dataclasses import replace
 from typing import Final
@@ -44,18 +44,28 @@ class Admission:
     def on_rules_changed(self, event: TenantRulesChanged, now_ns: int, out: list[Effect]) -> None:
         """Apply new bounds to future requests; tenants keep the leases and places in the queue they have."""
         store = self._store
+        # Limits are not retroactive: tenants with a lease or a queued acquire keep them, so `invariants` must not
+        # report those tenants for exceeding the new limits.
         store.under_earlier_rules = {*store.live_by_tenant, *(waiter.acquire.tenant for waiter in store.queue)}
         store.limits = replace(store.limits, tenants=event.rules)
         store.renamed |= event.renamed
+        # A renamed tenant may be another person now, who must not get a context with the first person's data.
         self._pool.drop_renamed(now_ns, out)
 
     def acquire(self, event: AcquireRequested, now_ns: int, out: list[Effect]) -> None:
-        """Check the request; then place it, queue it, or refuse it."""
+        """Check the request, then place it, queue it or refuse it.
+
+        Appends exactly one of `Denied`, `Checked`, a placement's effects, or the queue's timer.
+        """
+        # Step 1: the checks that need no card. The rate comes first, so that refused requests count against it too.
         denial = self._check_rate(event, now_ns) or self._store.drain_denial(now_ns)
         denial = denial or self._check_request(event) or self._check_claim(event, now_ns) or self._check_counts(event)
         if denial is not None:
             out.append(Denied(event.request, denial))
             return
+        # Step 2: narrow the cards down. `selected`: the cards that the request names. `usable`: those that its tenant
+        # may use. `suitable`: those of the right kind. `candidates`: those that could hold the lease if they were
+        # empty.
         selected = placement.select(self._store.accounts, event.selector)
         usable = self._usable(selected, event.tenant)
         suitable = [account for account in usable if placement.suits(account, event.terms.exclusivity)]
@@ -65,15 +75,19 @@ class Admission:
         if denial is not None:
             out.append(Denied(event.request, denial))
             return
+        # Step 3: a claimed acquire stops here. The node asks the fleet for the claim and comes back with PLACE.
         if event.step is AcquireStep.CHECK:
             out.append(Checked(event.request))
             return
+        # Step 4: first come, first served. Serve waiters before the newcomer, and keep the newcomer off every card that
+        # a waiter holds back.
         if self._store.queue.end_holds(now_ns):
-            # The timer is late, but waiters still come before a newcomer.
+            # The hold timer fires late, but waiters still come before a newcomer.
             self.serve_queue(now_ns, out)
         held = self._store.queue.held_cards()
         allowed = [account for account in candidates if account.card.uuid not in held]
         account = placement.choose(allowed, event.terms, self._store.order)
+        # Step 5: place it, refuse it, or let it wait.
         if account is not None:
             self._place(event, account, now_ns, out)
         elif event.wait_ms == 0:
@@ -82,11 +96,13 @@ class Admission:
             self._enqueue(event, candidates, now_ns, out)
 
     def serve_queue(self, now_ns: int, out: list[Effect]) -> None:
-        """Place every waiter that fits and is not held back; refuse those past their time."""
+        """Place every waiter that fits and is not held back, and refuse those whose waiting time is over."""
         self._store.queue.end_holds(now_ns)
+        # Each placement changes which cards have room, so ask the queue again for the first waiter that fits.
         while (found := self._store.queue.next_placeable()) is not None:
             waiter, account = found
             self._store.queue.leave(waiter)
+            # The waiter's timer may be late. A client that no longer waits must not get a lease.
             if now_ns >= waiter.due_ns:
                 out.append(Denied(waiter.acquire.request, self._waited_in_vain(waiter, now_ns)))
             else:
@@ -94,10 +110,10 @@ class Admission:
         self._store.has_freed_room = False
 
     def on_wait_timer(self, request: int, now_ns: int, out: list[Effect]) -> None:
-        """Refuse a waiter whose time is over."""
         waiter = self._store.queue.get(request)
         if waiter is None:
             return
+        # The table checks every timer against its own times; an early one is armed again.
         if now_ns < waiter.due_ns:
             out.append(ArmTimer(WaitTimerFired(request), waiter.due_ns))
             return
@@ -105,7 +121,7 @@ class Admission:
         out.append(Denied(request, self._waited_in_vain(waiter, now_ns)))
 
     def on_hold_timer(self, now_ns: int, out: list[Effect]) -> None:
-        """Serve the waiters that were held back for long enough."""
+        """End the holds that are due, serve the waiters that they kept back, and arm the timer for the next end."""
         if self._store.queue.end_holds(now_ns):
             self.serve_queue(now_ns, out)
         due_ns = self._store.queue.next_hold_end_ns()
@@ -113,18 +129,18 @@ class Admission:
             out.append(ArmTimer(HoldTimerFired(), due_ns))
 
     def drop(self, waiter: Waiter) -> None:
-        """Take a waiter out of the queue, so that those behind it may go on."""
+        """Remove a waiter from the queue, so that the waiters behind it can be placed."""
         self._store.queue.leave(waiter)
         self._store.has_freed_room = True
 
     def close_queue(self, denial: Denial, out: list[Effect]) -> None:
-        """Refuse every waiter."""
         for waiter in self._store.queue:
             self._store.queue.leave(waiter)
             out.append(Denied(waiter.acquire.request, denial))
 
     def _place(self, event: AcquireRequested, account: CardAccount, now_ns: int, out: list[Effect]) -> None:
         orphan_ms = event.terms.orphan_ms
+        # The tenant chose no bound, so the node's default applies. The lease carries its value from here on.
         if orphan_ms is None:
             orphan_ms = self._store.limits.orphan_s * 1000
         lease = Lease(
@@ -138,6 +154,7 @@ class Admission:
             spawn_due_ns=now_ns + self._store.limits.spawn_timeout_s * NS_PER_S,
             max_story_entries=self._store.limits.max_story_entries,
         )
+        # The store charges the card now, so that no later acquire gets these bytes. The pool then picks the worker.
         self._store.open(lease)
         self._pool.place(lease, now_ns, out)
 
@@ -149,17 +166,19 @@ class Admission:
             out.append(Denied(event.request, denial))
             return
         queue = self._store.queue
+        # Remember when the shared timer is due before this waiter joins, to see whether it must fire earlier now.
         armed_ns = queue.next_hold_end_ns()
         holds_until_ns = queue.terms.end_for(event.tenant, now_ns)
         waiter = Waiter(event, candidates, now_ns, now_ns + event.wait_ms * NS_PER_MS, holds_until_ns)
         queue.join(waiter)
         out.append(ArmTimer(WaitTimerFired(event.request), waiter.due_ns))
-        # One timer serves all waiters; it is due when the first hold ends, or earlier.
+        # One timer serves all waiters. It must fire when the first hold ends.
         hold_end_ns = queue.next_hold_end_ns()
         if hold_end_ns is not None and (armed_ns is None or hold_end_ns < armed_ns):
             out.append(ArmTimer(HoldTimerFired(), hold_end_ns))
 
     def _check_rate(self, event: AcquireRequested, now_ns: int) -> Denial | None:
+        # CHECK has already counted this acquire; counting it again would halve the tenant's rate.
         if event.step is AcquireStep.PLACE:
             return None
         return self._store.rates.denial(event.tenant, self._store.limits.tenants.of(event.tenant), now_ns)
@@ -192,26 +211,31 @@ class Admission:
         return check_ttl(event.terms.ttl_ms, self._store.limits, event.tenant)
 
     def _check_claim(self, event: AcquireRequested, now_ns: int) -> Denial | None:
-        """Return the denial for a claim that can't be served; None if it can, or without a claim."""
+        """Return the denial for a claim that this node can't serve; None if it can, or if nothing is claimed."""
         name, epoch = event.terms.name, event.terms.epoch
         if event.step is AcquireStep.CHECK:
+            # At CHECK there is no claim yet.
             return None
+        # Past the membership deadline another node may serve the same claims.
         if event.terms.is_claimed and self._store.is_isolated(now_ns):
             return denials.isolated(denials.NO_HORIZON)
         if not name:
             return None
+        # One name has one lease per node until that lease's memory is proved free. Only its own tenant learns the id.
         if (holder := self._store.claimed.get(name)) is not None:
             return denials.name_taken(name, holder.lease_id if holder.tenant == event.tenant else None)
         if (waiting := self._store.queue.named(name)) is not None:
             is_own = waiting.acquire.tenant == event.tenant
             return denials.name_taken(name, waiting.acquire.lease_id if is_own else None)
+        # A claim with a lower epoch than one served here is an old one that arrives late. Granting it would give the
+        # name to two tenants in turn.
         if (highest := self._store.epochs.of(name)) >= epoch:
             return denials.old_epoch(name, epoch, highest)
         self._store.epochs.note(name, epoch)
         return None
 
     def _check_counts(self, event: AcquireRequested) -> Denial | None:
-        # Waiters count as placed, so that placing them later can't go over a limit.
+        # Waiters count as placed, so that placing them later can't exceed a limit.
         store, limits = self._store, self._store.limits
         if len(store.live) + len(store.queue) >= limits.max_leases:
             return denials.over_limit(
@@ -233,14 +257,18 @@ class Admission:
         return self._store.check_bytes(event.tenant, event.terms.size_bytes)
 
     def _usable(self, selected: tuple[CardAccount, ...], tenant: str) -> tuple[CardAccount, ...]:
-        """Return those of the cards that the tenant may use."""
+        """Return the selected cards that the tenant may use."""
         devices = self._store.limits.tenants.of(tenant).devices
         if devices is None:
             return selected
         return tuple(a for a in selected if any(a.card.answers_to(device) for device in devices))
 
     def _check_devices(
-        self, event: AcquireRequested, selected: tuple[CardAccount, ...], usable: tuple[CardAccount, ...]
+        # Without any selected card, `_check_cards` reports the unknown selector instead.
+        self,
+        event: AcquireRequested,
+        selected: tuple[CardAccount, ...],
+        usable: tuple[CardAccount, ...],
     ) -> Denial | None:
         if usable or not selected:
             return None
@@ -252,6 +280,7 @@ class Admission:
         )
 
     def _check_queue(self, event: AcquireRequested) -> Denial | None:
+        # Bounds of the queue: of the whole node, then of one tenant, so that one tenant can't fill it for all.
         limits = self._store.limits
         if len(self._store.queue) >= limits.max_waiting:
             waiting = counted(limits.max_waiting, "request waits", "requests wait")
@@ -277,6 +306,7 @@ class Admission:
         suitable: list[CardAccount],
         candidates: tuple[CardAccount, ...],
     ) -> Denial | None:
+        # Name the most specific obstacle: an unknown card, a card of the wrong kind, or a size that never fits.
         if event.selector is not None and not selected:
             return denials.unknown_card(event.selector, [account.card for account in self._store.accounts])
         if selected and not suitable:
@@ -289,6 +319,7 @@ class Admission:
 
     def _no_room(self, event: AcquireRequested, candidates: tuple[CardAccount, ...], waited_ms: int = 0) -> Denial:
         available = placement.available_bytes(candidates, event.terms.contexts)
+        # Choose the sentence that helps the tenant to decide whether waiting is of use.
         if any(placement.fits_now(account, event.terms) for account in candidates):
             why = "earlier requests wait for the same cards"
         elif available >= event.terms.size_bytes:
@@ -309,14 +340,15 @@ REASON: Final = "the node is drained"
 
 
 class Drain:
-    """Drains a node: admits nobody, warns the tenants, and ends the leases left at a deadline.
+    """Drains a node: admits no lease, warns the tenants, and ends the remaining leases at a deadline.
 
-    1. From the request on, no lease is granted. Acquires are refused, queued ones and those whose worker still starts
-       included. The pool's contexts are dropped.
-    2. Every active lease is told how long it can last. A renewal is allowed up to that deadline and no further.
-    3. At the deadline every lease left ends, DRAINED. The node stays drained until an operator lets tenants in again,
-       also for a table restored from this one.
-    4. A second request moves the deadline, sooner or later. A cancelled drain has cost no lease any time.
+    1. From the request on, no lease is granted. Acquires are refused, including queued ones and those whose worker is
+       still starting. The pool drops its contexts.
+    2. Each active lease's subscribers receive the time that it has left. A renewal is allowed up to the drain's
+       deadline and no further.
+    3. At the deadline all remaining leases end with DRAINED. The node stays drained until an operator admits tenants
+       again. A table restored from this one is drained too.
+    4. A second request moves the deadline, to an earlier or a later time. A cancelled drain has cost no lease any time.
 
     Each method appends the effects to execute to `out`.
     """
@@ -329,20 +361,22 @@ class Drain:
     def on_requested(self, event: DrainRequested, now_ns: int, out: list[Effect]) -> None:
         """Begin a drain, or move its deadline."""
         self._store.drain_ns = now_ns + max(0, event.within_ms) * NS_PER_MS
+        # Refuse what is not granted yet: queued acquires, and leases whose worker is still starting.
         self._admission.close_queue(denials.draining(self._store.drain_ns - now_ns), out)
         for lease in self._store.live.values():
             if lease.state is LeaseState.PENDING:
                 self._teardown.begin(lease, Cause.DRAINED, REASON, now_ns, out)
+        # Reply and warn, and then end everything at once if the deadline is now.
         self._set(event.request, now_ns, out)
         self.on_timer(now_ns, out)
 
     def on_cancelled(self, event: DrainCancelled, now_ns: int, out: list[Effect]) -> None:
-        """Let tenants in again; without a drain nothing changes."""
+        """Admit tenants again. Without a drain nothing changes."""
         self._store.drain_ns = None
         self._set(event.request, now_ns, out)
 
     def on_timer(self, now_ns: int, out: list[Effect]) -> None:
-        """End the leases left, if the deadline has come."""
+        """End the remaining leases if the deadline has come; otherwise arm the timer for it."""
         if self._store.drain_ns is None:
             return
         if now_ns < self._store.drain_ns:
@@ -355,6 +389,7 @@ class Drain:
     def _set(self, request: int, now_ns: int, out: list[Effect]) -> None:
         active = [lease for lease in self._store.live.values() if lease.state is LeaseState.ACTIVE]
         out.append(DrainSet(request, self._store.drain_ns, len(active)))
+        # Every active lease gets a warning, even a repeated one: its deadline may have moved either way.
         for lease in active:
             phase = phase_of(lease, self._store.drain_ns, now_ns)
             out.append(Warned(lease.lease_id, phase.phase, phase.left_ms(now_ns)))

@@ -1,4 +1,4 @@
-"""Denials: why a request was refused, as a reason for programs, a sentence for people, and a hint."""
+"""Denials: why a request was refused, as a reason for programs, a sentence for people and a hint."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ MAX_QUOTED_CHARS: Final = 64
 
 
 class DenialReason(Enum):
-    """Reasons for a denial that a program may act on."""
+    """Reasons for a denial that a program can act on."""
 
     CAPACITY_EXCEEDED = "capacity_exceeded"
     LEASE_EXPIRED = "lease_expired"
@@ -61,19 +61,19 @@ STATUS_OF_REASON: Final = {
     DenialReason.ISOLATED: Status.BUSY,
     DenialReason.NAME_TAKEN: Status.BUSY,
 }
-"""The status on the wire of each reason."""
+"""The status on the wire for each reason."""
 
 _END_REASONS: Final = {
     status: reason
     for reason, status in STATUS_OF_REASON.items()
     if status in {end.status for end in LEASE_ENDS.values()}
 }
-"""The reason of each status with which a lease ends; no two reasons have such a status."""
+"""The reason for each status with which a lease ends. No two reasons share such a status."""
 
 
 @dataclass(frozen=True, slots=True)
 class Denial:
-    """A refusal: `message` says what failed and why, `hint` what to do. Both are sentences."""
+    """A refusal: `message` says what failed and why, `hint` says what to do. Both are whole sentences."""
 
     reason: DenialReason
     message: str
@@ -81,7 +81,7 @@ class Denial:
 
 
 def duration_text(ms: int) -> str:
-    """Return a duration for people."""
+    """Return a duration as text: in seconds from 1000 ms on, else in milliseconds."""
     return f"{ms / 1000:g} s" if ms >= 1000 else f"{ms} ms"
 
 
@@ -110,7 +110,7 @@ def lease_ended(lease: LeaseSnapshot) -> Denial:
 
 
 def lease_expired(lease: LeaseSnapshot) -> Denial:
-    """Deny work because the lease's time is over, though nothing has ended it yet."""
+    """Deny work because the lease's time is over, although no event has ended the lease yet."""
     reason, what, hint = _ended(Cause.EXPIRED)
     return Denial(reason, _ended_text(lease, what), hint)
 
@@ -125,10 +125,10 @@ def lease_pending(lease: LeaseSnapshot) -> Denial:
 
 
 def no_worker_now(reason: str) -> Denial:
-    """Deny a lease because the daemon lacks the means to start one more worker.
+    """Deny a lease because the daemon has no resource left to start one more worker.
 
     Args:
-        reason: Clause without a subject that says what happened to the worker.
+        reason: What happened to the worker, as a clause without a subject.
     """
     return Denial(
         DenialReason.BUSY,
@@ -140,7 +140,10 @@ def no_worker_now(reason: str) -> Denial:
 
 
 def not_found(lease_id: int) -> Denial:
-    """Deny access to an unknown lease, or to one that is not the caller's: the two must look the same."""
+    """Deny access to an unknown lease or to another tenant's.
+
+    Both get the same answer, so that callers can't probe for ids.
+    """
     return Denial(
         DenialReason.NOT_FOUND,
         f"You have no lease {lease_id:032x} here.",
@@ -149,7 +152,7 @@ def not_found(lease_id: int) -> Denial:
 
 
 def revoked_long_ago(lease_id: int) -> Denial:
-    """Deny work under a revoked lease of which nothing else is remembered."""
+    """Deny work under a revoked lease of which only the mark is still remembered."""
     reason, what, hint = _ended(Cause.REVOKED)
     return Denial(reason, f"Lease {lease_id:032x} {what}.", hint)
 
@@ -180,11 +183,11 @@ def draining(left_ns: int) -> Denial:
 
 
 NO_HORIZON: Final = "the node has not reached its fleet's store for too long"
-"""Why a claimed lease ends at the horizon, or is not granted behind it."""
+"""Why a claimed lease ends at its membership deadline, or is not granted after it."""
 
 
 def isolated(reason: str) -> Denial:
-    """Deny a claimed lease because the node may serve none now; `reason` says why, in a clause."""
+    """Deny a claimed lease because the node may serve none now; `reason` gives the cause as a clause."""
     return Denial(
         DenialReason.ISOLATED,
         f"No lease with a name, or with a quota in the fleet, can be granted here now: {reason}.",
@@ -193,15 +196,15 @@ def isolated(reason: str) -> Denial:
 
 
 def lease_isolated(lease: LeaseSnapshot) -> Denial:
-    """Deny work because the lease is claimed and past its horizon, though nothing has ended it yet."""
+    """Deny work because the lease is claimed and past its membership deadline, although no event has ended it yet."""
     reason, what, hint = _ended(Cause.ISOLATED)
     return Denial(reason, _ended_text(lease, what), hint)
 
 
 def name_taken(name: str, lease_id: int | None) -> Denial:
-    """Deny a name that another lease of this node has, until that lease's memory is proved free.
+    """Deny a name that another lease of this node has until that lease's memory is proved free.
 
-    `lease_id` is None for whoever asks as another tenant.
+    `lease_id` is None if the lease belongs to another tenant, who must not be disclosed.
     """
     whose = "another tenant's lease's" if lease_id is None else f"lease {lease_id:032x}'s"
     return Denial(
@@ -212,7 +215,7 @@ def name_taken(name: str, lease_id: int | None) -> Denial:
 
 
 def old_epoch(name: str, epoch: int, highest: int) -> Denial:
-    """Deny a claim that is not above the highest epoch that the name had on this node."""
+    """Deny a claim whose epoch does not exceed the highest epoch that this node has served for the name."""
     return Denial(
         DenialReason.FENCED,
         f"The claim of the name {name!r} with epoch {epoch} is over: this node has served epoch {highest}.",
@@ -231,7 +234,7 @@ def not_recorded(problem: str) -> Denial:
 
 
 def not_noted(problem: str) -> Denial:
-    """Deny a tenant's note because the audit log does not take it now; `problem` says why."""
+    """Deny a tenant's note because the audit log can't store it now; `problem` says why."""
     return Denial(
         DenialReason.NOT_RECORDED,
         f"The note may not be in the audit log: {problem}.",
@@ -240,7 +243,7 @@ def not_noted(problem: str) -> Denial:
 
 
 def no_note(problem: str) -> Denial:
-    """Deny a note that can't be a record; `problem` says why."""
+    """Deny a note that can't become a record; `problem` says why."""
     return Denial(
         DenialReason.INVALID_REQUEST,
         f"The note must be a canonical JSON object: {problem}.",
@@ -249,7 +252,7 @@ def no_note(problem: str) -> Denial:
 
 
 def too_many_notes(what: str) -> Denial:
-    """Deny a note that is one too many; `what` says of which bound."""
+    """Deny a note that exceeds a bound; `what` names the bound."""
     return Denial(DenialReason.RATE, f"The audit log accepts no more notes now: {what}.", "Send it again in a moment.")
 
 
@@ -260,7 +263,10 @@ NO_AUDIT_LOG: Final = Denial(
 
 
 def not_kept(problem: str) -> Denial:
-    """Deny a grant because the journal can't be written, so a restart would not know it; `problem` says why."""
+    """Deny a grant because the journal can't be written: a daemon that restarts would not know the lease.
+
+    `problem` says why.
+    """
     return Denial(
         DenialReason.NOT_RECORDED,
         f"No lease can be granted or renewed because the journal can't be written: {problem}.",
@@ -269,7 +275,7 @@ def not_kept(problem: str) -> Denial:
 
 
 def done_but_not_kept(what: str, problem: str) -> Denial:
-    """Report an action that was taken (`what`, a sentence) but can't be written to the journal now."""
+    """Report that an action was taken (`what`, a sentence) but that the journal can't record it now."""
     return Denial(
         DenialReason.NOT_RECORDED,
         f"{what}, but the journal can't be written: {problem}; if the daemon is restarted before it can, that is"
@@ -279,22 +285,22 @@ def done_but_not_kept(what: str, problem: str) -> Denial:
 
 
 def invalid(message: str, hint: str) -> Denial:
-    """Deny a request that makes no sense."""
+    """Deny a request with values that are out of range or contradict each other."""
     return Denial(DenialReason.INVALID_REQUEST, message, hint)
 
 
 def over_limit(name: str, message: str, hint: str) -> Denial:
-    """Deny a request over the node's bound that its configuration calls `name`."""
+    """Deny a request that exceeds the node's limit `name` (its name in the configuration)."""
     return Denial(DenialReason.LIMIT, f"{message} (limit {name}).", hint)
 
 
 def over_tenant_limit(tenant: str, name: str, message: str, hint: str) -> Denial:
-    """Deny a request over a tenant's bound that the configuration calls `name`."""
+    """Deny a request that exceeds a tenant's limit `name` (its name in the configuration)."""
     return over_limit(f"{name} of tenant {tenant!r}", message, hint)
 
 
 def over_fleet_bytes(lease_id: int, tenant: str, fleet_bytes: int) -> Denial:
-    """Deny a larger size because only the lease's first size was claimed of its tenant's quota in the fleet."""
+    """Deny a larger size, because the fleet claimed only the lease's first size from its tenant's quota."""
     return over_tenant_limit(
         tenant,
         "fleet_quota",
@@ -304,7 +310,7 @@ def over_fleet_bytes(lease_id: int, tenant: str, fleet_bytes: int) -> Denial:
 
 
 def too_fast(tenant: str, per_minute: int, wait_ms: int) -> Denial:
-    """Deny a lease because the tenant asks more often than it may."""
+    """Deny a lease because the tenant has exceeded its rate; it may ask again in `wait_ms`."""
     return Denial(
         DenialReason.RATE,
         f"Tenant {tenant!r} may ask for {counted(per_minute, 'lease')} a minute here (limit acquires_per_minute of"
@@ -314,7 +320,7 @@ def too_fast(tenant: str, per_minute: int, wait_ms: int) -> Denial:
 
 
 def unknown_card(selector: str, cards: Sequence[Card]) -> Denial:
-    """Deny a request whose selector names no card."""
+    """Deny a request whose selector matches no card of this node."""
     names = ", ".join(f"{card.index} ({card.uuid}, {card.name})" for card in cards) or "none"
     return invalid(
         f"No card answers to {selector[:MAX_QUOTED_CHARS]!r}; the cards of this node are: {names}.",
@@ -342,7 +348,7 @@ def never_fits(size_bytes: int, largest_bytes: int, available_bytes: int) -> Den
 
 
 def no_room(size_bytes: int, largest_bytes: int, available_bytes: int, *, why: str, waited_ms: int = 0) -> Denial:
-    """Deny a lease because there is no room now; `why` names the obstacle in a clause."""
+    """Deny a lease because there is no room now; `why` names the obstacle as a clause."""
     waited = f" after waiting {duration_text(waited_ms)}" if waited_ms else ""
     return Denial(
         DenialReason.CAPACITY_EXCEEDED,
@@ -353,7 +359,7 @@ def no_room(size_bytes: int, largest_bytes: int, available_bytes: int, *, why: s
 
 
 def has_session(lease_id: int) -> Denial:
-    """Deny a submit because the lease keeps no memory for submits beside its session."""
+    """Deny a submit because the lease reserves no memory for submits next to its session."""
     return invalid(
         f"Lease {lease_id:032x} reserves no memory for submits: its session was opened, and has all of it.",
         "Submit on a lease whose session is never opened, or reserve memory for submits: GpuBuilder().submits(bytes).",
@@ -375,7 +381,7 @@ def no_time(timeout_ms: int) -> Denial:
 
 
 def busy(lease_id: int) -> Denial:
-    """Deny a submit because the lease has one under way and one that waits."""
+    """Deny a submit because the lease has one running and another one waiting."""
     return Denial(
         DenialReason.BUSY,
         f"Lease {lease_id:032x} has a submit running and another one waiting: it runs one at a time.",
@@ -384,9 +390,9 @@ def busy(lease_id: int) -> Denial:
 
 
 def stuck(lease_id: int) -> Denial:
-    """Deny a submit because an earlier one's memory could not be proved free.
+    """Deny a submit because the memory of an earlier one could not be proved free.
 
-    The reason is not FENCED, which says that the lease is over.
+    The reason is not FENCED, which would mean that the whole lease is over.
     """
     return Denial(
         DenialReason.CAPACITY_EXCEEDED,
@@ -396,7 +402,7 @@ def stuck(lease_id: int) -> Denial:
 
 
 def not_started(lease_id: int, reason: str) -> Denial:
-    """Deny a submit whose worker got no context."""
+    """Deny a submit whose worker failed to open its context."""
     return Denial(
         DenialReason.SESSION_FAILED,
         f"A submit on lease {lease_id:032x} could not start: {reason.rstrip('.')}.",
@@ -405,7 +411,7 @@ def not_started(lease_id: int, reason: str) -> Denial:
 
 
 def waited_in_vain(lease_id: int, waited_s: int) -> Denial:
-    """Deny a submit because the one before it went on for too long."""
+    """Deny a submit because the previous one ran for longer than it could wait."""
     return Denial(
         DenialReason.BUSY,
         f"A submit on lease {lease_id:032x} waited {waited_s} s for the previous one, which is still running.",
@@ -414,7 +420,7 @@ def waited_in_vain(lease_id: int, waited_s: int) -> Denial:
 
 
 def id_used(lease_id: int) -> Denial:
-    """Deny a lease or region whose id can't be given out."""
+    """Deny a lease or region whose id is in use or out of range."""
     return invalid(
         f"Lease id {lease_id:032x} can't be used: it is already in use, or is not a u128 above 0.",
         "Choose another at random.",
@@ -422,12 +428,12 @@ def id_used(lease_id: int) -> Denial:
 
 
 def not_a_region(lease_id: int) -> Denial:
-    """Deny what only a region can have done to it."""
+    """Deny an operation that only regions support."""
     return invalid(f"Lease {lease_id:032x} is not a region.", "Name a region, by the id of its grant.")
 
 
 def not_its_tenant(region_id: int) -> Denial:
-    """Deny the tenant of a region's lease what only the region's own tenant may do."""
+    """Deny the tenant of the surrounding lease what only the region's own tenant may do."""
     return Denial(
         DenialReason.NOT_ALLOWED,
         f"Lease {region_id:032x} is a region of another tenant; only that tenant may renew and free it.",
@@ -436,7 +442,7 @@ def not_its_tenant(region_id: int) -> Denial:
 
 
 def not_revocable(lease_id: int) -> Denial:
-    """Deny a tenant the revocation of its own lease or region."""
+    """Deny a tenant's request to revoke its own lease or region; it frees them instead."""
     return Denial(
         DenialReason.NOT_ALLOWED,
         f"Lease {lease_id:032x} is not yours to revoke: operators revoke leases, and a lease's tenant its regions.",
@@ -445,7 +451,7 @@ def not_revocable(lease_id: int) -> Denial:
 
 
 def no_regions(lease_id: int) -> Denial:
-    """Deny a region because the lease's session can't have any."""
+    """Deny a region because the session's driver or worker does not support regions."""
     return Denial(
         DenialReason.UNSUPPORTED,
         f"Lease {lease_id:032x} can have no regions: its session's driver or worker has none.",
@@ -463,7 +469,7 @@ def session_taken(lease_id: int) -> Denial:
 
 
 def too_many_regions(lease_id: int) -> Denial:
-    """Deny a region because the lease has as many as one session may have."""
+    """Deny a region because the lease already has MAX_REGIONS of them."""
     return Denial(
         DenialReason.LIMIT,
         f"Lease {lease_id:032x} has {MAX_REGIONS} regions, as many as one session may have.",
@@ -472,7 +478,7 @@ def too_many_regions(lease_id: int) -> Denial:
 
 
 def too_many_places(lease_id: int) -> Denial:
-    """Deny a region because ended ones keep too many addresses."""
+    """Deny a region because too many ended ones still keep their addresses."""
     return Denial(
         DenialReason.LIMIT,
         f"Lease {lease_id:032x} keeps the addresses of too many regions that have ended.",
@@ -481,7 +487,7 @@ def too_many_places(lease_id: int) -> Denial:
 
 
 def regions_used_up(lease_id: int) -> Denial:
-    """Deny a region because the lease's numbers for them are used up."""
+    """Deny a region because the lease has used up its region numbers."""
     return Denial(
         DenialReason.LIMIT,
         f"Lease {lease_id:032x} has opened as many regions as one lease ever may.",
@@ -490,7 +496,7 @@ def regions_used_up(lease_id: int) -> Denial:
 
 
 def region_too_large(lease_id: int, size_bytes: int, slice_bytes: int) -> Denial:
-    """Deny a region that its lease's slice could not hold even if it had no other."""
+    """Deny a region that exceeds the whole slice of its lease."""
     return Denial(
         DenialReason.CAPACITY_EXCEEDED,
         f"A region of {size_text(size_bytes)} was requested, but the session of lease {lease_id:032x} has"
@@ -500,7 +506,7 @@ def region_too_large(lease_id: int, size_bytes: int, slice_bytes: int) -> Denial
 
 
 def regions_full(lease_id: int, size_bytes: int, left_bytes: int) -> Denial:
-    """Deny a region because the others of its lease leave too little of the slice."""
+    """Deny a region because the lease's other regions leave too little of the slice."""
     return Denial(
         DenialReason.CAPACITY_EXCEEDED,
         f"A region of {size_text(size_bytes)} was requested, but the regions of lease {lease_id:032x} leave"
@@ -510,7 +516,7 @@ def regions_full(lease_id: int, size_bytes: int, left_bytes: int) -> Denial:
 
 
 def region_refused(reason: str) -> Denial:
-    """Deny a region because its session can't map it; `reason` is the session's sentence."""
+    """Deny a region because its session can't map it; `reason` is the session's own sentence."""
     return Denial(
         DenialReason.CAPACITY_EXCEEDED,
         f"The session can't open the region: {reason.rstrip('.')}.",
@@ -519,7 +525,7 @@ def region_refused(reason: str) -> Denial:
 
 
 def session_silent(lease_id: int, what: str, waited_s: int) -> Denial:
-    """Deny what a lease's session did not do in time; `what` is a clause without a subject."""
+    """Deny a request that a lease's session did not carry out in time; `what` is a clause without a subject."""
     return Denial(
         DenialReason.BUSY,
         f"The session of lease {lease_id:032x} did not {what} within {waited_s} s.",
@@ -528,14 +534,14 @@ def session_silent(lease_id: int, what: str, waited_s: int) -> Denial:
 
 
 def is_region(region_id: int) -> Denial:
-    """Deny a resize of a region."""
+    """Deny a resize of a region; the size of a region is fixed."""
     return invalid(
         f"Lease {region_id:032x} is a region, whose size never changes.", "Open another region of the size you need."
     )
 
 
 def is_resizing(lease_id: int) -> Denial:
-    """Deny a resize because the one before it is not over."""
+    """Deny a resize because an earlier one is still in progress."""
     return Denial(
         DenialReason.BUSY,
         f"Lease {lease_id:032x} is already being resized.",
@@ -544,7 +550,7 @@ def is_resizing(lease_id: int) -> Denial:
 
 
 def no_room_to_grow(lease_id: int, more_bytes: int, available_bytes: int) -> Denial:
-    """Deny a larger size because the card has too little memory that nobody holds or waits for."""
+    """Deny a larger size because the card has too little memory that is neither held nor waited for."""
     return Denial(
         DenialReason.CAPACITY_EXCEEDED,
         f"Lease {lease_id:032x} can't grow by {size_text(more_bytes)}: its card has"
@@ -554,7 +560,7 @@ def no_room_to_grow(lease_id: int, more_bytes: int, available_bytes: int) -> Den
 
 
 def too_small_for_regions(lease_id: int, size_bytes: int, region_bytes: int) -> Denial:
-    """Deny a smaller size because the lease's regions need more."""
+    """Deny a smaller size because the lease's regions and submits hold more."""
     return Denial(
         DenialReason.CAPACITY_EXCEEDED,
         f"Lease {lease_id:032x} can't shrink to {size_text(size_bytes)}: its regions and submits hold"
@@ -564,7 +570,10 @@ def too_small_for_regions(lease_id: int, size_bytes: int, region_bytes: int) -> 
 
 
 def resize_refused(lease_id: int, doubt: str, size_bytes: int) -> Denial:
-    """Deny a resize that the session did not carry out; `doubt` says why, and `size_bytes` is the size it has."""
+    """Report a resize that the session did not carry out.
+
+    `doubt` says why; `size_bytes` is the size that the lease has now.
+    """
     return Denial(
         DenialReason.CAPACITY_EXCEEDED,
         f"Lease {lease_id:032x} could not be resized: {doubt.rstrip('.')}. It has {size_text(size_bytes)}.",

@@ -1,4 +1,4 @@
-"""The cards of the node: what leases hold of each, who gets which, and what others hold of each."""
+"""The cards of the node: the bytes that leases hold on each, the choice of a card, and memory that others hold."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -22,9 +22,9 @@ GPU_PREFIX: Final = "gpu-"
 
 
 class PlacementOrder(Enum):
-    """The order of places that fit: the emptiest first, or the fullest.
+    """The order in which a lease prefers the cards that fit: the emptiest first, or the fullest first.
 
-    Packing keeps large gaps, and whole cards, for the leases that need them. Spreading gives each lease the quietest
+    Packing keeps large gaps, and whole cards, for the leases that need them. Spreading gives each lease the least busy
     card.
     """
 
@@ -63,11 +63,11 @@ class Card:
 
     @property
     def largest_slice_bytes(self) -> int:
-        """Largest slice a tenant could ever get: the whole card less one context."""
+        """Largest slice that a tenant could ever get: the whole card less the overhead of one context."""
         return max(0, self.capacity_bytes - self.overhead_bytes)
 
     def answers_to(self, selector: str) -> bool:
-        """Return whether `selector` names this card: its uuid, with or without "GPU-", or its index in decimals."""
+        """Return whether `selector` is this card's uuid (with or without "GPU-") or its index in decimal digits."""
         wanted = selector.lower()
         if wanted.removeprefix(GPU_PREFIX) == self.uuid.lower().removeprefix(GPU_PREFIX):
             return True
@@ -160,53 +160,52 @@ class CardAccount:
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes that may be held now: the measured capacity, less what others have taken since."""
+        """Bytes that may be held now: the measured capacity less what others have taken since."""
         return max(0, self.card.capacity_bytes - self.others.taken_bytes)
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that may be granted, those of warm contexts included.
+        """Bytes that may be granted, including those of warm contexts.
 
-        Negative if a fence or others took granted bytes.
+        Negative if a fence or others have taken bytes that were already granted.
         """
         return self.capacity_bytes - self.held_bytes - self.stuck_bytes
 
     @property
     def warm_bytes(self) -> int:
-        """Bytes of all warm contexts."""
         return sum(context.charge_bytes for context in self.warm.values())
 
     @property
     def leaving(self) -> int:
-        """Number of the pool's contexts that served nobody and are fenced, or dropped by this daemon."""
+        """Number of the pool's contexts that served no tenant and are fenced, or that this daemon is dropping."""
         own = [one for one in self.warm.values() if one.tenant is None and one.warm_id < FIRST_LEFT_ID]
         dropped = sum(one.state is WarmState.DROPPING and not one.is_restored for one in own)
         return dropped + sum(one.state is WarmState.FENCED for one in own)
 
     @property
     def recycled(self) -> int:
-        """Number of contexts that wait for a tenant they served."""
+        """Number of contexts that wait for the tenant they served."""
         return sum(context.waits_for_tenant for context in self.warm.values())
 
     @property
     def yielding_bytes(self) -> int:
-        """Bytes of the contexts that can still be told to leave."""
+        """Bytes of the contexts that the pool can still drop."""
         return sum(context.charge_bytes for context in self.yielding())
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that processes may hold by now."""
+        """Bytes that worker processes may hold by now."""
         return self.held_bytes - self.awaited_bytes + self.warm_bytes
 
     @property
     def promised_bytes(self) -> int:
-        """Bytes that leases hold, or will once they have room; without those of leases that ended before."""
+        """Bytes that leases hold, or will hold once there is room; excludes leases that ended before they had room."""
         ended_bytes = self.awaited_bytes - sum(lease.awaited_bytes for lease in self.awaiting.values())
         return self.held_bytes - ended_bytes
 
     @property
     def available_bytes(self) -> int:
-        """Largest slice a tenant could get now."""
+        """Largest slice that a tenant could get now."""
         if self.exclusive_leases:
             return 0
         return max(0, self.free_bytes - self.card.overhead_bytes)
@@ -216,7 +215,7 @@ class CardAccount:
         return terms.size_bytes + terms.contexts * self.card.overhead_bytes
 
     def yielding(self) -> list[WarmContext]:
-        """Return the warm contexts that can still be told to leave, oldest first."""
+        """Return the warm contexts that the pool can still drop, oldest first."""
         return [context for context in self.warm.values() if context.state in YIELDING]
 
     def contexts_to_drop(self, tenant: str, max_idle: int) -> list[WarmContext] | None:
@@ -235,38 +234,41 @@ class CardAccount:
             self.awaiting.pop(lease.lease_id, None)
 
     def has_room_for_context(self, given_bytes: int) -> bool:
-        """Return whether one more context has room now; `given_bytes` are those a warm one would free."""
+        """Return whether one more context has room now; a warm context in its place would free `given_bytes`."""
         needed_bytes = self.card.overhead_bytes - given_bytes
         kept_bytes = self.promised_bytes + self.stuck_bytes + self.yielding_bytes
-        # A lease that ended before it had room keeps its bytes until it is torn down.
+        # A lease that ended before it had room keeps its bytes charged until its teardown is over.
         is_free = self.free_bytes >= self.card.overhead_bytes
         return is_free and max(self.used_bytes, kept_bytes) + needed_bytes <= self.capacity_bytes
 
     @property
     def room_bytes(self) -> int:
-        """Bytes by which a lease may grow now: nobody holds or waits for them, and no warm context has them."""
+        """Bytes by which a lease may grow now.
+
+        No lease holds them or waits for them, and no warm context uses them: a warm context never gives way to growth.
+        """
         kept_bytes = self.promised_bytes + self.stuck_bytes + self.yielding_bytes
         return min(self.free_bytes, self.capacity_bytes - max(self.used_bytes, kept_bytes))
 
     def lend_context(self, lease: Lease) -> None:
-        """Hold another context's bytes for an active lease."""
+        """Charge an active lease for the context of its submit, for as long as the submit exists."""
         lease.extra_bytes = self.card.overhead_bytes
         lease.charge_bytes += lease.extra_bytes
         self.held_bytes += lease.extra_bytes
 
     def take_context_back(self, lease: Lease) -> None:
-        """Release a lent context's bytes: proved free, or vouched for by an operator."""
+        """Release the bytes of a lent context, once they are proved free or an operator has vouched for them."""
         lease.charge_bytes -= lease.extra_bytes
         self.held_bytes -= lease.extra_bytes
         lease.extra_bytes = 0
 
     def leave_pending(self, lease: Lease) -> None:
-        """Remove a lease from the pending ones: its worker is ready, or it has ended."""
+        """Remove a lease from the pending ones, because its worker is ready or the lease has ended."""
         self.pending_leases -= 1
         self.awaiting.pop(lease.lease_id, None)
 
     def take(self, lease: Lease) -> None:
-        """Hold a new lease's bytes, unused until it starts."""
+        """Hold the bytes of a new lease. They count as unused until its worker starts."""
         self.pending_leases += 1
         self.await_bytes(lease, lease.charge_bytes)
         self.restore(lease)
@@ -279,7 +281,7 @@ class CardAccount:
         self.exclusive_leases += lease.terms.exclusivity in ALONE
 
     def give_back(self, lease: Lease) -> None:
-        """Release a lease's bytes: proved free, or vouched for by an operator."""
+        """Release the bytes of a lease, once they are proved free or an operator has vouched for them."""
         self.held_bytes -= lease.charge_bytes
         self.awaited_bytes -= lease.awaited_bytes
         self.leases -= 1
@@ -289,7 +291,6 @@ class CardAccount:
         self.exclusive_leases -= lease.terms.exclusivity in ALONE
 
     def snapshot(self) -> CardSnapshot:
-        """Return the state as an immutable value."""
         return CardSnapshot(
             self.card.uuid,
             self.card.index,
@@ -311,7 +312,7 @@ class CardAccount:
 
 
 def select(accounts: Sequence[CardAccount], selector: str | None) -> tuple[CardAccount, ...]:
-    """Return the cards a selector names: all for None, none if it is unknown."""
+    """Return the cards that a selector names: all cards for None, no card for an unknown selector."""
     if selector is None:
         return tuple(accounts)
     return tuple(account for account in accounts if account.card.answers_to(selector))
@@ -328,20 +329,20 @@ def could_ever_hold(account: CardAccount, terms: LeaseTerms) -> bool:
 
 
 def fits_now(account: CardAccount, terms: LeaseTerms) -> bool:
-    """Return whether the card has the bytes free and neither side needs it alone."""
+    """Return whether the card has the bytes free, and neither the lease nor a lease already there must be alone."""
     if account.exclusive_leases or (terms.exclusivity in ALONE and account.leases):
         return False
     return account.charge_bytes(terms) <= account.free_bytes
 
 
 def choose(candidates: Iterable[CardAccount], terms: LeaseTerms, order: PlacementOrder) -> CardAccount | None:
-    """Return the first fitting card of an order (on a tie the lowest index); None if none fits now.
+    """Return the best fitting card in the given order; on a tie, the one with the lowest index. None if none fits now.
 
     Args:
         candidates: Cards that the lease may be on.
         terms: The lease's terms.
         order: SPREAD prefers the card with the most free bytes, PACK the one with the fewest. The bytes of warm
-            contexts count as free, because they give way.
+          contexts count as free, because the contexts give way.
     """
     sign = 1 if order is PlacementOrder.PACK else -1
     fitting = [account for account in candidates if fits_now(account, terms)]
@@ -349,46 +350,46 @@ def choose(candidates: Iterable[CardAccount], terms: LeaseTerms, order: Placemen
 
 
 def largest_slice_bytes(candidates: Iterable[CardAccount], contexts: int = 1) -> int:
-    """Return the largest slice any of the cards could ever give one tenant, for so many contexts."""
+    """Return the largest slice that any of the cards could ever give one tenant who needs `contexts` contexts."""
     return max((_less(a.card.largest_slice_bytes, a, contexts) for a in candidates), default=0)
 
 
 def available_bytes(candidates: Iterable[CardAccount], contexts: int = 1) -> int:
-    """Return the largest slice any of the cards could give one tenant now, for so many contexts."""
+    """Return the largest slice that any of the cards could give one tenant now who needs `contexts` contexts."""
     return max((_less(a.available_bytes, a, contexts) for a in candidates), default=0)
 
 
 def _less(slice_bytes: int, account: CardAccount, contexts: int) -> int:
-    """Return the rest of a slice after the contexts beyond its first are charged."""
+    """Return what is left of a slice after the contexts beyond its first are charged."""
     return max(0, slice_bytes - (contexts - 1) * account.card.overhead_bytes)
 
 
 SETTLE_NS: Final = 2_000_000_000
-"""Time for which bytes must be seen before they are booked. The bytes of a dead process with 60 GiB were unowned for
-74 ms on an H100; a shorter time would reduce the capacity at the end of every large lease."""
+"""Time for which bytes must be seen before they are booked. On an H100 the bytes of a dead process with 60 GiB belonged
+to no process for 74 ms; a shorter time would reduce the capacity whenever a large lease ends."""
 
 
 class Others:
-    """Memory of one card held by others than leases and the pool, beyond what they held at the measurement.
+    """Memory of one card that neither leases nor the pool hold, beyond what was there at the measurement.
 
     1. Others hold two kinds of bytes. Unowned bytes belong to no process: the driver's own, and for some 0.1 s those of
-       a process that just died. Some of the driver's last until the card's last context ends (150 MiB for managed
-       memory on an H200). Outside bytes belong to processes that are none of the daemon's workers.
-    2. Both are booked and reduce the card's capacity. A change, up or down, is booked once it has lasted SETTLE_NS.
-       Until then the bytes of a dead worker are still charged to its lease. A rise of outside bytes is booked at once,
-       because they can't be a worker's.
-    3. A reaped worker's bytes are proved free once the card does not list its process, and the unowned bytes are within
-       what is booked. If they still exceed that after SETTLE_NS, they are not the worker's. Then the least seen at any
-       look since is booked first, so that none of it can be granted, and the proof stands.
-    4. Looks are compared with booked bytes within the card's slack, which the reserve of its capacity covers.
+       a process that has just died. Some of the driver's own last until the card's last context ends (150 MiB for
+       managed memory on an H200). Outside bytes belong to processes that are not workers of the daemon.
+    2. Both kinds are booked and reduce the card's capacity. A change, up or down, is booked once it has lasted
+       SETTLE_NS. Until then a dead worker's bytes are still charged to its lease. A rise of outside bytes is booked at
+       once, because they can't be a worker's.
+    3. The bytes of a reaped worker are proved free once the card no longer lists its process and the unowned bytes do
+       not exceed the booked ones. If they still exceed them after SETTLE_NS, they are not the worker's. Then the
+       smallest figure of all polls since is booked first, so that none of it can be granted, and the proof holds.
+    4. Polled figures are compared with booked bytes within the card's slack, which the reserve of its capacity covers.
 
     Attributes:
-        unowned: Bytes of no process.
-        outside: Bytes of processes that are no workers.
+        unowned: Bytes that belong to no process.
+        outside: Bytes of processes that are not workers.
 
     Args:
-        spare_bytes: Bytes that the operator leaves unused; others may hold that much without cost to the capacity.
-        slack_bytes: Tolerated difference between seen and booked bytes.
+        spare_bytes: Bytes that the operator leaves unused; others may hold that much without reducing the capacity.
+        slack_bytes: Tolerated difference between polled and booked bytes.
     """
 
     __slots__ = ("_is_first", "_looked_ns", "_spare_bytes", "outside", "unowned")
@@ -402,7 +403,6 @@ class Others:
 
     @property
     def booked_bytes(self) -> int:
-        """All booked bytes, of both kinds."""
         return self.unowned.booked_bytes + self.outside.booked_bytes
 
     @property
@@ -411,9 +411,9 @@ class Others:
         return max(0, self.booked_bytes - self._spare_bytes)
 
     def look(self, unowned_bytes: int, outside_bytes: int, looked_ns: int) -> bool:
-        """Process one look at the whole card, and return whether the booked bytes changed.
+        """Process one poll of the whole card, and return whether the booked bytes changed.
 
-        A look from before the last proof is ignored: it lacks the bytes of a worker that died since.
+        A poll from before the last proof is ignored: its figures lack the bytes of a worker that has died since.
         """
         if looked_ns < self._looked_ns:
             return False
@@ -429,28 +429,31 @@ class Others:
         Bytes that outlasted the settling time are booked first.
 
         Args:
-            unowned_bytes: Unowned bytes at this look.
-            least_bytes: Fewest unowned bytes at any look since `since_ns`.
-            since_ns: First look that did not list the process.
-            looked_ns: Time of this look.
+            unowned_bytes: Unowned bytes in this poll.
+            least_bytes: Fewest unowned bytes in any poll since `since_ns`.
+            since_ns: Time of the first poll that did not list the process.
+            looked_ns: Time of this poll.
         """
         self._looked_ns = max(looked_ns, self._looked_ns)
+        # The card shows no more than was booked before the worker died, so nothing of the worker is left.
         if self.unowned.is_within(unowned_bytes):
             return True
+        # Too early to decide: the excess may be the dead worker's, which the driver is still releasing.
         if looked_ns - since_ns < SETTLE_NS:
             return False
+        # The excess has outlasted any release, so it belongs to others. Book it before the lease's bytes go back.
         self.unowned.book_at_least(least_bytes)
         return True
 
 
 class Growth:
-    """Bytes of one kind, unowned or outside, beyond those at the start.
+    """Bytes of one kind, unowned or outside, beyond those at the measurement.
 
     Attributes:
-        booked_bytes: Bytes taken off the card's capacity.
+        booked_bytes: Bytes subtracted from the card's capacity.
 
     Args:
-        slack_bytes: Tolerated difference between seen and booked bytes.
+        slack_bytes: Tolerated difference between polled and booked bytes.
         settles: A rise must last SETTLE_NS before it is booked.
     """
 
@@ -460,31 +463,35 @@ class Growth:
         self.booked_bytes = 0
         self._slack_bytes = slack_bytes
         self._settles = settles
-        # First of the consecutive looks that all showed more than is booked, or all less; None without such.
+        # Time of the first of the consecutive polls that all showed more than is booked, or all less; None if the last
+        # poll agreed with the books.
         self._since_ns: int | None = None
         self._is_rising = False
-        # Lowest figure of these looks if they show more, else the highest.
+        # Lowest figure of these polls if they show more, else the highest.
         self._extreme_bytes = 0
 
     def is_within(self, seen_bytes: int) -> bool:
-        """Return whether no more is seen than is booked, within the slack."""
+        """Return whether a figure exceeds the booked bytes by no more than the slack."""
         return seen_bytes <= self.booked_bytes + self._slack_bytes
 
     def look(self, seen_bytes: int, looked_ns: int, *, is_first: bool = False) -> None:
-        """Process one look; the first look is booked at once."""
+        """Process one poll. The first one is booked at once."""
         is_rising = not self.is_within(seen_bytes)
+        # The figure agrees with the books: forget a change that did not last.
         if not is_rising and not self._is_less(seen_bytes):
             self._since_ns = None
             return
+        # A change begins, or turned from a rise into a fall: restart the clock.
         if self._since_ns is None or is_rising is not self._is_rising:
             self._since_ns, self._is_rising, self._extreme_bytes = looked_ns, is_rising, seen_bytes
+        # Book the most cautious estimate: of a rise only what every poll showed, of a fall only what none exceeded.
         self._extreme_bytes = (min if is_rising else max)(self._extreme_bytes, seen_bytes)
         is_at_once = is_first or (is_rising and not self._settles)
         if is_at_once or looked_ns - self._since_ns >= SETTLE_NS:
             self._store(self._extreme_bytes)
 
     def book_at_least(self, seen_bytes: int) -> None:
-        """Book bytes that have already settled."""
+        """Book bytes that have already lasted for the settling time."""
         if not self.is_within(seen_bytes):
             self._store(seen_bytes)
 

@@ -1,24 +1,24 @@
-"""The highest epoch of each name that this node has granted, so that no earlier claim of the name is ever served again.
+"""The highest epoch of each name that this node has granted, so that it never serves an earlier claim of that name.
 
-An epoch is the number of a claim in the fleet's store, which numbers all its changes in one row. Of two claims of any
-names, the later one has the higher epoch.
+An epoch is the number of a claim in the fleet's store, which numbers all its changes in one sequence. Of two claims of
+any names, the later one has the higher epoch.
 """
 
 from collections.abc import Iterable
 from typing import Final
 
 MAX_NAMES: Final = 4096
-"""Names whose epoch is kept by name. Stops a tenant that cycles names from filling memory and the journal."""
+"""Number of names with an epoch of their own. Stops a tenant that cycles names from filling memory and the journal."""
 
 FLOOR: Final = ""
-"""Stands for all names that are not kept. No lease has it as its name."""
+"""Stands for all names without an epoch of their own. No lease has it as its name."""
 
 
 class HighestEpochs:
-    """The highest epoch of each name. Once too many are kept, the lowest becomes the floor of all that are not.
+    """The highest epoch of each name. When there are too many names, the lowest epoch becomes the floor of all others.
 
     Args:
-        kept: Names and their epochs; the name `FLOOR` has the floor.
+        kept: Names and their epochs; the entry of `FLOOR` is the floor.
     """
 
     def __init__(self, kept: Iterable[tuple[str, int]] = ()) -> None:
@@ -33,16 +33,22 @@ class HighestEpochs:
         return self._by_name.get(name, self._floor)
 
     def highest(self) -> int:
-        """Return the highest epoch of all."""
         return max(self._by_name.values(), default=self._floor)
 
     def note(self, name: str, epoch: int) -> list[tuple[str, int | None]]:
-        """Take in a claim that is served; return each name whose epoch is another now, None if it is not kept."""
+        """Record a claim that this node serves.
+
+        Returns each name whose epoch changed, for the journal; None in place of an epoch means that the name was
+        dropped.
+        """
         if epoch <= self.of(name):
             return []
         self._by_name[name] = epoch
         changed: list[tuple[str, int | None]] = [(name, epoch)]
         if len(self._by_name) > MAX_NAMES:
+            # Drop the name with the lowest epoch, and refuse from now on any claim of an unlisted name up to that
+            # epoch. The floor may refuse a valid claim of a rarely used name, which then acquires again; it never
+            # admits an old one.
             lowest = min(self._by_name, key=self._by_name.__getitem__)
             self._floor = max(self._floor, self._by_name.pop(lowest))
             changed += [(lowest, None), (FLOOR, self._floor)]

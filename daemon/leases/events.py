@@ -1,17 +1,17 @@
 """Events that the lease table handles, and effects that it returns.
 
-The shell turns what happens into events. Lease ids are u128; warm contexts and submits have ids above (`kind_of`).
-`worker_id` is the id of a worker of any kind. `request` numbers one call of one client; no other open acquire may have
-the number. An event about a lease that is unknown or has ended does no harm.
+The shell turns what happens into events. Lease ids are u128; warm contexts and submits have ids above that range
+(`kind_of`). `worker_id` identifies a worker of any kind. `request` numbers one call of one client; no other open
+acquire may have the same number. An event about a lease that is unknown or has ended is ignored.
 
-The shell executes effects in the order given and never decides. All times are monotonic nanoseconds.
+The shell executes effects in the order given and decides nothing. All times are monotonic nanoseconds.
 
 Every acquire, renew, free, revoke, fence clear, drain, submit, region request, cancel and resize gets exactly one of
 `Granted`, `Renewed`, `Freed`, `RevokeDone`, `FenceCleared`, `DrainSet`, `SubmitReady`, `RegionGranted`,
-`RegionCancelSet`, `Resized` or `Denied`. An acquire, submit or region request whose requester left gets none.
+`RegionCancelSet`, `Resized` or `Denied`. An acquire, submit or region request whose client has disconnected gets none.
 
-A region's id is a lease's: renew, free and revoke take it, and `Renewed`, `Freed`, `RevokeDone`, `LeaseEnded` and the
-timers carry it.
+A region's id is used like a lease's: renew, free and revoke accept it, and `Renewed`, `Freed`, `RevokeDone`,
+`LeaseEnded` and the timers carry it.
 """
 
 from enum import Enum
@@ -30,8 +30,6 @@ from gpulease.protocol.session_words import RegionWord
 
 
 class TimerKind(Enum):
-    """Kinds of timers of one worker."""
-
     __hash__ = object.__hash__
 
     SPAWN = "spawn"
@@ -71,11 +69,11 @@ class AcquireRequested:
 class ConnectionsChanged:
     """A granted lease lost its last connection, or has one again.
 
-    Before the first such event a lease counts as connected. Connections of the session count, guests' too. So do
-    control connections that acquired or renewed the lease, or asked about it as its tenant, and a submit's connection.
+    A lease counts as connected until the first such event. These connections count: those of the session, including
+    guests'; control connections that acquired or renewed the lease, or queried it as its tenant; and a submit's.
 
     Attributes:
-        least_wait_ms: Shortest wait for a new connection, even if the lease would end sooner without one.
+        least_wait_ms: Shortest wait for a new connection, even if the lease's own bound is shorter.
     """
 
     lease_id: int
@@ -85,7 +83,7 @@ class ConnectionsChanged:
 
 @dataclass(frozen=True, slots=True)
 class SubmitRequested:
-    """A tenant, or the bearer of its token, asks to run one kernel beside the session; see `submits`.
+    """A tenant, or the bearer of its token, asks to run one kernel alongside the session; see `submits`.
 
     Attributes:
         timeout_ms: Longest run of the submit once it is ready.
@@ -99,14 +97,14 @@ class SubmitRequested:
 
 @dataclass(frozen=True, slots=True)
 class SessionOpened:
-    """An authorised client will attach to a lease's session, unless a submit runs in its place."""
+    """An authorised client is about to attach to a lease's session, unless a submit runs in its place."""
 
     lease_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class SubmitAbandoned:
-    """A submit was ready, but its requester had left."""
+    """A submit was ready, but its client had disconnected."""
 
     worker_id: int
 
@@ -116,7 +114,7 @@ class SubmitFound:
     """A submit's worker of an earlier daemon, found after its lease was restored; sent once each.
 
     Attributes:
-        is_running: The requester was told that the submit is ready, and nothing has ended it.
+        is_running: The client was notified that the submit is ready, and nothing has ended it since.
         timeout_ms: Longest run of the submit, counted from now.
         size_bytes: Bytes for its kernel's buffers and code.
     """
@@ -131,7 +129,10 @@ class SubmitFound:
 
 @dataclass(frozen=True, slots=True)
 class RequesterGone:
-    """The client left before its acquire, submit or region request was answered; an active lease is not touched."""
+    """The client disconnected before its acquire, submit or region request was answered.
+
+    Active leases are unaffected.
+    """
 
     request: int
 
@@ -145,7 +146,7 @@ class WorkerReady:
 
 @dataclass(frozen=True, slots=True)
 class WorkerFailed:
-    """The worker could not start. The shell kills it all the same, so `WorkerExited` follows."""
+    """The worker could not start. The shell kills it in any case, so `WorkerExited` follows."""
 
     worker_id: int
     reason: str
@@ -156,8 +157,8 @@ class WorkerExited:
     """The worker's process was reaped; also the answer to a `KillWorker` without a process.
 
     Attributes:
-        is_by_daemon: A `KillWorker` ended the process. Logs tell the cases apart; the table does not.
-        is_busy: The worker was never started, for want of a resource that may be free again soon, such as a descriptor.
+        is_by_daemon: A `KillWorker` ended the process. Only logs distinguish the cases; the table does not.
+        is_busy: The worker was never started for lack of a resource that may soon be free again, such as a descriptor.
     """
 
     worker_id: int
@@ -192,7 +193,7 @@ class RevokeRequested:
     """An operator revokes a lease or region, or a lease's tenant one of its regions; the tenant sees `reason`.
 
     Attributes:
-        tenant: Who asks, if it is no operator.
+        tenant: The tenant that asks, if it is not an operator.
     """
 
     request: int
@@ -204,7 +205,7 @@ class RevokeRequested:
 
 @dataclass(frozen=True, slots=True)
 class SessionFaulted:
-    """The session lost its context, but its worker lives and tells the client; the lease goes on."""
+    """The session lost its context. Its worker lives and reports the fault to the client, and the lease continues."""
 
     worker_id: int
     reason: str
@@ -212,7 +213,7 @@ class SessionFaulted:
 
 @dataclass(frozen=True, slots=True)
 class SessionCondemned:
-    """A session broke a rule that ends it: OVER_SLICE, KERNEL_TIMEOUT, UNRESPONSIVE or LOAD_TIMEOUT."""
+    """A session broke a rule that ends it; the cause is OVER_SLICE, KERNEL_TIMEOUT, UNRESPONSIVE or LOAD_TIMEOUT."""
 
     worker_id: int
     cause: Cause
@@ -221,17 +222,17 @@ class SessionCondemned:
 
 @dataclass(frozen=True, slots=True)
 class GuestAttached:
-    """A client other than the lease's proven tenant entered its session, or may end it."""
+    """A client other than the lease's proven tenant entered its session, or is allowed to end it."""
 
     lease_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerScrubbed:
-    """Answer to `ScrubWorker`: nothing of the lease is left, and the card shows the memory as free.
+    """Answer to `ScrubWorker`: nothing of the lease is left, and the card shows its memory as free.
 
     Attributes:
-        doubt: Reason why that is false or unknown; "" if it is proved.
+        doubt: Why that is false or unknown; "" if it is proved.
     """
 
     lease_id: int
@@ -240,7 +241,7 @@ class WorkerScrubbed:
 
 @dataclass(frozen=True, slots=True)
 class TimerFired:
-    """A worker's timer armed by `ArmTimer` ran out. Late, early, repeated and outdated timers do no harm."""
+    """A worker's timer that `ArmTimer` armed has run out. Late, early, repeated and outdated timers are harmless."""
 
     worker_id: int
     generation: int
@@ -249,24 +250,24 @@ class TimerFired:
 
 @dataclass(frozen=True, slots=True)
 class WaitTimerFired:
-    """The wait of a queued acquire or submit ran out, or that for the answer to a resize."""
+    """The wait of a queued acquire or submit has run out, or the wait for the answer to a resize."""
 
     request: int
 
 
 @dataclass(frozen=True, slots=True)
 class HoldTimerFired:
-    """A waiter's time to hold others back ran out. Late, early and repeated timers do no harm."""
+    """A waiter's time to hold others back has run out. Late, early and repeated timers are harmless."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolTimerFired:
-    """The daemon began, or the pause before the next warm context is over. Extra ones do no harm."""
+    """The daemon has started, or the pause before the next warm context is over. Additional ones are harmless."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReclaimProved:
-    """The device shows the bytes of a reaped worker as free; counts only after `ProveReclaimed`."""
+    """The device shows the bytes of a reaped worker as free. Counts only after `ProveReclaimed`."""
 
     worker_id: int
 
@@ -275,13 +276,13 @@ class ReclaimProved:
 class WorkerUnlisted:
     """The card does not list the process of a reaped worker.
 
-    Sent at each look until the table has its proof.
+    Sent on each poll until the table has its proof.
 
     Attributes:
-        unowned_bytes: Bytes that belong to no process at this look, beyond those when the card was measured.
-        least_bytes: Smallest such figure at any look that did not list the process.
-        since_ns: Time of the first of these looks.
-        looked_ns: Time at which this look began.
+        unowned_bytes: Bytes that belong to no process in this poll, beyond those when the card was measured.
+        least_bytes: Smallest such figure of any poll that did not list the process.
+        since_ns: Time of the first of these polls.
+        looked_ns: Time at which this poll began.
     """
 
     worker_id: int
@@ -294,14 +295,14 @@ class WorkerUnlisted:
 
 @dataclass(frozen=True, slots=True)
 class CardLooked:
-    """A look at the memory of a card that others than leases and the pool hold.
+    """A poll of the memory of a card that neither leases nor the pool hold.
 
-    Bytes count beyond those when the card was measured. `devices.Others` books them.
+    All figures exclude what was there when the card was measured. `devices.Others` books them.
 
     Attributes:
         unowned_bytes: Bytes that belong to no process.
-        outside_bytes: Bytes of processes that are none of the daemon's workers.
-        looked_ns: Time at which the look began.
+        outside_bytes: Bytes of processes that are not workers of the daemon.
+        looked_ns: Time at which the poll began.
     """
 
     card_uuid: str
@@ -312,7 +313,7 @@ class CardLooked:
 
 @dataclass(frozen=True, slots=True)
 class ReclaimFailed:
-    """The worker could not be killed, or its bytes could not be shown free: the slice is fenced."""
+    """The worker could not be killed, or its bytes could not be proved free: the slice is fenced."""
 
     worker_id: int
     reason: str
@@ -328,14 +329,14 @@ class FenceClearRequested:
 
 @dataclass(frozen=True, slots=True)
 class LeaseRestored:
-    """A lease that an earlier table left; sent before all other events, once each.
+    """A lease of an earlier table; sent before all other events, once for each lease.
 
     Attributes:
         kept: The persisted lease, corrected by its control page: the later deadline and the higher generation count,
-            and a flipped revocation word makes it DRAINING.
-        has_worker: The worker lives. Otherwise its parent has reaped it, or will.
-        has_session: Someone may have attached to the session, as the control page says.
-        horizon: Time until which a claimed lease may be served, as the control page says; None if it says none.
+          and a flipped revocation word makes it DRAINING.
+        has_worker: The worker lives. If not, its parent process has reaped it or will reap it.
+        has_session: A client may have attached to the session, according to the control page.
+        horizon: Time until which a claimed lease may be served, according to the control page; None if it has none.
     """
 
     kept: KeptLease
@@ -346,22 +347,22 @@ class LeaseRestored:
 
 @dataclass(frozen=True, slots=True)
 class RegionRestored:
-    """A region that an earlier table left; sent once each, after all leases and before all other events."""
+    """A region of an earlier table; sent once for each, after all leases and before all other events."""
 
     kept: KeptRegion
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerFound:
-    """A worker of an earlier daemon, alive or dead, that no persisted lease has.
+    """A worker of an earlier daemon, alive or dead, that belongs to no persisted lease.
 
-    Sent before all other events, once each. The table kills it and holds its bytes until they are proved back. Nothing
-    is remembered of it.
+    Sent before all other events, once for each worker. The table kills it and holds its bytes until they are proved
+    back. No record of it remains.
 
     Attributes:
         worker_id: The id of its lease or warm context, or one drawn for it.
-        beside_lease_id: Lease of which this is an additional worker, a submit's or a second session's; 0 if none. Its
-            `worker_id` is then drawn and belongs to no lease.
+        beside_lease_id: Lease that has this worker in addition to its own, for a submit or a second session; 0 if none.
+          Its `worker_id` is then drawn and belongs to no lease.
     """
 
     worker_id: int
@@ -380,7 +381,7 @@ class DrainRequested:
 
 @dataclass(frozen=True, slots=True)
 class DrainCancelled:
-    """An operator lets tenants in again."""
+    """An operator admits tenants again."""
 
     request: int
 
@@ -395,7 +396,8 @@ class TenantRulesChanged:
     """The operator changed the bounds of tenants.
 
     Attributes:
-        renamed: Tenant names that may belong to other people from now on.
+        renamed: Tenant names that may belong to other people from now on; they must not get their predecessors'
+          contexts.
     """
 
     rules: TenantRules
@@ -407,11 +409,11 @@ class RegionRequested:
     """A tenant, or an operator on its behalf, asks for a region of an active lease.
 
     Attributes:
-        lease_id: The lease that the region is to lie in.
+        lease_id: The lease that is to contain the region.
         region_id: Id chosen by the shell, nonzero and never used before by a lease or a region.
-        tenant: Who asks.
-        owner: The region's own tenant, which may renew and free it.
-        granule_bytes: Regions of that session have multiples of so many bytes; 0 if it can have none.
+        tenant: The tenant that asks.
+        owner: The region's own tenant, who may renew and free it.
+        granule_bytes: Region sizes in this session are multiples of it; 0 if the session can have no regions.
     """
 
     request: int
@@ -427,7 +429,7 @@ class RegionRequested:
 
 @dataclass(frozen=True, slots=True)
 class RegionOpened:
-    """Answer to `OpenRegion`: the region's memory is mapped there, and its time begins."""
+    """Answer to `OpenRegion`: the region's memory is mapped at `address`, and its time begins."""
 
     region_id: int
     address: int
@@ -489,7 +491,7 @@ class RegionReleased:
 
 @dataclass(frozen=True, slots=True)
 class RegionCancelRequested:
-    """The tenant of a region or of its lease, or an operator, has launches in the region refused, or taken again."""
+    """A region's tenant, its lease's tenant or an operator has launches in the region refused or accepted again."""
 
     request: int
     region_id: int
@@ -500,7 +502,7 @@ class RegionCancelRequested:
 
 @dataclass(frozen=True, slots=True)
 class ResizeRequested:
-    """A tenant, or an operator on its behalf, wants a running lease of another size."""
+    """A tenant, or an operator on its behalf, asks to change the size of a running lease."""
 
     request: int
     lease_id: int
@@ -511,7 +513,11 @@ class ResizeRequested:
 
 @dataclass(frozen=True, slots=True)
 class SliceResized:
-    """Answer to each `ResizeSlice`: the session's bytes now, and why they are not those asked for, "" if they are."""
+    """Answer to each `ResizeSlice`: the size that the session has now.
+
+    Attributes:
+        doubt: Why it is not the size asked for; "" if it is.
+    """
 
     lease_id: int
     size_bytes: int
@@ -520,7 +526,7 @@ class SliceResized:
 
 @dataclass(frozen=True, slots=True)
 class ShutdownRequested:
-    """The daemon stops: no acquire is granted, and every lease ends."""
+    """The daemon stops: it grants no acquire, and every lease ends."""
 
 
 WorkerEvent = (
@@ -593,7 +599,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class SpawnWorker:
-    """Start a worker for the lease; answered by `WorkerReady`, `WorkerFailed` or `WorkerExited`.
+    """Start a worker for the lease; the answer is `WorkerReady`, `WorkerFailed` or `WorkerExited`.
 
     Its session gets `terms.session_bytes`.
     """
@@ -606,7 +612,7 @@ class SpawnWorker:
 
 @dataclass(frozen=True, slots=True)
 class WarmUp:
-    """Start a worker that opens a context for no lease; answered like `SpawnWorker`."""
+    """Start a worker that opens a context without a lease; the answers are those of `SpawnWorker`."""
 
     warm_id: int
     card_uuid: str
@@ -616,8 +622,8 @@ class WarmUp:
 class RenameWorker:
     """Use another id for a worker from now on, dead or alive, in every event and effect.
 
-    A lease takes a warm context this way before its `SpawnWorker`, or gives one back. A submit takes one and gives none
-    back.
+    A lease takes over a warm context this way before its `SpawnWorker`, or returns one. A submit takes one over and
+    never returns it.
     """
 
     from_id: int
@@ -626,7 +632,7 @@ class RenameWorker:
 
 @dataclass(frozen=True, slots=True)
 class WarmEnded:
-    """For logs and metrics, once per warm context that no lease took: gone, or fenced."""
+    """For logs and metrics, once for each warm context that no lease took: it is gone, or fenced."""
 
     warm_id: int
     card_uuid: str
@@ -636,7 +642,7 @@ class WarmEnded:
 
 @dataclass(frozen=True, slots=True)
 class SpawnSubmit:
-    """Start a second worker for a lease under the submit's id; answered like `SpawnWorker`.
+    """Start a second worker for a lease under the submit's id; the answers are those of `SpawnWorker`.
 
     With `is_warm`, a `RenameWorker` before this effect gave a warm context the id.
     """
@@ -660,7 +666,7 @@ class RefuseSubmit:
 
 @dataclass(frozen=True, slots=True)
 class SubmitFenced:
-    """For logs: a submit could not be proved gone. Its lease goes on and holds its bytes."""
+    """For logs: a submit could not be proved gone. Its lease continues and holds its bytes."""
 
     submit_id: int
     lease_id: int
@@ -677,7 +683,7 @@ class SubmitEnded:
 
 
 class SetDeadline(NamedTuple):
-    """Write the deadline and the generation where the worker reads them."""
+    """Write the deadline and the generation to the control page, where the worker reads them."""
 
     worker_id: int
     generation: int
@@ -686,7 +692,7 @@ class SetDeadline(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RefuseWork:
-    """Flip the control page's revocation word: the first effect of every teardown, once per lease."""
+    """Flip the revocation word on the control page: the first effect of every teardown, once for each lease."""
 
     worker_id: int
     cause: Cause
@@ -694,14 +700,14 @@ class RefuseWork:
 
 @dataclass(frozen=True, slots=True)
 class KillWorker:
-    """Kill the worker's process and reap it; answered by `WorkerExited`, even if there is no process."""
+    """Kill the worker's process and reap it; the answer is `WorkerExited`, even if there is no process."""
 
     worker_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class ScrubWorker:
-    """Have the worker free and zero the lease's memory; answered by `WorkerScrubbed`, or never."""
+    """Have the worker free and zero the lease's memory; the answer is `WorkerScrubbed`, or none at all."""
 
     lease_id: int
 
@@ -716,9 +722,9 @@ class RecycleWorker:
 
 @dataclass(frozen=True, slots=True)
 class ProveReclaimed:
-    """Watch the device until the worker's bytes are free.
+    """Poll the device until the worker's bytes are free.
 
-    Answered by `WorkerUnlisted`, as often as needed, or by `ReclaimProved` or `ReclaimFailed`.
+    The answer is `WorkerUnlisted`, as often as needed, or `ReclaimProved` or `ReclaimFailed`.
     """
 
     worker_id: int
@@ -727,7 +733,7 @@ class ProveReclaimed:
 
 @dataclass(frozen=True, slots=True)
 class CapacityChanged:
-    """For logs: others hold more or less of a card than before, so its capacity changed."""
+    """For logs: others hold more or less of a card than before, so its capacity has changed."""
 
     card: CardSnapshot
     is_less: bool
@@ -746,7 +752,7 @@ class ArmTimer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Warned:
-    """Tell subscribers the phase of an active lease.
+    """Notify subscribers of the phase of an active lease.
 
     Sent when a drain begins, moves or is cancelled, and when a lease loses its last connection or has one again.
     """
@@ -758,7 +764,7 @@ class Warned:
 
 @dataclass(frozen=True, slots=True)
 class OpenRegion:
-    """Have the lease's worker map a region; answered by `RegionOpened` or `RegionRefused`, or never."""
+    """Have the lease's worker map a region; the answer is `RegionOpened` or `RegionRefused`, or none at all."""
 
     lease_id: int
     region_id: int
@@ -769,7 +775,7 @@ class OpenRegion:
 
 @dataclass(frozen=True, slots=True)
 class SetRegion:
-    """Write a region's word and deadline where the worker reads them, then raise the epoch.
+    """Write a region's word and deadline to the regions page, where the worker reads them, then raise the page's epoch.
 
     The first effect of every end of a region.
     """
@@ -784,9 +790,9 @@ class SetRegion:
 
 @dataclass(frozen=True, slots=True)
 class EndRegion:
-    """Have the worker take an ended region's memory away; answered by `RegionEnded` or `RegionStuck`, or never.
+    """Have the worker remove an ended region's memory; the answer is `RegionEnded` or `RegionStuck`, or none at all.
 
-    A region that the worker has nothing of gets `RegionRefused` instead. Sent again for a region of an earlier table.
+    If the worker has nothing of the region, the answer is `RegionRefused`. Sent again for a region of an earlier table.
     """
 
     lease_id: int
@@ -796,10 +802,10 @@ class EndRegion:
 
 @dataclass(frozen=True, slots=True)
 class ProveRegion:
-    """Look at the card until it shows at most `allowed_bytes` for the lease's worker; answered by `RegionProved`.
+    """Poll the card until it shows at most `allowed_bytes` for the lease's worker; the answer is `RegionProved`.
 
     Attributes:
-        region_id: A region whose bytes went back, or the lease itself, whose slice got smaller.
+        region_id: The region whose bytes went back, or the lease itself, whose slice was reduced.
     """
 
     lease_id: int
@@ -810,10 +816,10 @@ class ProveRegion:
 
 @dataclass(frozen=True, slots=True)
 class ResizeSlice:
-    """Have the worker give its session a slice of another size; answered by `SliceResized`, or never.
+    """Have the worker change the size of its session's slice; the answer is `SliceResized`, or none at all.
 
     Attributes:
-        size_bytes: The session's own bytes: without those that the lease keeps for submits.
+        size_bytes: The session's own bytes, without those that the lease keeps for submits.
     """
 
     lease_id: int
@@ -849,7 +855,7 @@ class Freed:
 
 @dataclass(frozen=True, slots=True)
 class RevokeDone:
-    """Reply to a revoke: sent once the lease is torn down or fenced, or at once if there is none."""
+    """Reply to a revoke: sent once the lease is torn down or fenced, or at once if no lease has the id."""
 
     request: int
     outcome: RevokeOutcome
@@ -870,7 +876,7 @@ class DrainSet:
     """Reply to a drain or its cancellation.
 
     Attributes:
-        deadline_ns: Time at which the drain ends the leases left; None if the node is not drained.
+        deadline_ns: Time at which the drain ends the remaining leases; None if the node is not drained.
         active_leases: Number of active leases.
     """
 
@@ -919,7 +925,7 @@ class RegionGranted:
 
 @dataclass(frozen=True, slots=True)
 class RegionCancelSet:
-    """Reply to a region's cancel: launches that name it are refused, or taken again."""
+    """Reply to a region's cancel: launches that name it are refused, or accepted again."""
 
     request: int
     region_id: int
@@ -927,7 +933,7 @@ class RegionCancelSet:
 
 @dataclass(frozen=True, slots=True)
 class Resized:
-    """Reply to a resize: the lease with its new size, which the card's sums hold."""
+    """Reply to a resize: the lease with its new size, which its card is now charged for."""
 
     request: int
     lease: LeaseSnapshot
@@ -947,7 +953,6 @@ Outcome = (
     | Checked
     | Denied
 )
-"""Replies to requests."""
 
 Effect = (
     SpawnWorker

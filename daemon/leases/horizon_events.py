@@ -1,4 +1,4 @@
-"""Events and effects of the fleet's horizon; `horizons` handles them."""
+"""Events and effects of the membership deadline (`horizon`); `horizons` handles them."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class HorizonMoved:
-    """The fleet's store has acknowledged a beat: claimed leases may be served until then. See `horizons`.
+    """The fleet's store has acknowledged a heartbeat: claimed leases may be served for longer. See `horizons`.
 
     Attributes:
-        horizon_ns: That time on the monotonic clock.
-        horizon_boot_ns: That time on CLOCK_BOOTTIME.
+        horizon_ns: The new membership deadline on the monotonic clock.
+        horizon_boot_ns: The same deadline on CLOCK_BOOTTIME.
     """
 
     horizon_ns: int
@@ -19,17 +19,17 @@ class HorizonMoved:
 
 @dataclass(frozen=True, slots=True)
 class ClaimsLost:
-    """The node's claims are void, because the fleet has fenced it or began anew: every claimed lease ends.
+    """The node's claims are void, because the fleet has fenced the node or was reset: every claimed lease ends.
 
     Attributes:
-        reason: A clause that tenants see.
+        reason: The cause as a clause, which tenants see.
     """
 
     reason: str
 
 
 class SetHorizon(NamedTuple):
-    """Write where worker and zygote read it until when a claimed lease may be served, on CLOCK_BOOTTIME.
+    """Write a claimed lease's membership deadline, on CLOCK_BOOTTIME, where its worker and the zygote read it.
 
     Comes before the `SetDeadline` that lets the lease begin.
     """

@@ -1,16 +1,17 @@
-"""The fleet's horizon: the time until which this node may serve claimed leases.
+"""The membership deadline (`horizon`): the time until which this node may serve claimed leases.
 
 A lease is claimed if it has a name, or counts against its tenant's quota in the fleet.
 
-1. The node's fleet process moves the horizon on with each beat that the fleet's store has acknowledged. Without beats
-   another node may serve the names, and use the quotas' bytes, from some time after the horizon on.
-2. A claimed lease is granted only before the horizon. It ends at its own deadline or, ISOLATED, at the horizon,
-   whichever comes first. At the horizon nothing in flight gets a grace.
-3. Each claimed lease has the horizon on its control page, by the clock that goes on while the host sleeps. So worker
-   and zygote end it without the broker, too. A lease that a restarted broker takes over keeps its page's horizon.
-4. Once the claims are lost, every claimed lease ends, and waiting acquires with a claim are refused. Nothing is
-   granted on a claim until the horizon moves again.
-5. A lease without a claim feels nothing of all that.
+1. The node's fleet process moves the deadline forward with each heartbeat that the fleet's store acknowledges. Without
+   heartbeats, some time after the deadline, another node may serve the names and use the bytes of the quotas.
+2. A claimed lease is granted only before the membership deadline. It ends at its own deadline, or with ISOLATED at the
+   membership deadline, whichever comes first. Kernels in flight get no grace then.
+3. Each claimed lease has the membership deadline on its control page, on the clock that keeps running while the host
+   sleeps. So the worker and the zygote end the lease even without the broker. A lease that a restarted broker takes
+   over keeps the deadline on its page.
+4. Once the claims are lost, every claimed lease ends, and queued acquires with a claim are refused. No claim is granted
+   until the membership deadline moves again.
+5. None of this affects a lease without a claim.
 """
 
 from gpulease.daemon.leases import denials
@@ -22,25 +23,31 @@ from gpulease.daemon.leases.teardown import Teardown
 
 
 class Horizons:
-    """Caps claimed leases. Each method appends the effects to execute to `out`."""
+    """Limits claimed leases to the membership deadline. Each method appends the effects to execute to `out`."""
 
     def __init__(self, store: LeaseStore, teardown: Teardown) -> None:
         self._store = store
         self._teardown = teardown
 
     def on_moved(self, event: HorizonMoved, now_ns: int, out: list[Effect]) -> None:
-        """Move the horizon of the node and of its claimed leases, never back. A lease past its horizon has ended."""
+        """Move the membership deadline of the node and of its claimed leases forward, never back.
+
+        A lease that is past its own membership deadline has ended and is not extended.
+        """
         moved = Horizon(event.horizon_ns, event.horizon_boot_ns)
+        # Heartbeats may be acknowledged out of order. Compare by CLOCK_BOOTTIME, which counts the time asleep.
         if self._store.horizon is not None and moved.boot_ns <= self._store.horizon.boot_ns:
             return
         self._store.horizon = moved
         for lease in list(self._store.capped.values()):
+            # End what is overdue before extending it: another node may already have taken that lease's name.
             self._teardown.expire_if_due(lease, now_ns, out)
             if lease.state is LeaseState.ACTIVE:
                 self.cap(lease, out)
 
     def on_claims_lost(self, event: ClaimsLost, now_ns: int, out: list[Effect]) -> None:
-        """End every claimed lease, and refuse the acquires with a claim that wait."""
+        """End every claimed lease, and refuse the queued acquires that have a claim."""
+        # Without a deadline, `may_grant` refuses all further claims until a heartbeat sets a new one.
         self._store.horizon = None
         for waiter in self._store.queue:
             if waiter.acquire.terms.is_claimed:
@@ -53,7 +60,10 @@ class Horizons:
                 self._teardown.begin(lease, Cause.ISOLATED, event.reason, now_ns, out, denials.isolated(event.reason))
 
     def may_grant(self, lease: Lease, now_ns: int, out: list[Effect]) -> bool:
-        """Cap a lease that is about to be granted; end it instead if it is claimed and the horizon is past."""
+        """Set the membership deadline of a lease that is about to be granted, and return True.
+
+        If the lease is claimed and that time has passed, end the lease instead and return False.
+        """
         if not lease.terms.is_claimed:
             return True
         if self._store.is_isolated(now_ns):
@@ -64,7 +74,7 @@ class Horizons:
         return True
 
     def cap(self, lease: Lease, out: list[Effect]) -> None:
-        """Give a claimed lease the node's horizon, unless it kept a later one of an earlier table."""
+        """Give a claimed lease the node's membership deadline, unless it has a later one from an earlier table."""
         horizon = self._store.horizon
         if horizon is None or (lease.horizon is not None and lease.horizon.boot_ns >= horizon.boot_ns):
             return

@@ -1,4 +1,7 @@
-"""Invariants of the lease table, recomputed from the leases, regions, submits and contexts alone."""
+"""Invariants of the lease table, recomputed from the leases, regions, submits and contexts alone.
+
+Nothing here trusts a running sum: each check derives the figure again and compares.
+"""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -30,7 +33,7 @@ LASTING = (RegionState.FENCED, RegionState.RETURNED)
 
 
 class InvariantBroken(Exception):
-    """A rule of the lease table does not hold: a bug in the core. The text says which."""
+    """A rule of the lease table does not hold, which is a bug in the core. The text says which rule."""
 
 
 def validate(store: LeaseStore) -> None:
@@ -57,7 +60,7 @@ def validate(store: LeaseStore) -> None:
 def validate_charges(store: LeaseStore, before: Mapping[int, int]) -> None:
     """Check that one event gave no lease more of a card that holds more than its present capacity.
 
-    Others may shrink the capacity below what was granted. Leases then keep their bytes, and nobody gets more.
+    Others may shrink the capacity below what was granted. Leases then keep their bytes, and none gets more.
     """
     for lease in store.live.values():
         account = store.account_by_uuid[lease.card_uuid]
@@ -78,17 +81,21 @@ def _name(lease: Lease) -> str:
 
 def _validate_lease(store: LeaseStore, lease: Lease) -> None:
     name, state = _name(lease), lease.state
+    # State, cause and fence must agree.
     has_ended = state in (LeaseState.DRAINING, LeaseState.FENCED)
     _require(state is not LeaseState.TORNDOWN, f"{name} is torn down but still counted as live.")
     _require(has_ended == (lease.cause is not None), f"{name} has cause {lease.cause}.")
     _require((state is LeaseState.FENCED) == (lease.lease_id in store.fenced), f"{name} is misfiled as to fences.")
     _require((state is LeaseState.FENCED) == (lease.ended_ns is not None), f"{name} ended at {lease.ended_ns}.")
+    # A pending lease has exactly one open acquire; an active one has a deadline and a worker.
     is_awaited = store.pending.get(lease.request) == lease.lease_id
     _require((state is LeaseState.PENDING) == is_awaited, f"{name} and its acquire disagree on who waits.")
     _require(state is not LeaseState.PENDING or lease.deadline_ns is None, f"{name} has a deadline already.")
     _require(state is not LeaseState.ACTIVE or lease.deadline_ns is not None, f"{name} has no deadline.")
     _require(state is not LeaseState.ACTIVE or not lease.is_worker_gone, f"{name} has no worker.")
     _require(has_ended or not (lease.is_kill_sent or lease.revoke_requests), f"{name} is half torn down.")
+    # Bytes: either all of the lease's own bytes are still awaited or none are. A lease on a warm context has paid for
+    # the context already, so its own bytes exclude the overhead.
     is_awaiting = lease.awaited_bytes > 0
     own_bytes = lease.charge_bytes
     if lease.warm_id:
@@ -98,9 +105,12 @@ def _validate_lease(store: LeaseStore, lease: Lease) -> None:
     _require(lease.unconnected_ns is None or lease.orphan_ms > 0, f"{name} waits for a connection it may be without.")
     _require(lease.warm_id not in store.warm, f"{name} and the pool have the same context.")
     _require(has_ended or lease.free_request is None, f"{name} is being freed but has not ended.")
+    # Teardown: some timer must be armed, otherwise a lost answer would leave the lease DRAINING for ever.
     if state is LeaseState.DRAINING:
         is_moving = lease.grace_due_ns is not None or lease.reclaim_due_ns is not None
         _require(is_moving, f"{name} has no timer, so nothing would ever end its teardown.")
+    # Recycling needs a clean end: the tenant freed the lease, only the tenant used it, and nothing has killed its
+    # worker.
     is_scrubbed_rightly = state is LeaseState.DRAINING and lease.cause is Cause.FREED and bool(lease.warm_id)
     is_scrubbed_rightly = is_scrubbed_rightly and not (lease.is_in_doubt or lease.fault or lease.revoke_requests)
     is_scrubbed_rightly = is_scrubbed_rightly and not (lease.is_kill_sent or lease.is_worker_gone)
@@ -112,6 +122,7 @@ def _validate_history(store: LeaseStore, lease: Lease) -> None:
     name, history = _name(lease), lease.history
     _require(len(history) <= store.limits.max_story_entries, f"{name} has a story of {len(history)} entries.")
     _require(not history or history[-1].finish is lease.state, f"{name} is not where its story ends.")
+    # Generations never go back: tokens and grants carry them, and an old one must stay invalid.
     generations = [entry.generation for entry in history] + [lease.generation]
     _require(generations == sorted(generations) and generations[0] >= 1, f"{name} went back a generation.")
     renewed = [entry.generation for entry in history if entry.trigger is Trigger.RENEWED]
@@ -123,12 +134,15 @@ def _validate_history(store: LeaseStore, lease: Lease) -> None:
 
 
 def _validate_claims(store: LeaseStore) -> None:
+    # Each live name belongs to exactly one lease, also while that lease is fenced.
     named = {lease.terms.name: lease for lease in store.live.values() if lease.terms.name}
     count = sum(bool(lease.terms.name) for lease in store.live.values())
     _require(len(named) == count, f"{count} leases have {len(named)} names.")
     _require(store.claimed == named, "The table misfiles leases with names.")
     capped = {lease.lease_id: lease for lease in store.live.values() if lease.terms.is_claimed}
     _require(store.capped == capped, "The table misfiles claimed leases.")
+    # A claimed lease is never ACTIVE without a membership deadline, because another node may take its name over after
+    # that.
     for lease in store.live.values():
         name, claim = _name(lease), lease.terms
         _require(bool(claim.name) == (claim.epoch > 0), f"{name} has the name {claim.name!r} and epoch {claim.epoch}.")
@@ -152,7 +166,8 @@ def _validate_account(account: CardAccount, leases: list[Lease]) -> None:
     alone = sum(lease.terms.exclusivity in ALONE for lease in leases)
     _require(account.held_bytes == held, f"{name} counts {account.held_bytes} bytes held, its leases {held}.")
     _require(account.fenced_bytes == fenced, f"{name} counts {account.fenced_bytes} bytes fenced, not {fenced}.")
-    # Restored leases may exceed the card, or share it with one that is to be alone. Nothing was granted beside them.
+    # Restored leases may exceed the card, or share it with one that must be alone, because the limits or the card
+    # changed meanwhile. Nothing new was granted next to them.
     is_all_restored = all(lease.is_restored for lease in leases)
     _require(held <= card.capacity_bytes or is_all_restored, f"{name} holds {held} of {card.capacity_bytes} bytes.")
     _require(account.leases == len(leases), f"{name} counts {account.leases} leases and has {len(leases)}.")
@@ -172,7 +187,7 @@ def _validate_account(account: CardAccount, leases: list[Lease]) -> None:
 
 
 def _validate_pool(store: LeaseStore, account: CardAccount, leases: list[Lease]) -> None:
-    # Grants stand when others take memory of the card; then nothing more is granted.
+    # Grants remain valid when others take memory of the card; but then nothing more is granted.
     name, capacity, now = f"Card {account.card.uuid}", account.card.capacity_bytes, account.capacity_bytes
     contexts = list(account.warm.values())
     for context in contexts:
@@ -188,10 +203,12 @@ def _validate_pool(store: LeaseStore, account: CardAccount, leases: list[Lease])
     _require(account.awaited_bytes == awaited, f"{name} counts {account.awaited_bytes} bytes awaited, not {awaited}.")
     knows = set(account.awaiting) == {lease.lease_id for lease in waiting}
     _require(knows, f"{name} does not know who waits for warm contexts to leave.")
+    # Bytes in use now must fit the measured capacity, unless everything comes from an earlier table.
     used = held - awaited + warm
     is_new_in = any(lease.charge_bytes > lease.awaited_bytes and not lease.is_restored for lease in leases)
     is_new_in = is_new_in or not all(context.is_restored for context in contexts)
     _require(used <= capacity or not is_new_in, f"{name} may have {used} of {capacity} bytes in use.")
+    # Bytes promised to leases that wait for contexts to leave must fit, too, once those contexts are gone.
     promised = held - never + stuck + yielding
     is_new_in = is_new_in or bool(waiting)
     _require(
@@ -199,6 +216,7 @@ def _validate_pool(store: LeaseStore, account: CardAccount, leases: list[Lease])
     )
     is_fitting = promised <= now or not (waiting or yielding)
     _require(is_fitting, f"{name} promises {promised} of {now} bytes, and somebody waits for room or could leave.")
+    # The first lease in line must really lack room, or it would wait for nothing.
     first = next(iter(account.awaiting.values()), None)
     _require(first is None or used + first.awaited_bytes > now, f"{name} has room for a lease that waits for it.")
     _validate_pool_size(store, account, leases)
@@ -210,6 +228,8 @@ def _validate_pool_size(store: LeaseStore, account: CardAccount, leases: list[Le
     _require(
         account.pending_leases == pending, f"{name} counts {account.pending_leases} pending leases, not {pending}."
     )
+    # The pool makes one context at a time and never more than wanted. Contexts on their way out count, so that a driver
+    # that loses each context can't fill the card with fences.
     making = sum(context.state is WarmState.WARMING for context in contexts)
     _require(making <= 1, f"{name} has {making} warm contexts made at a time.")
     kept = sum(context.state in YIELDING and context.tenant is None for context in contexts)
@@ -218,6 +238,7 @@ def _validate_pool_size(store: LeaseStore, account: CardAccount, leases: list[Le
     _require(is_bounded, f"{name} has {account.leaving} warm contexts that leave or are fenced, and {kept} more.")
     most = 0 if store.recycling is None else store.recycling.max_idle
     _require(account.recycled <= most, f"{name} has {account.recycled} contexts that wait for their tenant.")
+    # A card that must be empty of contexts has none.
     is_closed = store.is_shutting_down or store.drain_ns is not None
     must_be_empty = is_closed or account.exclusive_leases
     _require(not (account.yielding_bytes and must_be_empty), f"{name} keeps warm contexts that it must not have.")
@@ -251,6 +272,7 @@ def _validate_submit(store: LeaseStore, submit: Submit) -> None:
     _require(lease is not None and lease.submit_id == submit.submit_id, f"{name} is not its lease's.")
     if lease is None:
         return
+    # A submit that has not ended needs an active lease and a worker; one that ends needs a timer.
     goes_on = state in (SubmitState.STARTING, SubmitState.RUNNING)
     _require(not goes_on or lease.state is LeaseState.ACTIVE, f"{name} goes on, and its lease is {lease.state.value}.")
     _require(lease.state is not LeaseState.FENCED, f"{name} is not part of its lease's fence.")
@@ -260,6 +282,7 @@ def _validate_submit(store: LeaseStore, submit: Submit) -> None:
     _require((state is SubmitState.RUNNING) <= (submit.due_ns is not None), f"{name} would never end.")
     is_moving = submit.grace_due_ns is not None or submit.reclaim_due_ns is not None
     _require(state is not SubmitState.ENDING or is_moving, f"{name} has no timer, so nothing would ever end it.")
+    # The submit's bytes are a part of its lease's charge, never an addition to it.
     own_bytes = lease.charge_bytes - lease.submit_charge_bytes
     overhead_bytes = store.account_by_uuid[lease.card_uuid].card.overhead_bytes
     is_own = submit.size_bytes == lease.terms.submit_bytes or own_bytes == overhead_bytes or lease.is_restored
@@ -278,6 +301,7 @@ def _validate_lease_submit(store: LeaseStore, lease: Lease) -> None:
     _require(
         not lease.own_submit_bytes or is_alone or lease.is_restored, f"{name} has a submit in its session's place."
     )
+    # A context lent for a submit must have a submit, or be part of a fence.
     is_lent = lease.own_submit_bytes > 0 or lease.state is LeaseState.FENCED
     _require(not lease.extra_bytes or is_lent, f"{name} holds a context that nobody has.")
     _require(not (lease.is_scrubbing and lease.submit_id), f"{name} is to be recycled and has a submit.")
@@ -287,6 +311,7 @@ def _validate_lease_submit(store: LeaseStore, lease: Lease) -> None:
 
 
 def _validate_regions(store: LeaseStore) -> None:
+    # Both indexes of regions agree, and each opening region has exactly one open request.
     of_leases = {region_id: lease for lease in store.live.values() for region_id in lease.regions}
     _require(of_leases.keys() == store.regions.keys(), "There are regions that no live lease has, or unknown ones.")
     opening = {region.request for region in store.regions.values() if region.state is RegionState.OPENING}
@@ -295,6 +320,7 @@ def _validate_regions(store: LeaseStore) -> None:
         _validate_region(store, of_leases[region_id], region)
     for lease in store.live.values():
         _validate_slice(lease)
+    # An ended region is remembered only once its memory is back.
     for region_id, ended in store.ended_regions.items():
         found = store.regions.get(region_id)
         is_over = found is None or found.state is RegionState.RETURNED
@@ -306,6 +332,7 @@ def _validate_regions(store: LeaseStore) -> None:
 
 def _validate_region(store: LeaseStore, lease: Lease, region: Region) -> None:
     name, state = f"Region {region.region_id:032x} ({region.state.value})", region.state
+    # A closed node has an empty queue, and no waiter could be placed at this moment.
     goes_on = state in (RegionState.OPENING, RegionState.ACTIVE)
     is_known = region.lease_id == lease.lease_id and lease.regions.get(region.region_id) is region
     _require(is_known and region.region_id not in store.live, f"{name} is not its lease's.")
@@ -317,6 +344,7 @@ def _validate_region(store: LeaseStore, lease: Lease, region: Region) -> None:
     _require(is_told == (region.ended_ns is not None), f"{name} ended at {region.ended_ns}.")
     _require(not region.is_given_up or state in LASTING, f"{name} was given up.")
     _require(state is not RegionState.RETURNED or region.kept_bytes > 0, f"{name} keeps nothing and is remembered.")
+    # A region is awaited until its end was reported; while its lease is active a timer must bound that wait.
     _require(not goes_on or not (region.free_request or region.revoke_requests), f"{name} is half ended.")
     is_awaited = lease.state is LeaseState.ACTIVE and not goes_on and not is_told
     _require(is_awaited == (region.end_due_ns is not None), f"{name} has no timer to end it, or one too many.")
@@ -332,6 +360,8 @@ def _validate_region(store: LeaseStore, lease: Lease, region: Region) -> None:
 
 def _validate_slice(lease: Lease) -> None:
     name, regions = _name(lease), lease.regions.values()
+    # A slot belongs to one region at a time; a number is never used twice in a lease, so an old set can't name a new
+    # region.
     going = {region.slot: region for region in regions if region.state is not RegionState.RETURNED}
     _require(going == lease.slots and all(0 <= slot < MAX_REGIONS for slot in going), f"{name} miscounts its slots.")
     count = sum(region.state is not RegionState.RETURNED for region in regions)
@@ -339,6 +369,7 @@ def _validate_slice(lease: Lease) -> None:
     numbers = {region.number for region in regions}
     is_numbered = len(numbers) == len(regions) and lease.region_number >= max(numbers, default=0)
     _require(is_numbered and lease.region_number <= MAX_NUMBER, f"{name} gave two regions one number.")
+    # Regions never hold more than the slice, also while the slice shrinks.
     held = sum(region.charge_bytes for region in regions)
     _require(held == lease.region_bytes, f"{name} counts {lease.region_bytes} bytes of regions, not {held}.")
     room = lease.region_room_bytes
@@ -347,6 +378,7 @@ def _validate_slice(lease: Lease) -> None:
     _require(is_marked and not (lease.is_reshaped and lease.is_scrubbing), f"{name} has regions and is to be recycled.")
     _require(not (going and lease.own_submit_bytes), f"{name} has regions where a submit is.")
     resize = lease.resize
+    # During a resize the lease is charged for the larger of both sizes.
     if resize is not None:
         _require(lease.state is LeaseState.ACTIVE, f"{name} is resized.")
         largest = max(resize.size_bytes, resize.least_bytes)
@@ -357,7 +389,7 @@ def _validate_slice(lease: Lease) -> None:
 def _validate_counts(store: LeaseStore) -> None:
     limits = store.limits
     by_tenant = Counter(lease.tenant for lease in store.live.values())
-    # Bounds may have been lowered since a lease was granted. Its tenant keeps the lease and gets no more.
+    # Limits may have been lowered since a lease was granted. Its tenant keeps the lease and gets no more.
     has_restored = {lease.tenant for lease in store.live.values() if lease.is_restored} | store.under_earlier_rules
     on_cards = sum(len(account.warm) for account in store.accounts)
     _require(len(store.warm) == on_cards, f"{len(store.warm)} warm contexts, {on_cards} on cards.")
@@ -370,6 +402,7 @@ def _validate_counts(store: LeaseStore) -> None:
     pending = sum(lease.state is LeaseState.PENDING for lease in store.live.values())
     _require(len(store.pending) == pending, f"{len(store.pending)} acquires wait for {pending} pending leases.")
     _require(len(store.ended) <= limits.max_tombstones, f"{len(store.ended)} ended leases are remembered.")
+    # Remembered leases are over: their memory is back and they have a cause.
     for lease_id, snapshot in store.ended.items():
         _require(lease_id not in store.live, f"Lease {lease_id:032x} is both live and ended.")
         is_whole = snapshot.state is LeaseState.TORNDOWN and snapshot.cause is not None
@@ -387,6 +420,7 @@ def _validate_bytes(store: LeaseStore) -> None:
         may_use = is_older or devices is None or any(card.answers_to(device) for device in devices)
         _require(may_use, f"{_name(lease)} is on a card that its tenant may not use.")
     _require(by_tenant == store.bytes_by_tenant, "The live leases' bytes per tenant are miscounted.")
+    # Queued acquires count towards their tenant's bytes, as `check_bytes` counts them.
     for waiter in store.queue:
         by_tenant[waiter.acquire.tenant] += waiter.acquire.terms.size_bytes
     for tenant, size_bytes in by_tenant.items():

@@ -1,12 +1,12 @@
 """Leases, regions, submits and warm contexts: their ids, states and terms, and the transitions of leases and regions.
 
-1. A lease is PENDING while its worker starts and ACTIVE once the worker is ready. Any end makes it DRAINING. It is
-   TORNDOWN once its bytes are proved back, or FENCED if they could not be proved back.
-2. The first cause to end a lease is the cause it keeps.
+1. A lease is PENDING while its worker starts and ACTIVE once the worker is ready. Any end makes it DRAINING. It becomes
+   TORNDOWN once its bytes are proved free, or FENCED if they could not be proved free.
+2. A lease keeps the first cause that ended it.
 3. No transition leads back: no state before DRAINING is entered again, and only an operator releases a FENCED lease.
-4. A step that `TRANSITIONS` or `REGION_TRANSITIONS` lacks raises `InvalidTransition` with the recorded history.
+4. A step that is missing in `TRANSITIONS` or `REGION_TRANSITIONS` raises `InvalidTransition` with the recorded history.
 
-States, causes and triggers are hashed by identity: Enum's own hash is a Python call for each step.
+States, causes and triggers are hashed by identity, because Enum's own hash is a Python call for each step.
 """
 
 from collections import Counter
@@ -30,8 +30,8 @@ FIRST_WARM_ID: Final = 1 << 128
 """Ids of warm contexts begin here, above every lease id, which is a u128."""
 
 FIRST_LEFT_ID: Final = FIRST_WARM_ID + (1 << 127)
-"""Here begin the ids of what leases of an earlier daemon left behind, held as warm contexts: above the ids that an
-earlier daemon's own warm contexts may be found to have."""
+"""Ids of what leases of an earlier daemon left behind, held as warm contexts, begin here: above the ids that an earlier
+daemon's own warm contexts can have."""
 
 FIRST_SUBMIT_ID: Final = 1 << 129
 """Ids of submits begin here, above those of warm contexts."""
@@ -48,7 +48,7 @@ class WorkerKind(Enum):
 
 
 def kind_of(worker_id: int) -> WorkerKind:
-    """Return the kind of the worker with that id; workers, timers and proofs of all kinds share one range of ids."""
+    """Return the kind of the worker with that id. Workers, timers and proofs of all kinds share one range of ids."""
     if worker_id < FIRST_WARM_ID:
         return WorkerKind.LEASE
     return WorkerKind.WARM if worker_id < FIRST_SUBMIT_ID else WorkerKind.SUBMIT
@@ -58,8 +58,6 @@ def kind_of(worker_id: int) -> WorkerKind:
 
 
 class LeaseState(Enum):
-    """States of a lease."""
-
     __hash__ = object.__hash__
 
     PENDING = "pending"
@@ -70,7 +68,7 @@ class LeaseState(Enum):
 
 
 class Cause(Enum):
-    """Reasons for the end of a lease."""
+    """Reasons for which a lease ends."""
 
     __hash__ = object.__hash__
 
@@ -92,7 +90,7 @@ class Cause(Enum):
 
 
 class Trigger(Enum):
-    """Steps of a lease that are no cause of its end. RENEWED is recorded in the history and changes no state."""
+    """Steps of a lease that do not end it. RENEWED is recorded in the history and does not change the state."""
 
     __hash__ = object.__hash__
 
@@ -139,8 +137,8 @@ TRANSITIONS: Final[Mapping[tuple[LeaseState, Trigger | Cause], LeaseState]] = Ma
 class RegionState(Enum):
     """States of a region.
 
-    OPENING until the worker has mapped it, ACTIVE until its first cause of end. Then REVOKED, EXPIRED or FREED until
-    nothing in the session can reach its memory, FENCED until that is proved, and RETURNED.
+    OPENING until the worker has mapped it, ACTIVE until the first cause that ends it. Then REVOKED, EXPIRED or FREED
+    until nothing in the session can reach its memory, FENCED until that is proved, and RETURNED.
     """
 
     __hash__ = object.__hash__
@@ -159,7 +157,7 @@ REGION_ENDS: Final = MappingProxyType(
     | {Cause.EXPIRED: RegionState.EXPIRED}
     | dict.fromkeys((Cause.FREED, Cause.ABANDONED, Cause.SPAWN_FAILED), RegionState.FREED)
 )
-"""The state that each cause leads a region to; most causes are its lease's."""
+"""The state that a region enters for each cause. Most causes are those of its lease."""
 
 ENDED_REGIONS: Final = frozenset(REGION_ENDS.values())
 """States of regions that have ended while the worker may still have their memory."""
@@ -200,13 +198,13 @@ class TransitionRecord(NamedTuple):
 
 
 class InvalidTransition(Exception):
-    """Raised for a step that the transitions lack: a bug in the core or in its shell.
+    """A step that the transitions do not have: a bug in the core or in its shell.
 
     Attributes:
-        lease_id: The lease.
-        state: State the lease was in.
+        lease_id: The lease or region.
+        state: The state it was in.
         trigger: Trigger or cause of the refused step.
-        history: Recorded transitions of the lease, oldest first.
+        history: Its recorded transitions, oldest first.
     """
 
     def __init__(
@@ -240,40 +238,46 @@ def _follow(
     trigger: Trigger | Cause,
     now_ns: int,
 ) -> AnyState:
-    """Return the state that `trigger` leads to, and record the transition in the history of a lease or region."""
+    """Return the state to which `trigger` leads, and record the transition in the history of the lease or region.
+
+    Raises:
+        InvalidTransition: The transitions have no such step.
+    """
     finish = transitions.get((state, trigger))
     history = subject.history
     lease_id = subject.lease_id if isinstance(subject, Lease) else subject.region_id
     if finish is None:
         raise InvalidTransition(lease_id, state, trigger, tuple(history))
+    # The history is bounded: a lease that is renewed every second must not grow without end. The oldest entry goes.
     if len(history) >= subject.max_story_entries:
         del history[0]
     history.append(TransitionRecord(now_ns, state, trigger, finish, subject.generation))
     return finish
 
 
-# The two classes that keep every other lease off the card or the partition.
+# The two classes that exclude every other lease from the card or the partition.
 ALONE: Final = frozenset({Exclusivity.DEVICE_EXCLUSIVE, Exclusivity.PARTITION_EXCLUSIVE})
 
 
 class LeaseTerms(NamedTuple):
-    """The terms of one lease: the request, the lease, the journal's row and the order for a worker all carry them.
+    """The terms of one lease, carried by the request, the lease, the journal's row and the order to start a worker.
 
     Attributes:
         size_bytes: Bytes the tenant may allocate. Each context's overhead is charged on top.
         ttl_ms: Time to live last asked for, counted from the moment the worker is ready, or from the renewal.
-        exclusivity: Other leases that the card may have beside this one.
+        exclusivity: Which other leases the card may have at the same time.
         max_kernel_ms: Longest run of one kernel; 0: as long as the lease lives.
         waiting: How both ends of the session wait for each other; None: as the host allows.
         submit_bytes: Part of `size_bytes` kept for submits. With 0, a submit runs in place of a session that was never
-            opened.
+          opened.
         orphan_ms: Longest time without a connection before the lease ends; 0: no bound; None: the node's default,
-            which placement fills in.
+          which placement fills in.
         regions_required: The session refuses a launch that names no region set.
-        name: Name that the node's fleet serves once; "": a lease without a name, which no fleet knows of.
+        name: Name that exists once in the node's fleet; "": a lease without a name, which the fleet does not know.
         epoch: Number of the name's claim; 0 without a name.
-        request_id: The tenant's number of this acquire over all its tries, in 32 hexadecimal digits; "" if it has none.
-        fleet_bytes: Bytes of the tenant's quota in the fleet that were claimed for it; 0: it counts against none.
+        request_id: The tenant's number for this acquire, the same in all its tries, in 32 hexadecimal digits; "" if it
+          has none.
+        fleet_bytes: Bytes claimed for it from the tenant's quota in the fleet; 0: it counts against no quota.
     """
 
     size_bytes: int
@@ -291,12 +295,12 @@ class LeaseTerms(NamedTuple):
 
     @property
     def is_claimed(self) -> bool:
-        """Return whether the fleet knows of the lease, so that it ends at the horizon."""
+        """Return whether the fleet knows the lease, so that it ends at the membership deadline."""
         return bool(self.name) or self.fleet_bytes > 0
 
     @property
     def contexts(self) -> int:
-        """Number of contexts the lease is charged: the session's, and the submits' if memory is kept for them."""
+        """Number of contexts charged to the lease: the session's, and the submits' if memory is kept for them."""
         return 2 if self.submit_bytes else 1
 
     @property
@@ -311,16 +315,16 @@ class LeaseSnapshot(NamedTuple):
     A tuple rather than a dataclass, because each event makes several.
 
     Attributes:
-        cause: Reason for its end; None while the lease goes on.
+        cause: Why it ended; None while it has not.
         reason: The cause in words; "" while there is none.
         fault: Message of the worker that lost its context; "" if none did.
         deadline_ns: Expiry; None until the worker was ready.
         ended_ns: Time at which the lease was torn down or fenced.
         ttl_ms: Time to live last asked for.
-        parent_id: For a region, the lease that it lies in; 0 for a lease of a card.
-        name: Name that the fleet serves once; "" without one.
+        parent_id: For a region, the lease that contains it; 0 for a lease of a card.
+        name: Name that exists once in the fleet; "" without one.
         epoch: Number of the name's claim; 0 without a name.
-        fleet_bytes: Bytes of the tenant's quota in the fleet that were claimed for it; 0: none.
+        fleet_bytes: Bytes claimed for it from the tenant's quota in the fleet; 0: none.
     """
 
     lease_id: int
@@ -344,11 +348,11 @@ class LeaseSnapshot(NamedTuple):
 
 
 class Horizon(NamedTuple):
-    """The time until which a node may serve claimed leases, on two clocks.
+    """The membership deadline: until when a node may serve claimed leases, on two clocks.
 
     Attributes:
-        at_ns: The time on the monotonic clock, by which the table's timers go. It lies too late after the host slept.
-        boot_ns: The time on CLOCK_BOOTTIME, which goes on while the host sleeps.
+        at_ns: The time on the monotonic clock, which the table's timers use. It is too late once the host has slept.
+        boot_ns: The time on CLOCK_BOOTTIME, which keeps running while the host sleeps.
     """
 
     at_ns: int
@@ -357,40 +361,41 @@ class Horizon(NamedTuple):
 
 @dataclass(slots=True)
 class Lease:
-    """A live lease as the table keeps it; only the core's own modules change it.
+    """A live lease in the table; only the core's own modules change it.
 
     Attributes:
         terms: Terms of the acquire; a renewal changes the time to live.
         charge_bytes: Bytes held on the card: the size and the overhead of each context.
         request: Number of the acquire that waits for the worker; meaningless once answered.
-        warm_id: Id of the warm context the lease took; 0 if none.
+        warm_id: Id of the warm context that the lease took over; 0 if none.
         served: Number of earlier leases of the same tenant that this context served.
-        is_in_doubt: Someone besides the tenant used the session, or some of its memory was not proved gone.
-        is_scrubbing: The tenant gave the lease back, and the worker may yet return to the pool.
+        is_in_doubt: Another client than the tenant used the session, or some of its memory was not proved free.
+        is_scrubbing: The tenant freed the lease, and the worker may still return to the pool.
         awaited_bytes: Part of the charge that warm contexts must free first; 0 once the worker was ordered.
         grace_due_ns: Time at which the worker is killed; None without a grace.
-        reclaim_due_ns: Time at which the slice is fenced unless proved back; None before the reclaim.
-        is_kill_sent: The worker was ordered dead; no second order is sent.
-        is_worker_gone: The worker's process was reaped, so that a proof of its bytes means something.
+        reclaim_due_ns: Time at which the slice is fenced unless proved free; None before the reclaim.
+        is_kill_sent: The kill was ordered; it is not ordered again.
+        is_worker_gone: The worker's process was reaped, so that a proof of its bytes is valid.
         free_request: Free request to answer when the teardown is over.
         revoke_requests: Revoke requests to answer when the teardown is over.
         is_restored: The lease comes from an earlier table, or holds the bytes of an earlier daemon's worker.
-        unconnected_ns: Start of the wait for a connection: the loss of the last one, or a renewal since. A daemon that
-            took the lease over may set a later time. None while connected.
-        has_session: Someone may have attached to the session, so its memory stays until the lease ends.
+        unconnected_ns: Start of the wait for a connection: the loss of the last one, or a later renewal. A daemon that
+          took the lease over may set a later time. None while connected.
+        has_session: A client may have attached to the session, so its memory stays until the lease ends.
         own_submit_bytes: Part of the charge held by a submit that runs in place of the session; 0 without one.
-        extra_bytes: Part of the charge that is this submit's context, borrowed from the card while the submit exists.
+        extra_bytes: Part of the charge for this submit's context, lent by the card while the submit exists.
         submit_id: Submit that is not yet proved gone; 0 if none.
         next_submit: Request that waits for that submit's bytes.
-        last_submit: Last submit that is proved gone, so that its caller can learn how it ended.
+        last_submit: Last submit that is proved gone, so that its client can learn how it ended.
         is_proved: The lease's own worker is proved gone; its submit is not yet.
         regions: Its regions by id: those not yet returned, and those whose place still keeps bytes.
         slots: The regions that are not yet returned, by slot.
         region_bytes: Bytes of the session's slice that regions hold.
-        region_number: Number of the last region opened; none has it again.
-        resize: The change of its size that is under way; None without one.
+        region_number: Number of the last region opened; it is never used again.
+        resize: The change of size in progress; None without one.
         is_reshaped: A region was opened in it, or its slice was resized, so its context serves no other lease.
-        horizon: Time at which a claimed lease ends unless the horizon moves; None without a claim, or before its grant.
+        horizon: Membership deadline, at which a claimed lease ends unless it moves; None without a claim, or before the
+          grant.
     """
 
     lease_id: int
@@ -448,7 +453,7 @@ class Lease:
 
     @property
     def submit_charge_bytes(self) -> int:
-        """Bytes of the card a submit of this lease may hold, its context included; 0 if the lease keeps none."""
+        """Bytes of the card that a submit of this lease may hold, its context included; 0 if the lease keeps none."""
         if self.own_submit_bytes:
             return self.own_submit_bytes
         contexts_bytes = self.charge_bytes - self.terms.size_bytes
@@ -456,7 +461,7 @@ class Lease:
 
     @property
     def region_room_bytes(self) -> int:
-        """Bytes of the slice that regions may hold in all; while it is resized, of the smaller slice."""
+        """Bytes of the slice that all regions together may hold; during a resize, those of the smaller slice."""
         size_bytes = self.terms.size_bytes if self.resize is None else self.resize.least_bytes
         return size_bytes - self.terms.submit_bytes
 
@@ -467,23 +472,22 @@ class Lease:
 
     @property
     def orphan_due_ns(self) -> int | None:
-        """Time at which the lease ends for want of a connection; None while connected, or without a bound."""
+        """Time at which the lease ends for lack of a connection; None while connected, or without a bound."""
         if self.unconnected_ns is None or not self.orphan_ms:
             return None
         return self.unconnected_ns + self.orphan_ms * NS_PER_MS
 
     def is_expired(self, now_ns: int) -> bool:
-        """Return whether the lease is ACTIVE past its deadline, because its timer is late."""
+        """Return whether the lease is ACTIVE past its deadline because its timer is late."""
         return self.state is LeaseState.ACTIVE and self.deadline_ns is not None and now_ns >= self.deadline_ns
 
     def is_isolated(self, now_ns: int) -> bool:
-        """Return whether the lease is ACTIVE, claimed, and past its horizon."""
+        """Return whether the lease is ACTIVE, claimed, and past its membership deadline."""
         if self.state is not LeaseState.ACTIVE or not self.terms.is_claimed:
             return False
         return self.horizon is None or now_ns >= self.horizon.at_ns
 
     def snapshot(self) -> LeaseSnapshot:
-        """Return the state as an immutable value."""
         return LeaseSnapshot(
             self.lease_id,
             self.tenant,
@@ -510,15 +514,15 @@ class Lease:
 
 @dataclass(slots=True)
 class Resize:
-    """A change of a lease's size. The lease is charged the larger of both sizes until the smaller one is proved.
+    """A change of a lease's size. The lease is charged for the larger of both sizes until the smaller one is proved.
 
     Attributes:
         request: Request to answer; None once answered.
         size_bytes: Size asked for.
-        least_bytes: Smaller of both sizes; once the worker answered, the size that it gave the lease.
+        least_bytes: Smaller of both sizes; once the worker has answered, the size that it gave the lease.
         due_ns: Time at which the request is answered in any case.
-        is_answered: The worker has answered, and the card is looked at.
-        doubt: Reason why the size is not the one asked for; "" if it is.
+        is_answered: The worker has answered, and the card is being polled.
+        doubt: Why the size is not the one asked for; "" if it is.
     """
 
     request: int | None
@@ -538,22 +542,22 @@ _REGION_WORDS: Final = {
 
 @dataclass(slots=True)
 class Region:
-    """A region as the table keeps it: a lease inside the session of another. Only `Regions` changes it.
+    """A region in the table: a lease inside the session of another lease. Only `Regions` changes it.
 
     Attributes:
-        lease_id: The lease that it lies in.
+        lease_id: The lease that contains it.
         card_uuid: That lease's card.
         exclusivity: That lease's class.
         slot: Place of its word on the regions page.
-        number: Tells it from every other region of the lease.
+        number: Distinguishes it from every other region of the lease.
         request: Request that waits for it to open; meaningless once answered.
-        open_due_ns: Time at which an OPENING region is given up.
+        open_due_ns: Time at which an OPENING region is abandoned.
         address: Device address; 0 until it is open.
-        end_due_ns: Time at which its session is condemned unless its memory is taken away, or at which its fence lasts
-            unless that is proved; None while nothing is awaited.
+        end_due_ns: Time at which its session is condemned unless its memory has been removed, or at which its fence
+          becomes lasting unless that is proved; None while nothing is awaited.
         kept_bytes: Bytes that stay in its place after its end; meaningless before.
-        is_cancelled: Launches that name it are refused until that is lifted.
-        is_given_up: Its memory was not proved back in time, so its fence lasts.
+        is_cancelled: Launches that name it are refused until an operator or tenant lifts that.
+        is_given_up: Its memory was not proved free in time, so its fence is lasting.
         free_request: Free request to answer when it is returned.
         revoke_requests: Revoke requests to answer when it is returned.
         is_restored: It comes from an earlier table.
@@ -603,7 +607,6 @@ class Region:
 
     @property
     def word(self) -> RegionWord:
-        """The state of its word on the regions page."""
         if self.cause is not None:
             return _REGION_WORDS[REGION_ENDS[self.cause]]
         if self.state is RegionState.OPENING:
@@ -612,7 +615,10 @@ class Region:
 
     @property
     def lease_state(self) -> LeaseState:
-        """The state of a lease that says the same. A fence is shown once nothing is awaited that could lift it."""
+        """The state of a lease that means the same.
+
+        A fence is shown as such only once it is lasting; before that the region counts as DRAINING.
+        """
         match self.state:
             case RegionState.OPENING:
                 return LeaseState.PENDING
@@ -623,11 +629,10 @@ class Region:
         return LeaseState.FENCED if self.is_given_up else LeaseState.DRAINING
 
     def is_expired(self, now_ns: int) -> bool:
-        """Return whether the region is ACTIVE past its deadline, because its timer is late."""
+        """Return whether the region is ACTIVE past its deadline because its timer is late."""
         return self.state is RegionState.ACTIVE and self.deadline_ns is not None and now_ns >= self.deadline_ns
 
     def snapshot(self) -> LeaseSnapshot:
-        """Return the state as an immutable value."""
         return LeaseSnapshot(
             self.region_id,
             self.tenant,
@@ -651,8 +656,6 @@ class Region:
 
 
 class SubmitState(Enum):
-    """States of a submit."""
-
     STARTING = "starting"
     RUNNING = "running"
     ENDING = "ending"
@@ -661,7 +664,7 @@ class SubmitState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SubmitSnapshot:
-    """State of one submit at one moment; the times are those of `Submit`."""
+    """State of one submit at one moment; times are those of `Submit`."""
 
     submit_id: int
     lease_id: int
@@ -672,13 +675,13 @@ class SubmitSnapshot:
 
     @property
     def number(self) -> int:
-        """Number by which the tenant knows the submit."""
+        """Number that the tenant sees."""
         return self.submit_id - FIRST_SUBMIT_ID
 
 
 @dataclass(slots=True)
 class Submit:
-    """A second worker of a lease, with a context of its own, for one kernel. Times are monotonic nanoseconds.
+    """A second worker of a lease, with its own context, for one kernel. Times are monotonic nanoseconds.
 
     Only `Submits` changes it.
 
@@ -687,16 +690,16 @@ class Submit:
         charge_bytes: The size and the submit's context, a part of the lease's charge.
         request: Request that waits for the submit to be ready; meaningless once answered.
         timeout_ms: Longest run once the submit is ready.
-        spawn_due_ns: Time at which a STARTING submit is given up.
+        spawn_due_ns: Time at which a STARTING submit is abandoned.
         due_ns: Time at which a RUNNING submit is ended; None before.
         grace_due_ns: Time at which the worker is killed; None without a grace.
         reclaim_due_ns: Time at which the submit is fenced unless proved gone; None before the reclaim.
-        is_kill_sent: The worker was ordered dead; no second order is sent.
-        is_worker_gone: The worker's process was reaped, so that a proof of its bytes means something.
+        is_kill_sent: The kill was ordered; it is not ordered again.
+        is_worker_gone: The worker's process was reaped, so that a proof of its bytes is valid.
         is_timed_out: The submit, its kernel or its image took too long.
-        is_warm: The submit took a warm context.
+        is_warm: The submit took over a warm context.
         is_replaced: The warm context was lost before the submit was ready. A new worker starts once its bytes are
-            proved back.
+          proved free.
     """
 
     submit_id: int
@@ -719,7 +722,6 @@ class Submit:
     is_replaced: bool = False
 
     def snapshot(self) -> SubmitSnapshot:
-        """Return the state as an immutable value."""
         return SubmitSnapshot(self.submit_id, self.lease_id, self.state, self.reason, self.due_ns, self.is_timed_out)
 
 
@@ -727,7 +729,7 @@ class Submit:
 
 
 class WarmState(Enum):
-    """States of a warm context; a context that a lease takes belongs to the lease."""
+    """States of a warm context. Once a lease takes it over, it is part of the lease and has no state of its own."""
 
     WARMING = "warming"
     READY = "ready"
@@ -741,7 +743,7 @@ YIELDING: Final = frozenset({WarmState.WARMING, WarmState.READY})
 
 @dataclass(frozen=True, slots=True)
 class WarmSnapshot:
-    """State of one warm context at one moment; `is_recycled`: it served a tenant and waits for that tenant."""
+    """State of one warm context at one moment; `is_recycled`: it waits for the tenant that it served."""
 
     warm_id: int
     card_uuid: str
@@ -751,16 +753,16 @@ class WarmSnapshot:
 
 @dataclass(slots=True)
 class WarmContext:
-    """A worker with an open context and no lease, as the table keeps it; only the pool changes it.
+    """A worker with an open context and no lease; only the pool changes it.
 
     Attributes:
         charge_bytes: Bytes held on the card: one context's overhead.
-        due_ns: Time at which a WARMING context is given up, the slice of a DROPPING context is fenced, or a READY
-            context that waits for a tenant is dropped.
-        is_worker_gone: The worker's process was reaped, so that a proof of its bytes means something.
-        reason: Reason for dropping it; "" before.
-        is_restored: Made by an earlier daemon.
-        tenant: The only tenant it may serve, because it served one before; None if it served nobody.
+        due_ns: Time at which a WARMING context is abandoned, the slice of a DROPPING context is fenced, or a READY
+          context that waits for a tenant is dropped.
+        is_worker_gone: The worker's process was reaped, so that a proof of its bytes is valid.
+        reason: Why it was dropped; "" before.
+        is_restored: An earlier daemon made it.
+        tenant: The only tenant it may serve, because it served one before; None if it served none.
         leases: Number of leases it served.
     """
 
@@ -777,21 +779,20 @@ class WarmContext:
 
     @property
     def waits_for_tenant(self) -> bool:
-        """True while the context is ready and reserved for the tenant it served."""
+        """True while the context is ready and reserved for the tenant that it served."""
         return self.state is WarmState.READY and self.tenant is not None
 
     def snapshot(self) -> WarmSnapshot:
-        """Return the state as an immutable value."""
         return WarmSnapshot(self.warm_id, self.card_uuid, self.state, self.tenant is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class Recycling:
-    """Bounds of recycling: warm contexts that serve their tenant's next lease too.
+    """Bounds of recycling: a warm context may serve its tenant's next lease too.
 
-    A lease that its tenant gave back in good order has its context scrubbed instead of killed. Once the scrub is
-    proved, the slice is free. The context waits in the pool for that tenant alone, within these bounds. After anything
-    else, or once a step takes too long, the worker is killed.
+    When a tenant frees a lease and nothing is in doubt, its context is scrubbed instead of killed. Once the scrub is
+    proved, the slice is free. The context waits in the pool for that tenant alone, within these bounds. In all other
+    cases, and when a step takes too long, the worker is killed.
 
     Raises:
         ValueError: A bound is below 1.
@@ -801,9 +802,9 @@ class Recycling:
     idle_s: int = 10
     # Whatever a scrub misses, such as leaks in the driver, ends with the process.
     max_leases: int = 1000
-    # Stops a tenant that gives back many leases at once from leaving a process for each.
+    # Stops a tenant that frees many leases at once from leaving a process for each.
     max_idle: int = 16
-    # Stops a kernel that runs on, or a worker that hangs, from keeping the slice.
+    # Stops a kernel that keeps running, or a worker that hangs, from keeping the slice.
     scrub_timeout_ms: int = 500
 
     def __post_init__(self) -> None:
@@ -812,11 +813,11 @@ class Recycling:
 
 
 def contexts_to_drop(waiting: Sequence[WarmContext], tenant: str, max_idle: int) -> list[WarmContext] | None:
-    """Choose which waiting contexts of a card to drop for one more of `tenant`'s; None if it may not wait there.
+    """Choose the waiting contexts of a card to drop for one more of `tenant`'s; None if it may not wait there.
 
     While there is room, none is dropped. Otherwise the tenant with the most contexts loses its oldest, provided it
-    keeps at least as many as `tenant` then has. So leaving as many contexts as possible gains a tenant nothing, and two
-    tenants with equal numbers take nothing from each other.
+    keeps at least as many as `tenant` then has. So a tenant gains nothing by leaving as many contexts as possible, and
+    two tenants with equal numbers take nothing from each other.
 
     Args:
         waiting: Contexts of one card that wait for a tenant, oldest first.
@@ -827,6 +828,8 @@ def contexts_to_drop(waiting: Sequence[WarmContext], tenant: str, max_idle: int)
         return []
     counts = Counter(context.tenant for context in waiting)
     most = max(counts.values())
+    # After the exchange the loser has `most - 1` contexts and `tenant` one more than now. The loser must not end up
+    # with fewer, so it needs at least two more than `tenant` has.
     if most < counts[tenant] + 2:
         return None
     return [next(context for context in waiting if counts[context.tenant] == most)]

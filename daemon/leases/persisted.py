@@ -20,19 +20,20 @@ from gpulease.daemon.leases.model import (
 
 
 class KeptLease(NamedTuple):
-    """A lease whose grant may have been told, or whose bytes are fenced.
+    """A lease whose grant may have been reported, or whose bytes are fenced.
 
     A tuple rather than a dataclass, because each change to a lease makes one.
 
     Attributes:
         charge_bytes: Bytes it holds on its card: its size and its contexts' overhead when it was placed.
         state: ACTIVE, DRAINING or FENCED.
-        cause: Reason for its end; None while ACTIVE.
+        cause: Why it ended; None while ACTIVE.
         fault: Message of the worker that lost its context; "" if none did.
         deadline_ns: Expiry; None if it is fenced and was never granted.
         ended_ns: Time at which it was fenced.
-        worker_pid: Process id of its worker; 0 if none is known.
-        region_number: Number of the last region opened in it: a region set of an earlier one must name no later one.
+        worker_pid: Process id of its worker; 0 if unknown.
+        region_number: Number of the last region opened in it: a set that names an earlier region must not match a later
+          one.
     """
 
     lease_id: int
@@ -53,11 +54,11 @@ class KeptLease(NamedTuple):
 
 
 class KeptRegion(NamedTuple):
-    """A region that its lease's worker was told of, until nothing of it is left.
+    """A region that its lease's worker knows, until nothing of it is left.
 
     Attributes:
         kept_bytes: Bytes that stay in the place of a FENCED or RETURNED region.
-        is_given_up: Its memory was not proved back in time, and its end was told.
+        is_given_up: Its memory was not proved free in time, and its end has been reported.
     """
 
     region_id: int
@@ -92,7 +93,7 @@ class KeptWarm:
 
 @dataclass(frozen=True, slots=True)
 class KeptCard:
-    """Measurements of a card from a time when it had no leases, because it can't be measured beside them.
+    """Measurements of a card from a time when it had no leases, because a card with leases can't be measured.
 
     Attributes:
         capacity_bytes: Bytes to lease, before the operator's own bound.
@@ -114,8 +115,8 @@ class Past:
         tombstones: Leases that were torn down, oldest first.
         revoked: Marks (`table_state.mark_of`) of all leases that ever ended by revocation, ascending.
         cleared: Marks of all leases whose fences were cleared, ascending.
-        fenced_warm: Warm contexts whose bytes are fenced. Those of missing cards are passed over.
-        drain_ns: Time at which a drain ends the leases left; None if the node is not drained.
+        fenced_warm: Warm contexts whose bytes are fenced. Those of missing cards are skipped.
+        drain_ns: Time at which a drain ends the remaining leases; None if the node is not drained.
         epochs: Names and the highest epoch that each had here (`epochs.HighestEpochs`).
     """
 
@@ -128,10 +129,10 @@ class Past:
 
 
 def keep(lease: Lease, worker_pid: int) -> KeptLease | None:
-    """Return the record of a live lease; None while PENDING, because nobody was told of it."""
+    """Return the record of a live lease; None while PENDING, because no grant has been reported yet."""
     if lease.state is LeaseState.PENDING:
         return None
-    # A context borrowed for a submit goes back with the submit, unless it is part of a fence.
+    # A context lent for a submit goes back with the submit, unless it is part of a fence.
     extra_bytes = 0 if lease.state is LeaseState.FENCED else lease.extra_bytes
     return KeptLease(
         lease.lease_id,
@@ -153,7 +154,7 @@ def keep(lease: Lease, worker_pid: int) -> KeptLease | None:
 
 
 def keep_region(region: Region) -> KeptRegion:
-    """Return the record of a region. An OPENING one is kept too, because its worker may have mapped it."""
+    """Return the record of a region. An OPENING one has a record too, because its worker may have mapped it."""
     return KeptRegion(
         region.region_id,
         region.lease_id,

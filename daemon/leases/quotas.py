@@ -1,8 +1,8 @@
 """Bounds of the node and of each tenant, and the phases of a lease.
 
-Each bound is listed with the mistake or attack that it stops. A phase tells a tenant what there is still time for:
-WARNING: finish and give the lease back, or renew it where that helps. GRACE: work in flight may end, nothing new
-begins. TEARDOWN: everything is gone but the proof of it.
+Each bound is listed with the mistake or attack that it stops. A phase says what a tenant still has time for. WARNING:
+finish and free the lease, or renew it where that helps. GRACE: work in flight may finish, nothing new starts. TEARDOWN:
+everything has ended but the proof that its memory is free.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ MAX_RATES: Final = 65_536
 
 @dataclass(frozen=True, slots=True)
 class TenantLimits:
-    """Bounds of one tenant; None: only the node's own.
+    """Bounds of one tenant; None: only the node's own bound applies.
 
     Attributes:
         max_vram_bytes: Sum over its leases and queued acquires, without the contexts' overhead.
@@ -54,7 +54,6 @@ class TenantLimits:
             raise ValueError("devices is empty: name a card, or leave it out")
 
     def but(self, settings: Mapping[str, Any]) -> "TenantLimits":
-        """Return a copy with some bounds replaced."""
         return replace(self, **settings)
 
 
@@ -71,29 +70,31 @@ class TenantRules:
     by_name: Mapping[str, TenantLimits] = field(default_factory=lambda: MappingProxyType({}))
 
     def of(self, tenant: str) -> TenantLimits:
-        """Return the bounds of one tenant."""
         return self.by_name.get(tenant, self.default)
 
 
 class AcquireRates:
-    """Each tenant's rate of requests: a token bucket, kept as the time at which it will be full again.
+    """Each tenant's rate of requests: a token bucket, stored as the time at which it will be full again.
 
-    An acquire moves that time on by one interval. It may come while the time is less than a burst of intervals ahead.
-    This is the generic cell rate algorithm (ITU-T I.371) as a virtual schedule.
+    An acquire moves that time forward by one interval. It is allowed while the time is less than a burst of intervals
+    ahead. This is the generic cell rate algorithm (ITU-T I.371) as a virtual schedule.
     """
 
     def __init__(self) -> None:
         self.full_at_ns: dict[str, int] = {}
 
     def wait_ns(self, tenant: str, limits: TenantLimits, now_ns: int) -> int:
-        """Return how long the tenant must wait before asking; 0 if it may ask now, which is then counted."""
+        """Return how long the tenant must wait before asking; 0 if it may ask now, and then count the request."""
         if limits.acquires_per_minute is None:
             return 0
         interval_ns = NS_PER_MINUTE // limits.acquires_per_minute
         full_at_ns = max(self.full_at_ns.get(tenant, 0), now_ns)
+        # By how much the request is too early: the bucket may be at most a burst of intervals away from full.
         early_ns = full_at_ns + interval_ns - (now_ns + limits.acquire_burst * interval_ns)
         if early_ns > 0:
             return early_ns
+        # The table is full: forget tenants whose bucket is full again, who lose nothing by it. If none is, refuse the
+        # newcomer for one interval rather than let it displace another tenant's count.
         if tenant not in self.full_at_ns and len(self.full_at_ns) >= MAX_RATES:
             self.full_at_ns = {name: due_ns for name, due_ns in self.full_at_ns.items() if due_ns > now_ns}
             if len(self.full_at_ns) >= MAX_RATES:
@@ -102,23 +103,23 @@ class AcquireRates:
         return 0
 
     def denial(self, tenant: str, limits: TenantLimits, now_ns: int) -> Denial | None:
-        """Return the denial for a tenant that asks too often; None if it may ask, which is then counted."""
+        """Return the denial for a tenant that asks too often; None if it may ask, and then count the request."""
         wait_ns = self.wait_ns(tenant, limits, now_ns)
         if not wait_ns or limits.acquires_per_minute is None:
             return None
         return too_fast(tenant, limits.acquires_per_minute, -(-wait_ns // NS_PER_MS))
 
 
-# Kernels in flight may run for this long after new work is refused. Absent causes have no grace: the tenant is done, or
-# nothing is left that could finish.
+# Kernels in flight may run for this long after new work is refused. Causes that are absent have no grace: the tenant
+# has finished, or nothing is left that could finish.
 DEFAULT_GRACE_MS: Final = MappingProxyType(
     {Cause.EXPIRED: 20, Cause.REVOKED: 20, Cause.SHUTDOWN: 20, Cause.DRAINED: 20}
 )
 
 
 MAX_GRACE_MS: Final = 10_000
-"""Longest grace of an ended lease, during which its kernels run and nobody else gets its memory. A larger number is in
-another unit. A stopping daemon waits no longer, either."""
+"""Longest grace of an ended lease, during which its kernels run and its memory stays unavailable. A larger number is a
+mistake in the unit. A daemon that stops does not wait for longer either."""
 
 
 _MAY_BE_ZERO: Final = frozenset({"max_tombstones", "orphan_s"})
@@ -132,11 +133,11 @@ class CoreLimits:
         ValueError: A bound is negative, or zero where nothing could ever be granted, or a grace is too long.
     """
 
-    # Stops a tenant that asks for a year, or mixes up seconds and milliseconds, from holding the card until a restart.
+    # Stops a tenant that asks for a year, or confuses seconds and milliseconds, from holding the card until a restart.
     max_ttl_s: int = 86_400
-    # A lease of nothing still costs a process and a context.
+    # A lease of no bytes still costs a process and a context.
     min_size_bytes: int = 1
-    # Every live lease is a worker process. Bounds pids, file descriptors and the broker's memory.
+    # Every live lease is a worker process. Bounds process ids, file descriptors and the broker's memory.
     max_leases: int = 4096
     # Stops one tenant in a loop from using up max_leases for all others.
     max_leases_per_tenant: int = 256
@@ -144,30 +145,31 @@ class CoreLimits:
     max_waiting: int = 256
     # Stops one tenant from filling the queue for all others.
     max_waiting_per_tenant: int = 64
-    # A tenant that waits for a whole card, and queues again after each refusal, would keep others off free bytes. Its
-    # waiters together hold others back for at most this long, in any window ten times as long.
+    # A tenant that waits for a whole card, and queues again after each refusal, would keep others from free bytes. All
+    # its waiters together hold others back for at most this long, in any window ten times as long.
     max_hold_back_s: int = 10
-    # A wait without end keeps a connection and a place in the queue for a client that may have forgotten both.
+    # An endless wait keeps a connection and a place in the queue for a client that may have forgotten both.
     max_wait_s: int = 3600
     # Bounds that the operator sets per tenant.
     tenants: TenantRules = field(default_factory=TenantRules)
-    # A killed client would hold its slice to the end of its time. Longest time without a connection, unless the tenant
+    # A killed client would hold its slice until the lease expires. Longest time without a connection, unless the tenant
     # chooses its own; 0: no bound.
     orphan_s: int = 0
-    # Ended leases are remembered so that a late call learns why. Stops a tenant that cycles leases from filling memory.
+    # Ended leases are remembered so that a late call gets the reason. Stops a tenant that cycles leases from filling
+    # memory.
     max_tombstones: int = 65_536
     # A lease renewed every second for a day would otherwise carry 86,400 history entries.
     max_story_entries: int = 64
-    # Stops a driver that hangs in cuInit from keeping its bytes and its requester for ever.
+    # Stops a driver that hangs in cuInit from keeping its bytes and its client for ever.
     spawn_timeout_s: int = 60
-    # Longest time a hung warm context holds up the lease that takes it; the lease then gets a new one.
+    # Longest time by which a hung warm context delays the lease that takes it over; the lease then gets a new one.
     adopt_timeout_s: int = 2
-    # A process that can't be reaped, or bytes that do not come back, then become visible as a fence.
+    # A process that can't be reaped, or bytes that are not released, then become visible as a fence.
     reclaim_timeout_s: int = 30
-    # Stops a session that never answers from keeping whoever asked it for a region or for another size.
+    # Stops a session that never answers from blocking the client that asked it for a region or another size.
     session_timeout_s: int = 10
-    # Longest time by which a launch may outlive a region that it named. Then the whole session ends, so it is longer
-    # than a lease's: the other regions' tenants would lose theirs.
+    # Longest time by which a launch may outlive a region that it named. After it the whole session ends, so it is
+    # longer than a lease's grace: the other regions' tenants would lose theirs.
     region_grace_ms: int = 1000
     # Longest time by which a kernel that never ends may outlive its lease.
     grace_ms: Mapping[Cause, int] = field(default_factory=lambda: DEFAULT_GRACE_MS)
@@ -185,17 +187,17 @@ class CoreLimits:
                 raise ValueError(f"{name} is {grace}; it must be at most {MAX_GRACE_MS}, in milliseconds.")
 
     def max_leases_of(self, tenant: str) -> int:
-        """Return the number of leases a tenant may have or await."""
+        """Return the number of leases that a tenant may have or await."""
         own = self.tenants.of(tenant).max_leases
         return self.max_leases_per_tenant if own is None else own
 
     def grace_ns(self, cause: Cause) -> int:
-        """Return how long work in flight may go on after a lease ended for `cause`, in nanoseconds."""
+        """Return how long work in flight may continue after a lease has ended for `cause`, in nanoseconds."""
         return self.grace_ms.get(cause, 0) * NS_PER_MS
 
 
 def check_ttl(ttl_ms: int, limits: CoreLimits, tenant: str) -> Denial | None:
-    """Return the denial for a time to live that the tenant can't have; None if it can."""
+    """Return the denial for a time to live that exceeds the node's or the tenant's bound; None if it is allowed."""
     if ttl_ms < 1:
         return denials.invalid(f"A lease can't live for {ttl_ms} ms.", "Ask for a time to live of at least 1 ms.")
     if ttl_ms > limits.max_ttl_s * 1000:
@@ -218,21 +220,21 @@ def check_ttl(ttl_ms: int, limits: CoreLimits, tenant: str) -> Denial | None:
 
 
 RENEWAL_SLACK_MS: Final = 1000
-"""Most by which a renewed deadline may lie past the drain's. The drain ends the lease and says so. A worker that never
-hears of the drain's end still stops by itself."""
+"""Most by which a renewed deadline may exceed the drain's. The drain ends the lease and reports it. A worker that the
+drain's end does not reach still stops by itself, at its deadline."""
 
 
 def renewed_until(now_ns: int, ttl_ms: int, drain_ns: int | None) -> int:
-    """Return the deadline of a renewal, capped by the drain's."""
+    """Return the deadline of a renewal, limited by the drain's."""
     deadline_ns = now_ns + ttl_ms * NS_PER_MS
     return deadline_ns if drain_ns is None else min(deadline_ns, drain_ns + RENEWAL_SLACK_MS * NS_PER_MS)
 
 
 WARNING_PART: Final = 10
-"""The last tenth of a lease's time is its warning; a tenant that keeps the lease alive renews it before."""
+"""The last tenth of a lease's time is its warning; a tenant that keeps the lease renews it before."""
 
 MAX_WARNING_S: Final = 30
-"""Longest warning of a lease's own end."""
+"""Longest warning before a lease's deadline."""
 
 ENDS_SOON: Final = "the lease ends unless it is renewed"
 UNCONNECTED: Final = "no client is connected to the lease: it is orphaned unless one connects"
@@ -246,7 +248,7 @@ class LeasePhase:
     Attributes:
         until_ns: Latest beginning of the next phase; None if unknown, or if there is none.
         look_again_ns: Time at which the phase changes without an event; None if it never does.
-        reason: Reason in a clause; "" while there is nothing to say.
+        reason: Reason as a clause; "" while there is none.
     """
 
     phase: Phase
@@ -257,17 +259,17 @@ class LeasePhase:
     generation: int
 
     def left_ms(self, now_ns: int) -> int:
-        """Return the time to the next phase in milliseconds, rounded up; 0 if unknown."""
+        """Return the time until the next phase in milliseconds, rounded up; 0 if unknown."""
         return 0 if self.until_ns is None else -(-max(0, self.until_ns - now_ns) // NS_PER_MS)
 
     @property
     def key(self) -> tuple[Phase, str, int | None]:
-        """The part whose change is worth telling; the time an active lease has left is not."""
+        """The part of the phase whose change is notified; the time that an active lease has left is not part of it."""
         return self.phase, self.reason, self.until_ns if self.reason in (DRAINS, UNCONNECTED) else None
 
 
 def ends_ns(deadline_ns: int, drain_ns: int | None) -> int:
-    """Return when a lease with that deadline ends, if nothing else ends it."""
+    """Return when a lease with that deadline ends, if nothing ends it sooner."""
     return deadline_ns if drain_ns is None else min(deadline_ns, drain_ns)
 
 
@@ -275,12 +277,14 @@ def phase_of(lease: Lease, drain_ns: int | None, now_ns: int) -> LeasePhase:
     """Return the phase of a live lease; `drain_ns` is the drain's deadline, None without a drain."""
     generation = lease.generation
     if lease.state is LeaseState.DRAINING:
+        # After the kill nothing runs any more; only the proof of the memory is outstanding.
         is_over = lease.is_kill_sent or lease.is_worker_gone
         phase, until_ns = (Phase.TEARDOWN, lease.reclaim_due_ns) if is_over else (Phase.GRACE, lease.grace_due_ns)
         cause = "" if lease.cause is None else lease.cause.value
         return LeasePhase(phase, until_ns, None, cause, lease.reason, generation)
     if lease.state is not LeaseState.ACTIVE or lease.deadline_ns is None:
         return ended_phase(lease.snapshot())
+    # The wait for a connection ends the lease first, so warn about that rather than about the deadline.
     orphan_ns = lease.orphan_due_ns
     if orphan_ns is not None and orphan_ns < ends_ns(lease.deadline_ns, drain_ns):
         return LeasePhase(Phase.WARNING, orphan_ns, None, "", UNCONNECTED, generation)
@@ -288,7 +292,10 @@ def phase_of(lease: Lease, drain_ns: int | None, now_ns: int) -> LeasePhase:
 
 
 def region_phase_of(region: Region, lease: Lease, drain_ns: int | None, now_ns: int) -> LeasePhase:
-    """Return the phase of a region of a live lease."""
+    """Return the phase of a region of a live lease.
+
+    While the lease itself is ending, the region's phase is the lease's, with the region's own cause and reason.
+    """
     if region.state is RegionState.ACTIVE and region.deadline_ns is not None:
         return _phase_until(region.deadline_ns, region.ttl_ms, drain_ns, now_ns, region.generation)
     cause = "" if region.cause is None else region.cause.value
@@ -303,7 +310,7 @@ def region_phase_of(region: Region, lease: Lease, drain_ns: int | None, now_ns: 
 
 
 def _phase_until(deadline_ns: int, ttl_ms: int, drain_ns: int | None, now_ns: int, generation: int) -> LeasePhase:
-    """Return the phase of a lease or region that goes on until its deadline, or the drain's."""
+    """Return the phase of a lease or region that lasts until its deadline, or the drain's."""
     if drain_ns is not None:
         return LeasePhase(Phase.WARNING, drain_ns, None, "", DRAINS, generation)
     warning_ns = min(ttl_ms * NS_PER_MS // WARNING_PART, MAX_WARNING_S * NS_PER_S)
@@ -314,6 +321,5 @@ def _phase_until(deadline_ns: int, ttl_ms: int, drain_ns: int | None, now_ns: in
 
 
 def ended_phase(lease: LeaseSnapshot) -> LeasePhase:
-    """Return the phase of a lease that has ended or is fenced."""
     cause = "" if lease.cause is None else lease.cause.value
     return LeasePhase(Phase.ENDED, None, None, cause, lease.reason, lease.generation)

@@ -1,13 +1,14 @@
-"""Regions: leases inside the session of another lease, from the request until their memory is proved back.
+"""Regions: leases inside the session of another lease, from the request until their memory is proved free.
 
 1. A lease's tenant or an operator opens a region; its bytes are part of the lease's slice. The region's own tenant (or
-   an operator) renews it and gives it back. The tenant of its lease renews it, too, and revokes it, as operators do.
-2. An end changes the region's word first, so that no launch that names it begins. Then the worker takes the memory
-   away, and the bytes go back to the slice once that is proved. What is not proved in time stays fenced and charged
-   until its lease ends or an operator vouches for it.
-3. If the worker can't take the memory away, or does not answer, the lease ends: KERNEL_TIMEOUT.
-4. The lease's end ends all its regions, with its cause. Their bytes are proved back, or fenced, with the lease's own.
-5. The bytes kept in an ended region's place stay charged until the session lets go of the address.
+   an operator) renews and frees it. The tenant of the surrounding lease can also renew it, and revoke it as operators
+   do.
+2. An end first changes the region's word, so that no launch that names it starts. Then the worker removes the memory,
+   and the bytes go back to the slice once that is proved. What is not proved in time stays fenced and charged until the
+   lease ends or an operator vouches for it.
+3. If the worker can't remove the memory, or does not answer, the lease ends with KERNEL_TIMEOUT.
+4. The lease's end ends all its regions, with its cause. Their bytes are proved free, or fenced, with the lease's own.
+5. The bytes kept in an ended region's place stay charged until the session releases the address.
 6. A slot is used again once its region is returned, with a number that no region of the lease had before.
 """
 
@@ -53,7 +54,7 @@ from gpulease.protocol.opcodes import RevokeOutcome
 from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
 
 MAX_PLACES: Final = 65_536
-"""Most ended regions of a lease whose addresses the session keeps. Stops a driver with small granules from having the
+"""Most ended regions of a lease whose addresses the session keeps. Stops a driver with small granules from making the
 broker remember millions."""
 
 _ABANDONED: Final = "the connection of its request was closed"
@@ -70,12 +71,12 @@ class RegionViews:
         self._store = store
 
     def snapshots(self) -> tuple[LeaseSnapshot, ...]:
-        """Return every region that is not returned, oldest first; `parent_id` is the lease it lies in."""
+        """Return every region that is not returned, oldest first; `parent_id` is the lease that contains it."""
         going = (region for region in self._store.regions.values() if region.state is not RegionState.RETURNED)
         return tuple(region.snapshot() for region in going)
 
     def open_ids(self) -> tuple[int, ...]:
-        """Return the ids of every region that is not returned, oldest first."""
+        """Return the ids of all regions that are not returned, oldest first."""
         regions = self._store.regions
         return tuple(number for number, region in regions.items() if region.state is not RegionState.RETURNED)
 
@@ -85,7 +86,7 @@ class RegionViews:
         return () if lease is None else tuple(lease.slots[slot].snapshot() for slot in sorted(lease.slots))
 
     def get(self, region_id: int) -> KeptRegion | None:
-        """Return all that is known of a region, for the journal and the worker; None once nothing of it is left."""
+        """Return the record of a region, for the journal and the worker; None once nothing of it is left."""
         region = self._store.regions.get(region_id)
         return None if region is None else keep_region(region)
 
@@ -95,7 +96,10 @@ class RegionViews:
         return 0 if lease is None else lease.region_bytes
 
     def allowed_bytes(self, lease_id: int) -> int:
-        """Return the bytes that a live lease's session may hold on its card while its fenced regions are proved."""
+        """Return the bytes that a live lease's session may hold on its card while its fenced regions are proved.
+
+        That is its charge less what its fenced regions have given up. A region with a lasting fence keeps its bytes.
+        """
         lease = self._store.live.get(lease_id)
         if lease is None:
             return 0
@@ -112,10 +116,10 @@ class RegionViews:
 
 
 class Regions(RegionViews):
-    """Keeps the regions. Each method appends the effects to execute to `out`.
+    """Manages the regions. Each method appends the effects to execute to `out`.
 
     Args:
-        condemn: Called with an active lease, and the reason why its session must end.
+        condemn: Called with an active lease and the reason why its session must end.
     """
 
     def __init__(self, store: LeaseStore, condemn: Condemn) -> None:
@@ -125,7 +129,7 @@ class Regions(RegionViews):
     # --- requests ---
 
     def on_requested(self, event: events.RegionRequested, now_ns: int, out: list[Effect]) -> None:
-        """Have the worker open a region, or refuse it."""
+        """Order the worker to open a region, or refuse the request."""
         lease = self._store.live.get(event.lease_id)
         denial = self._check_request(lease, event, now_ns)
         if denial is not None or lease is None:
@@ -147,6 +151,7 @@ class Regions(RegionViews):
             max_story_entries=self._store.limits.max_story_entries,
         )
         self._store.enter_region(lease, region)
+        # The request stays open until the worker answers or the timer fires, so that its client always gets a reply.
         self._store.region_requests[event.request] = region.region_id
         out.append(OpenRegion(lease.lease_id, region.region_id, region.slot, region.number, region.size_bytes))
         out.append(ArmTimer(TimerFired(region.region_id, region.generation, TimerKind.SPAWN), region.open_due_ns))
@@ -155,7 +160,7 @@ class Regions(RegionViews):
         denial = self._store.hide(event.lease_id, event.tenant, event.is_operator)
         denial = denial or self._store.denial_for(event.lease_id, now_ns)
         if denial is not None or lease is None:
-            # A region has none of its own.
+            # A region can't contain regions.
             return denial or denials.no_regions(event.lease_id)
         if event.granule_bytes < 1:
             return denials.no_regions(lease.lease_id)
@@ -168,7 +173,10 @@ class Regions(RegionViews):
         return denial or _check_room(lease, _rounded(event))
 
     def on_renew(self, region: Region, event: events.RenewRequested, now_ns: int, out: list[Effect]) -> None:
-        """Extend an active region's time, at the word of its tenant, of its lease's tenant, or of an operator."""
+        """Extend an active region's time for its tenant, its lease's tenant or an operator.
+
+        A renewal never shortens the time that was granted before.
+        """
         self._expire_if_due(region, now_ns, out)
         denial = self._store.hide_from_strangers(region.region_id, event.tenant, event.is_operator)
         denial = denial or self._store.denial_for(region.region_id, now_ns)
@@ -176,6 +184,7 @@ class Regions(RegionViews):
         if denial is not None or region.deadline_ns is None:
             out.append(Denied(event.request, denial or denials.not_found(region.region_id)))
             return
+        # The new generation invalidates the tokens and timers of the old one.
         region.generation += 1
         region.move(Trigger.RENEWED, now_ns)
         region.ttl_ms = event.ttl_ms
@@ -184,7 +193,7 @@ class Regions(RegionViews):
         out.append(Renewed(event.request, region.snapshot()))
 
     def on_free(self, region: Region, event: events.FreeRequested, now_ns: int, out: list[Effect]) -> None:
-        """End a region that its tenant, or an operator for it, gives back."""
+        """End a region that its tenant frees, or an operator on the tenant's behalf."""
         self._expire_if_due(region, now_ns, out)
         denial = self._store.hide(region.region_id, event.tenant, event.is_operator)
         denial = denial or self._store.denial_for(region.region_id, now_ns)
@@ -196,17 +205,19 @@ class Regions(RegionViews):
         self._end(region, Cause.FREED, f"freed by {by_whom}", now_ns, out)
 
     def on_revoke(self, region: Region, event: events.RevokeRequested, now_ns: int, out: list[Effect]) -> None:
-        """End a region at the word of an operator, or of its lease's tenant."""
+        """End a region at the request of an operator or of its lease's tenant."""
         self._expire_if_due(region, now_ns, out)
+        # Its end has been reported already; only its fence remains.
         if region.is_given_up:
             out.append(RevokeDone(event.request, RevokeOutcome.FENCED))
             return
+        # A region that is already ending answers this request too, once its end is proved.
         region.revoke_requests.append(event.request)
         if region.state in _GONE_ON:
             self._end(region, Cause.REVOKED, event.reason, now_ns, out)
 
     def on_cancel_requested(self, event: events.RegionCancelRequested, now_ns: int, out: list[Effect]) -> None:
-        """Have launches in an active region refused, or taken again."""
+        """Have launches in an active region refused or accepted again."""
         region = self._store.regions.get(event.region_id)
         denial = self._store.hide_from_strangers(event.region_id, event.tenant, event.is_operator)
         if region is not None and denial is None:
@@ -215,13 +226,14 @@ class Regions(RegionViews):
         if denial is not None or region is None:
             out.append(Denied(event.request, denial or denials.not_a_region(event.region_id)))
             return
+        # Write the word only if it changes: raising the epoch makes the worker read the page again.
         if region.is_cancelled != event.is_cancelled:
             region.is_cancelled = event.is_cancelled
             out.append(_word(region))
         out.append(RegionCancelSet(event.request, region.region_id))
 
     def on_requester_gone(self, request: int, now_ns: int, out: list[Effect]) -> bool:
-        """Give up the region of a requester that left; False if the request was none for a region."""
+        """End the region of a client that disconnected; return False if the request was not for a region."""
         region = self._store.regions.get(self._store.region_requests.pop(request, 0))
         if region is None:
             return False
@@ -231,7 +243,7 @@ class Regions(RegionViews):
     # --- life ---
 
     def on_opened(self, event: events.RegionOpened, now_ns: int, out: list[Effect]) -> None:
-        """Begin the time of a region whose memory is mapped."""
+        """Start the time of a region whose memory is mapped, and grant it."""
         region = self._store.regions.get(event.region_id)
         if region is None or region.state is not RegionState.OPENING:
             return
@@ -244,7 +256,7 @@ class Regions(RegionViews):
         )
 
     def on_refused(self, event: events.RegionRefused, now_ns: int, out: list[Effect]) -> None:
-        """Take back a region of which the worker has nothing."""
+        """Process the answer that the worker has nothing of a region."""
         found = self._find(event.region_id)
         if found is None or found[1].state not in (RegionState.OPENING, *ENDED_REGIONS):
             return
@@ -253,14 +265,15 @@ class Regions(RegionViews):
             self._leave(region, Cause.SPAWN_FAILED, event.reason, now_ns, out, denials.region_refused(event.reason))
         region.move(Trigger.REGION_TAKEN, now_ns)
         if region.address:
-            # It was open once: the worker's word alone proves nothing.
+            # It was open once, so the worker's answer alone proves nothing.
             self._prove(lease, region, now_ns, out)
         else:
             self._return(lease, region, Trigger.RECLAIM_PROVED, now_ns, out)
 
     def on_timer(self, event: events.TimerFired, now_ns: int, out: list[Effect]) -> None:
-        """Act on a region's timer, if it is due."""
+        """Act on a region's timer if it is due."""
         region = self._store.regions.get(event.worker_id)
+        # A timer of an earlier generation is outdated: a renewal has armed another one.
         due_ns = None if region is None else _due_ns(region, event.kind)
         if region is None or due_ns is None or region.generation != event.generation:
             return
@@ -273,8 +286,10 @@ class Regions(RegionViews):
             self._end(region, Cause.SPAWN_FAILED, f"it was not open within {waited_s} s", now_ns, out, denial)
         elif event.kind is TimerKind.EXPIRY:
             self._expire_if_due(region, now_ns, out)
+        # Its memory was removed, but the card never showed it free.
         elif region.state is RegionState.FENCED:
             self._give_up(region, f"its memory was not shown free within {limits.reclaim_timeout_s} s", now_ns, out)
+        # The worker has not removed the memory in time. Only the end of the whole session still can.
         else:
             self._on_stuck(region, "the session did not answer", now_ns, out)
 
@@ -283,7 +298,7 @@ class Regions(RegionViews):
     def _end(
         self, region: Region, cause: Cause, reason: str, now_ns: int, out: list[Effect], denial: Denial | None = None
     ) -> None:
-        """End a region whose lease goes on, and have its memory taken away."""
+        """End a region whose lease continues, and order its memory removed."""
         self._leave(region, cause, reason, now_ns, out, denial)
         self._order_end(region, now_ns, out)
 
@@ -299,7 +314,10 @@ class Regions(RegionViews):
     def _leave(
         self, region: Region, cause: Cause, reason: str, now_ns: int, out: list[Effect], denial: Denial | None
     ) -> None:
-        """Change the word of a region that ends, and refuse the requester that still waits for it."""
+        """Change the word of a region that ends, and refuse its client if it still waits for the grant.
+
+        The word comes before any other effect of the end, so that no launch that names the region starts after it.
+        """
         region.move(cause, now_ns)
         region.cause, region.reason = cause, reason
         out.append(_word(region))
@@ -311,18 +329,18 @@ class Regions(RegionViews):
             self._end(region, Cause.EXPIRED, "it was not renewed in time", now_ns, out)
 
     def on_ended(self, event: events.RegionEnded, now_ns: int, out: list[Effect]) -> None:
-        """Return the memory that was taken away, if that is shown; else have the card looked at."""
+        """Return the memory that the worker removed if the driver shows it free; otherwise have the card polled."""
         found = self._find(event.region_id)
         if found is None:
             return
         lease, region = found
         if region.state is RegionState.ACTIVE and region.is_restored:
-            # The daemon before changed its word, and was killed before the journal had that.
+            # The earlier daemon changed the region's word and was killed before it wrote that to the journal.
             self._leave(region, Cause.REVOKED, "it had ended before the daemon came back", now_ns, out, None)
         if region.state not in ENDED_REGIONS:
             return
         region.move(Trigger.REGION_TAKEN, now_ns)
-        # Bytes that nobody accounts for stay charged.
+        # Bytes that neither figure accounts for stay charged.
         region.kept_bytes = min(region.size_bytes, max(event.kept_bytes, region.size_bytes - event.freed_bytes))
         if event.is_shown:
             self._return(lease, region, Trigger.RECLAIM_PROVED, now_ns, out)
@@ -335,7 +353,7 @@ class Regions(RegionViews):
         self._await(region, now_ns, out)
 
     def on_stuck(self, event: events.RegionStuck, now_ns: int, out: list[Effect]) -> None:
-        """End the session whose worker can't take a region's memory away."""
+        """End the session whose worker can't remove a region's memory."""
         region = self._store.regions.get(event.region_id)
         is_restored = region is not None and region.state is RegionState.ACTIVE and region.is_restored
         if region is not None and (region.state in ENDED_REGIONS or is_restored):
@@ -347,23 +365,27 @@ class Regions(RegionViews):
         self._condemn(self._store.live[region.lease_id], f"{what}: {reason.rstrip('.')}", now_ns, out)
 
     def on_proved(self, event: events.RegionProved, now_ns: int, out: list[Effect]) -> None:
-        """Return a region whose memory the card shows as free. No proof lifts a fence that lasts."""
+        """Return a region whose memory the card shows free. A lasting fence is not lifted by a proof."""
         found = self._find(event.region_id)
         if found is not None and found[1].state is RegionState.FENCED and not found[1].is_given_up:
             self._return(*found, Trigger.RECLAIM_PROVED, now_ns, out)
 
     def on_released(self, event: events.RegionReleased, now_ns: int, out: list[Effect]) -> None:
-        """Give the bytes in a region's place back to the slice."""
+        """Give the bytes kept in a region's place back to the slice."""
         found = self._find(event.region_id)
         if found is None:
             return
         if found[1].state is RegionState.RETURNED:
             self._store.forget_region(*found)
+        # The fence is not lifted yet; once it is, nothing is left to keep.
         elif found[1].state is RegionState.FENCED:
             found[1].kept_bytes = 0
 
     def _find(self, region_id: int) -> tuple[Lease, Region] | None:
-        """Return a region and its lease while that is active; a lease that ends takes its regions with it."""
+        """Return a region and its lease while the lease is active, otherwise None.
+
+        A lease that ends handles its regions itself.
+        """
         region = self._store.regions.get(region_id)
         lease = None if region is None else self._store.live.get(region.lease_id)
         if region is None or lease is None or lease.state is not LeaseState.ACTIVE:
@@ -377,7 +399,7 @@ class Regions(RegionViews):
         self._report(region, RevokeOutcome.TORN_DOWN, out)
 
     def _give_up(self, region: Region, reason: str, now_ns: int, out: list[Effect]) -> None:
-        """Let a fence last: until the lease ends, or an operator vouches for the memory."""
+        """Make a fence lasting: until the lease ends, or an operator vouches for the memory."""
         region.is_given_up, region.ended_ns, region.end_due_ns = True, now_ns, None
         region.reason = f"{region.reason.rstrip('.')}; {reason}" if region.reason else reason
         if region.free_request is not None:
@@ -393,7 +415,7 @@ class Regions(RegionViews):
     # --- with the lease ---
 
     def end_with_lease(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
-        """End the regions of a lease that was ended; the proof of its bytes is the proof of theirs."""
+        """End the regions of a lease that was ended. The proof of the lease's bytes is also the proof of theirs."""
         for region in lease.slots.values():
             region.end_due_ns = None
             if region.state in _GONE_ON and lease.cause is not None:
@@ -409,19 +431,23 @@ class Regions(RegionViews):
                 self._give_up(region, "the memory of its lease was not shown free", now_ns, out)
 
     def return_with(self, lease: Lease, trigger: Trigger, now_ns: int, out: list[Effect]) -> tuple[int, ...]:
-        """Forget all regions of a lease whose bytes are free, and return the ids of those that were not returned.
+        """Forget all regions of a lease whose bytes are free.
 
         Args:
             lease: The lease.
             trigger: RECLAIM_PROVED, or FENCE_CLEARED if an operator vouches for the bytes.
             now_ns: Monotonic time.
             out: Receives the effects.
+
+        Returns:
+            The ids of the regions that were not returned before.
         """
         going = tuple(lease.slots.values())
         for region in going:
             region.kept_bytes = 0
             if region.state in ENDED_REGIONS:
                 region.move(Trigger.REGION_TAKEN, now_ns)
+            # The end of a region with a lasting fence was reported already. Report the others now.
             if region.is_given_up:
                 self._store.return_region(lease, region, trigger, now_ns)
             else:
@@ -431,9 +457,9 @@ class Regions(RegionViews):
         return tuple(region.region_id for region in going)
 
     def clear_fences(self, card_uuids: set[str], now_ns: int) -> tuple[int, ...]:
-        """Return regions whose fences last, because an operator vouches for them; return their ids.
+        """Return regions with lasting fences, because an operator vouches for them; return their ids.
 
-        Those of fenced leases come with their lease.
+        The regions of a fenced lease are returned with that lease.
         """
         fenced = [region for region in self._store.regions.values() if region.state is RegionState.FENCED]
         cleared = [region for region in fenced if region.is_given_up and region.card_uuid in card_uuids]
@@ -444,12 +470,13 @@ class Regions(RegionViews):
     # --- an earlier table's ---
 
     def on_restored(self, event: events.RegionRestored, now_ns: int, out: list[Effect]) -> None:
-        """Enter a region of an earlier table; it goes on if its lease does."""
+        """Enter a region of an earlier table; it continues if its lease does."""
         kept, lease = event.kept, self._store.live.get(event.kept.lease_id)
-        # A returned region whose place keeps bytes is remembered as ended, too.
+        # A returned region whose place keeps bytes is also remembered as ended.
         is_known = self._store.get(kept.region_id) is not None
         if is_known and (lease is None or kept.state is not RegionState.RETURNED):
             return
+        # Its lease is over, so only the record of its end is needed.
         if lease is None:
             self._bury(kept, now_ns, out)
             return
@@ -465,13 +492,16 @@ class Regions(RegionViews):
             self.fence_with(lease, now_ns, out)
 
     def _go_on(self, lease: Lease, region: Region, now_ns: int, out: list[Effect]) -> None:
+        # The grant of an OPENING region was never reported, so no client knows it.
         if region.state is RegionState.OPENING:
             self._end(region, Cause.ABANDONED, "its grant was not reported before the daemon ended", now_ns, out)
         elif region.is_expired(now_ns):
             self._expire_if_due(region, now_ns, out)
+        # Write the word and arm the timer again: the earlier broker's timers died with it.
         elif region.state is RegionState.ACTIVE and region.deadline_ns is not None:
             self._set_deadline(region, region.deadline_ns, out)
         else:
+            # It had ended. Write its word again in case the page lacks it, and continue its end where it stood.
             out.append(_word(region))
             if region.state in ENDED_REGIONS:
                 self._order_end(region, now_ns, out)
@@ -479,7 +509,7 @@ class Regions(RegionViews):
                 self._prove(lease, region, now_ns, out)
 
     def _bury(self, kept: KeptRegion, now_ns: int, out: list[Effect]) -> None:
-        """Remember a region whose lease is over already; tell of its end unless that was told."""
+        """Remember a region whose lease is already over, and report its end unless that was reported."""
         cause = kept.cause or Cause.WORKER_DIED
         was_told = kept.is_given_up or kept.state is RegionState.RETURNED
         if lease := self._store.get(kept.lease_id):
@@ -508,12 +538,12 @@ class Regions(RegionViews):
 
 
 def _rounded(event: events.RegionRequested) -> int:
-    """Return the size asked for, as a multiple of the session's granularity."""
+    """Return the size asked for, rounded up to a multiple of the session's granularity."""
     return -(-event.size_bytes // event.granule_bytes) * event.granule_bytes
 
 
 def _check_room(lease: Lease, size_bytes: int) -> Denial | None:
-    """Return the denial for a region that an active lease has no place for; None if it has."""
+    """Return the denial for a region for which an active lease has no room; None if it has."""
     room_bytes = lease.region_room_bytes
     if lease.own_submit_bytes:
         return denials.session_taken(lease.lease_id)
@@ -530,13 +560,13 @@ def _check_room(lease: Lease, size_bytes: int) -> Denial | None:
 
 
 def _word(region: Region) -> SetRegion:
-    """Return the order to write a region's word as it is now."""
+    """Return the order to write a region's word and deadline in their present state."""
     deadline_ns = region.deadline_ns or 0
     return SetRegion(region.lease_id, region.region_id, region.slot, region.number, region.word, deadline_ns)
 
 
 def _due_ns(region: Region, kind: TimerKind) -> int | None:
-    """Return when a region's timer of that kind has something to do; None if it no longer has."""
+    """Return the time at which a region's timer of that kind must act; None if it no longer has to."""
     match (region.state, kind):
         case (RegionState.OPENING, TimerKind.SPAWN):
             return region.open_due_ns

@@ -1,12 +1,13 @@
-"""Resizes: a running lease's slice gets larger or smaller, within admission.
+"""Resizes: a running lease's slice becomes larger or smaller, within the rules of admission.
 
-1. A larger slice is held on the card before the worker is told. It gets only bytes that nobody holds or waits for: no
-   warm context gives way to it.
-2. A smaller slice must hold the lease's regions. The worker is told first, and refuses what the session still uses.
+1. A larger slice is charged to the card before the worker is ordered to grow. It gets only bytes that no lease holds or
+   waits for; warm contexts do not give way to it.
+2. A smaller slice must still hold the lease's regions. The worker is ordered first, and refuses to give up what the
+   session uses.
 3. Bytes go back to the card once it shows that the worker holds no more than the new charge. Until then, also after a
-   refusal, the lease is charged the larger of both sizes.
-4. A lease has one resize at a time. If the worker or the proof takes too long, the request alone is answered: the
-   resize goes on, because a late answer must not meet another one.
+   refusal, the lease is charged for the larger of both sizes.
+4. A lease has one resize at a time. If the worker or the proof takes too long, only the request is answered. The resize
+   stays open, because a late answer must not be mistaken for the answer to another one.
 """
 
 from gpulease.daemon.leases import denials, events
@@ -19,21 +20,20 @@ from gpulease.protocol.time_units import NS_PER_S
 
 
 class Resizes:
-    """Changes the sizes of active leases. Each method appends the effects to execute to `out`."""
-
     def __init__(self, store: LeaseStore) -> None:
         self._store = store
-        # The leases of requests that are not answered yet.
+        # Lease of each request that is not answered yet.
         self._asked: dict[int, int] = {}
 
     def on_requested(self, event: events.ResizeRequested, now_ns: int, out: list[Effect]) -> None:
-        """Have the worker change its slice, or refuse it."""
+        """Order the worker to change its slice, or refuse the request."""
         lease = self._store.live.get(event.lease_id)
         denial = self._check_request(lease, event, now_ns)
         if denial is not None or lease is None:
             out.append(Denied(event.request, denial or denials.not_found(event.lease_id)))
             return
-        # A restored lease's worker may have another size: the daemon before was killed before its journal had that.
+        # A restored lease's worker may have another size than the journal says, if the earlier daemon was killed before
+        # it wrote the new one. So even a resize to the recorded size is carried out.
         if event.size_bytes == lease.terms.size_bytes and not lease.is_restored:
             out.append(Resized(event.request, lease.snapshot()))
             return
@@ -42,12 +42,14 @@ class Resizes:
         lease.resize = Resize(event.request, event.size_bytes, least_bytes, due_ns)
         lease.is_reshaped = True
         self._asked[event.request] = lease.lease_id
+        # Growing: charge the card first, so that nobody else gets these bytes while the worker grows.
         if event.size_bytes > lease.terms.size_bytes:
             self._store.change_size(lease, event.size_bytes)
         out.append(ResizeSlice(lease.lease_id, event.size_bytes - lease.terms.submit_bytes))
         out.append(ArmTimer(WaitTimerFired(event.request), due_ns))
 
     def _check_request(self, lease: Lease | None, event: events.ResizeRequested, now_ns: int) -> Denial | None:
+        # The checks in order: who asks, what state the lease is in, the least size, and last the room.
         store = self._store
         denial = store.hide(event.lease_id, event.tenant, event.is_operator) or store.denial_for(event.lease_id, now_ns)
         if denial is not None or lease is None:
@@ -75,13 +77,13 @@ class Resizes:
         denial = self._store.drain_denial(now_ns) or self._store.check_bytes(lease.tenant, more_bytes)
         if denial is not None:
             return denial
-        # Whoever waits for the card comes first, as before a newcomer.
+        # Waiters for the card come first, just as they come before a new acquire.
         is_held_back = lease.card_uuid in self._store.queue.held_cards()
         room_bytes = 0 if is_held_back else self._store.account_by_uuid[lease.card_uuid].room_bytes
         return None if more_bytes <= room_bytes else denials.no_room_to_grow(lease.lease_id, more_bytes, room_bytes)
 
     def on_resized(self, event: events.SliceResized, now_ns: int, out: list[Effect]) -> None:
-        """Take the worker's answer; have the card looked at before any byte goes back."""
+        """Process the worker's answer, and have the card polled before any byte goes back."""
         lease = self._store.live.get(event.lease_id)
         if lease is None or lease.resize is None or lease.resize.is_answered:
             return
@@ -89,17 +91,18 @@ class Resizes:
         resize.is_answered = True
         if size_bytes != resize.size_bytes:
             resize.doubt = event.doubt or "the session gave no reason"
-        # The slice is what the worker says, within what the lease is charged.
+        # The new slice is what the worker reports, but never more than the lease is charged for.
         resize.least_bytes = min(max(size_bytes, resize.least_bytes), lease.terms.size_bytes)
         less_bytes = lease.terms.size_bytes - resize.least_bytes
         if not less_bytes:
             self._finish(lease, resize, out)
             return
+        # The worker's own report does not prove that the card has the bytes back. Poll until it shows them.
         allowed_bytes = self._store.charge_bytes(lease.lease_id) - less_bytes
         out.append(ProveRegion(lease.lease_id, lease.lease_id, lease.card_uuid, allowed_bytes))
 
     def on_proved(self, lease: Lease, out: list[Effect]) -> None:
-        """Give the bytes back that the card shows as free."""
+        """Release the bytes that the card shows as free."""
         resize = lease.resize
         if resize is not None and resize.is_answered and lease.state is LeaseState.ACTIVE:
             self._store.change_size(lease, resize.least_bytes)
@@ -118,7 +121,7 @@ class Resizes:
         out.append(Resized(request, lease.snapshot()) if denial is None else Denied(request, denial))
 
     def on_wait_timer(self, request: int, now_ns: int, out: list[Effect]) -> bool:
-        """Answer a request whose time is over; False if the request was none for a resize."""
+        """Answer a request whose time is over; return False if the request was not for a resize."""
         lease = self._store.live.get(self._asked.get(request, 0))
         if lease is None or lease.resize is None:
             return False
@@ -127,11 +130,12 @@ class Resizes:
             return True
         what = "show the bytes free" if lease.resize.is_answered else "resize its slice"
         waited_s = self._store.limits.session_timeout_s
+        # Only the request is answered. `lease.resize` stays, because the worker may still answer.
         self._answer(lease, lease.resize, denials.session_silent(lease.lease_id, what, waited_s), out)
         return True
 
     def end_with_lease(self, lease: Lease, out: list[Effect]) -> None:
-        """Give up the resize of a lease that was ended; its bytes come back with the lease's."""
+        """End the resize of a lease that was ended; its bytes come back with the lease's."""
         resize, lease.resize = lease.resize, None
         if resize is not None:
             self._answer(lease, resize, denials.lease_ended(lease.snapshot()), out)

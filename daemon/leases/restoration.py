@@ -1,16 +1,17 @@
-"""Restoration: a new table takes over what an earlier one left, before anything else happens.
+"""Restoration: a new table takes over the state of an earlier one, before anything else happens.
 
-1. An ACTIVE lease whose worker lives goes on with its deadline and generation. If its time is over, it expires.
-2. A lease whose worker is gone, or that was DRAINING, ends as if that happened now. A cause that it has stays.
+1. An ACTIVE lease whose worker lives continues with its deadline and generation. If its time is over, it expires.
+2. A lease whose worker is gone, or that was DRAINING, ends as if that happened now. It keeps its earlier cause.
 3. A FENCED slice stays fenced. For a card that is missing nothing is held: its fences wait in the journal.
-4. An unknown worker is killed, and its bytes are held until they are proved back. So is a worker left by an ended
-   lease, which does not end a second time. So is an additional worker of any lease, and no lease ends with it.
-5. A drained node stays drained, to the same deadline. The first `DrainTimerFired` ends the leases left; the shell sends
-   it when all is restored.
-6. A submit whose lease goes on goes on too, with its time counted anew. Otherwise it ends with its lease.
-7. A region goes on if its lease does: its word and timer are set again. One that had ended is ended again, and one that
-   nobody was told of ends. Otherwise it ends with its lease (`Regions.on_restored`).
-8. A claimed lease keeps its page's horizon. Nothing is granted on a claim until the horizon moves.
+4. An unknown worker is killed, and its bytes are held until they are proved free. The same applies to a worker left by
+   an ended lease, which does not end a second time, and to an additional worker of any lease, which continues without
+   it.
+5. A drained node stays drained, with the same deadline. The first `DrainTimerFired` ends the remaining leases; the
+   shell sends it when everything is restored.
+6. A submit continues if its lease does, and its time starts again from zero. Otherwise it ends with its lease.
+7. A region continues if its lease does: its word and timer are set again. A region that had ended is ended again, and
+   one whose grant was never reported is ended. Otherwise it ends with its lease (`Regions.on_restored`).
+8. A claimed lease keeps the membership deadline on its page. No claim is granted until that deadline moves.
 9. Restored leases may exceed bounds that were lowered meanwhile, and the card's capacity. Then nothing more is granted.
 """
 
@@ -35,8 +36,6 @@ from gpulease.daemon.leases.warm_pool import WarmPool
 
 
 class Restoration:
-    """Enters an earlier table's state. Each handler appends the effects to execute to `out`."""
-
     def __init__(self, store: LeaseStore, teardown: Teardown, pool: WarmPool) -> None:
         self._store = store
         self._teardown = teardown
@@ -49,22 +48,25 @@ class Restoration:
         self._store.epochs = HighestEpochs(past.epochs)
         for tombstone in past.tombstones:
             self._store.remember(tombstone)
+        # A fence on a card that this host no longer has holds nothing here. The journal keeps it until the card
+        # returns.
         for kept in past.fenced_warm:
             if kept.card_uuid in self._store.account_by_uuid:
                 self._pool.restore_fence(kept)
 
     def on_lease_restored(self, event: events.LeaseRestored, now_ns: int, out: list[Effect]) -> None:
-        """Enter a lease of an earlier table."""
         lease = revive(
             event.kept, self._store.limits.max_story_entries, has_session=event.has_session, horizon=event.horizon
         )
         if lease.lease_id in self._store.live:
             return
+        # Its card is gone, so there is nothing to hold or to prove.
         if lease.card_uuid not in self._store.account_by_uuid:
             self._end_without_card(lease, event, now_ns, out)
             return
         lease.is_worker_gone = not event.has_worker
         self._store.restore(lease)
+        # A lease that was ending continues its teardown. An active lease whose worker died meanwhile ends now.
         if lease.state is LeaseState.DRAINING:
             self._teardown.resume(lease, now_ns, out)
         elif lease.state is LeaseState.ACTIVE and lease.is_worker_gone:
@@ -73,10 +75,10 @@ class Restoration:
             self._go_on(lease, now_ns, out)
 
     def on_worker_found(self, event: events.WorkerFound, now_ns: int, out: list[Effect]) -> None:
-        """Kill a worker of an earlier daemon that belongs to no lease, and hold its bytes until they are proved back.
+        """Kill a worker of an earlier daemon that belongs to no lease, and hold its bytes until they are proved free.
 
-        Its grant was never told, or it was made ahead. Or its lease has ended, but the daemon was killed before its
-        zygote could forget the worker.
+        Such a worker was made ahead of a lease, or its grant was never reported. Or its lease has ended, but the daemon
+        was killed before its zygote could forget the worker.
         """
         kind = kind_of(event.worker_id)
         # A submit's worker comes as `SubmitFound`, or under an id drawn for it.
@@ -88,6 +90,8 @@ class Restoration:
             self._pool.drop_found(event.worker_id, event.card_uuid, event.charge_bytes, now_ns, out)
         elif event.beside_lease_id or event.worker_id in self._store.ended:
             self._pool.drop_left(event, now_ns, out)
+        # The worker of a lease whose grant no client knows. A lease without a tenant holds its bytes through the normal
+        # teardown.
         else:
             lease = Lease(
                 lease_id=event.worker_id,
@@ -108,13 +112,15 @@ class Restoration:
             self._teardown.resume(lease, now_ns, out)
 
     def on_submit_found(self, event: events.SubmitFound, now_ns: int, out: list[Effect]) -> None:
-        """Enter a submit of a restored lease; it goes on if the lease does."""
+        """Enter a submit of a restored lease; it continues if the lease does, and is killed otherwise."""
         if not self._teardown.submits.restore(event, now_ns, out):
             out += [RefuseSubmit(event.submit_id, None), KillWorker(event.submit_id)]
 
     def _go_on(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+        # Expire it first: its time ran on while no broker served it.
         self._teardown.expire_if_due(lease, now_ns, out)
         if lease.state is LeaseState.ACTIVE and lease.deadline_ns is not None:
+            # Write the page and arm the timers again. The earlier broker's timers died with it.
             out.append(SetDeadline(lease.lease_id, lease.generation, lease.deadline_ns))
             out.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.EXPIRY), lease.deadline_ns))
             if lease.horizon is not None:
@@ -124,6 +130,7 @@ class Restoration:
     def _end_without_card(self, lease: Lease, event: events.LeaseRestored, now_ns: int, out: list[Effect]) -> None:
         if lease.state is LeaseState.FENCED:
             return
+        # No card means no memory to prove free, so the lease passes through its states at once.
         if lease.state is LeaseState.ACTIVE:
             lease.move(Cause.WORKER_DIED, now_ns)
             lease.cause, lease.reason = Cause.WORKER_DIED, "its card is not here any more"

@@ -1,16 +1,17 @@
-"""Submits: a lease's second worker, from the request until its bytes are proved back.
+"""Submits: a lease's second worker, from the request until its bytes are proved free.
 
-1. A lease acquired with `submit_bytes` keeps that part of its size for submits and is charged a second context. A
-   submit then takes only memory that the lease holds, and always has room. Without `submit_bytes`, a submit runs in
+1. A lease acquired with `submit_bytes` keeps that part of its size for submits and is charged for a second context. A
+   submit then uses only memory that the lease holds, and always has room. Without `submit_bytes`, a submit runs in
    place of a session that was never opened and gets the whole slice. Its context is charged to the card if there is
-   room, else to the slice. Until that submit is proved gone, nobody may attach to the session, whose worker holds only
-   its context.
-2. A lease has one submit at a time. One more may wait for its bytes, for `MAX_WAIT_S`; further ones are refused.
-3. A submit ends with its connection, its own time, its lease, or any rule it breaks. Its lease goes on.
-4. A submit's bytes are its lease's. No lease is torn down before its submit is proved gone. A submit that can't be
+   room, otherwise to the slice. Until that submit is proved gone, no client may attach to the session, whose worker
+   holds only its context.
+2. A lease has one submit at a time. One more may wait for its bytes, for `MAX_WAIT_S`; others are refused.
+3. A submit ends with its connection, its own time, its lease, or any rule that it breaks. Its lease continues.
+4. A submit's bytes belong to its lease. No lease is torn down before its submit is proved gone. A submit that can't be
    proved gone bars the lease from further submits, and fences the lease when it ends.
-5. A submit takes a warm context if there is one, else a new context. A new one replaces a warm context lost before the
-   submit is ready. It waits until the lost one's bytes are proved back, because the lease has bytes for one only.
+5. A submit takes over a warm context if there is one; otherwise it gets a new context. If the warm context is lost
+   before the submit is ready, a new one replaces it. The new one waits until the lost one's bytes are proved free,
+   because the lease has bytes for only one.
 """
 
 from collections.abc import Callable, Mapping
@@ -42,12 +43,13 @@ from gpulease.daemon.leases.table_state import LeaseStore
 from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
 
 GRACE_MS: Final = 20
-"""Time for an ended submit to tell its tenant why. Stops a kernel that never ends from outliving its call by more."""
+"""Time in which an ended submit can report the reason to its client. Stops a kernel that never ends from outliving its
+call by more."""
 
 
 MAX_WAIT_S: Final = 30
-"""Longest wait for the submit before. Stops a tenant's calls from waiting unseen behind one that runs as long as its
-lease."""
+"""Longest wait for the previous submit. Stops a tenant's calls from waiting unnoticed behind one that runs as long as
+its lease."""
 
 
 _GENERATION: Final = 0
@@ -64,16 +66,14 @@ OnStuck = Callable[[Lease, str, int, list[Effect]], None]
 
 
 class WarmContexts(Protocol):
-    """The pool's interface for submits."""
-
     def has_ready(self, card_uuid: str) -> bool:
-        """Return whether a context that served nobody is ready."""
+        """Return whether a context is ready that served no tenant."""
 
     def give(self, submit: Submit, now_ns: int, out: list[Effect]) -> bool:
         """Give a starting submit a context; return False if none is ready."""
 
     def on_submit_lost(self, card_uuid: str, now_ns: int) -> None:
-        """Count the loss of a context that a submit took, before the submit was ready."""
+        """Record that a submit lost the context that it had taken over, before the submit was ready."""
 
 
 class SubmitViews:
@@ -108,9 +108,10 @@ class SubmitViews:
         return 0 if submit is None else submit.lease_id
 
     def may_hold(self, number: int) -> tuple[str, int] | None:
-        """Return the card a worker may use and the bytes it may hold there; None if it may hold none.
+        """Return the card that a worker may use and the bytes it may hold there; None if it may hold none.
 
-        Workers that start or end are excluded: one may not have its context yet, and the other may be gone already.
+        Workers that are starting or ending are excluded: one may not have its context yet, the other may be gone
+        already.
         """
         card_uuid = self._store.card_of(number)
         return None if card_uuid is None else (card_uuid, self._store.charge_bytes(number))
@@ -122,7 +123,7 @@ class SubmitViews:
 
 
 class Submits(SubmitViews):
-    """Keeps the submits. Each method appends the effects to execute to `out`.
+    """Manages the submits. Each method appends the effects to execute to `out`.
 
     Args:
         on_freed: Called with a draining lease whose submit was proved gone.
@@ -135,7 +136,7 @@ class Submits(SubmitViews):
         self._on_stuck = on_stuck
         self._pool: WarmContexts | None = None
         self._last_id = FIRST_SUBMIT_ID - 1
-        # By open request: the lease, and the end of the wait for the submit before.
+        # Per open request: the lease, and the time at which its wait for the previous submit ends.
         self._asked: dict[int, tuple[int, int]] = {}
         self.handlers: Mapping[type, Handler] = {
             events.WorkerReady: self._on_ready,
@@ -149,7 +150,7 @@ class Submits(SubmitViews):
         }
 
     def use_pool(self, pool: WarmContexts) -> None:
-        """Have submits take contexts from this pool."""
+        """Let submits take over contexts from this pool."""
         self._pool = pool
 
     def asked(self) -> set[int]:
@@ -159,7 +160,6 @@ class Submits(SubmitViews):
     # --- leases ---
 
     def end_with_lease(self, lease: Lease, cause: Cause, now_ns: int, out: list[Effect]) -> None:
-        """End the submit of a lease that was ended."""
         submit = self._store.submits.get(lease.submit_id)
         if submit is None and lease.next_submit is None:
             return
@@ -169,19 +169,19 @@ class Submits(SubmitViews):
             self._end(submit, cause, f"its lease ended: {cause.value}", denial, now_ns, out)
 
     def on_deadline(self, lease: Lease, out: list[Effect]) -> None:
-        """Extend a running submit's deadline to its lease's."""
+        """Extend a running submit's deadline to its lease's new one."""
         submit = self._store.submits.get(lease.submit_id)
         if submit is not None and submit.state is SubmitState.RUNNING and lease.deadline_ns is not None:
             out.append(SetDeadline(submit.submit_id, lease.generation, lease.deadline_ns))
 
     def on_horizon(self, lease: Lease, out: list[Effect]) -> None:
-        """Give a submit that has not ended the horizon of its claimed lease."""
+        """Give a running submit the new membership deadline of its claimed lease."""
         submit = self._store.submits.get(lease.submit_id)
         if lease.horizon is not None and submit is not None and submit.state is SubmitState.RUNNING:
             out.append(SetHorizon(submit.submit_id, lease.horizon.boot_ns))
 
     def fence_with(self, lease: Lease, out: list[Effect]) -> None:
-        """Fence a submit's bytes with its lease's."""
+        """Make a submit's bytes part of its lease's fence."""
         submit = self._store.submits.get(lease.submit_id)
         if submit is None:
             return
@@ -198,13 +198,18 @@ class Submits(SubmitViews):
         return len(cleared)
 
     def restore(self, event: events.SubmitFound, now_ns: int, out: list[Effect]) -> bool:
-        """Enter a submit of an earlier daemon whose lease was restored; return False if its lease can't have it."""
+        """Enter a submit of an earlier daemon whose lease was restored.
+
+        Returns False if the lease can't have it, and the caller then kills the worker.
+        """
         self._last_id = max(self._last_id, event.submit_id)
         lease = self._store.live.get(event.lease_id)
         if lease is None or lease.state is LeaseState.FENCED or lease.submit_id:
             return False
         if not lease.terms.submit_bytes and event.size_bytes < 1:
             return False
+        # Charge it as it was charged before: if its buffers and its context exceed the lease, the card had lent the
+        # context.
         if not lease.terms.submit_bytes:
             account = self._store.account_by_uuid[lease.card_uuid]
             self._take_session_place(
@@ -213,6 +218,7 @@ class Submits(SubmitViews):
         submit = self._enter(lease, event.submit_id, 0, event.timeout_ms, now_ns)
         if event.is_running and lease.state is LeaseState.ACTIVE:
             self._run(submit, lease, now_ns, out)
+        # Its client never got a reply from the earlier daemon, or it was ending. There is nobody to continue it for.
         else:
             self._end(submit, lease.cause, "its daemon ended while it began or ended", None, now_ns, out)
         return True
@@ -220,7 +226,7 @@ class Submits(SubmitViews):
     # --- requests ---
 
     def on_requested(self, event: SubmitRequested, now_ns: int, out: list[Effect]) -> None:
-        """Start a submit, let it wait for the one before it, or refuse it."""
+        """Start a submit, let it wait for the previous one, or refuse it."""
         lease = self._store.live.get(event.lease_id)
         denial = _check_request(self._store, lease, event, now_ns)
         if denial is not None or lease is None:
@@ -235,7 +241,7 @@ class Submits(SubmitViews):
             self._start(lease, event.request, event.timeout_ms, now_ns, out)
 
     def on_requester_gone(self, request: int, now_ns: int, out: list[Effect]) -> bool:
-        """Give up the submit of a requester that left; False if the request was none for a submit."""
+        """End the submit of a client that disconnected; return False if the request was not for a submit."""
         lease = self._store.live.get(self._asked.pop(request, (0, 0))[0])
         if lease is None:
             return False
@@ -246,11 +252,15 @@ class Submits(SubmitViews):
         return True
 
     def on_wait_timer(self, request: int, now_ns: int, out: list[Effect]) -> bool:
-        """Refuse a submit that waited too long for the one before it; False if the request was none for a submit."""
+        """Refuse a submit that waited too long for the previous one.
+
+        Returns False if the request was not for a submit.
+        """
         lease_id, due_ns = self._asked.get(request, (0, 0))
         lease = self._store.live.get(lease_id)
         if lease is None:
             return False
+        # It has started meanwhile, so the wait is over.
         if lease.next_submit is None or lease.next_submit.request != request:
             return True
         if now_ns < due_ns:
@@ -264,20 +274,23 @@ class Submits(SubmitViews):
     def _take_session_place(self, lease: Lease, account: CardAccount, *, is_lent: bool) -> None:
         """Let a lease's submit hold everything but the session's context.
 
-        With `is_lent`, the card has room for the submit's context.
+        With `is_lent`, the card has room for the submit's context and lends it to the lease.
         """
         if is_lent:
             account.lend_context(lease)
         lease.own_submit_bytes = lease.charge_bytes - account.card.overhead_bytes
 
     def _has_place(self, lease: Lease, *, is_warm: bool) -> bool:
-        """Make room for a submit that takes a warm context or a new one; return False if there is none."""
+        """Make room for a submit that takes over a warm context or gets a new one; return False if there is no room."""
         if lease.terms.submit_bytes:
             return True
+        # While the slice changes its size, the submit's share of it is unknown.
         if lease.resize is not None:
             return False
         account = self._store.account_by_uuid[lease.card_uuid]
         overhead_bytes = account.card.overhead_bytes
+        # Borrow room from the card for the submit's context, unless a waiter holds the card. Otherwise the context is
+        # paid for from the slice, which must be larger than one context.
         is_held_back = account.card.uuid in self._store.queue.held_cards()
         is_lent = not is_held_back and account.has_room_for_context(overhead_bytes if is_warm else 0)
         if not is_lent and lease.terms.size_bytes <= overhead_bytes:
@@ -307,6 +320,7 @@ class Submits(SubmitViews):
         *,
         may_be_warm: bool = True,
     ) -> None:
+        # Decide about the warm context before the room: a warm one brings its own bytes.
         is_warm = may_be_warm and self._pool is not None and self._pool.has_ready(lease.card_uuid)
         if not self._has_place(lease, is_warm=is_warm):
             del self._asked[request]
@@ -315,6 +329,7 @@ class Submits(SubmitViews):
         self._last_id += 1
         submit = self._enter(lease, self._last_id, request, timeout_ms, now_ns)
         if is_warm and self._pool is not None and self._pool.give(submit, now_ns, out):
+            # A warm context answers within moments, so a shorter timeout uncovers one that hangs.
             submit.is_warm = True
             submit.spawn_due_ns = now_ns + self._store.limits.adopt_timeout_s * NS_PER_S
         out.append(
@@ -333,6 +348,7 @@ class Submits(SubmitViews):
     def _run(self, submit: Submit, lease: Lease, now_ns: int, out: list[Effect]) -> None:
         submit.state = SubmitState.RUNNING
         submit.due_ns = now_ns + submit.timeout_ms * NS_PER_MS
+        # Set both deadlines before the submit is reported ready: the worker obeys whichever comes first.
         self.on_horizon(lease, out)
         self.on_deadline(lease, out)
         out.append(ArmTimer(TimerFired(submit.submit_id, _GENERATION, TimerKind.EXPIRY), submit.due_ns))
@@ -352,10 +368,11 @@ class Submits(SubmitViews):
         if submit.is_worker_gone:
             return
         submit.is_worker_gone = True
+        # The warm context died before the submit was ready. The submit gets a new worker; its client keeps waiting.
         if submit.state is SubmitState.STARTING and submit.is_warm:
             self._replace(submit, event.reason, now_ns, out)
         elif submit.state is SubmitState.RUNNING and submit.due_ns is not None and now_ns >= submit.due_ns:
-            # The zygote ended the submit while the daemon hung.
+            # The zygote ended the submit while the daemon hung, so report the timeout, not a lost worker.
             self._on_too_long(submit, now_ns, out)
         elif submit.state in (SubmitState.STARTING, SubmitState.RUNNING):
             denial = denials.not_started(submit.lease_id, event.reason)
@@ -404,13 +421,13 @@ class Submits(SubmitViews):
     def _end(
         self, submit: Submit, cause: Cause | None, reason: str, denial: Denial | None, now_ns: int, out: list[Effect]
     ) -> None:
-        """End a submit that has not ended; `denial` is the reply to the requester that still waits for it."""
+        """End a submit that has not ended; `denial` is the reply to its client, if it still waits."""
         self._refuse(submit, denial, out)
         if submit.state in (SubmitState.STARTING, SubmitState.RUNNING):
             self._stop(submit, cause, reason, now_ns, out)
 
     def _replace(self, submit: Submit, reason: str, now_ns: int, out: list[Effect]) -> None:
-        """End a submit's dead or hung warm context; its requester goes on waiting."""
+        """End a submit's dead or hung warm context; its client keeps waiting for the replacement."""
         if self._pool is not None:
             self._pool.on_submit_lost(submit.card_uuid, now_ns)
         submit.is_replaced = True
@@ -418,9 +435,11 @@ class Submits(SubmitViews):
 
     def _stop(self, submit: Submit, cause: Cause | None, reason: str, now_ns: int, out: list[Effect]) -> None:
         was, submit.state, submit.reason = submit.state, SubmitState.ENDING, reason
+        # The revocation word comes first, so that the worker starts nothing after it.
         out.append(RefuseSubmit(submit.submit_id, cause))
         if submit.is_worker_gone:
             self._prove(submit, now_ns, out)
+        # A running submit gets a moment to report its end to the client. One that never ran has nothing to report.
         elif was is SubmitState.RUNNING:
             submit.grace_due_ns = now_ns + GRACE_MS * NS_PER_MS
             out.append(ArmTimer(TimerFired(submit.submit_id, _GENERATION, TimerKind.GRACE), submit.grace_due_ns))
@@ -437,16 +456,20 @@ class Submits(SubmitViews):
         self._start_reclaim_clock(submit, now_ns, out)
 
     def _start_reclaim_clock(self, submit: Submit, now_ns: int, out: list[Effect]) -> None:
+        # One clock runs from the kill to the proof, so that a worker that dies late does not get a second one.
         if submit.reclaim_due_ns is None:
             submit.reclaim_due_ns = now_ns + self._store.limits.reclaim_timeout_s * NS_PER_S
             out.append(ArmTimer(TimerFired(submit.submit_id, _GENERATION, TimerKind.RECLAIM), submit.reclaim_due_ns))
 
     def _on_proved(self, submit: Submit, event: events.ReclaimProved, now_ns: int, out: list[Effect]) -> None:
+        # A proof from before the reap is not valid: the process could still hold memory.
         if submit.state is not SubmitState.ENDING or not submit.is_worker_gone:
             return
         lease = self._store.live[submit.lease_id]
         self._forget(submit, lease, out, is_proved=True)
         following = lease.next_submit
+        # The bytes are free: end the lease that waited for them, or replace the lost warm context, or start the submit
+        # that waits. A replacement takes no warm context again, so that a pool of dead contexts can't loop.
         if lease.state is LeaseState.DRAINING:
             self._on_freed(lease, now_ns, out)
         elif submit.is_replaced:
@@ -461,6 +484,7 @@ class Submits(SubmitViews):
 
     def _fence(self, submit: Submit, reason: str, now_ns: int, out: list[Effect]) -> None:
         lease = self._store.live[submit.lease_id]
+        # From now on the lease itself is in doubt: no submit follows, and its context serves no other lease.
         submit.state, lease.is_in_doubt = SubmitState.FENCED, True
         submit.reason = f"{submit.reason}; {reason}" if submit.reason else reason
         out.append(SubmitFenced(submit.submit_id, lease.lease_id, submit.reason))
@@ -470,7 +494,7 @@ class Submits(SubmitViews):
             self._on_stuck(lease, f"of a submit, {reason}", now_ns, out)
 
     def _refuse(self, submit: Submit, denial: Denial | None, out: list[Effect]) -> None:
-        """Refuse the requester that waits for the submit or its replacement."""
+        """Refuse the client that waits for the submit or for its replacement."""
         submit.is_replaced = False
         if self._asked.pop(submit.request, None) is not None and denial is not None:
             out.append(Denied(submit.request, denial))
@@ -485,6 +509,7 @@ class Submits(SubmitViews):
         """Forget a submit whose bytes are free (`is_proved`: proved, or vouched for) or part of its lease's fence."""
         del self._store.submits[submit.submit_id]
         lease.submit_id = lease.own_submit_bytes = 0
+        # The lent context's bytes go back to the card only when they are free. In a fence they stay with the lease.
         if is_proved and lease.extra_bytes:
             self._store.account_by_uuid[lease.card_uuid].take_context_back(lease)
             self._store.has_freed_room = True
@@ -495,7 +520,7 @@ class Submits(SubmitViews):
 def _check_request(store: LeaseStore, lease: Lease | None, event: SubmitRequested, now_ns: int) -> Denial | None:
     """Return the denial for a submit that the lease may not have now; None if it may.
 
-    A permitted submit counts as an acquire towards its tenant's rate.
+    An admitted submit counts as an acquire towards its tenant's rate, so the rate is checked last.
     """
     if lease is None or lease.tenant != event.tenant:
         return denials.not_found(event.lease_id)
@@ -507,6 +532,7 @@ def _check_request(store: LeaseStore, lease: Lease | None, event: SubmitRequeste
         return denials.lease_expired(lease.snapshot())
     if lease.is_isolated(now_ns):
         return denials.lease_isolated(lease.snapshot())
+    # A session that was opened may hold the whole slice.
     if not lease.terms.submit_bytes and lease.has_session:
         return denials.has_session(lease.lease_id)
     if event.timeout_ms < 1:
@@ -520,7 +546,7 @@ def _check_request(store: LeaseStore, lease: Lease | None, event: SubmitRequeste
 
 
 def _due_ns(submit: Submit, kind: TimerKind) -> int | None:
-    """Return when a submit's timer of that kind has something to do; None if it no longer has."""
+    """Return the time at which a submit's timer of that kind must act; None if it no longer has to."""
     match (submit.state, kind):
         case (SubmitState.STARTING, TimerKind.SPAWN):
             return submit.spawn_due_ns

@@ -1,4 +1,4 @@
-"""The lease table: takes one event and the time, and returns effects in the order to execute.
+"""The lease table: takes one event and the time, and returns effects in the order in which to execute them.
 
 All state changes go through `LeaseTable.handle`. The same events always give the same effects. Work per event does not
 grow with the number of leases. An acquire, and bytes that come back, cost time in the length of the queue, which is
@@ -51,7 +51,7 @@ from gpulease.protocol.opcodes import RevokeOutcome
 from gpulease.protocol.time_units import NS_PER_MS
 
 WORKER_EVENTS: Final = get_args(events.WorkerEvent)
-"""Events about one worker, which `LeaseTable` hands on by the worker's kind."""
+"""Events about one worker, which `LeaseTable` dispatches by the worker's kind."""
 
 WorkerHandler = Callable[[Any, Any, int, list[Effect]], None]
 
@@ -62,7 +62,7 @@ class LeaseTable:
     Args:
         cards: Cards to lease.
         limits: Bounds of the node.
-        warm_contexts: Number of contexts each card keeps ready for leases to come.
+        warm_contexts: Number of contexts that each card keeps ready for future leases.
         past: Records of an earlier table. Its leases come as events, before all others.
         recycling: Bounds within which contexts serve their tenant again; None if they never do.
         order: The order in which leases prefer cards.
@@ -93,7 +93,7 @@ class LeaseTable:
         self._restoration.recall(past or Past())
         self._drain = Drain(self._store, self._teardown, self._admission)
         self._handlers = self._event_handlers()
-        # By kind of worker: the live workers by id, and the handler of each event about one of them.
+        # Per kind of worker: the live workers by id, and the handler of each event about one of them.
         self._workers: dict[WorkerKind, tuple[Mapping[int, Any], Mapping[type, WorkerHandler]]] = {
             WorkerKind.LEASE: (self._store.live, self._lease_handlers()),
             WorkerKind.WARM: (self._store.warm, self._pool.handlers),
@@ -101,7 +101,7 @@ class LeaseTable:
         }
 
     def _event_handlers(self) -> dict[type, Callable[[Any, int, list[Effect]], None]]:
-        # Each handler takes exactly its kind of event, which a dict can't say in types.
+        # Each handler takes exactly its own type of event, which the type of a dict can't express.
         return {
             events.AcquireRequested: self._on_acquire_requested,
             events.RenewRequested: self._on_renew_requested,
@@ -165,33 +165,36 @@ class LeaseTable:
 
         Raises:
             ValueError: An acquire reuses the number of one that is still open.
-            InvalidTransition: A bug in the core; the event is half handled and the table must be given up.
+            InvalidTransition: A bug in the core. The event is half handled and the table must no longer be used.
         """
         out: list[Effect] = []
+        # Step 1: the event itself.
         self._handlers[type(event)](event, now_ns, out)
+        # Step 2: bytes that came back go to the queue before anything else can take them.
         if self._store.has_freed_room:
             self._admission.serve_queue(now_ns, out)
+        # Step 3: the pool gets what is left, so that it never competes with leases.
         self._pool.update(now_ns, out)
         return out
 
     def get(self, lease_id: int) -> LeaseSnapshot | None:
-        """Return a live lease or region, or one that ended and is still remembered."""
+        """Return a live lease or region, or an ended one that is still remembered; None otherwise."""
         return self._store.get(lease_id)
 
     def charge_bytes(self, lease_id: int) -> int:
-        """Return the bytes a live lease holds on its card, its contexts' overhead included; 0 if there is none."""
+        """Return the bytes that a live lease holds on its card, with its contexts' overhead; 0 if there is none."""
         lease = self._store.live.get(lease_id)
         return 0 if lease is None else lease.charge_bytes
 
     def booked_bytes(self) -> dict[str, int]:
-        """Return the bytes that all live leases together are charged, by card, without cards that have none."""
+        """Return the bytes charged to all live leases together, by card; cards without any are absent."""
         booked: dict[str, int] = {}
         for lease in self._store.live.values():
             booked[lease.card_uuid] = booked.get(lease.card_uuid, 0) + lease.charge_bytes
         return booked
 
     def live_ids(self) -> tuple[int, ...]:
-        """Return the ids of all live leases, oldest first, and then those of their regions that are not returned."""
+        """Return the ids of all live leases, oldest first, then those of their regions that are not returned."""
         return (*self._store.live, *self.regions.open_ids())
 
     def stray_bytes(self, card_uuid: str, unowned_bytes: int) -> int:
@@ -200,12 +203,12 @@ class LeaseTable:
         return 0 if unowned.is_within(unowned_bytes) else unowned_bytes - unowned.booked_bytes
 
     def keep(self, lease_id: int, worker_pid: int = 0) -> KeptLease | None:
-        """Return the part of a live lease that outlives this table; None if it is pending or unknown."""
+        """Return the record of a live lease that outlives this table; None if it is pending or unknown."""
         lease = self._store.live.get(lease_id)
         return None if lease is None else keep(lease, worker_pid)
 
     def keep_warm(self, warm_id: int) -> KeptWarm | None:
-        """Return the part of a warm context that outlives this table; None if it is unknown."""
+        """Return the record of a warm context that outlives this table; None if it is unknown."""
         found = self._store.warm.get(warm_id)
         return None if found is None else KeptWarm(warm_id, found.card_uuid, found.charge_bytes, found.reason)
 
@@ -222,13 +225,13 @@ class LeaseTable:
         return tuple(context.snapshot() for context in self._store.warm.values())
 
     def waiting(self) -> tuple[WaiterSnapshot, ...]:
-        """Return the queued acquires, first come first."""
+        """Return the queued acquires, in the order of the queue."""
         return tuple(waiter.snapshot() for waiter in self._store.queue)
 
     def history(self, lease_id: int) -> tuple[TransitionRecord, ...]:
         """Return the recorded transitions of a live lease or region, oldest first.
 
-        `LeaseEnded` carries those of an ended one.
+        For an ended one, `LeaseEnded` carries them.
         """
         lease = self._store.live.get(lease_id) or self._store.regions.get(lease_id)
         return tuple(lease.history) if lease is not None else ()
@@ -238,39 +241,39 @@ class LeaseTable:
         return self._store.denial_for(lease_id, now_ns)
 
     def parties(self, lease_id: int) -> frozenset[str]:
-        """Return the tenants that may know of a lease or region: its own, and that of the lease a region lies in."""
+        """Return the tenants that may know a lease or region: its own, and that of the lease that contains a region."""
         lease = self._store.get(lease_id)
         return frozenset() if lease is None else self._store.parties(lease)
 
     def claims(self) -> dict[str, int]:
-        """Return the epoch of each name that a live lease has, fenced ones included, or that waits for room."""
+        """Return the epoch of each name that a live lease (fenced ones included) or a queued acquire has."""
         terms = [lease.terms for lease in self._store.claimed.values()]
         terms += [waiter.acquire.terms for waiter in self._store.queue if waiter.acquire.terms.name]
         return {claim.name: claim.epoch for claim in terms}
 
     def counted(self) -> dict[int, str]:
-        """Return the tenant of each lease that has bytes of a quota in the fleet, as `claims` does for names."""
+        """Return the tenant of each lease that counts against a quota in the fleet, queued acquires included."""
         found = {lease.lease_id: lease.tenant for lease in self._store.capped.values() if lease.terms.fleet_bytes}
         acquires = (waiter.acquire for waiter in self._store.queue)
         return found | {acquire.lease_id: acquire.tenant for acquire in acquires if acquire.terms.fleet_bytes}
 
     @property
     def has_claimed_lease(self) -> bool:
-        """Return whether a claimed lease lives; one that is fenced does not, though its claim stays."""
+        """Return whether a claimed lease is alive. A fenced one is not, although its claim remains."""
         return any(lease.state is not LeaseState.FENCED for lease in self._store.capped.values())
 
     def counts_in_fleet(self, tenant: str) -> bool:
-        """Return whether a tenant's leases count against a quota in the fleet from now on."""
+        """Return whether a tenant's new leases count against a quota in the fleet."""
         return self._store.limits.tenants.of(tenant).fleet_quota
 
     @property
     def horizon(self) -> Horizon | None:
-        """Time until which claimed leases may be granted; None if they may not."""
+        """The membership deadline, until which claimed leases may be granted; None if they may not."""
         return self._store.horizon
 
     @property
     def highest_epoch(self) -> int:
-        """Return the highest epoch that any name had here."""
+        """Return the highest epoch that any name has had on this node."""
         return self._store.epochs.highest()
 
     def is_isolated(self, now_ns: int) -> bool:
@@ -283,7 +286,7 @@ class LeaseTable:
         return None if lease is None or lease.state is not LeaseState.ACTIVE else lease.snapshot()
 
     def phase(self, lease_id: int, now_ns: int) -> LeasePhase | None:
-        """Return the phase of a lease or region on its way to its end; None if it is unknown or was never granted."""
+        """Return the phase of a lease or region; None if it is unknown or was never granted."""
         lease = self._store.live.get(lease_id)
         if lease_id in self._store.regions:
             return self.regions.phase(lease_id, now_ns)
@@ -293,23 +296,23 @@ class LeaseTable:
         return None if lease.deadline_ns is None else phase_of(lease, self._store.drain_ns, now_ns)
 
     def orphan_ms(self, lease_id: int) -> int:
-        """Return the longest time a live lease may be without a connection; 0: no bound, or no such lease."""
+        """Return the longest time that a live lease may be without a connection; 0: no bound, or no such lease."""
         lease = self._store.live.get(lease_id)
         return 0 if lease is None else lease.orphan_ms
 
     def orphan_due_ns(self, lease_id: int) -> int | None:
-        """Return the time at which an active lease ends for want of a connection; None if none is due."""
+        """Return the time at which an active lease ends for lack of a connection; None if none is set."""
         lease = self._store.live.get(lease_id)
         return None if lease is None or lease.state is not LeaseState.ACTIVE else lease.orphan_due_ns
 
     @property
     def drain_ns(self) -> int | None:
-        """Time at which a drain ends the leases left; None while the node is not drained."""
+        """Time at which a drain ends the remaining leases; None while the node is not drained."""
         return self._store.drain_ns
 
     @property
     def is_shutting_down(self) -> bool:
-        """True once a shutdown was requested; it is complete when only fenced leases are left."""
+        """True once a shutdown was requested. The shutdown is complete when only fenced leases remain."""
         return self._store.is_shutting_down
 
     def validate(self) -> None:
@@ -345,6 +348,7 @@ class LeaseTable:
         self._admission.acquire(event, now_ns, out)
 
     def _on_requester_gone(self, event: events.RequesterGone, now_ns: int, out: list[Effect]) -> None:
+        # A request number belongs to a submit, a region, a queued acquire or a pending lease. Find out which one waits.
         if self.submits.on_requester_gone(event.request, now_ns, out):
             return
         if self.regions.on_requester_gone(event.request, now_ns, out):
@@ -358,11 +362,13 @@ class LeaseTable:
             self._teardown.begin(lease, Cause.ABANDONED, "the connection of its acquire was closed", now_ns, out)
 
     def _on_renew_requested(self, event: events.RenewRequested, now_ns: int, out: list[Effect]) -> None:
+        # A region's id is used like a lease's, so one operation serves both.
         if (region := self._store.regions.get(event.lease_id)) is not None:
             self.regions.on_renew(region, event, now_ns, out)
             return
         if (denial := self._store.hide(event.lease_id, event.tenant, event.is_operator)) is not None:
             out.append(Denied(event.request, denial))
+            # Expire it first: a renewal that arrives after the deadline, before the late timer, must fail.
             return
         lease = self._store.live.get(event.lease_id)
         self._teardown.expire_if_due(lease, now_ns, out)
@@ -375,8 +381,9 @@ class LeaseTable:
         lease.generation += 1
         lease.move(Trigger.RENEWED, now_ns)
         lease.terms = lease.terms._replace(ttl_ms=event.ttl_ms)
-        # A renewal never shortens the time granted before, which was under the same maximum.
+        # A renewal never shortens the time granted before, which had the same maximum.
         deadline_ns = renewed_until(now_ns, event.ttl_ms, self._store.drain_ns)
+        # A renewal shows that the tenant is alive, so the wait for a connection starts again from now.
         self._set_deadline(lease, max(lease.deadline_ns, deadline_ns), out)
         if lease.unconnected_ns is not None:
             # A renewal shows that the tenant is alive, so the wait for a connection starts anew.
@@ -385,6 +392,7 @@ class LeaseTable:
 
     def _on_connections_changed(self, event: events.ConnectionsChanged, now_ns: int, out: list[Effect]) -> None:
         lease = self._store.live.get(event.lease_id)
+        # Leases without a bound never end for lack of a connection, and a repeated report changes nothing.
         if lease is None or lease.state is not LeaseState.ACTIVE or not lease.orphan_ms:
             return
         if event.is_connected == (lease.unconnected_ns is None):
@@ -397,9 +405,9 @@ class LeaseTable:
         out.append(Warned(lease.lease_id, phase.phase, phase.left_ms(now_ns)))
 
     def _await_connection(self, lease: Lease, now_ns: int, out: list[Effect], least_wait_ms: int = 0) -> None:
-        """End the lease unless it gets a connection in time."""
+        """Start the wait after which the lease ends unless it gets a connection."""
         more_ms = max(0, least_wait_ms - lease.orphan_ms)
-        # An earlier, longer wait stays granted.
+        # An earlier, longer wait remains valid.
         lease.unconnected_ns = max(now_ns + more_ms * NS_PER_MS, lease.unconnected_ns or 0)
         due_ns = lease.unconnected_ns + lease.orphan_ms * NS_PER_MS
         out.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.ORPHAN), due_ns))
@@ -415,10 +423,12 @@ class LeaseTable:
         self._teardown.expire_if_due(lease, now_ns, out)
         if lease is not None and lease.state in (LeaseState.PENDING, LeaseState.ACTIVE):
             lease.free_request = event.request
+            # If anyone but the tenant frees the lease, the context must not serve another lease.
             lease.is_in_doubt = lease.is_in_doubt or event.tenant != lease.tenant
             by_whom = "an operator" if event.tenant != lease.tenant else "its tenant"
             self._teardown.begin(lease, Cause.FREED, f"freed by {by_whom}", now_ns, out)
             return
+        # Neither pending nor active: it has ended, or it is not known. Say which.
         denial = self._store.denial_for(event.lease_id, now_ns) or denials.not_found(event.lease_id)
         out.append(Denied(event.request, denial))
 
@@ -431,6 +441,7 @@ class LeaseTable:
             self.regions.on_revoke(region, event, now_ns, out)
             return
         lease = self._store.live.get(event.lease_id)
+        # An ended lease gets the answer that its first revoke got, so that a repeated request is harmless.
         if lease is None:
             out.append(RevokeDone(event.request, self._past_outcome(event.lease_id)))
             return
@@ -438,13 +449,17 @@ class LeaseTable:
         if lease.state is LeaseState.FENCED:
             out.append(RevokeDone(event.request, RevokeOutcome.FENCED))
             return
+        # A revoked lease must be torn down whole, so a scrub in progress is abandoned.
         lease.revoke_requests.append(event.request)
         self._teardown.give_up_scrub(lease, now_ns, out)
         if lease.state is not LeaseState.DRAINING:
             self._teardown.begin(lease, Cause.REVOKED, event.reason, now_ns, out)
 
     def _check_revoke(self, event: events.RevokeRequested) -> Denial | None:
-        """Return the denial for who is neither an operator nor the tenant of a region's lease."""
+        """Return the denial for a caller that may not revoke; None if it may.
+
+        Operators may revoke anything. The tenant of a lease may revoke the regions in it.
+        """
         if event.is_operator:
             return None
         lease = self._store.get(event.lease_id)
@@ -462,6 +477,8 @@ class LeaseTable:
             cards = [account.card for account in self._store.accounts]
             out.append(Denied(event.request, denials.unknown_card(event.card_uuid, cards)))
             return
+        # Leases first, with their regions; then lasting fences of regions in live leases; then warm contexts and
+        # submits.
         uuids = {account.card.uuid for account in selected}
         cleared = [lease for lease in self._store.fenced.values() if lease.card_uuid in uuids]
         lease_ids = [lease.lease_id for lease in cleared]
@@ -481,20 +498,22 @@ class LeaseTable:
         self._admission.close_queue(denials.shutting_down(), out)
         for lease in self._store.live.values():
             self._teardown.expire_if_due(lease, now_ns, out)
+            # An overdue lease has expired, whatever requested the shutdown.
             if lease.state in (LeaseState.PENDING, LeaseState.ACTIVE):
                 self._teardown.begin(lease, Cause.SHUTDOWN, "a shutdown was requested", now_ns, out)
 
     # --- workers ---
 
     def _on_worker_event(self, event: events.WorkerEvent, now_ns: int, out: list[Effect]) -> None:
-        """Hand an event to the handler for its kind of worker.
+        """Dispatch an event to the handler for its kind of worker.
 
-        An event for an unknown worker, or one that means nothing for its kind, is ignored.
+        An event for an unknown worker, or one without meaning for its kind, is ignored.
         """
         workers, handlers = self._workers[kind_of(event.worker_id)]
         worker, handler = workers.get(event.worker_id), handlers.get(type(event))
         if worker is not None and handler is not None:
             handler(worker, event, now_ns, out)
+        # Regions have no worker of their own, but their timers carry their id in the same field.
         elif worker is None and isinstance(event, TimerFired):
             self.regions.on_timer(event, now_ns, out)
 
@@ -503,6 +522,7 @@ class LeaseTable:
             self._on_worker_event(events.ReclaimProved(event.worker_id), now_ns, out)
 
     def _on_worker_ready(self, lease: Lease, event: events.WorkerReady, now_ns: int, out: list[Effect]) -> None:
+        # A late answer for a lease that has ended, or one of a worker that was ordered before the lease had room.
         if lease.state is not LeaseState.PENDING or lease.awaited_bytes:
             return
         if not self._horizons.may_grant(lease, now_ns, out):
@@ -517,8 +537,10 @@ class LeaseTable:
             self._teardown.begin(lease, Cause.SPAWN_FAILED, event.reason, now_ns, out)
 
     def _on_worker_exited(self, lease: Lease, event: events.WorkerExited, now_ns: int, out: list[Effect]) -> None:
+        # A warm context that died is replaced, as if there had been no pool.
         if lease.state is LeaseState.PENDING and lease.warm_id:
             self._pool.replace_worker(lease, event.reason, now_ns, out, is_gone=True)
+        # A new worker that never got ready ends the lease. Its client learns whether a retry is of use.
         elif lease.state is LeaseState.PENDING:
             lease.is_worker_gone = True
             denial = denials.no_worker_now(event.reason) if event.is_busy else None
@@ -531,7 +553,7 @@ class LeaseTable:
 
     def _on_session_faulted(self, event: events.SessionFaulted, now_ns: int, out: list[Effect]) -> None:
         lease = self._store.live.get(event.worker_id)
-        # Keep the first fault: after a lost context everything fails.
+        # Keep the first fault: once the context is lost, everything fails.
         if lease is not None and lease.state is LeaseState.ACTIVE and not lease.fault:
             lease.fault = event.reason or "it gave no reason"
         self._teardown.give_up_scrub(lease, now_ns, out)
@@ -547,6 +569,7 @@ class LeaseTable:
         self._teardown.condemn(lease, event.cause, event.reason, now_ns, out)
 
     def _on_region_proved(self, event: events.RegionProved, now_ns: int, out: list[Effect]) -> None:
+        # The id names a lease that was resized, or a region.
         if (lease := self._store.live.get(event.region_id)) is not None:
             self._resizes.on_proved(lease, out)
         else:
@@ -561,12 +584,14 @@ class LeaseTable:
     # --- timers ---
 
     def _on_wait_timer(self, event: events.WaitTimerFired, now_ns: int, out: list[Effect]) -> None:
+        # The request waits for a submit, a resize or room; each says whether it was its own.
         is_theirs = self.submits.on_wait_timer(event.request, now_ns, out)
         if not (is_theirs or self._resizes.on_wait_timer(event.request, now_ns, out)):
             self._admission.on_wait_timer(event.request, now_ns, out)
 
     def _on_timer_fired(self, lease: Lease, event: events.TimerFired, now_ns: int, out: list[Effect]) -> None:
         due_ns = lease_due_ns(lease, event.kind)
+        # A timer of an earlier generation is outdated: a renewal has armed another one.
         if lease.generation != event.generation or due_ns is None:
             return
         if now_ns < due_ns:
@@ -577,6 +602,7 @@ class LeaseTable:
             self._teardown.on_timer(lease, event.kind, now_ns, out)
 
     def _on_spawn_timer(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+        # A warm context gets the short timeout and is replaced; a new worker gets the long one and ends the lease.
         if lease.warm_id and not lease.awaited_bytes:
             reason = f"it did not take its lease within {self._limits.adopt_timeout_s} s"
             self._pool.replace_worker(lease, reason, now_ns, out, is_gone=False)
@@ -587,7 +613,10 @@ class LeaseTable:
     # --- shared steps ---
 
     def _past_outcome(self, lease_id: int) -> RevokeOutcome:
-        """Return the outcome of an earlier revoke: a second revoke, even after a fence clear, gets the same answer."""
+        """Return the outcome of an earlier revoke.
+
+        A repeated revoke gets the same answer as the first, even after a fence was cleared.
+        """
         if lease_id in self._store.cleared:
             return RevokeOutcome.FENCED
         was_here = self._store.ended_one(lease_id) is not None or lease_id in self._store.revoked
@@ -596,6 +625,7 @@ class LeaseTable:
     def _set_deadline(self, lease: Lease, deadline_ns: int, out: list[Effect]) -> None:
         lease.deadline_ns = deadline_ns
         out.append(SetDeadline(lease.lease_id, lease.generation, deadline_ns))
+        # The submit obeys its lease's deadline as well as its own.
         self.submits.on_deadline(lease, out)
         out.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.EXPIRY), deadline_ns))
         if lease.horizon is not None:

@@ -41,28 +41,30 @@ class LeaseStore:
     Attributes:
         pending: The lease that each open, placed acquire waits for.
         live_by_tenant: Number of live leases of each tenant; tenants without any are absent.
-        bytes_by_tenant: Sum of their sizes, likewise.
+        bytes_by_tenant: Sum of their sizes; tenants without any are absent.
         fenced: Live leases that are fenced.
-        ended: Last leases torn down, oldest first.
+        ended: The leases torn down last, oldest first.
         regions: Regions of live leases, by id.
-        region_requests: Requests for regions that are not answered yet: the region of each.
-        ended_regions: Last regions returned, oldest first: a tenant that cycles regions displaces no lease.
+        region_requests: The region of each request for one that is not answered yet.
+        ended_regions: The regions returned last, oldest first. Kept apart, so that a tenant that cycles regions
+          displaces no lease.
         revoked: Every lease ever revoked, forgotten ones included.
-        cleared: Every lease whose fence an operator cleared, likewise: its memory was never proved free.
+        cleared: Every lease whose fence an operator cleared, forgotten ones included: its memory was never proved free.
         warm: Contexts of the pool, by id.
-        renamed: Tenant names that may have belonged to other people: nobody may reuse the contexts they leave.
+        renamed: Tenant names that may have belonged to other people: no lease may reuse the contexts that they leave.
         recycling: Bounds within which contexts serve their tenant again; None if they never do.
         order: The order in which leases prefer cards.
         submits: Submits not yet proved gone, by id.
         rates: Each tenant's rate of acquires.
         claimed: Live leases with a name, by name.
-        by_request: Live leases whose acquire has a number of its tenant's, by tenant and number.
-        epochs: The highest epoch that each name had here.
+        by_request: Live leases whose acquire has its tenant's number, by tenant and number.
+        epochs: The highest epoch that each name has had on this node.
         capped: Live leases that are claimed, by name or for their bytes, by id.
-        horizon: Time until which claimed leases may be granted; None before the first, and once claims are lost.
-        drain_ns: Time at which a drain ends the leases left; None while the node is not drained.
+        horizon: Membership deadline, until which claimed leases may be granted; None before the first heartbeat, and
+          once the claims are lost.
+        drain_ns: Time at which a drain ends the remaining leases; None while the node is not drained.
         under_earlier_rules: Tenants that had or awaited a lease when their bounds last changed; they keep those leases.
-        has_freed_room: Bytes came back, or the queue got shorter, since the queue was last served.
+        has_freed_room: Bytes came back, or the queue became shorter, since the queue was last served.
     """
 
     def __init__(
@@ -118,16 +120,18 @@ class LeaseStore:
         return not (is_closed or account.exclusive_leases)
 
     def may_recycle(self, lease: Lease) -> bool:
-        """Return whether the context of a lease given back in good order may serve its tenant again.
+        """Return whether the context of a lease that its tenant freed may serve that tenant again.
 
         A lease with a submit that runs, waits or is not proved gone is torn down whole, because they share their bytes.
         So is a lease that had a region, whose addresses must not be used again, or whose slice was resized.
         """
+        # Nothing may be in doubt: who used the session, what is left in it, and who the tenant is.
         is_whole = not (lease.submit_id or lease.next_submit is not None or lease.is_in_doubt or lease.fault)
         is_whole = is_whole and not lease.is_reshaped
         is_whole = is_whole and lease.tenant not in self.renamed
         if self.recycling is None or lease.is_restored or not lease.warm_id or not is_whole:
             return False
+        # The context has served too often, or the card has no place left for this tenant's contexts.
         account = self.account_by_uuid[lease.card_uuid]
         is_worn = lease.served + 1 >= self.recycling.max_leases
         has_place = account.contexts_to_drop(lease.tenant, self.recycling.max_idle) is not None
@@ -153,19 +157,21 @@ class LeaseStore:
             return denials.lease_pending(lease)
         if lease.state is not LeaseState.ACTIVE:
             return denials.lease_ended(lease)
+        # Its timer may be late, so compare the time itself.
         if found.is_expired(now_ns):
             return denials.lease_expired(lease)
         is_isolated = isinstance(found, Lease) and found.is_isolated(now_ns)
         return denials.lease_isolated(lease) if is_isolated else None
 
     def unknown(self, lease_id: int) -> Denial:
-        """Return the denial for a lease that is neither live nor remembered; its tenant is not known any more."""
+        """Return the denial for a lease that is neither live nor remembered, so that its tenant is unknown."""
         return denials.revoked_long_ago(lease_id) if lease_id in self.revoked else denials.not_found(lease_id)
 
     def hide(self, lease_id: int, tenant: str, is_operator: bool) -> Denial | None:
-        """Return the denial for a caller that is neither the tenant of a lease or region nor an operator.
+        """Return the denial for a caller that is not the tenant of a lease or region and not an operator.
 
-        To a stranger, a foreign lease and an unknown lease look the same. The tenant of a region's lease may know.
+        Returns None for those two. To other callers, a foreign lease and an unknown one look the same. The tenant of a
+        region's lease may know the region.
         """
         lease = self.get(lease_id)
         if lease is None:
@@ -175,19 +181,19 @@ class LeaseStore:
         return denials.not_its_tenant(lease_id) if tenant in self.parties(lease) else denials.not_found(lease_id)
 
     def hide_from_strangers(self, lease_id: int, tenant: str, is_operator: bool) -> Denial | None:
-        """Return the denial for a caller that is neither of a lease's or region's `parties` nor an operator."""
+        """Return the denial for a caller that is not an operator and not one of `parties`; None if it is."""
         lease = self.get(lease_id)
         if lease is None:
             return self.unknown(lease_id)
         return None if is_operator or tenant in self.parties(lease) else denials.not_found(lease_id)
 
     def parties(self, lease: LeaseSnapshot) -> frozenset[str]:
-        """Return the tenants that may know of a lease or region: its own, and that of the lease a region lies in."""
+        """Return the tenants that may know a lease or region: its own, and that of the lease that contains a region."""
         parent = self.get(lease.parent_id) if lease.parent_id else None
         return frozenset({lease.tenant} if parent is None else {lease.tenant, parent.tenant})
 
     def drain_denial(self, now_ns: int) -> Denial | None:
-        """Return the denial for a newcomer to a node that is drained; None if it is not."""
+        """Return the denial for a new lease on a drained node; None if the node is not drained."""
         return None if self.drain_ns is None else denials.draining(self.drain_ns - now_ns)
 
     def check_bytes(self, tenant: str, more_bytes: int) -> Denial | None:
@@ -205,14 +211,14 @@ class LeaseStore:
         )
 
     def charge_bytes(self, number: int) -> int:
-        """Return the bytes one worker may hold on its card: a session, a submit or a warm context; 0 if unknown."""
+        """Return the bytes that one worker may hold on its card (session, submit or warm context); 0 if unknown."""
         lease, other = self.live.get(number), self.submits.get(number) or self.warm.get(number)
         if other is not None:
             return other.charge_bytes
         return 0 if lease is None else lease.charge_bytes - lease.submit_charge_bytes
 
     def card_of(self, number: int) -> str | None:
-        """Return the card of an active lease, a running submit or a context that waits for its tenant; else None."""
+        """Return the card of an active lease, a running submit or a context reserved for a tenant; otherwise None."""
         lease, submit, context = self.live.get(number), self.submits.get(number), self.warm.get(number)
         if submit is not None:
             return submit.card_uuid if submit.state is SubmitState.RUNNING else None
@@ -221,18 +227,18 @@ class LeaseStore:
         return None if lease is None or lease.state is not LeaseState.ACTIVE else lease.card_uuid
 
     def is_used(self, lease_id: int) -> bool:
-        """Return whether a lease or region had, has or is to have this id."""
+        """Return whether the id was used before, is in use, or is reserved by a queued acquire."""
         is_known = self.get(lease_id) is not None or lease_id in self.revoked
         return is_known or lease_id in self.cleared or self.queue.has_lease_id(lease_id)
 
     def open(self, lease: Lease) -> None:
-        """Enter a new lease and hold its bytes."""
+        """Enter a new lease and charge its card."""
         self._enter(lease)
         self.pending[lease.request] = lease.lease_id
         self.account_by_uuid[lease.card_uuid].take(lease)
 
     def restore(self, lease: Lease) -> None:
-        """Enter an earlier table's lease and hold its bytes."""
+        """Enter an earlier table's lease and charge its card."""
         self._enter(lease)
         account = self.account_by_uuid[lease.card_uuid]
         account.restore(lease)
@@ -241,22 +247,22 @@ class LeaseStore:
             account.fenced_bytes += lease.charge_bytes
 
     def leave_pending(self, lease: Lease) -> None:
-        """Remove the lease from those whose worker is awaited."""
+        """Remove the lease from those that wait for their worker."""
         del self.pending[lease.request]
         self.account_by_uuid[lease.card_uuid].leave_pending(lease)
 
     def add_warm(self, context: WarmContext) -> None:
-        """Enter a context in the pool and hold its bytes."""
+        """Enter a context in the pool and charge its card."""
         self.warm[context.warm_id] = context
         self.account_by_uuid[context.card_uuid].warm[context.warm_id] = context
 
     def remove_warm(self, context: WarmContext) -> None:
-        """Remove a context that a lease took, or whose bytes are proved back."""
+        """Remove a context that a lease took over, or whose bytes are proved free."""
         del self.warm[context.warm_id]
         del self.account_by_uuid[context.card_uuid].warm[context.warm_id]
 
     def fence(self, lease: Lease, now_ns: int) -> None:
-        """Keep the bytes of a lease that could not be proved free."""
+        """Mark a lease FENCED: its bytes could not be proved free, so they stay charged."""
         lease.move(Trigger.RECLAIM_FAILED, now_ns)
         lease.ended_ns = now_ns
         self.fenced[lease.lease_id] = lease
@@ -264,6 +270,7 @@ class LeaseStore:
 
     def close(self, lease: Lease, trigger: Trigger, now_ns: int) -> None:
         """Release a lease's bytes and remember it as ended."""
+        # A fenced lease ended when it was fenced; that time stays.
         was_fenced = lease.state is LeaseState.FENCED
         lease.move(trigger, now_ns)
         account = self.account_by_uuid[lease.card_uuid]
@@ -280,19 +287,20 @@ class LeaseStore:
         if not self.live_by_tenant[lease.tenant]:
             del self.live_by_tenant[lease.tenant]
             del self.bytes_by_tenant[lease.tenant]
+        # A worker that belonged to no lease was held under a lease without a tenant, of which no record remains.
         if lease.tenant:
             self.remember(lease.snapshot())
         self.has_freed_room = True
 
     def remember(self, ended: LeaseSnapshot) -> None:
-        """Keep the snapshot of an ended lease or region until too many others have ended."""
+        """Remember an ended lease or region. The oldest is forgotten when there are too many."""
         kept = self.ended_regions if ended.parent_id else self.ended
         kept[ended.lease_id] = ended
         if len(kept) > self.limits.max_tombstones:
             kept.popitem(last=False)
 
     def change_size(self, lease: Lease, size_bytes: int) -> None:
-        """Give an active lease another size, and hold its bytes."""
+        """Change the size of an active lease, and charge its card accordingly."""
         more_bytes = size_bytes - lease.terms.size_bytes
         lease.terms = lease.terms._replace(size_bytes=size_bytes)
         lease.charge_bytes += more_bytes
@@ -301,7 +309,7 @@ class LeaseStore:
         self.has_freed_room = self.has_freed_room or more_bytes < 0
 
     def enter_region(self, lease: Lease, region: Region) -> None:
-        """Enter a region, and hold its bytes in its lease's slice."""
+        """Enter a region, and charge its lease's slice."""
         self.regions[region.region_id] = lease.regions[region.region_id] = region
         lease.region_bytes += region.charge_bytes
         lease.region_number = max(lease.region_number, region.number)
@@ -310,7 +318,7 @@ class LeaseStore:
             lease.slots[region.slot] = region
 
     def return_region(self, lease: Lease, region: Region, trigger: Trigger, now_ns: int) -> None:
-        """Give a region's slot and bytes back to its lease, but for those kept in its place, and remember it."""
+        """Return a region's slot, and its bytes except those kept in its place, to its lease, and remember it."""
         before_bytes = region.charge_bytes
         region.move(trigger, now_ns)
         region.ended_ns = region.ended_ns or now_ns
@@ -322,7 +330,7 @@ class LeaseStore:
             self.forget_region(lease, region)
 
     def forget_region(self, lease: Lease, region: Region) -> None:
-        """Forget a returned region, and give the bytes kept in its place back to its lease."""
+        """Forget a returned region, and return the bytes kept in its place to its lease."""
         lease.region_bytes -= region.charge_bytes
         del self.regions[region.region_id], lease.regions[region.region_id]
 
@@ -367,7 +375,7 @@ class Waiter:
         candidates: Cards that could ever serve it.
         since_ns: Time of joining.
         due_ns: Time at which it is refused.
-        holds_until_ns: End of its right to hold others back; not after `since_ns` if it has none.
+        holds_until_ns: End of its right to hold others back; not later than `since_ns` if it has none.
     """
 
     acquire: AcquireRequested
@@ -381,7 +389,7 @@ class Waiter:
         return any(self.acquire.tenant in account.leases_by_tenant for account in self.candidates)
 
     def snapshot(self) -> WaiterSnapshot:
-        """Return the waiter without the cards' accounts."""
+        """Return the waiter without the accounts of its cards."""
         acquire = self.acquire
         return WaiterSnapshot(
             acquire.request,
@@ -395,13 +403,13 @@ class Waiter:
 
 
 class WaitQueue:
-    """The acquires that wait for room: first come first served, per card, within limits.
+    """The acquires that wait for room: first come, first served, per card, within limits.
 
     A waiter that can't be placed holds others back: later waiters and newcomers are kept off every card that could
     serve it, so that a stream of small requests can't starve a large one. Waiters for other cards may pass. A waiter
     holds others back
 
-    - only until the end of its tenant's term (`HoldTerms`), so never for longer than `max_hold_back_s`;
+    - only until the end of its tenant's backfill reservation (`HoldTerms`), so never for longer than `max_hold_back_s`;
     - not while its own tenant has a live lease on one of those cards, because the tenant could end that lease.
 
     After that, others pass it whenever they fit, and it keeps its place in the queue.
@@ -426,15 +434,14 @@ class WaitQueue:
         return iter(tuple(self._waiters.values()))
 
     def get(self, request: int) -> Waiter | None:
-        """Return the waiter with that request number."""
         return self._waiters.get(request)
 
     def named(self, name: str) -> Waiter | None:
-        """Return the waiter whose lease is to have that name."""
+        """Return the waiter that asks for a lease with that name."""
         return next((waiter for waiter in self._waiters.values() if waiter.acquire.terms.name == name), None)
 
     def has_lease_id(self, lease_id: int) -> bool:
-        """Return whether a waiter is to become that lease."""
+        """Return whether a waiter has reserved that id for its lease."""
         return lease_id in self._lease_ids
 
     def count_of(self, tenant: str) -> int:
@@ -447,7 +454,6 @@ class WaitQueue:
         return sum(waiter.acquire.terms.size_bytes for waiter in waiters if waiter.acquire.tenant == tenant)
 
     def join(self, waiter: Waiter) -> None:
-        """Append a waiter to the queue."""
         self._waiters[waiter.acquire.request] = waiter
         self._lease_ids.add(waiter.acquire.lease_id)
         self._by_tenant[waiter.acquire.tenant] += 1
@@ -455,7 +461,7 @@ class WaitQueue:
             self.holders[waiter.acquire.request] = waiter
 
     def leave(self, waiter: Waiter) -> None:
-        """Remove a waiter, placed or not."""
+        """Remove a waiter, whether placed or not."""
         del self._waiters[waiter.acquire.request]
         self.holders.pop(waiter.acquire.request, None)
         self._lease_ids.remove(waiter.acquire.lease_id)
@@ -475,12 +481,14 @@ class WaitQueue:
         return min((waiter.holds_until_ns for waiter in self.holders.values()), default=None)
 
     def held_cards(self) -> set[str]:
-        """Return the uuids of the cards that newcomers are kept off."""
+        """Return the uuids of the cards that newcomers may not use, because a waiter holds them."""
         holding = [waiter for waiter in self.holders.values() if not waiter.has_own_lease()]
         return {account.card.uuid for waiter in holding for account in waiter.candidates}
 
     def next_placeable(self) -> tuple[Waiter, CardAccount] | None:
         """Return the first waiter that can be placed without passing one that holds it back, and its card."""
+        # Go through the queue once. Each waiter that finds no room blocks its cards for all behind it, while its hold
+        # lasts.
         blocked: set[str] = set()
         for waiter in self._waiters.values():
             allowed = [account for account in waiter.candidates if account.card.uuid not in blocked]
@@ -494,22 +502,23 @@ class WaitQueue:
 
 
 TERM_SPACING: Final = 10
-"""From the beginning of a tenant's term to that of its next, in lengths of a term."""
+"""Time between the beginnings of two terms of a tenant, in lengths of a term."""
 
 
 class HoldTerms:
-    """The last term of each tenant, during which its waiters may hold others back.
+    """The last term of each tenant: its backfill reservation, during which its waiters may hold others back.
 
     A term begins when an acquire of the tenant joins the queue. The term lasts `max_hold_back_s` by the clock, whatever
-    becomes of that acquire. Acquires that join during the term may hold others back until its end; later ones may not.
+    happens to that acquire. Acquires that join during the term may hold others back until its end; later ones may not.
     An acquire that joins `TERM_SPACING` lengths after the beginning, or later, begins the next term. Because time
     counts per tenant, leaving the queue and joining again gains nothing.
 
     In any window of `TERM_SPACING` lengths H, a tenant holds others back for at most one H. A window that begins x into
-    a term (x < H) has H - x left of that term and at most x of the next. Any other window meets at most one term.
+    a term (x < H) contains H - x of that term and at most x of the next. Any other window overlaps at most one term.
 
-    One time is kept per tenant, until its next term may begin, and never more than `max_waiting` in all. A tenant that
-    finds no room holds nobody back. The terms are in the order of their beginnings, so outdated ones are in front.
+    One time is stored per tenant, until its next term may begin, and never more than `max_waiting` in all. A tenant for
+    which there is no room holds no other back. Terms are stored in the order in which they began, so outdated ones come
+    first.
     """
 
     def __init__(self, limits: CoreLimits) -> None:
@@ -518,10 +527,11 @@ class HoldTerms:
         self.begun_ns: dict[str, int] = {}
 
     def end_for(self, tenant: str, now_ns: int) -> int:
-        """Return until when an acquire that joins now may hold others back; not after `now_ns` if it may not."""
+        """Return until when an acquire that joins now may hold others back; not later than `now_ns` if it may not."""
         self._forget(now_ns)
         begun_ns = self.begun_ns.get(tenant)
         if begun_ns is None:
+            # The table of terms is full: the acquire waits without holding others back.
             if len(self.begun_ns) >= self.max_terms:
                 return now_ns
             begun_ns = self.begun_ns[tenant] = now_ns
@@ -541,14 +551,14 @@ _MARK_MASK: Final = (1 << 64) - 1
 def mark_of(lease_id: int) -> int:
     """Return the remembered part of an id: its low 64 bits.
 
-    Ids are random. With a million revoked ids, an id that was never revoked is mistaken for one with a chance of 5e-14;
-    it could then not be given out.
+    Ids are random. With a million revoked ids, the chance is 5e-14 that an id that was never revoked is mistaken for
+    one, and then can't be used.
     """
     return lease_id & _MARK_MASK
 
 
 class RevokedIds:
-    """A set of ids at 8 bytes each: a sorted array. Adding to a million moves 8 MB, in 0.5 ms.
+    """A set of ids at 8 bytes each, as a sorted array. Adding to a million moves 8 MB, in 0.5 ms.
 
     Revoked ids are kept for ever, so that a revoked lease is never reported as "not found".
 
@@ -573,7 +583,6 @@ class RevokedIds:
         return place < len(self._marks) and self._marks[place] == mark
 
     def add(self, lease_id: int) -> None:
-        """Add an id."""
         if lease_id not in self:
             mark = mark_of(lease_id)
             self._marks.insert(bisect_left(self._marks, mark), mark)

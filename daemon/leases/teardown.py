@@ -1,8 +1,8 @@
-"""The teardown of a lease, from its end until its bytes are proved back or its slice is fenced.
+"""The teardown of a lease, from its end until its bytes are proved free or its slice is fenced.
 
-Order: refuse new work, grant a grace to work in flight, kill, wait for the reap, wait for the proof. Each step is taken
-once, even if events come twice, late or out of order. No step waits for the tenant. A context that may be recycled is
-scrubbed during the grace instead, and killed at its end.
+The order is: refuse new work, grant a grace to work in flight, kill, wait for the reap, wait for the proof. Each step
+is taken once, even if events come twice, late or out of order. No step waits for the tenant. A context that may be
+recycled is scrubbed during the grace instead, and killed at its end if the scrub is not proved.
 """
 
 from gpulease.daemon.leases import denials
@@ -31,7 +31,7 @@ from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
 
 
 def lease_due_ns(lease: Lease, kind: TimerKind) -> int | None:
-    """Return when a lease's timer of that kind has something to do; None if it no longer has.
+    """Return the time at which a lease's timer of that kind must act; None if it no longer has to.
 
     A timer that fires early is armed again for that time.
     """
@@ -56,7 +56,7 @@ class Teardown:
 
     Attributes:
         submits: The leases' submits, which end with them.
-        regions: Their regions, likewise.
+        regions: Their regions, which end with them too.
         resizes: The changes of their sizes.
     """
 
@@ -86,24 +86,30 @@ class Teardown:
             out: Receives the effects.
             denial: Reply to the acquire; None for one that says how the lease ended.
         """
+        # Step 1: record the end. A revoked id is remembered for ever.
         was_pending = lease.state is LeaseState.PENDING
         lease.move(cause, now_ns)
         lease.cause = cause
         lease.reason = reason
         if cause is Cause.REVOKED:
             self._store.revoked.add(lease.lease_id)
+        # Step 2: refuse new work. The revocation word is flipped before any other effect, so that no launch starts
+        # after it.
         out.append(RefuseWork(lease.lease_id, cause))
+        # Step 3: end what lives inside the lease, with the lease's cause.
         self.regions.end_with_lease(lease, now_ns, out)
         self.resizes.end_with_lease(lease, out)
         self.submits.end_with_lease(lease, cause, now_ns, out)
+        # Step 4: answer the acquire that still waits. The client of an abandoned one has disconnected.
         if was_pending:
             self._store.leave_pending(lease)
             if cause is not Cause.ABANDONED:
                 out.append(Denied(lease.request, denial or denials.lease_ended(lease.snapshot())))
+        # Step 5: a dead worker needs no kill, only the proof of its bytes.
         if lease.is_worker_gone:
             self._prove(lease, now_ns, out)
             return
-        # A worker that was never ready has nothing in flight to finish.
+        # Step 6: give work in flight its grace, then kill. A worker that was never ready has nothing in flight.
         grace_ns = 0 if was_pending else self._grace_ns(lease, cause, out)
         if grace_ns:
             lease.grace_due_ns = now_ns + grace_ns
@@ -112,13 +118,14 @@ class Teardown:
             self._kill(lease, now_ns, out)
 
     def _grace_ns(self, lease: Lease, cause: Cause, out: list[Effect]) -> int:
-        """Return the time until the kill; order a scrub first if the context may be recycled."""
+        """Return the time until the kill in nanoseconds; if the context may be recycled, order a scrub first."""
         if cause is Cause.ISOLATED:
-            # Another node may serve the name soon.
+            # Another node may soon serve the name.
             return 0
         recycling = self._store.recycling
         if recycling is None or cause is not Cause.FREED or not self._store.may_recycle(lease):
             return self._store.limits.grace_ns(cause)
+        # The scrub replaces the grace: the tenant has freed the lease, so none of its work is in flight.
         lease.is_scrubbing = True
         out.append(ScrubWorker(lease.lease_id))
         return recycling.scrub_timeout_ms * NS_PER_MS
@@ -129,7 +136,7 @@ class Teardown:
             self._kill(lease, now_ns, out)
 
     def release_recycled(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
-        """Release the bytes of a lease whose scrubbed context the pool now accounts for."""
+        """Release the bytes of a lease whose scrubbed context is now charged to the pool."""
         lease.is_scrubbing = False
         self._let_go(lease, now_ns, out)
 
@@ -146,14 +153,17 @@ class Teardown:
             self._kill(lease, now_ns, out)
 
     def expire_if_due(self, lease: Lease | None, now_ns: int, out: list[Effect]) -> None:
-        """End a lease whose time is over, whether its timer or a request notices first."""
+        """End a lease whose time is over.
+
+        Both the timer and any request that finds the lease overdue call this, whichever comes first.
+        """
         if lease is not None and lease.is_expired(now_ns):
             self.begin(lease, Cause.EXPIRED, "it was not renewed in time", now_ns, out)
         elif lease is not None and lease.is_isolated(now_ns):
             self.begin(lease, Cause.ISOLATED, denials.NO_HORIZON, now_ns, out)
 
     def on_timer(self, lease: Lease, kind: TimerKind, now_ns: int, out: list[Effect]) -> None:
-        """Act on a timer that is due, as `lease_due_ns` says."""
+        """Act on a timer that `lease_due_ns` found due."""
         if kind in (TimerKind.EXPIRY, TimerKind.HORIZON):
             self.expire_if_due(lease, now_ns, out)
         elif kind is TimerKind.ORPHAN:
@@ -161,6 +171,8 @@ class Teardown:
         elif kind is TimerKind.GRACE:
             self._kill(lease, now_ns, out)
         else:
+            # The reclaim took too long. Say whose memory or which process is missing, for the operator who sees the
+            # fence.
             of_what = "its submit's" if lease.is_proved else "its"
             missing = (
                 f"{of_what} memory was not shown free" if lease.is_worker_gone else "its worker could not be reaped"
@@ -169,6 +181,7 @@ class Teardown:
             self.on_reclaim_failed(lease, reason, now_ns, out)
 
     def _orphan(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+        # If its deadline has passed as well, that is the cause to report.
         self.expire_if_due(lease, now_ns, out)
         if lease.state is LeaseState.ACTIVE:
             reason = f"no client was connected to it for {denials.duration_text(lease.orphan_ms)}"
@@ -176,27 +189,31 @@ class Teardown:
 
     def on_active_worker_lost(self, lease: Lease, reason: str, now_ns: int, out: list[Effect]) -> None:
         """End an active lease whose worker was reaped."""
+        # The zygote kills a worker at the lease's deadline even if the broker is late, so an overdue lease has expired.
         if lease.is_expired(now_ns) or lease.is_isolated(now_ns):
             self.expire_if_due(lease, now_ns, out)
+        # The fault explains why the worker died, and came first.
         elif lease.fault:
             self.begin(lease, Cause.FAULTED, f"{lease.fault.rstrip('.')}; {reason}", now_ns, out)
         else:
             self.begin(lease, Cause.WORKER_DIED, reason, now_ns, out)
 
     def on_worker_exited(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
-        """Ask for the proof of a draining lease's bytes, now that its process is reaped."""
+        """Order the proof of a draining lease's bytes, because its process is reaped now."""
         if lease.state is LeaseState.DRAINING and not lease.is_worker_gone:
             lease.is_worker_gone = True
             lease.is_scrubbing = False
             self._prove(lease, now_ns, out)
 
     def on_reclaim_proved(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
-        """Release the bytes. A proof from before the reap proves nothing, and no proof lifts a fence."""
+        """Release the bytes. A proof from before the reap is not valid, and a fence is never lifted by a proof."""
         if lease.state is not LeaseState.DRAINING or not lease.is_worker_gone:
             return
+        # The submit's bytes are part of the lease's, so a submit that can't be proved gone fences the lease.
         if self.submits.is_stuck(lease):
             self.on_reclaim_failed(lease, "the memory of a submit was not shown free", now_ns, out)
             return
+        # With a submit still ending, its own proof continues this (`_on_submit_freed`).
         lease.is_proved = True
         if not lease.submit_id:
             self._let_go(lease, now_ns, out)
@@ -213,7 +230,7 @@ class Teardown:
         self.condemn(lease, Cause.KERNEL_TIMEOUT, reason, now_ns, out)
 
     def condemn(self, lease: Lease, cause: Cause, reason: str, now_ns: int, out: list[Effect]) -> None:
-        """End an active lease whose session broke a rule, unless its time was over before."""
+        """End an active lease whose session broke a rule, unless its time was over before that."""
         self.expire_if_due(lease, now_ns, out)
         if lease.state is LeaseState.ACTIVE:
             self.begin(lease, cause, reason, now_ns, out)
@@ -225,7 +242,7 @@ class Teardown:
             self.on_reclaim_proved(lease, now_ns, out)
 
     def on_reclaim_failed(self, lease: Lease, reason: str, now_ns: int, out: list[Effect]) -> None:
-        """Fence the slice. The lease keeps the cause that ended it and says why it is fenced."""
+        """Fence the slice. The lease keeps the cause that ended it, and its reason says why it is fenced."""
         if lease.state is not LeaseState.DRAINING:
             return
         lease.reason = f"{lease.reason.rstrip('.')}; {reason}" if lease.reason else reason
@@ -247,7 +264,7 @@ class Teardown:
         self._start_reclaim_clock(lease, now_ns, out)
 
     def _start_reclaim_clock(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
-        # One clock runs from the kill to the proof: a worker that dies late gets no second one.
+        # One clock runs from the kill to the proof: a worker that dies late does not get a second one.
         if lease.reclaim_due_ns is None:
             lease.reclaim_due_ns = now_ns + self._reclaim_timeout_ns
             out.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.RECLAIM), lease.reclaim_due_ns))

@@ -1,17 +1,17 @@
-"""The pool of warm contexts: how many there are, who gets one, and when they give way.
+"""The pool of warm contexts: how many there are, which lease gets one, and when they give way.
 
-1. Each card has as many contexts as the operator wants. They are made one at a time, a pause after a lease took the
-   last one, and never while an acquire of that card is under way. Each loss delays the next one further.
-2. A context is charged to its card like a lease's, so a lease that takes it adds only its slice.
-3. The pool gives way: admission counts its bytes as free, and contexts in a placed lease's way are killed. The lease
-   starts once their bytes are proved back, never before.
-4. A card that one lease has to itself keeps no contexts, nor does a drained node. A lease's fence leaves the rest of
-   the card to the pool. Each fenced context reduces the pool by one until an operator clears the fence, and so does a
-   dropped one until it is proved gone. So a driver that loses every context fences no more than are wanted. A fenced
-   context that served a tenant does not count, because that tenant may have caused the fence.
+1. Each card has as many contexts as the operator wants. They are made one at a time, a pause after a lease took over
+   the last one, and never while an acquire of that card is in progress. Each loss delays the next one further.
+2. A context is charged to its card like a lease's, so a lease that takes it over adds only its slice.
+3. The pool gives way: admission counts its bytes as free, and contexts that occupy a placed lease's room are killed.
+   The lease starts once their bytes are proved free, never before.
+4. A card that one lease has to itself keeps no contexts, and neither does a drained node. A lease's fence leaves the
+   rest of the card to the pool. Each fenced context reduces the pool by one until an operator clears the fence, and so
+   does a dropped one until it is proved gone. So a driver that loses every context fences no more than are wanted. A
+   fenced context that served a tenant does not count, because that tenant may have caused the fence.
 5. A lease whose context is lost before it is ready gets a new one, as if there were no pool.
-6. Submits take contexts like leases, but only those that served nobody. Their lease already holds the bytes of a second
-   context, so the pool's bytes for it become free.
+6. Submits take over contexts like leases, but only those that served no tenant. Their lease already holds the bytes of
+   a second context, so the pool's bytes for it become free.
 7. A scrubbed context (`model.Recycling`) waits for its tenant alone, in addition to those wanted, and gives way too.
    Its loss delays no other, because its tenant may have caused it.
 """
@@ -55,11 +55,11 @@ from gpulease.protocol.back_off import back_off_s
 from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
 
 REFILL_PAUSE_MS: Final = 100
-"""Pause between a lease's taking a context and the making of the next. Making one slows the driver down for all,
-just when the tenant attaches."""
+"""Pause after a lease takes over a context before the next one is made. Making one slows the driver down for everyone,
+exactly when the tenant attaches."""
 
 FIRST_BACK_OFF_S: Final = 1
-"""Pause between the loss of a context and the making of the next. Stops a card that can make none from being tried in a
+"""Pause after the loss of a context before the next one is made. Stops a card that can make none from being tried in a
 loop."""
 
 MAX_BACK_OFF_S: Final = 64
@@ -79,7 +79,7 @@ class Refill:
     losses: int = 0
 
     def was_taken(self, now_ns: int) -> None:
-        """Postpone the next context after a lease or a submit took one."""
+        """Postpone the next context after a lease or a submit took one over."""
         self._postpone(now_ns + REFILL_PAUSE_MS * NS_PER_MS)
 
     def was_made(self) -> None:
@@ -110,7 +110,7 @@ Handler = Callable[[WarmContext, Any, int, list[Effect]], None]
 
 
 class WarmPool:
-    """Keeps the pool. Each method appends the effects to execute to `out`."""
+    """Manages the pool. Each method appends the effects to execute to `out`."""
 
     def __init__(self, store: LeaseStore, teardown: Teardown) -> None:
         self._store = store
@@ -136,8 +136,9 @@ class WarmPool:
     # --- leases ---
 
     def place(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
-        """Start a lease just entered in the store, on a warm context if there is one, once it has room."""
+        """Start a lease that was just entered in the store, on a warm context if there is one, once it has room."""
         account = self._account(lease.card_uuid)
+        # Step 1: take over a context. Its bytes are charged already, so the lease awaits only the rest.
         context = _choose(account.warm.values(), lease.tenant)
         if context is not None:
             self._store.remove_warm(context)
@@ -146,8 +147,11 @@ class WarmPool:
             out.append(RenameWorker(context.warm_id, lease.lease_id))
             if context.tenant is None:
                 self._refills[lease.card_uuid].was_taken(now_ns)
+        # Step 2: kill contexts that occupy the lease's room. Their bytes come back later, with their proof.
         self._make_room(account, now_ns, out)
+        # Step 3: start every lease that has room now; the order of their arrival is kept.
         self._start_leases(account, now_ns, out)
+        # This one must wait for room. Bound the wait, in case the contexts are never proved gone.
         if lease.awaited_bytes:
             out.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.SPAWN), lease.spawn_due_ns))
 
@@ -155,6 +159,7 @@ class WarmPool:
         """Drop a pending lease's dead or hung warm context, and start the lease on a new one."""
         account = self._account(lease.card_uuid)
         overhead_bytes = account.card.overhead_bytes
+        # Give the context back to the pool, which then proves its bytes free; the lease waits for room again.
         context = WarmContext(lease.warm_id, lease.card_uuid, overhead_bytes, 0, is_worker_gone=is_gone)
         if lease.served:
             context.tenant, context.leases = lease.tenant, lease.served
@@ -166,21 +171,25 @@ class WarmPool:
         self._start_leases(account, now_ns, out)
 
     def on_guest_attached(self, event: events.GuestAttached, now_ns: int, out: list[Effect]) -> None:
-        """Exclude the lease's context from recycling."""
+        """Exclude the lease's context from recycling, because another client than its tenant used it."""
         lease = self._store.live.get(event.lease_id)
         if lease is not None:
             lease.is_in_doubt = True
             self._teardown.give_up_scrub(lease, now_ns, out)
 
     def on_worker_scrubbed(self, event: events.WorkerScrubbed, now_ns: int, out: list[Effect]) -> None:
-        """Recycle a lease's worker if the scrub is proved and nothing else is amiss; else kill it."""
+        """Recycle a lease's worker if the scrub is proved and nothing else is in doubt; otherwise kill it."""
         lease, recycling = self._store.live.get(event.lease_id), self._store.recycling
+        # The event may be late or repeated: the worker is already dead, or was never to be scrubbed.
         if lease is None or recycling is None or not lease.is_scrubbing or lease.is_worker_gone:
             return
+        # Check again: the scrub took time, in which the tenant, the card or the node may have changed.
         is_late = lease.grace_due_ns is None or now_ns >= lease.grace_due_ns
         if event.doubt or is_late or not self._store.may_recycle(lease):
             self._teardown.give_up_scrub(lease, now_ns, out)
             return
+        # Exchange the lease for a context in the pool. The worker is renamed before the lease's bytes are released, so
+        # that no event about it reaches the lease any more.
         self._last_id += 1
         account = self._account(lease.card_uuid)
         for other in account.contexts_to_drop(lease.tenant, recycling.max_idle) or ():
@@ -218,13 +227,13 @@ class WarmPool:
         return True
 
     def on_submit_lost(self, card_uuid: str, now_ns: int) -> None:
-        """Postpone the next context after a submit lost one before it was ready."""
+        """Postpone the next context after a submit lost one before the submit was ready."""
         self._refills[card_uuid].was_lost(now_ns)
 
     # --- the whole pool ---
 
     def update(self, now_ns: int, out: list[Effect]) -> None:
-        """Start leases that have room now, and drop and make contexts; called after every event."""
+        """Start leases that have room now, and drop and make contexts. Called after every event."""
         for account in self._store.accounts:
             if account.awaiting:
                 self._start_leases(account, now_ns, out)
@@ -235,7 +244,7 @@ class WarmPool:
                 self._refill(account, now_ns, out)
 
     def on_pool_timer(self) -> None:
-        """Allow contexts to be made; `update` makes them. Called once an earlier table's state is entered, too."""
+        """Allow contexts to be made; `update` makes them. Also called once an earlier table's state is entered."""
         self._is_begun = True
         self._timer_ns = None
 
@@ -255,7 +264,7 @@ class WarmPool:
     # --- memory of others ---
 
     def on_card_looked(self, event: events.CardLooked, now_ns: int, out: list[Effect]) -> None:
-        """Book the memory that others hold of the card, and change the card's capacity by it."""
+        """Book the memory of the card that others hold, and change the card's capacity by it."""
         account = self._account(event.card_uuid)
         before_bytes = account.others.booked_bytes
         if account.others.look(event.unowned_bytes, event.outside_bytes, event.looked_ns):
@@ -293,7 +302,7 @@ class WarmPool:
         self._drop(context, "it was made by the daemon before this one", now_ns, out)
 
     def drop_left(self, left: events.WorkerFound, now_ns: int, out: list[Effect]) -> None:
-        """Drop a worker that an ended lease left, or had in addition, holding its bytes until they are proved back.
+        """Drop a worker that an ended lease left, or had in addition, holding its bytes until they are proved free.
 
         The lease itself was proved gone before, or an operator cleared its fence. A new id holds the bytes.
         """
@@ -304,7 +313,7 @@ class WarmPool:
         self._drop(context, f"lease {left.beside_lease_id or left.worker_id:032x} has left it", now_ns, out)
 
     def _enter_restored(self, warm_id: int, card_uuid: str, charge_bytes: int, reason: str) -> WarmContext:
-        # The worker keeps this id, in the zygote too, so no other may get it.
+        # The worker keeps this id in the zygote too, so no other worker may get it.
         if warm_id < FIRST_LEFT_ID:
             self._last_id = max(self._last_id, warm_id)
         else:
@@ -316,7 +325,7 @@ class WarmPool:
     # --- room ---
 
     def _make_room(self, account: CardAccount, now_ns: int, out: list[Effect]) -> None:
-        """Kill contexts in the way of placed leases: first those being made, then the newest."""
+        """Kill contexts that occupy placed leases' room: first those being made, then the newest."""
         in_the_way = sorted(
             account.yielding(), key=lambda context: (context.state is WarmState.READY, -context.warm_id)
         )
@@ -327,10 +336,12 @@ class WarmPool:
             self._drop(context, "a lease needs its room", now_ns, out)
 
     def _start_leases(self, account: CardAccount, now_ns: int, out: list[Effect]) -> None:
-        """Start leases that wait for room, first come first."""
+        """Start leases that wait for room, in the order of their arrival."""
         for lease in tuple(account.awaiting.values()):
+            # Stop at the first that lacks room. A smaller lease behind it must not take the bytes it waits for.
             if account.used_bytes + lease.awaited_bytes > account.capacity_bytes:
                 return
+            # From here on the bytes count as used, and the clock of the start runs.
             account.await_bytes(lease, 0)
             wait_s = self._store.limits.adopt_timeout_s if lease.warm_id else self._store.limits.spawn_timeout_s
             lease.spawn_due_ns = now_ns + wait_s * NS_PER_S
@@ -347,6 +358,8 @@ class WarmPool:
     # --- refilling ---
 
     def _refill(self, account: CardAccount, now_ns: int, out: list[Effect]) -> None:
+        # Make one more only if all of this holds: some are missing, the card is not busy with an acquire or another
+        # context, there is room in addition to all promises, and the card may have contexts at all.
         kept = [context for context in account.yielding() if context.tenant is None]
         is_busy = account.pending_leases or any(context.state is WarmState.WARMING for context in kept)
         needed_bytes = account.promised_bytes + account.warm_bytes + account.card.overhead_bytes
@@ -357,6 +370,7 @@ class WarmPool:
             or not self._store.may_keep_warm(account)
         ):
             return
+        # The pause after a taken or lost context may not be over; one timer serves the whole pool.
         due_ns = self._refills[account.card.uuid].next_ns
         if now_ns >= due_ns:
             self._warm_up(account, now_ns, out)
@@ -395,6 +409,7 @@ class WarmPool:
             out.append(ProveReclaimed(context.warm_id, context.card_uuid))
 
     def _on_timer(self, context: WarmContext, event: events.TimerFired, now_ns: int, out: list[Effect]) -> None:
+        # A READY context has a time limit only if it waits for its tenant.
         if event.kind is not _WAITS_FOR.get(context.state) or (context.state is WarmState.READY and not context.leases):
             return
         if now_ns < context.due_ns:
@@ -417,7 +432,8 @@ class WarmPool:
             self._fence(context, event.reason, now_ns, out)
 
     def _lose(self, context: WarmContext, reason: str, now_ns: int, out: list[Effect]) -> None:
-        """Drop a context that was lost, and make the next one later."""
+        """Drop a context that was lost, and postpone the next one."""
+        # A context that served a tenant delays no other: that tenant may have caused the loss.
         if context.tenant is None:
             self._refills[context.card_uuid].was_lost(now_ns)
         self._drop(context, reason, now_ns, out)
@@ -433,7 +449,7 @@ class WarmPool:
         out.append(ArmTimer(TimerFired(context.warm_id, _GENERATION, TimerKind.RECLAIM), context.due_ns))
 
     def _fence(self, context: WarmContext, reason: str, now_ns: int, out: list[Effect]) -> None:
-        """Keep a context's bytes; leases that were to have them are ended, the latest first."""
+        """Fence a context's bytes, and end leases that were to have them, the latest first."""
         account = self._account(context.card_uuid)
         context.state = WarmState.FENCED
         account.stuck_bytes += context.charge_bytes
@@ -454,7 +470,7 @@ class WarmPool:
 
 
 def _choose(contexts: Iterable[WarmContext], tenant: str | None = None) -> WarmContext | None:
-    """Choose a context for a lease: the last one its tenant used, else the oldest that served nobody.
+    """Choose a context for a lease: the last one that its tenant used, otherwise the oldest that served no tenant.
 
     Without a tenant, only the latter.
     """

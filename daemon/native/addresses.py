@@ -32,9 +32,9 @@ _release.restype = None
 
 
 def address_of(data: object) -> int:
-    """The address of a buffer's first byte, writable or not. Raises TypeError if `data` is no buffer.
+    """Return the address of a buffer's first byte, writable or not. Raises TypeError if `data` is not a buffer.
 
-    The address stays right for as long as the caller keeps the bytes from being moved or freed.
+    The address stays valid for as long as the caller keeps the bytes from being moved or freed.
     """
     buffer = _Buffer()
     _get(data, ctypes.byref(buffer), _PyBUF_SIMPLE)

@@ -1,9 +1,9 @@
-"""The disk cache of compiled code, shared between processes.
+"""The disk cache of compiled code, which processes share.
 
 A worker runs the native code that it finds there. So the cache ignores a directory or file that another user owns or
-could change, and one that is damaged (private_folder.py). The key is a hash of all that decides what the code is: the
-text it was compiled from, the compiler's sources, LLVM and the processor. Two tenants that load the same image get the
-same code.
+could change, and a damaged one (private_folder.py). The key is a hash of everything that determines the code: the text
+it was compiled from, the compiler's sources, LLVM and the processor. Two tenants that load the same image get the same
+code.
 
 One worker runs what another wrote, so a tenant that breaks out of its worker could plant code for the others. Therefore
 workers cache code only where the operator has named a directory, in a part of it that the daemon itself never reads.
@@ -36,7 +36,7 @@ def key_of(kind: bytes, content: bytes, maker: ModuleType) -> bytes:
 
 
 def read_kept(key: bytes) -> bytes | None:
-    """The cached data of a key, None if there is none."""
+    """Return the cached data of a key, or None."""
     folder = _current_folder()
     return None if folder is None else folder.read(key)
 
@@ -49,9 +49,10 @@ def keep(key: bytes, data: bytes) -> None:
 
 
 def keep_for_workers(owner: int) -> int | None:
-    """Use only the workers' cache from now on, in forks too; the descriptor of its directory, which `owner` owns.
+    """Use only the workers' cache from now on, in forks too.
 
-    None if workers have no cache: the operator named no directory, or it can't be made.
+    Returns the descriptor of its directory, which `owner` owns; None if workers have no cache: the operator named no
+    directory, or creating it failed.
     """
     folder = None
     if os.environ.get(DIRECTORY_VARIABLE):
@@ -61,7 +62,7 @@ def keep_for_workers(owner: int) -> int | None:
 
 
 def load_ir(text: str) -> NativeCode:
-    """The daemon's own IR as code, compiled now or taken from the cache. Raises BadIr."""
+    """Return the daemon's own IR as code, compiled now or taken from the cache. Raises BadIr."""
     key = key_of(b"ir", text.encode(), native)
     data = read_kept(key)
     if data is None:

@@ -27,7 +27,6 @@ class NativeCode:
     engine: Any
 
     def address(self, name: str) -> int:
-        """The address of a function."""
         return int(self.engine.get_function_address(name))
 
 
@@ -63,7 +62,7 @@ class Effort(Enum):
 # which takes time in the square of their blocks. The code is the same.
 _REVISITS_CHANGES: Final = "-cgpp-huge-func=0"
 
-# Passes beside those that LLVM runs by itself at an effort's level.
+# Passes in addition to those that LLVM itself runs at an effort's level.
 _SIMPLIFIES: Final = ("sroa", "instruction_combine", "simplify_cfg", "dead_code_elimination")
 _PASSES: Final[Mapping[Effort, Sequence[str]]] = {
     Effort.FULL: (),
@@ -94,7 +93,7 @@ def emit_object(text: str, effort: Effort = Effort.FULL) -> bytes:
 
 
 def load_object(data: bytes) -> NativeCode:
-    """Link object code so that it can be called; all symbols that it names must be bound (`bind_symbol`)."""
+    """Link object code, after which it can be called. All symbols that it names must be bound (`bind_symbol`)."""
     initialise()
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine(OPTIMISATION_LEVEL))
     engine.add_object_file(llvm.ObjectFileRef.from_data(data))
@@ -103,7 +102,10 @@ def load_object(data: bytes) -> NativeCode:
 
 
 def target_identity() -> str:
-    """LLVM's version, the target and the processor: code of another identity may not run here, or may differ."""
+    """Return LLVM's version, the target and the processor.
+
+    Code with another identity may not run here, or may differ.
+    """
     return f"{llvm.llvm_version_info} {llvm.get_default_triple()} {_host()}"
 
 

@@ -17,7 +17,7 @@ _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _OPEN_ENTRY = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _CREATE_ENTRY = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
-# Between two prunes: a look at all entries takes milliseconds where there are thousands.
+# Writes from one prune to the next: reading all entries takes milliseconds if there are thousands.
 _WRITES_PER_PRUNE = 32
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -38,7 +38,7 @@ class PrivateFolder:
         self._written = 0
 
     def read(self, key: bytes) -> bytes | None:
-        """The entry of a key; None if there is none, or none that can be trusted."""
+        """Return the entry of a key; None for an absent or untrustworthy one."""
         try:
             folder = self._open()
         except OSError:
@@ -77,7 +77,7 @@ class PrivateFolder:
             os.close(folder)
 
     def _open(self) -> int:
-        """A descriptor of the directory. Raises OSError unless it is this user's alone."""
+        """Return a descriptor of the directory. Raises OSError unless only this user can reach it."""
         if isinstance(self._directory, int):
             folder = os.dup(self._directory)
         else:
@@ -90,7 +90,7 @@ class PrivateFolder:
 
 
 def open_for(owner: int, directory: Path) -> int | None:
-    """A descriptor of a directory that `owner` owns, made if it does not exist; None if it can't be."""
+    """Return a descriptor of a directory that `owner` owns, created if missing; None on failure."""
     try:
         _make(directory)
         folder = os.open(directory, _OPEN_DIRECTORY)
@@ -127,7 +127,7 @@ def _read_own(name: str, folder: int) -> bytes | None:
 
 
 def _write_whole(name: str, data: bytes, folder: int) -> None:
-    """Write a file that is whole or absent under its name, whenever the process ends."""
+    """Write a file that is complete or absent under its name, at whatever point the process ends."""
     draft = f"{secrets.token_hex(8)}.new"
     try:
         with open(os.open(draft, _CREATE_ENTRY, 0o600, dir_fd=folder), "wb") as file:

@@ -1,10 +1,10 @@
 """Group commits for the journal and the audit log: a thread that commits, and replies that wait for it.
 
-The thread takes all that is queued and commits it at once; while that lasts, the next group gathers. If the disk
-refuses, nothing is dropped: the thread keeps the group and tries again every second.
+The thread takes all that is queued and commits it at once; meanwhile the next group gathers. If the disk refuses,
+nothing is dropped: the thread keeps the group and tries again every second.
 
-`DurableReplies` is the rule "a grant is told only when it is durable": a grant that can't be made durable in time is
-revoked before its tenant hears of it.
+`DurableReplies` is the rule "a grant is reported only when it is durable": a grant that can't be made durable in time
+is revoked before its tenant receives it.
 """
 
 import asyncio
@@ -23,16 +23,16 @@ from gpulease.daemon.log.writer import log_event
 from gpulease.protocol.time_units import NS_PER_S
 
 RETRY_S: Final = 1.0
-"""Between two tries to write to a disk that refused."""
+"""Time between two tries to write to a disk that refused."""
 
 STALLED_AFTER_S: Final = 5.0
 """A commit that lasts longer counts as a disk that does not work."""
 
 STOP_TIMEOUT_S: Final = 5.0
-"""For the last group when the daemon stops. Stops a hung disk from keeping the daemon."""
+"""Time for the last group when the daemon stops. Stops a hung disk from keeping the daemon."""
 
 MAX_WAIT_S: Final = 5.0
-"""Until a reply is given up. A tenant that waits longer is better off elsewhere."""
+"""Time until a reply is given up. A tenant that waits longer is better served elsewhere."""
 
 Item = TypeVar("Item")
 
@@ -41,7 +41,7 @@ class CommitQueue(Generic[Item]):
     """First in, first out, from the broker's loop to the thread that commits.
 
     Attributes:
-        accepted: How many items were taken in so far, which is the last one's ticket.
+        accepted: Number of items that were accepted so far, which is the last one's ticket.
     """
 
     def __init__(self) -> None:
@@ -86,14 +86,13 @@ class CommitQueue(Generic[Item]):
             self._changed.wait_for(lambda: self._is_closed, wait_s)
 
     def close(self) -> None:
-        """Let nobody wait any more. Items that are queued can still be taken."""
+        """Stop all waiting. Items that are queued can still be taken."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
 
     @property
     def is_closed(self) -> bool:
-        """True once no more items will come."""
         return self._is_closed
 
 
@@ -101,11 +100,11 @@ class CommitTarget(ABC, Generic[Item]):
     """The target of a `GroupCommitter`: a file or a database. Its methods run in the committer's thread.
 
     Attributes:
-        thread_name: Of the committer's thread.
+        thread_name: Name of the committer's thread.
         work: One commit, in words: "a commit".
         doing: The thread's work, in words, for the log: "writing the journal".
         max_group: Items in one commit: bounds how long those in it wait for each other.
-        idle_s: Between two calls of `on_idle` while nothing is queued; None for no such calls.
+        idle_s: Time between two calls of `on_idle` while nothing is queued; None for no such calls.
         expected: Exceptions that mean a broken disk. Any other is a bug, and is logged as one.
     """
 
@@ -118,28 +117,26 @@ class CommitTarget(ABC, Generic[Item]):
 
     @abstractmethod
     def commit(self, group: Sequence[Item]) -> None:
-        """Make a group durable, whole and in order.
+        """Make a group durable, completely and in order.
 
         After a failure the next call has the same items first. It may have no item at all.
         """
 
     @abstractmethod
     def on_failure(self, error: Exception, problem: str, *, is_first: bool) -> None:
-        """Handle a failed commit. `is_first`: the one before it had not failed."""
+        """Handle a failed commit. `is_first`: the previous one had not failed."""
 
     @abstractmethod
-    def on_recovery(self) -> None:
-        """Log that commits succeed again."""
+    def on_recovery(self) -> None: ...
 
     @abstractmethod
     def close(self) -> None:
-        """Release everything: the committer has stopped."""
+        """Release everything, because the committer has stopped."""
 
     def after_commit(self) -> None:
-        """Do what need not be done before the group counts as durable."""
+        """Do what the group's durability does not need to wait for."""
 
-    def on_idle(self) -> None:
-        """Handle `idle_s` without an item."""
+    def on_idle(self) -> None: ...
 
 
 class GroupCommitter(Generic[Item]):
@@ -189,7 +186,8 @@ class GroupCommitter(Generic[Item]):
     def stop(self) -> bool:
         """Commit what is queued, close the target, and return whether all of it reached the disk in time.
 
-        A committer that was never started owes nothing: the daemon did not come to be, and nobody was told anything.
+        A committer that was never started owes nothing: the daemon did not start, and nothing was reported to any
+        client.
         """
         self._queue.close()
         if self._thread.ident is None:
@@ -199,7 +197,7 @@ class GroupCommitter(Generic[Item]):
         return self.durable == self._queue.accepted
 
     def problem(self) -> str:
-        """Return why nothing can be written now, in a clause; "" if all is well."""
+        """Return why nothing can be written now, as a clause; "" if it can."""
         since_ns = self._busy_since_ns
         if since_ns and time.monotonic_ns() - since_ns > STALLED_AFTER_S * NS_PER_S:
             return f"{self._target.work} has lasted for more than {STALLED_AFTER_S:g} s"
@@ -229,7 +227,7 @@ class GroupCommitter(Generic[Item]):
                 self._target.on_idle()
         except Exception as error:
             if not isinstance(error, self._target.expected):
-                # A bug. Without this thread nothing would be granted any more, and nothing would say why.
+                # A bug. Without this thread nothing would be granted any more, and no log line would explain it.
                 log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=self._target.doing)
             self._fail(error)
         finally:
@@ -243,7 +241,7 @@ class GroupCommitter(Generic[Item]):
             self._failure = ""
         self.durable += len(self._group)
         self._group.clear()
-        # A commit that was slow and succeeded is no problem any more.
+        # A slow commit that succeeded is not a problem any more.
         self._busy_since_ns = time.monotonic_ns()
         self._on_change()
         self._target.after_commit()
@@ -259,7 +257,7 @@ class GroupCommitter(Generic[Item]):
 
 
 def reason_of(error: Exception) -> str:
-    """Return what an exception says, without the number and path of an OSError."""
+    """Return the text of an exception, without the number and path of an OSError."""
     return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
 
 
@@ -270,13 +268,13 @@ class _Held(NamedTuple):
 
 
 class DurableReplies:
-    """Holds each reply until all that it says is on the disk. Used in one event loop, from `attach` on.
+    """Holds each reply until everything that it reports is on the disk. Used in one event loop, from `attach` on.
 
-    A reply gets the problem, in a clause, if it can't be made durable within MAX_WAIT_S; "" once it is durable.
+    A reply gets the problem, as a clause, if it can't be made durable within MAX_WAIT_S; "" once it is durable.
 
     Args:
         durable: Returns the ticket of the last item that is on the disk.
-        problem: Returns why nothing can be written now, in a clause; "" if all is well.
+        problem: Returns why nothing can be written now, as a clause; "" if it can.
     """
 
     def __init__(self, durable: Callable[[], int], problem: Callable[[], str]) -> None:
@@ -284,12 +282,12 @@ class DurableReplies:
         self._problem = problem
         self._loop: asyncio.AbstractEventLoop | None = None
         self._post: Callable[[Event], None] = lambda _: None
-        # In the order in which they came, and so by their times too: no reply overtakes another.
+        # In the order of arrival, and so by their times too: no reply overtakes another.
         self._held: deque[_Held] = deque()
         self._timer: asyncio.TimerHandle | None = None
 
     def attach(self, post: Callable[[Event], None]) -> None:
-        """Begin to hold replies in the running loop. `post` takes the revocation of a grant that nobody hears of."""
+        """Begin to hold replies in the running loop. `post` takes the revocation of a grant that was never reported."""
         self._loop = asyncio.get_running_loop()
         self._post = post
 
@@ -307,14 +305,14 @@ class DurableReplies:
                 self._timer = self._loop.call_later(MAX_WAIT_S, self._give_up, self._loop)
 
     def refuse(self, granted: Granted | RegionGranted, denial: Denial) -> Denied:
-        """Revoke a grant that can't be made durable. Return what its tenant is told in its place."""
+        """Revoke a grant that can't be made durable. Return the denial that its tenant gets in its place."""
         self._post(RevokeRequested(0, granted.lease.lease_id, denial.message))
         return Denied(granted.request, denial)
 
     def on_change(self) -> None:
-        """Look again which replies are durable. Called in the committer's thread."""
+        """Check again which replies are durable. Called in the committer's thread."""
         if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # The loop has ended: nobody waits.
+            with contextlib.suppress(RuntimeError):  # The loop has ended, so no reply waits.
                 self._loop.call_soon_threadsafe(self._release)
 
     def _release(self) -> None:
@@ -343,5 +341,5 @@ def _finish(held: _Held, problem: str) -> None:
     try:
         held.on_done(problem)
     except Exception:
-        # A bug. The others that wait must be told all the same.
+        # A bug. The others that wait must still get their replies.
         log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="telling an outcome")

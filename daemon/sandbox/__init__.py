@@ -2,5 +2,6 @@
 
 A worker runs a tenant's PTX through a compiler that is not ours, in a process that holds one context. An attacker who
 breaks out of that compiler controls this process; the sandbox bounds the damage. Each measure is a mechanism of Linux
-and stands by itself. The zygote tries each before it forks a worker, so the daemon reports measures that it has tested.
+and works independently. The zygote tests each before it forks a worker, so the daemon reports measures that it has
+tested.
 """

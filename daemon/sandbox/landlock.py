@@ -1,7 +1,7 @@
 """Landlock (landlock(7)): the files, devices, network and signals that a worker can reach.
 
-Landlock forbids a process, and its later threads, to open things, for good; open descriptors stay. A kernel knows the
-rights of its ABI version. The ruleset forbids all of those and allows exceptions by rules.
+Landlock forbids a process, and its later threads, to open things, permanently; open descriptors remain. A kernel knows
+the rights of its ABI version. The ruleset forbids all of those and allows exceptions by rules.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ from typing import Final
 
 from gpulease.daemon.sandbox.measures import Needs, system_call
 
-# The same numbers on every architecture but alpha.
+# The same numbers on every architecture except alpha.
 _CREATE_RULESET: Final = 444
 _ADD_RULE: Final = 445
 _RESTRICT_SELF: Final = 446
@@ -60,7 +60,7 @@ _CONNECT_TCP: Final = 0b10
 """LANDLOCK_ACCESS_NET_BIND_TCP and _CONNECT_TCP."""
 
 _ANY_PORT: Final = 0
-"""The port of a bind that leaves the choice to the kernel: gRPC learns by it whether there is IPv6."""
+"""The port of a bind that leaves the choice to the kernel: gRPC uses it to find out whether there is IPv6."""
 
 _ALL_SCOPES: Final = 0b11
 """LANDLOCK_SCOPE_ABSTRACT_UNIX_SOCKET and _SIGNAL."""
@@ -74,22 +74,16 @@ _OF_FILES: Final = Access.EXECUTE | Access.WRITE_FILE | Access.READ_FILE | Acces
 
 
 class _Ruleset(ctypes.Structure):
-    """struct landlock_ruleset_attr."""
-
     _fields_ = (("fs", ctypes.c_uint64), ("net", ctypes.c_uint64), ("scoped", ctypes.c_uint64))
 
 
 class _PathBeneath(ctypes.Structure):
-    """struct landlock_path_beneath_attr."""
-
     _pack_ = 1
     _layout_ = "ms"
     _fields_ = (("allowed", ctypes.c_uint64), ("parent_fd", ctypes.c_int32))
 
 
 class _NetPort(ctypes.Structure):
-    """struct landlock_net_port_attr."""
-
     _fields_ = (("allowed", ctypes.c_uint64), ("port", ctypes.c_uint64))
 
 
@@ -100,7 +94,7 @@ def abi() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """The things that a ruleset forbids.
+    """What a ruleset forbids.
 
     Attributes:
         files: All of the file system except the needed paths.
@@ -162,7 +156,7 @@ def _opened(path: Path) -> Iterator[int | None]:
     try:
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError, PermissionError):
-        # A path that is missing, or out of this user's reach, needs no rule.
+        # A path that is missing, or that this user can't reach, needs no rule.
         yield None
         return
     try:

@@ -34,7 +34,7 @@ def prctl(option: int, *arguments: int) -> int:
 class Needs:
     """The paths, ports and memory that a driver's workers, or another process of the daemon, need inside the sandbox.
 
-    Paths that do not exist are skipped: a driver looks for many things that a host need not have.
+    Paths that do not exist are skipped, because a driver tries many paths that a host need not have.
 
     Attributes:
         readable: Files, and folders with everything in them.
@@ -42,9 +42,9 @@ class Needs:
         own_process: Whether a worker uses its own folder under /proc, to read it and to name its threads.
         kept: Descriptors, open in the zygote, of folders where workers may make, read and remove files.
         writable: Paths of such folders.
-        private_bytes: The host memory that a worker may take; None if its slice lies in host memory.
+        private_bytes: The host memory that a worker may take; None if its slice is in host memory.
         tcp_ports: Ports that the process connects to over TCP. With any, it may have sockets of TCP and UDP; it accepts
-            no connection.
+          no connection.
     """
 
     readable: tuple[Path, ...] = ()
@@ -74,8 +74,8 @@ class Measure(Enum):
         FILES: The worker opens the driver's paths and nothing else.
         DEVICES: The worker makes no ioctl on devices other than the driver's.
         NETWORK: The worker can't connect or bind TCP; a process with `tcp_ports` connects to those.
-        SCOPE: The worker reaches no outside process by a signal or an abstract socket.
-        SYSCALLS: The worker makes the system calls it has a use for and no others.
+        SCOPE: The worker can't reach an outside process by a signal or an abstract socket.
+        SYSCALLS: The worker makes the system calls that it needs and no others.
     """
 
     DESCRIPTORS = "descriptors"
@@ -92,7 +92,7 @@ class Measure(Enum):
 
 
 class SandboxBroken(Exception):
-    """A worker can't be sandboxed as the operator wants.
+    """A worker can't be sandboxed as the operator demands.
 
     Attributes:
         hint: A sentence that says what the operator can do.
@@ -125,7 +125,7 @@ class Finding:
 MODES: Final = ("available", "required")
 
 ALWAYS_ON: Final = frozenset({Measure.DESCRIPTORS, Measure.PRIVILEGES})
-"""Measures that others rest on, and that no driver has a reason to do without."""
+"""Measures on which others depend, and that no driver has a reason to omit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +134,8 @@ class SandboxSettings:
 
     Attributes:
         is_required: Whether the daemon refuses to start where a measure is unavailable.
-        user: The workers' user; None for the default user if the daemon is root, else for the daemon's own user.
-        without: Measures that the operator does without.
+        user: The workers' user; None for the default user if the daemon is root, otherwise for the daemon's own user.
+        without: Measures that the operator omits.
     """
 
     is_required: bool = False

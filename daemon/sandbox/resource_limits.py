@@ -18,7 +18,8 @@ MAX_FILE_BYTES: Final = 1 << 30
 """Stops a file that fills the host's memory or disk. An arena is such a file, so this bounds arenas too."""
 
 MAX_LOCKED_BYTES: Final = 64 << 10
-"""Stops memory that can't be swapped out. The driver pins memory for copies by other means, which the arena bounds."""
+"""Stops memory that can't be swapped out. The driver pins memory for copies by other means, which the arena's size
+bounds."""
 
 MAX_THREADS_OF_USER: Final = 32_768
 """Stops threads until the host has no process ids left. The kernel counts all processes of the workers' user, so one
@@ -26,8 +27,8 @@ worker can take the others' share. The filter keeps workers from making processe
 
 OUT_OF_MEMORY_SCORE: Final = 500
 """Added to the score by which the kernel chooses a process to kill when the host is out of memory
-(proc_pid_oom_score_adj(5)). Files in memory have no common limit, so a worker that takes all of it must go before the
-daemon."""
+(proc_pid_oom_score_adj(5)). Files in memory have no common limit, so a worker that takes all of it must go before
+the daemon."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ def limits_for(needs: Needs) -> tuple[Limit, ...]:
         Limit("raised priority", resource.RLIMIT_NICE, 0),
     ]
     if needs.private_bytes is not None:
-        # Stops a compiler that a hostile image drives to take all the host's memory.
+        # Stops a compiler that processes a hostile image from taking all the host's memory.
         limits.append(Limit("private bytes", resource.RLIMIT_DATA, needs.private_bytes))
     return tuple(limits)
 
@@ -68,7 +69,7 @@ def impose(limits: tuple[Limit, ...]) -> None:
 
 
 def be_first_to_go() -> None:
-    """Have the kernel kill this process before others when memory runs out. Raises OSError."""
+    """Make the kernel kill this process before others when memory runs out. Raises OSError."""
     score = Path("/proc/self/oom_score_adj")
     if int(score.read_text()) < OUT_OF_MEMORY_SCORE:
         score.write_text(str(OUT_OF_MEMORY_SCORE))

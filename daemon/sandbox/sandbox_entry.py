@@ -1,7 +1,8 @@
-"""Entry into the sandbox: a worker just forked takes every measure before it touches a driver.
+"""Entry into the sandbox: a worker just forked takes every measure before it uses a driver.
 
-The kernel dictates the order. Measures that need privileges come before the privileges go. The signal of the parent's
-death is set after the change of user, which clears it (prctl(2)). The filter comes last, because it forbids the rest.
+The kernel dictates the order. Measures that need privileges come before the privileges are dropped. The signal for the
+parent's death is set after the change of user, which clears it (prctl(2)). The filter comes last, because it forbids
+the rest.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -48,7 +49,7 @@ class Plan:
     measures: frozenset[Measure]
 
     def enter(self, kept: Iterable[int], parent_pid: int) -> None:
-        """Take every measure in this process, and have it die with its parent.
+        """Take every measure in this process, and make it die with its parent.
 
         Args:
             kept: The descriptors that the process keeps.

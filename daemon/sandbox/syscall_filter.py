@@ -1,10 +1,10 @@
 """The filter of a worker's system calls (seccomp(2)): an allow-list, as a classic BPF program over struct seccomp_data.
 
-The list allows, it does not deny: a worker can harm another of the same user (limits, priority, affinity, signals in
-many ways) by two dozen calls, and each new kernel adds more. It holds the calls that workers made on an H100 and with
-the embedded driver, and further calls of the C library, Python and threads for the same ends. Other calls fail with
-EPERM, which callers can handle. Calls that no honest worker makes end the process. Calls newer than this list fail with
-ENOSYS, so that the C library falls back to older ones.
+It is an allow-list because there are two dozen calls by which a worker can harm another of the same user (limits,
+priority, affinity, signals in many ways), and each new kernel adds more. It holds the calls that workers made on an
+H100 and with the embedded driver, and further calls of the C library, Python and threads for the same purposes. Other
+calls fail with EPERM, which callers can handle. Calls that no honest worker makes end the process. Calls newer than
+this list fail with ENOSYS, so that the C library falls back to older ones.
 
 No library builds the program: it is small, it depends on the worker's process id, and a GPU host need not have such a
 library. Pages may become executable, because the embedded driver compiles its kernels in the worker.
@@ -87,14 +87,14 @@ def if_argument(place: int, values: Iterable[int], then: int, otherwise: int, ma
 
 
 def unless_argument(place: int, values: tuple[int, ...], then: int, mask: int = 0xFFFFFFFF) -> Code:
-    """Return instructions that go on if the low half of an argument is one of these values."""
+    """Return instructions that continue if the low half of an argument is one of these values."""
     code: Code = [(_LOAD, 0, 0, _ARGUMENTS_AT + 8 * place), (_AND, 0, 0, mask)]
     code += [(_IF_EQUAL, len(values) - number, 0, value) for number, value in enumerate(values)]
     return code + result(then)
 
 
 def unless_null(place: int, then: int) -> Code:
-    """Return instructions that go on if an argument is a null pointer: both halves are zero."""
+    """Return instructions that continue if an argument is a null pointer: both halves are zero."""
     halves = (_ARGUMENTS_AT + 8 * place, _ARGUMENTS_AT + 8 * place + 4)
     return [step for at in halves for step in ((_LOAD, 0, 0, at), (_IF_EQUAL, 1, 0, 0), *result(then))]
 
@@ -277,7 +277,7 @@ X86_64: Final = MappingProxyType(
 
 
 ALLOWED: Final = (
-    # Use of, and waits for, open descriptors and sockets.
+    # Use of open descriptors and sockets, and waits for them.
     "read",
     "write",
     "readv",
@@ -310,7 +310,7 @@ ALLOWED: Final = (
     "getpeername",
     "getsockopt",
     "setsockopt",
-    # CUDA keeps an abstract socket from which it hands out descriptors.
+    # CUDA keeps an abstract socket from which it passes descriptors.
     "bind",
     "listen",
     "accept",
@@ -430,10 +430,10 @@ FATAL: Final = (
     "iopl",
     "ioperm",
 )
-"""Calls that no driver, no library and no code of ours has a use for."""
+"""Calls that no driver, no library and no code of ours needs."""
 
 UNKNOWN: Final = ("clone3", "io_uring_setup", "io_uring_enter", "io_uring_register", "futex_waitv")
-"""Calls that callers do without on an older kernel."""
+"""Calls that callers can do without on an older kernel."""
 
 
 MACHINE: Final = "x86_64"
@@ -494,6 +494,8 @@ def filter_for(pid: int, *, writes_files: bool, connects: bool = False) -> bytes
     machine = platform.machine()
     if machine != MACHINE:
         raise NoFilter(f"there is no filter for {machine}, only for {MACHINE}")
+    # The order matters: calls of another ABI first, then calls that depend on their arguments, because some of these
+    # are the most frequent, then the lists, and at the end everything that is newer or unknown.
     code = head(_X86_64)
     by_arguments = _by_arguments(pid, writes_files=writes_files) | dict(_TO_CONNECT if connects else {})
     for name, then in by_arguments.items():
@@ -510,9 +512,9 @@ def filter_for(pid: int, *, writes_files: bool, connects: bool = False) -> bytes
 
 
 def _by_arguments(pid: int, *, writes_files: bool) -> dict[str, Code]:
-    """Return the calls that some arguments allow. They come first, because some of them are the most frequent.
+    """Return the calls that only some arguments allow.
 
-    Among them are calls whose failure CUDA tolerates only if it is ENOENT.
+    They come first, because some of them are the most frequent.
     """
     of_itself = (pid,)
     unix = unless_argument(0, (socket.AF_UNIX,), _DENY)
@@ -525,7 +527,7 @@ def _by_arguments(pid: int, *, writes_files: bool) -> dict[str, Code]:
         "clone": if_argument(0, (_CLONE_THREAD,), ALLOW, _DENY, _CLONE_THREAD | _CLONE_NAMESPACES),
         "socket": unix + if_argument(1, (socket.SOCK_SEQPACKET,), ALLOW, _DENY, _SOCKET_KIND),
         "socketpair": unix + if_argument(1, pair, ALLOW, _DENY, _SOCKET_KIND),
-        # CUDA looks for an MPS daemon this way, and does without one.
+        # CUDA checks for an MPS daemon this way, and works without one.
         "connect": _NOT_THERE,
         "kill": if_argument(0, of_itself, ALLOW, _DENY),
         "tgkill": if_argument(0, of_itself, ALLOW, _DENY),
@@ -547,4 +549,4 @@ _TO_CONNECT: Final[Mapping[str, Code]] = MappingProxyType(
         **dict.fromkeys(("listen", "accept", "accept4"), result(_DENY)),
     }
 )
-"""The calls of a process that connects to others over the network, in the place of a worker's."""
+"""The calls of a process that connects to others over the network, in place of a worker's."""

@@ -1,7 +1,7 @@
-"""The trial of the sandbox on this host's kernel: a forked process takes one measure after another.
+"""The self test of the sandbox on this host's kernel: a forked process takes one measure after another.
 
-A measure counts as on if the kernel accepted it and an attempt to break it failed. The zygote runs the trial before it
-forks a worker: it has one thread, and its workers have its privileges.
+A measure counts as on if the kernel accepted it and an attempt to break it failed. The zygote runs the test before it
+forks a worker, because it has one thread, and its workers have its privileges.
 """
 
 import contextlib
@@ -61,13 +61,7 @@ class _Missing(Exception):
 def prepare(
     settings: SandboxSettings, needs: Needs, keep_for: Callable[[int], tuple[int, ...]]
 ) -> tuple[Plan, list[Finding]]:
-    """Try the sandbox out. Returns the plan for workers and the findings. Raises SandboxBroken if that is not enough.
-
-    Args:
-        settings: The operator's settings.
-        needs: The driver's needs.
-        keep_for: Opens the folders that workers may write to, given the workers' user id.
-    """
+    """Test the sandbox. Returns the plan for workers and the findings. Raises SandboxBroken if that is not enough."""
     identity, reason = _identity(settings, needs)
     needs = replace(needs, kept=keep_for(os.geteuid() if identity is None else identity.uid))
     findings = _try_out(settings, needs, identity, reason)
@@ -133,7 +127,7 @@ def _run_trial(
                 found.append((measure.value, False, str(error)))
             except (OSError, ValueError) as error:
                 found.append((measure.value, False, f"the kernel refuses it: {error}"))
-        # Nobody reads it where the process that wants to know was killed meanwhile.
+        # If the process that waits for the result was killed meanwhile, the pipe has no reader.
         with contextlib.suppress(BrokenPipeError):
             os.write(writing, json.dumps(found).encode())
         status = 0
@@ -146,7 +140,7 @@ def _run_trial(
 
 
 class _Trials:
-    """Trials by measure: each takes the measure, tries to break it, and returns its extent, or raises."""
+    """Tests by measure: each takes the measure, tries to break it, and returns its extent, or raises."""
 
     def __init__(self, needs: Needs, identity: Identity | None, reason: str, writing: int) -> None:
         self._needs = needs
@@ -239,7 +233,7 @@ class _Trials:
 
     def _syscalls(self) -> str:
         install(writes_files=self._needs.writes_files, connects=bool(self._needs.tcp_ports))
-        # Nothing but the filter refuses this call, and no worker needs it.
+        # Only the filter refuses this call, and no worker needs it.
         _must_fail(lambda: os.getpriority(os.PRIO_PROCESS, 0))
         return "an allow-list for x86_64"
 

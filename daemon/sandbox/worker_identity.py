@@ -1,8 +1,8 @@
 """A worker's user, groups, capabilities and descriptors: a user of its own, the devices' groups, and nothing else.
 
 Workers share one user. They can't trace or open each other, because they are undumpable, and neither Landlock nor the
-filter lets a signal through. The zygote keeps the daemon's user. As the workers' user it could be signalled by any of
-them on a kernel that lacks those two.
+filter lets a signal through. The zygote keeps the daemon's user: as the workers' user, any of them could signal it on a
+kernel without those two.
 """
 
 import ctypes
@@ -21,14 +21,14 @@ STANDARD = (0, 1, 2)
 
 
 def keep_only(kept: Iterable[int]) -> None:
-    """Close every descriptor of this process but these and the standard ones."""
+    """Close every descriptor of this process except these and the standard ones."""
     spared = {*STANDARD, *kept}
     for entry in os.listdir("/proc/self/fd"):
         if int(entry) not in spared:
             try:
                 os.close(int(entry))
             except OSError:
-                # The descriptor that listdir itself used.
+                # This was the descriptor of listdir itself.
                 continue
 
 
@@ -66,7 +66,10 @@ def identity_of(name: str, devices: tuple[Path, ...]) -> Identity:
 
 
 def _groups_for(uid: int, gid: int, devices: tuple[Path, ...]) -> tuple[int, ...]:
-    """Return the groups that can read and write the devices. Root's group is refused: it opens too much else."""
+    """Return the groups that can read and write the devices.
+
+    Root's group is refused, because it opens too much else.
+    """
     groups = set()
     for device in devices:
         try:
@@ -86,7 +89,7 @@ def _groups_for(uid: int, gid: int, devices: tuple[Path, ...]) -> tuple[int, ...
 
 
 def become(identity: Identity) -> None:
-    """Change to that user for good. Clears the signal of the parent's death (prctl(2)). Raises OSError."""
+    """Change to that user permanently. Clears the signal for the parent's death (prctl(2)). Raises OSError."""
     os.setgroups(identity.groups)
     os.setresgid(identity.gid, identity.gid, identity.gid)
     os.setresuid(identity.uid, identity.uid, identity.uid)

@@ -1,1 +1,1 @@
-"""The session worker: one process, one lease, one context; all of it ends with the process."""
+"""The session worker: one process with one lease and one context, all of which end with the process."""

@@ -1,21 +1,21 @@
-"""A session's connection: the wire that moves its bytes, what it has received, and what it has still to send.
+"""A session's connection: the wire that moves its bytes, what it has received, and what it still has to send.
 
-In this order: `SpinPolicy`, how long the worker looks for more before it sleeps; `ReceiveBuffer`, where received bytes
+In this order: `SpinPolicy`, how long the worker polls for more before it sleeps; `ReceiveBuffer`, where received bytes
 go; `SocketWire` and `RingWire`, which move the bytes; `SendBuffer`, the rest of a reply that the peer has not read; and
 `Connection`, which holds one of each.
 
 Large writes. A MEM_WRITE that is received into pinned memory is copied by the card from there, while the next one is
 received into the next pinned buffer; the host copies nothing but what the kernel does in recv(2). A session has few
-pinned buffers, all of one size. A frame for which none is free, or that is larger, goes through the frame reader.
+pinned buffers, all of one size. A frame that finds none free, or that is larger, goes through the frame reader.
 
-Rings. A ring in shared memory replaces the socket's stream in both directions. The socket stays as bell and as the sign
-of life. A byte on it says "look", whatever its value. Its end ends the connection, once the worker has served what is
-left in the ring.
+Rings. A ring in shared memory replaces the socket's stream in both directions. The socket remains as a bell and as the
+sign of life. A byte on it, of any value, means that the ring has changed. Its end ends the connection, once the worker
+has served what is left in the ring.
 
-Slow readers. If a reply finds no room, the worker waits shortly: an honest peer on this host reads within microseconds.
-Then it copies the rest into a send buffer and pauses the connection: it does nothing of what the peer asks until the
-peer has read on. So a peer that does not read costs its session the memory of one reply for a bounded time, and delays
-nobody else.
+Slow readers. If a reply finds no room, the worker waits for a short time: an honest peer on this host reads within
+microseconds. Then it copies the rest into a send buffer and pauses the connection: it serves no request of that peer
+until the peer has read on. So a peer that does not read costs its session the memory of one reply for a bounded time,
+and delays no other peer.
 """
 
 import contextlib
@@ -49,29 +49,30 @@ from gpulease.protocol.time_units import NS_PER_MS
 # --- spinning ---
 
 SPIN_NS: Final = 150_000
-"""Time for which the worker looks at a served connection again and again before it sleeps. A sleep costs the next
-request a wake-up, tens of microseconds on a virtual machine, and a tenant that waits for replies is soon back."""
+"""Time for which the worker polls a connection that it has just served before it sleeps. After a sleep the next
+request costs a wake-up, tens of microseconds on a virtual machine, and a tenant that waits for replies soon sends
+again."""
 
 SPINS_PER_REPLY: Final = 2
-"""Spins of that time after a reply. A tenant that only launches waits for nothing: the worker
-sleeps while requests gather, and takes many at once."""
+"""Polls of that time after a reply. A tenant that only launches waits for nothing: the worker sleeps while requests
+gather, and takes many at once."""
 
 MIN_SPIN_CORES: Final = 4
-"""Cores this process must have to spin while a tenant only launches, or does not read. On fewer, the worker would take
-the tenant's core."""
+"""Cores that this process must have to spin while a tenant only launches, or does not read. With fewer, the worker
+would take the tenant's core."""
 
 _HAS_SPIN_CORES: Final = len(os.sched_getaffinity(0)) >= MIN_SPIN_CORES
 
 
 @dataclass(frozen=True, slots=True)
 class SpinPolicy:
-    """The way in which a session's worker waits, as the lease's tenant chose.
+    """How a session's worker waits, as the lease's tenant chose.
 
     Attributes:
         spins_per_reply: How often to spin for requests after a reply.
         spins_when_quiet: Whether to spin for requests after a request without a reply, too.
         spins_at_all: Whether to spin on the card, and on a peer that does not read.
-        yields: Whether to let other processes run between two looks.
+        yields: Whether to let other processes run between two polls.
     """
 
     spins_per_reply: int = SPINS_PER_REPLY
@@ -83,14 +84,14 @@ class SpinPolicy:
 _POLICIES: Final = {
     None: SpinPolicy(),
     Waiting.SPIN: SpinPolicy(spins_when_quiet=True),
-    # One spin more, because native code does not yield: it looks once instead of spinning.
+    # One spin more, because native code does not yield: it polls once instead of spinning.
     Waiting.YIELD: SpinPolicy(SPINS_PER_REPLY + 1, spins_when_quiet=False, yields=True),
     Waiting.BLOCK: SpinPolicy(0, spins_when_quiet=False, spins_at_all=False),
 }
 
 
 def spin_policy_of(waiting: Waiting | None) -> SpinPolicy:
-    """The policy of a tenant's choice; None leaves the choice to the host's number of cores."""
+    """Return the policy for a tenant's choice; None leaves the choice to the host's number of cores."""
     return _POLICIES[waiting]
 
 
@@ -104,7 +105,7 @@ PINNED_BUFFER_BYTES: Final = DATA_CHUNK_BYTES + 4096
 """Room for the payload of a MEM_WRITE of the advised size."""
 
 MIN_PINNED_WRITE_BYTES: Final = 64 << 10
-"""Payloads of this size or more are received into a pinned buffer. Below, the saved copy costs less than the detour."""
+"""Payloads of this size or more are received into a pinned buffer. Below, the saved copy costs less than it saves."""
 
 PREFIX_BYTES: Final = HEADER_BYTES + 20
 """Bytes of a MEM_WRITE before its data."""
@@ -118,7 +119,7 @@ class PinnedBuffer:
     Attributes:
         memory: The mapping, `view` all its bytes.
         ticket: The card's copy from it, None if there was none since it was acquired.
-        is_held: A connection receives into it, or has its payload handled.
+        is_held: A connection receives into it, or its payload is being handled.
     """
 
     def __init__(self, context: Context) -> None:
@@ -142,7 +143,7 @@ class PinnedBuffers:
         self._buffers: list[PinnedBuffer] = []
 
     def acquire(self) -> PinnedBuffer | None:
-        """A free buffer, held from now on; None if there is none."""
+        """Return a free buffer, held from now on; None if all are in use."""
         for buffer in self._buffers:
             if buffer.is_free:
                 break
@@ -155,7 +156,7 @@ class PinnedBuffers:
         return buffer
 
     def buffer_of(self, data: memoryview) -> PinnedBuffer | None:
-        """The buffer that these bytes lie in, None if it is none."""
+        """Return the buffer that contains these bytes, None if they are elsewhere."""
         memory = data.obj
         for buffer in self._buffers:
             if buffer.memory is memory:
@@ -163,7 +164,7 @@ class PinnedBuffers:
         return None
 
     def close(self) -> None:
-        """Give the memory back to the host; the driver must have unpinned it."""
+        """Return the memory to the host; the driver must have unpinned it."""
         for buffer in self._buffers:
             buffer.view.release()
             buffer.memory.close()
@@ -171,9 +172,9 @@ class PinnedBuffers:
 
 
 class ReceiveBuffer:
-    """The bytes that a connection has received; used as a FrameReader is.
+    """The bytes that a connection has received; used like a FrameReader.
 
-    The payload of a large write goes to a pinned buffer, all else to the reader.
+    The payload of a large write goes to a pinned buffer, everything else to the reader.
 
     Attributes:
         reader: The frame reader.
@@ -182,18 +183,18 @@ class ReceiveBuffer:
     def __init__(self, reader: FrameReader, pinned_buffers: PinnedBuffers) -> None:
         self.reader = reader
         self._pinned_buffers = pinned_buffers
-        # The pinned buffer that a large write is being received into, and where its next bytes go there.
+        # The pinned buffer that a large write is being received into, and the rest of it that is still to be filled.
         self._pinned: PinnedBuffer | None = None
         self._rest: memoryview | None = None
         self._header: tuple[int, int, int, int, int, bytes] = (0, 0, 0, 0, 0, b"")
-        # The last frame was a large write, so another may follow.
+        # The last frame was a large write, so another is likely to follow.
         self._expects_write = False
         # The pinned buffer of the frame that `next_frame` returned last.
         self._returned: PinnedBuffer | None = None
 
     @property
     def has_write(self) -> bool:
-        """Return whether a large write has arrived whole."""
+        """Return whether a large write has arrived completely."""
         return self._pinned is not None and not self._rest
 
     @property
@@ -202,26 +203,29 @@ class ReceiveBuffer:
         return self._pinned is not None or self.reader.is_mid_frame
 
     def get_buffer(self) -> memoryview:
-        """Room for the next bytes, never empty. Views of earlier frames are void from here on."""
+        """Return room for the next bytes, never empty. It invalidates the views of earlier frames."""
         self._release_returned()
         if self._rest:
             return self._rest
         room = self.reader.get_buffer()
         if self._expects_write:
-            # Receive the next write's prefix alone, so that its data need not be moved.
+            # Receive only the next write's prefix, so that its data need not be moved afterwards.
             missing = PREFIX_BYTES - (self.reader.end - self.reader.start)
             return room[:missing] if missing > 0 else room
         return room
 
     def buffer_updated(self, count: int) -> None:
-        """`count` bytes were put into the last `get_buffer()`."""
+        """Record that `count` bytes were put into the last `get_buffer()`."""
         if self._rest:
             self._rest = self._rest[count:]
         else:
             self.reader.buffer_updated(count)
 
     def next_frame(self) -> Frame | None:
-        """The next whole frame, or None until more arrives. Raises FramingError; this object is useless then."""
+        """Return the next complete frame, or None until more arrives.
+
+        Raises FramingError; this object is unusable then.
+        """
         self._release_returned()
         if self._pinned is not None:
             return None if self._rest else self._take_write(self._pinned)
@@ -251,10 +255,11 @@ class ReceiveBuffer:
             self._returned = None
 
     def _divert_write(self) -> None:
-        """If the reader holds the begin of a large write, receive the rest of it into a pinned buffer."""
+        """If the reader holds the beginning of a large write, receive the rest of it into a pinned buffer."""
         reader = self.reader
         if reader.end - reader.start < HEADER_BYTES:
             return
+        # The header alone decides: only a MEM_WRITE that is worth pinned memory and fits into a buffer is diverted.
         header = parse_header(reader.buffer, reader.start)
         op, _, _, length, _, _ = header
         is_large = op == _MEM_WRITE and MIN_PINNED_WRITE_BYTES <= length <= PINNED_BUFFER_BYTES
@@ -262,6 +267,7 @@ class ReceiveBuffer:
         pinned = self._pinned_buffers.acquire() if is_large else None
         if pinned is None:
             return
+        # Move what has already arrived of the payload, and let the reader continue after it.
         begin = reader.start + HEADER_BYTES
         received = reader.end - begin
         pinned.view[:received] = reader.view[begin : reader.end]
@@ -272,31 +278,29 @@ class ReceiveBuffer:
 # --- wires ---
 
 RING_LAYOUT: Final = RingLayout(request_bytes=512 << 10, reply_bytes=512 << 10)
-"""A few thousand launches, and a few pieces of a copy on their way. Also bounds the host's memory of a connection's
-ring: the kernel makes its pages when they are first used."""
+"""Room for a few thousand launches, or a few pieces of a copy on their way. Also bounds the host's memory for a
+connection's ring, which the kernel allocates when it is first used."""
 
 BELLS_BYTES: Final = 4096
-"""Bells received at a time: a peer that rings without end costs one system call for so many."""
+"""Bells received at a time, so that a peer that rings without end costs one system call for that many."""
 
 QUANTUM_NS: Final = 1_000_000
-"""Time for which native code serves one connection before other connections, the broker and the broker's watchdog get
-their share."""
+"""Time for which native code serves one connection before other connections, the broker and the broker's watchdog
+get their share."""
 
 _REPLY_WORDS_AT: Final = 256
 
 
 class Receiver(Protocol):
-    """Takes the bytes that arrive."""
-
     def get_buffer(self) -> memoryview:
-        """Room for the next bytes, never empty."""
+        """Return room for the next bytes, never empty."""
 
     def buffer_updated(self, count: int) -> None:
-        """`count` bytes were put into the last `get_buffer()`."""
+        """Record that `count` bytes were put into the last `get_buffer()`."""
 
 
 class ConnectionLost(Exception):
-    """The peer is gone, or the worker can't follow what it sends."""
+    """The peer is gone, or its bytes can't be understood."""
 
 
 class Wire(Protocol):
@@ -309,36 +313,34 @@ class Wire(Protocol):
     spins_when_quiet: bool
 
     def prepare_sleep(self, *, for_room: bool) -> bool:
-        """Get ready for a sleep in poll(2); False if there is something to receive, or (`for_room`) room to send."""
+        """Prepare to sleep in poll(2); False if there is something to receive, or (`for_room`) room to send."""
 
     def end_sleep(self, has_event: bool) -> None:
-        """The sleep is over; `has_event` says that poll(2) named the socket."""
+        """Record that the sleep is over; `has_event` says that poll(2) named the socket."""
 
     def events(self, *, for_room: bool) -> int:
-        """The events that poll(2) is to report of the socket."""
+        """Return the events of the socket that poll(2) must report."""
 
     def receive(self, receiver: Receiver) -> bool:
-        """Take what has arrived; False if nothing has. Raises ConnectionLost or FramingError."""
+        """Receive what has arrived; False if nothing has. Raises ConnectionLost or FramingError."""
 
     def spin(self, receiver: Receiver) -> bool:
-        """Receive, looking again and again for SPIN_NS. Raises ConnectionLost or FramingError."""
+        """Receive, polling repeatedly for SPIN_NS. Raises ConnectionLost or FramingError."""
 
     def send(self, data: bytes | memoryview, wait_ns: int) -> bytes | memoryview | None:
-        """Send, waiting for room for at most `wait_ns`; the unsent rest, None if all went.
+        """Send, waiting for room for at most `wait_ns`. Returns the unsent rest, None if everything was sent.
 
-        Raises ConnectionLost, and FramingError if the peer's part of a ring makes no sense.
+        Raises ConnectionLost, and FramingError if the peer's part of a ring is invalid.
         """
 
     def send_final(self, frame: bytes) -> None:
-        """Send what can be sent at once; a peer that it does not reach sees that the connection is closed."""
+        """Send what can be sent at once; otherwise the peer only sees that the connection is closed."""
 
     def close(self) -> None:
         """Close the socket, which ends the connection."""
 
 
 class SocketWire:
-    """The socket's own stream."""
-
     spins_when_quiet = False
 
     def __init__(self, sock: socket.socket, spin_policy: SpinPolicy) -> None:
@@ -346,14 +348,13 @@ class SocketWire:
         self._yields = spin_policy.yields
 
     def prepare_sleep(self, *, for_room: bool) -> bool:
-        """Do nothing: poll(2) sees all that happens on a socket."""
+        """Return True: poll(2) notices everything that happens on a socket."""
         return True
 
-    def end_sleep(self, has_event: bool) -> None:
-        """Do nothing."""
+    def end_sleep(self, has_event: bool) -> None: ...
 
     def events(self, *, for_room: bool) -> int:
-        """POLLIN, or POLLOUT while there is something to send."""
+        """Return POLLIN, or POLLOUT while there is something to send."""
         return select.POLLOUT if for_room else select.POLLIN
 
     def receive(self, receiver: Receiver) -> bool:
@@ -370,7 +371,7 @@ class SocketWire:
         return True
 
     def spin(self, receiver: Receiver) -> bool:
-        """Receive by recv(2) again and again."""
+        """Receive by repeated recv(2)."""
         until = time.monotonic_ns() + SPIN_NS
         while time.monotonic_ns() < until:
             if self.receive(receiver):
@@ -380,7 +381,7 @@ class SocketWire:
         return False
 
     def send(self, data: bytes | memoryview, wait_ns: int) -> bytes | memoryview | None:
-        """Send through the socket, asleep in poll(2) while its buffer is full."""
+        """Send through the socket, sleeping in poll(2) while its buffer is full."""
         until_ns = 0
         while True:
             try:
@@ -398,17 +399,15 @@ class SocketWire:
                 return data
 
     def send_final(self, frame: bytes) -> None:
-        """Send by one send(2)."""
         with contextlib.suppress(OSError):
             self._sock.send(frame, socket.MSG_NOSIGNAL)
 
     def close(self) -> None:
-        """Close the socket."""
         self._sock.close()
 
 
 class RingWire:
-    """A ring in sealed memory that this process makes: no peer can cut it short and make a read of it fault.
+    """A ring in sealed memory that this process makes, so that no peer can shorten it and make a read of it fault.
 
     Attributes:
         layout: The ring's layout.
@@ -445,28 +444,27 @@ class RingWire:
             reply_capacity=layout.reply_bytes,
             spins_per_byte=int(self.spins_when_quiet),
             spins_per_reply=policy.spins_per_reply,
-            # Native code does not yield: it looks once, and leaves the rest to `spin`.
+            # Native code does not yield: it polls once, and leaves the rest to `spin`.
             spin_ns=0 if policy.yields else SPIN_NS,
             quantum_ns=QUANTUM_NS,
         )
 
     def offered(self) -> None:
-        """Close the descriptor once the peer has it."""
         os.close(self.fd)
         self.fd = -1
 
     def prepare_sleep(self, *, for_room: bool) -> bool:
-        """Say in the ring that the worker sleeps, so that the peer rings."""
+        """Mark in the ring that the worker sleeps, so that the peer rings."""
         if not for_room:
             return self._requests.doze()
         self._waits_for_room = True
         try:
             return self._replies.doze()
         except FramingError:
-            return False  # the next send finds the same fault, and reports it
+            return False  # The next send finds the same fault, and reports it.
 
     def end_sleep(self, has_event: bool) -> None:
-        """Say in the ring that the worker is awake, and receive the bells."""
+        """Mark in the ring that the worker is awake, and receive the bells."""
         self._requests.rise()
         if self._waits_for_room:
             self._waits_for_room = False
@@ -475,7 +473,7 @@ class RingWire:
             self._receive_bells()
 
     def events(self, *, for_room: bool) -> int:
-        """POLLIN: a bell announces requests and room alike."""
+        """Return POLLIN: a bell announces both requests and room."""
         return select.POLLIN
 
     def receive(self, receiver: Receiver) -> bool:
@@ -489,7 +487,7 @@ class RingWire:
         return False
 
     def spin(self, receiver: Receiver) -> bool:
-        """Look at the ring's tail again and again."""
+        """Poll the ring's tail repeatedly."""
         requests, clock, yields = self._requests, time.monotonic_ns, self._spin_policy.yields
         until = clock() + SPIN_NS
         while not requests.look(1 if yields else LOOKS_PER_CLOCK):
@@ -500,10 +498,11 @@ class RingWire:
         return self.receive(receiver)
 
     def serve(self, serve_ring: Callable[[RingEnds], Outcome | None], spins_left: int) -> tuple[Outcome | None, int]:
-        """Have native code serve the ring for a while; why it stopped, and how many spins it left.
+        """Have native code serve the ring for a while. Returns why it stopped, and the number of spins left.
 
         Native code moves the worker's counters in the ring; this method wakes the peer for it.
         """
+        # Native code works on copies of the counters, which are loaded here and stored afterwards.
         ends, requests, replies = self._ends, self._requests, self._replies
         ends.head, ends.spins_left = requests.head, spins_left
         ends.tail, ends.reply_head = replies.tail, replies.head
@@ -521,21 +520,21 @@ class RingWire:
         return outcome, ends.spins_left
 
     def decline_awaited(self) -> None:
-        """Answer no to a client that waits by the ring's words (protocol.ring.SyncWords), so that it sends a SYNC.
+        """Decline a client that waits by the ring's words (protocol.ring.SyncWords), so that it sends a SYNC.
 
         Native code, which answers these words, does not run while the session keeps a failure for the tenant. Without
-        an answer the client would look for its whole spin time before it asked what failed. A revoked region's memory
-        is taken away meanwhile, and that keeps the worker from the SYNC for a millisecond.
+        an answer the client would poll for its whole spin time before it asked what failed. Meanwhile a revoked
+        region's memory is removed, and that keeps the worker from the SYNC for a millisecond.
         """
         ends, word_bytes = self._ends, AWAITED * ctypes.sizeof(ctypes.c_uint64)
         awaited = ctypes.c_uint64.from_address(ends.words + word_bytes).value
         if awaited != ends.answered:
             ends.answered = awaited
-            # ctypes cuts what the client's number has above 63 bits, as native code does.
+            # ctypes drops the bits above 63 of the client's number, as native code does.
             ctypes.c_uint64.from_address(ends.reply_words + word_bytes).value = 2 * awaited
 
     def send(self, data: bytes | memoryview, wait_ns: int) -> bytes | memoryview | None:
-        """Put the data into the ring. Raises FramingError too: the peer's counter is part of what it sends."""
+        """Put the data into the ring. Also raises FramingError, because the peer's counter is part of its input."""
         replies = self._replies
         until_ns = 0
         try:
@@ -552,7 +551,7 @@ class RingWire:
         return None
 
     def send_final(self, frame: bytes) -> None:
-        """Put the frame into the ring, whole or not at all."""
+        """Put the frame into the ring, completely or not at all."""
         with contextlib.suppress(OSError, FramingError):
             self._replies.put_whole(frame)
 
@@ -569,13 +568,14 @@ class RingWire:
     def _await_room(self, until_ns: int) -> bool:
         """Return whether the peer makes room by then."""
         replies = self._replies
+        # Spin first, if there are cores for it: an honest peer reads within microseconds.
         if self._spin_policy.spins_when_quiet:
             spin_until_ns = min(until_ns, time.monotonic_ns() + SPIN_NS)
             while time.monotonic_ns() < spin_until_ns:
                 if replies.room():
                     return True
         while replies.doze():
-            # The clock is read too: a peer that rings without end keeps every wait short.
+            # Check the clock too: a peer that rings without end keeps every wait short.
             is_in_time = _wait(self._sock, select.POLLIN, until_ns) and time.monotonic_ns() < until_ns
             self._receive_bells()
             if self._has_ended:
@@ -600,7 +600,7 @@ def can_share(sock: socket.socket) -> bool:
 
 
 def ring_for(sock: socket.socket, wanted: Wanted, spin_policy: SpinPolicy) -> RingWire | None:
-    """A ring for a connection that wants one and can have one.
+    """Return a ring for a connection that asks for one and can have it, otherwise None.
 
     Rings need a peer on this host and the memory order of x86-64; see `protocol.ring`.
     """
@@ -609,18 +609,18 @@ def ring_for(sock: socket.socket, wanted: Wanted, spin_policy: SpinPolicy) -> Ri
     try:
         return RingWire(sock, spin_policy)
     except OSError:
-        return None  # no descriptor or no memory: the socket's stream works as well
+        return None  # No descriptor or no memory: the socket's stream works as well.
 
 
 def _wait(sock: socket.socket, event: int, until_ns: int) -> bool:
-    """Sleep until an event on a socket or a time; whether the event came."""
+    """Sleep until an event on a socket or a time; return whether the event came."""
     poll = select.poll()
     poll.register(sock, event)
     return bool(poll.poll(max(0, -(-(until_ns - time.monotonic_ns()) // NS_PER_MS))))
 
 
 def _ring_bell(sock: socket.socket) -> None:
-    # A full socket is no failure: the peer has bells that it has not received yet.
+    # A full socket is not a failure: the peer has bells that it has not received yet.
     with contextlib.suppress(BlockingIOError):
         sock.send(b"\0", socket.MSG_NOSIGNAL)
 
@@ -634,42 +634,42 @@ SHARED_WAIT_NS: Final = 2_000_000
 """Longest wait of a reply for room in one of several connections."""
 
 NO_WAIT_S: Final = 10.0
-"""Time after a pause for which replies to one of several connections do not wait at all. Stops a peer that reads each
-reply only after the pause began from taking SHARED_WAIT_NS of the others' time for each of its requests."""
+"""Time after a pause for which replies to one of several connections do not wait at all. Stops a peer that reads
+each reply only after the pause began from taking SHARED_WAIT_NS of the others' time for each of its requests."""
 
 UNSENT_BYTES: Final = 64 << 20
-"""Most unsent bytes that a session keeps for its peers together: four of the largest replies. A well-behaved client
-asks for 1 MiB at a time."""
+"""Most unsent bytes that a session keeps for all its peers: four of the largest replies. A well-behaved client asks
+for 1 MiB at a time."""
 
 UNSENT_TIMEOUT_S: Final = 60.0
-"""Time for which a peer may read fewer than STEP_BYTES and not to the end. Stops a peer that never reads from keeping
-memory and a connection's place."""
+"""Time for which a peer may read fewer than STEP_BYTES without reading to the end. Stops a peer that never reads
+from keeping memory and a connection's place."""
 
 STEP_BYTES: Final = 64 << 10
 
 
 class SendBuffer:
-    """The rest of one reply that a paused connection has still to send.
+    """The rest of one reply that a paused connection still has to send.
 
     Attributes:
         unsent: The bytes.
     """
 
     def __init__(self, rest: bytes | memoryview) -> None:
-        # Copied: a reply may lie in memory that the session uses again at once.
+        # A copy, because a reply may be in memory that the session uses again at once.
         self.unsent = memoryview(bytes(rest))
-        # The unsent bytes when the peer last read on by a step, and when that was.
+        # The unsent bytes when the peer last read a whole step, and the time of that.
         self._step_bytes = len(self.unsent)
         self._step_s = time.monotonic()
 
     def update(self, rest: bytes | memoryview) -> None:
-        """Keep this rest, once the peer has read some."""
+        """Keep this rest, after the peer has read some."""
         self.unsent = memoryview(rest)
         if self._step_bytes - len(self.unsent) >= STEP_BYTES:
             self._step_bytes, self._step_s = len(self.unsent), time.monotonic()
 
     def is_stale(self, now_s: float) -> bool:
-        """Return whether the peer has not read on for UNSENT_TIMEOUT_S."""
+        """Return whether the peer has not read a step for UNSENT_TIMEOUT_S."""
         return now_s - self._step_s > UNSENT_TIMEOUT_S
 
 
@@ -680,7 +680,7 @@ FRAME_TIMEOUT_S: Final = 60.0
 worker's memory; a peer that is only slow never pauses for so long."""
 
 ServeRing = Callable[[FrameReader, RingEnds], Outcome | None]
-"""Has native code serve a ring, behind what its reader has; None if it can't now."""
+"""Has native code serve a ring, after what its reader has; None if it can't now."""
 
 
 class Connection:
@@ -688,14 +688,14 @@ class Connection:
 
     Attributes:
         guest: The token's bearer that the connection is bound to; None if it is the lease's own.
-        wire: Moves its bytes: the socket, or a ring beside it.
-        reader: Its received frames, but for large writes.
-        receive_buffer: All that it has received.
-        has_arena: Whether the session's arena is this connection's.
+        wire: Moves its bytes: the socket, or a ring in addition to it.
+        reader: Its received frames, except large writes.
+        receive_buffer: Everything that it has received.
+        has_arena: Whether the session's arena belongs to this connection.
         streams: Its streams.
         holder: Holds what it makes; set once it is attached.
         spins_left: How often to spin for more requests before the worker sleeps.
-        received_at_s: When bytes of an incomplete frame last came.
+        received_at_s: When bytes of an incomplete frame last arrived.
         send_buffer: The rest of a reply that the peer has not read; None unless the connection is paused.
         wait_ns: How long a reply to it waits for room.
         no_wait_until_s: Until when replies to it do not wait at all; 0 if they do.
@@ -727,11 +727,11 @@ class Connection:
 
     @property
     def is_paused(self) -> bool:
-        """Return whether the peer has to read on before any request of it is done."""
+        """Return whether the peer has to read on before any of its requests is served."""
         return self.send_buffer is not None
 
     def overdue(self, now_s: float) -> ConnectionLost | FramingError | None:
-        """The error to drop the connection with, if it has kept memory here for too long."""
+        """Return the error with which to drop the connection, if it has kept memory here for too long."""
         if self.send_buffer is not None:
             return ConnectionLost("the peer does not read") if self.send_buffer.is_stale(now_s) else None
         if self.receive_buffer.is_mid_frame and now_s - self.received_at_s > FRAME_TIMEOUT_S:
@@ -739,9 +739,9 @@ class Connection:
         return None
 
     def serve_ring(self, serve: ServeRing) -> Outcome | None:
-        """Let native code serve the ring; None if there is none, or if part of a frame has been received.
+        """Let native code serve the ring; None without a ring, or if part of a frame has been received.
 
-        Never for a guest: native code knows no tokens. Raises ConnectionLost or FramingError.
+        Never for a guest, because native code does not know tokens. Raises ConnectionLost or FramingError.
         """
         wire = self.wire
         if self.guest is not None or self.receive_buffer.is_mid_frame or not isinstance(wire, RingWire):
@@ -750,12 +750,12 @@ class Connection:
         return outcome
 
     def decline_awaited(self) -> None:
-        """Have a client that waits by the ring's words ask by a SYNC."""
+        """Make a client that waits by the ring's words send a SYNC instead."""
         if isinstance(self.wire, RingWire):
             self.wire.decline_awaited()
 
     def receive(self) -> bool:
-        """Receive what has come; False if nothing has, and spinning for more does not pay.
+        """Receive what has arrived; False if nothing has, and more spinning is not worthwhile.
 
         Raises ConnectionLost or FramingError.
         """

@@ -1,12 +1,12 @@
-"""What connections have made, given back once they have ended.
+"""Releases what connections have made, after they have ended.
 
-A connection's allocations, modules, graphs and region sets are its own. Once it has ended, its graphs and sets go at
-once. Its allocations and modules go when what was queued by then has ended: its kernels may use them. Nobody waits for
-that but a request that finds no room without them, for a bounded time. A kernel without end keeps them until the lease
-ends, or the time that the lease gives a kernel; until then they count as taken.
+A connection's allocations, modules, graphs and region sets are its own. When it ends, its graphs and sets go at once.
+Its allocations and modules go when everything that was queued by then has ended, because its kernels may use them. Only
+a request that finds no room without them waits for that, for a bounded time. A kernel without end keeps them until the
+lease ends, or until the time that the lease gives a kernel; until then they count as taken.
 
-An older client does not ask for that: nobody holds what its connection makes, which stays until MEM_RESET or the
-lease's end. So does what was kept by name, which the lease holds.
+An older client does not ask for that: what its connection makes has no holder, and stays until MEM_RESET or the lease's
+end. The same is true for what was kept by name, which the lease holds.
 """
 
 import math
@@ -35,19 +35,19 @@ from gpulease.protocol.messages import Freed
 from gpulease.protocol.opcodes import Opcode, Status
 
 FREES_PER_TURN: Final = 256
-"""Most things given back before the connections are served again. Stops an end with 65,536 allocations from holding up
-the others for as long as all of them take."""
+"""Most objects that are released before the connections are served again. Stops an end with 65,536 allocations from
+delaying the others for as long as all of them take."""
 
 FIRST_PAUSE_S: Final = 0.001
 LAST_PAUSE_S: Final = 0.128
-"""Pauses between two looks at what an ended connection's kernels use: from the first one, each twice the one before, to
-the last one. A worker whose ended connection left a kernel without end does not take a core for it."""
+"""Pauses between two polls of what an ended connection's kernels use: from the first, each twice the previous one,
+to the last. So a worker does not take a core for a kernel without end that an ended connection left."""
 
 ALONE_WAIT_S: Final = 10.0
-"""Longest that a request without room waits for ended connections' kernels while no other connection is attached."""
+"""Longest time that a request without room waits for ended connections' kernels if no other connection is attached."""
 
 BESIDE_WAIT_S: Final = 0.1
-"""The same beside other connections, which are not served meanwhile."""
+"""The same with other connections, which are not served meanwhile."""
 
 WAIT_STEP_S: Final = 0.001
 
@@ -62,7 +62,7 @@ def _do_not_wait() -> None:
 
 @dataclass(slots=True, eq=False)
 class _Ended:
-    """A connection that has ended, and holds something still.
+    """A connection that has ended, and still holds something.
 
     Attributes:
         waits: What has to end before anything of it goes.
@@ -76,15 +76,15 @@ class _Ended:
 
 
 class EndedConnections(Operations):
-    """Gives back what ended connections hold.
+    """Releases what ended connections hold.
 
     Args:
-        parts: Those who know a session's kept allocations, modules, graphs and regions.
-        planner: Its plans; none may launch a kernel whose module goes.
+        parts: The operations that know a session's kept allocations, modules, graphs and regions.
+        planner: Its plans; none may launch a kernel of a module that goes.
 
     Attributes:
-        nobody: Holds what connections make whose clients do not ask for its end.
-        unheld_users: How many of these connections are attached.
+        nobody: Holds what connections make if their clients do not ask for its end.
+        unheld_users: Number of these connections that are attached.
     """
 
     def __init__(
@@ -103,12 +103,13 @@ class EndedConnections(Operations):
         self._look_s = 0.0
 
     def end(self, holder: Holder, streams: Iterable[int]) -> None:
-        """Give back what a connection holds that has ended, once what its streams hold now has ended.
+        """Release what an ended connection holds, once the present work of its streams has ended.
 
         Args:
-            holder: Who holds it.
-            streams: The driver's numbers of its streams; they are destroyed behind this call.
+            holder: The connection's holder.
+            streams: The driver's numbers of its streams; they are destroyed after this call.
         """
+        # Graphs and region sets can go at once: what was replayed runs to its end, and the sets are only lists.
         self._graphs.give_back(holder)
         self._regions.give_back(holder)
         holder.show_at(Counter.UNHELD_BYTES)
@@ -125,13 +126,13 @@ class EndedConnections(Operations):
     # --- the worker's loop ---
 
     def sleep_ms(self) -> int | None:
-        """Return for how many milliseconds the worker's loop may sleep; None if nothing is to be given back."""
+        """Return for how many milliseconds the worker's loop may sleep; None if there is nothing to release."""
         if not self._ended:
             return None
         return max(0, math.ceil((self._look_s - time.monotonic()) * 1000))
 
     def advance(self, *, now: bool = False) -> None:
-        """Give back what goes without waiting, if it is time to look, or at once."""
+        """Release what needs no wait, if it is time to poll, or at once."""
         if not self._ended or (not now and time.monotonic() < self._look_s):
             return
         if self._give_back():
@@ -141,7 +142,7 @@ class EndedConnections(Operations):
             self._looks_in_vain += 1
 
     def _give_back(self) -> bool:
-        """Give back some of what no kernel uses any more, without waiting; whether that was anything."""
+        """Release some of what no kernel uses any more, without waiting; return whether that was anything."""
         left = FREES_PER_TURN
         for ended in list(self._ended):
             ended.waits = [ticket for ticket in ended.waits if not ticket.is_done()]
@@ -154,13 +155,13 @@ class EndedConnections(Operations):
             except _StillRuns:
                 continue
             except KernelFault as fault:
-                # The one behind that which was kept already.
+                # Keep it after a fault that is already kept.
                 self._resources.keep_fault(fault)
                 if fault.context_lost:
                     self._ended.remove(ended)
                 continue
             except DriverError:
-                # Lost with the context, or the driver's for good: it counts as taken until the lease ends.
+                # Lost with the context, or kept by the driver for good: it counts as taken until the lease ends.
                 self._ended.remove(ended)
                 continue
             if left:
@@ -172,7 +173,7 @@ class EndedConnections(Operations):
     def _give_back_one(self, ended: _Ended) -> None:
         if ended.allocations:
             handle = ended.allocations[-1]
-            # Somebody else may have freed or taken it meanwhile.
+            # Another connection may have freed it or taken it over meanwhile.
             if self._ledger.holder_of(handle) is ended.holder:
                 self._free(handle, _do_not_wait)
             ended.allocations.pop()
@@ -186,7 +187,7 @@ class EndedConnections(Operations):
         self._ledger.remove_allocation(handle)
 
     def _unload(self, number: int, poll: Poll) -> None:
-        # No plan may launch its kernels.
+        # The plans must not launch its kernels any more.
         self._planner.forget()
         self._resources.aside(lambda: self._modules.give_back(number, poll))
 
@@ -198,7 +199,7 @@ class EndedConnections(Operations):
     # --- those who need room ---
 
     def may_make_room(self, failure: Failure) -> bool:
-        """Return whether a request that failed so lacks room that ended connections still take."""
+        """Return whether a request that failed with this lacks room that ended connections still take."""
         match failure.status:
             case Status.ALLOC_FAILED:
                 return any(ended.holder.held_bytes for ended in self._ended)
@@ -207,12 +208,12 @@ class EndedConnections(Operations):
         return False
 
     def make_room(self, *, is_alone: bool) -> bool:
-        """Give back what ended connections hold, waiting for what runs if need be; whether anything was given back.
+        """Release what ended connections hold, waiting for running work if necessary.
 
         Args:
             is_alone: No other connection is attached, which would have to wait, too.
 
-        Raises LeaseOver.
+        Returns whether anything was released. Raises LeaseOver.
         """
         until_s = time.monotonic() + (ALONE_WAIT_S if is_alone else BESIDE_WAIT_S)
         has_given = False
@@ -222,13 +223,13 @@ class EndedConnections(Operations):
             elif time.monotonic() > until_s:
                 break
             else:
-                # Not inside the driver: regions open and end meanwhile.
+                # Sleep here and not inside the driver, so that regions open and end meanwhile.
                 time.sleep(WAIT_STEP_S)
                 self._resources.check_sync()
         return has_given
 
     def explained(self, failure: Failure) -> Failure:
-        """Return a failure for want of room that says what ended connections still hold."""
+        """Return a failure for lack of room that says what ended connections still hold."""
         held_bytes = sum(ended.holder.held_bytes for ended in self._ended)
         if not held_bytes:
             return failure
@@ -240,7 +241,7 @@ class EndedConnections(Operations):
 
     @serves(Opcode.MEM_RESET)
     def reset(self, frame: Frame) -> bytes:
-        """MEM_RESET: wait as SYNC does, then give back all that no attached connection holds."""
+        """Serve MEM_RESET: wait as SYNC does, then release everything that no attached connection holds."""
         if frame.payload:
             raise BodyError("MEM_RESET takes no payload")
         ledger = self._ledger
@@ -250,7 +251,7 @@ class EndedConnections(Operations):
             self._give_back_all(ended.holder)
         self._ended.clear()
         self._give_back_all(self._keeper.holder)
-        # A connection of an older client may be attached: what nobody holds may be its.
+        # A connection of an older client may be attached: what has no holder may be its own.
         if not self.unheld_users:
             self._graphs.give_back(self.nobody)
             self._regions.give_back(self.nobody)

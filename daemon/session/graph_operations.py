@@ -1,7 +1,7 @@
-"""A session's launch graphs: made once, each node checked as the operation itself is, then replayed as a whole.
+"""A session's launch graphs: made once, with each node checked like the operation itself, then replayed as a whole.
 
-A graph depends on modules and allocations, which the tenant may release. The ledger then tells the graph, which becomes
-void at once: it keeps nothing but the reason. So a replay checks nothing but its own parameters' values.
+A graph depends on modules and allocations, which the tenant may release. The ledger then notifies the graph, which
+becomes void at once: it keeps nothing but the reason. So a replay checks nothing but its own parameters' values.
 """
 
 from collections import deque
@@ -28,21 +28,21 @@ from gpulease.protocol.messages import GraphCreate, GraphNode, GraphParameter, G
 from gpulease.protocol.opcodes import Opcode, ParameterKind, Status
 
 MAX_GRAPHS: Final = 256
-"""Most graphs of a session. Stops a loop that records and never closes: each graph has objects of the driver's."""
+"""Most graphs of a session. Stops a loop that records and never closes: each graph has objects of the driver."""
 
 MAX_SESSION_PARTS: Final = 32_768
-"""Most nodes, buffers, parameters and places of all graphs of a session. Each has a few bytes on the wire and takes a
-kilobyte here: stops a tenant from filling the host's memory with them."""
+"""Most nodes, buffers, parameters and places of all graphs of a session. Each has a few bytes on the wire and takes
+a kilobyte here: stops a tenant from filling the host's memory with them."""
 
 MAX_SESSION_GRAPH_BYTES: Final = 16 << 20
 """Most bytes of a session's live GRAPH_CREATEs: they take host memory, which no slice bounds."""
 
 NODES_PER_LOOK: Final = 64
-"""Nodes checked between two looks at the lease: some milliseconds."""
+"""Nodes checked between two checks of the lease: some milliseconds."""
 
 MAX_RECENT_REPLAYS: Final = 2048
-"""Replays remembered, to name the operation when a replay's kernel fails. More than the queue holds of any driver that
-can say which launch failed."""
+"""Replays remembered, to name the operation when a replay's kernel fails. More than fit the queue of any driver that
+can report which launch failed."""
 
 POINTER_BYTES: Final = 8
 """Size of an argument that is a device pointer."""
@@ -58,7 +58,7 @@ class _Parameter:
     Attributes:
         start: Where its value begins among the values of a GRAPH_LAUNCH, `end` where it ends.
         places: (step, offset in that step's argument bytes) of each place that the value goes to.
-        value: The bytes that stand in its places, None if that is not known.
+        value: The bytes that are in its places, None if that is not known.
     """
 
     name: str
@@ -71,7 +71,7 @@ class _Parameter:
 
 @dataclass(slots=True, eq=False)
 class _LaunchStep:
-    """The plan of a step that is a launch, and its argument bytes as they are now."""
+    """The plan of a step that is a launch, and its present argument bytes."""
 
     plan: Plan
     args: bytearray
@@ -82,13 +82,13 @@ class _Steps:
     """The nodes of a GRAPH_CREATE as steps of a graph.
 
     Attributes:
-        steps: All of them, in order. A copy without bytes is no step; a copy in the arena may be several.
+        steps: All of them, in order. A copy without bytes is not a step; a copy in the arena may be several.
         launches: The launches, by their step.
         step_of: The step of each node that is a launch.
         allocations: Handles of all allocations that the nodes name.
         modules: Numbers of all modules that the nodes name.
-        copies: How many nodes are copies.
-        copied_bytes: How many bytes those copy together.
+        copies: Number of nodes that are copies.
+        copied_bytes: Number of bytes that all of those copy.
     """
 
     steps: list[Step] = field(default_factory=list)
@@ -110,7 +110,7 @@ class _SessionGraph:
         void: What it used that has been released, in words; None while it can be replayed.
         latest_values: The values of the latest GRAPH_LAUNCH; None if they may have become wrong since.
         regions: The addresses of all regions that its nodes name.
-        holder: Who made it.
+        holder: The holder for which it was made.
     """
 
     graph: Graph
@@ -155,12 +155,12 @@ class GraphOperations(Operations):
 
     @serves(Opcode.GRAPH_CREATE)
     def create(self, frame: Frame) -> bytes:
-        """GRAPH_CREATE."""
         size_bytes = len(frame.payload)
         if size_bytes > MAX_GRAPH_BYTES:
             raise BodyError(f"a GRAPH_CREATE of {size_bytes} bytes; at most {MAX_GRAPH_BYTES} are allowed")
         body = parse_body(GraphCreate, frame.payload)
         part_count = len(body.nodes) + len(body.buffers) + len(body.parameters) + len(body.places)
+        # Check everything before the driver makes anything, so that a refused graph leaves nothing behind.
         self._check_room(part_count, size_bytes)
         steps, parameters = self._checked(body)
         self._resources.may_have_grown = True
@@ -179,7 +179,7 @@ class GraphOperations(Operations):
 
     @serves(Opcode.GRAPH_LAUNCH)
     def launch(self, frame: Frame) -> bytes:
-        """GRAPH_LAUNCH. Regions that the graph's nodes name by their addresses must go on, as for a copy."""
+        """Serve GRAPH_LAUNCH. Regions that the graph's nodes name by their addresses must be active, as for a copy."""
         if self._needs_set:
             raise no_set()
         number, made, values = self._graph_of(memoryview(frame.payload))
@@ -187,7 +187,10 @@ class GraphOperations(Operations):
 
     @serves(Opcode.GRAPH_LAUNCH_IN)
     def launch_in(self, frame: Frame) -> bytes:
-        """GRAPH_LAUNCH_IN: a GRAPH_LAUNCH after one look at the regions of its set. No step is looked at on its own."""
+        """Serve GRAPH_LAUNCH_IN: a GRAPH_LAUNCH after one check of its set's regions.
+
+        Steps are not checked one by one.
+        """
         body, region_set, position = split_regions(memoryview(frame.payload))
         number, made, values = self._graph_of(body)
         kernels = made.steps.launches
@@ -196,7 +199,7 @@ class GraphOperations(Operations):
         return self._replay(frame, number, made, values)
 
     def _graph_of(self, payload: memoryview) -> tuple[int, _SessionGraph, bytes]:
-        """The graph of a GRAPH_LAUNCH, by its number, and the values for it. Raises BodyError or Refused."""
+        """Return the graph of a GRAPH_LAUNCH, by its number, and the values for it. Raises BodyError or Refused."""
         number, values = parse_graph_launch(payload)
         made = self._graphs.get(number)
         if made is None:
@@ -220,7 +223,6 @@ class GraphOperations(Operations):
 
     @serves(Opcode.GRAPH_DESTROY)
     def destroy(self, frame: Frame) -> bytes:
-        """GRAPH_DESTROY."""
         (number,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
         if number not in self._graphs:
             raise _no_graph(number)
@@ -229,7 +231,7 @@ class GraphOperations(Operations):
         return empty(frame)
 
     def give_back(self, holder: Holder) -> None:
-        """Destroy all graphs that somebody made; what was replayed runs to its end."""
+        """Destroy all graphs of a holder; what was replayed runs to its end."""
         for number in [number for number, made in self._graphs.items() if made.holder is holder]:
             self._destroy(number)
 
@@ -241,7 +243,6 @@ class GraphOperations(Operations):
         self._payload_bytes -= made.payload_bytes
 
     def close(self) -> None:
-        """Release all graphs."""
         for number, made in self._graphs.items():
             if made.void is None:
                 self._release(number, made)
@@ -281,7 +282,7 @@ class GraphOperations(Operations):
             return steps, _parameters(body, steps)
         except (Refused, BodyError):
             self._ledger.restore_kept(kept_bytes)
-            # The plans go, so that their kernels' first launches are charged again.
+            # Drop the plans, so that their kernels' first launches are charged again.
             self._planner.forget()
             raise
         finally:
@@ -338,21 +339,23 @@ class GraphOperations(Operations):
         for parameter, value in zip(parameters, checked, strict=True):
             if value == parameter.value:
                 continue
-            # Not known until the driver has the value too.
+            # Unknown until the driver has the value too: an error in between must not leave a wrong belief.
             parameter.value = None
             for step, at in parameter.places:
                 steps.launches[step].args[at : at + len(value)] = value
                 changed.add(step)
+        # Only steps with changed arguments go to the driver.
         for step in changed:
             launch = steps.launches[step]
             made.graph.bind(step, launch.plan.lay_out(bytes(launch.args)))
         for parameter, value in zip(parameters, checked, strict=True):
             parameter.value = value
+        # A buffer's address may become invalid, so only plain values let the next identical replay skip the check.
         if not any(parameter.is_buffer for parameter in parameters):
             made.latest_values = values
 
     def _value(self, parameter: _Parameter, values: bytes) -> bytes:
-        """The bytes that belong into a parameter's places. Raises Refused."""
+        """Return the bytes for a parameter's places. Raises Refused."""
         value = values[parameter.start : parameter.end]
         if not parameter.is_buffer:
             return value
@@ -390,7 +393,7 @@ class GraphOperations(Operations):
 
 
 def _parameters(body: GraphCreate, steps: _Steps) -> list[_Parameter]:
-    """The graph's parameters and their places. Raises BodyError."""
+    """Return the graph's parameters and their places. Raises BodyError."""
     parameters: list[_Parameter] = []
     end = 0
     for given in body.parameters:
@@ -399,7 +402,7 @@ def _parameters(body: GraphCreate, steps: _Steps) -> list[_Parameter]:
         parameters.append(_Parameter(given.name, given.kind == ParameterKind.BUFFER, start, end))
     if end > MAX_ARGUMENT_BYTES:
         raise BodyError(f"parameters of {end} bytes; at most {MAX_ARGUMENT_BYTES} are allowed")
-    # By step: the offset and size of each argument that no parameter has yet.
+    # By step: the offset and size of each argument that has no parameter yet.
     free: dict[int, dict[int, int]] = {}
     for place in body.places:
         step = _checked_place(body, steps, place, free)
@@ -408,7 +411,7 @@ def _parameters(body: GraphCreate, steps: _Steps) -> list[_Parameter]:
 
 
 def _value_bytes(given: GraphParameter) -> int:
-    """Size of a parameter's value in a GRAPH_LAUNCH. Raises BodyError."""
+    """Return the size of a parameter's value in a GRAPH_LAUNCH. Raises BodyError."""
     if given.kind == ParameterKind.BUFFER and given.size_bytes == POINTER_BYTES:
         return _BUFFER_VALUE.size
     if given.kind == ParameterKind.VALUE and given.size_bytes:
@@ -417,7 +420,7 @@ def _value_bytes(given: GraphParameter) -> int:
 
 
 def _checked_place(body: GraphCreate, steps: _Steps, place: GraphPlace, free: dict[int, dict[int, int]]) -> int:
-    """The step that a place is in. Takes the argument there from `free`. Raises BodyError."""
+    """Return the step that contains a place, and take the argument there from `free`. Raises BodyError."""
     step = steps.step_of.get(place.node)
     if place.parameter >= len(body.parameters) or step is None:
         raise BodyError(f"a place of parameter {place.parameter} in node {place.node}: no such parameter, or no launch")

@@ -1,6 +1,6 @@
 """The holders of what is made in a session: each connection, and the lease itself.
 
-What a connection made is its own and ends with it (`ended_connections.py`), unless it is kept by a name
+What a connection made belongs to it and ends with it (`ended_connections.py`), unless it is kept by a name
 (`kept_buffers.py`): then the lease holds it.
 """
 
@@ -26,12 +26,12 @@ class Holder:
         self.held_bytes = 0
 
     def count(self, size_bytes: int) -> None:
-        """Hold so many bytes more, or fewer if that is below 0."""
+        """Hold `size_bytes` more, or fewer if that is negative."""
         self.held_bytes += size_bytes
         self._counters[self.at] += size_bytes
 
     def show_at(self, at: int) -> None:
-        """Have another word, beside what others hold, show the bytes from now on."""
+        """Show the bytes in another word from now on, in addition to what others show there."""
         self._counters[self.at] -= self.held_bytes
         self.at = at
         self._counters[at] += self.held_bytes

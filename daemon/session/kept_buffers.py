@@ -1,7 +1,7 @@
-"""The allocations of a session that outlive the connection that made them, each under a name, and held by the lease.
+"""The allocations of a session that outlive the connection that made them, each under a name, held by the lease.
 
-So programs that run one after the other on a lease hand memory on. A name goes with its allocation: when that is freed,
-given to another in its place (MEM_REUSE), or taken by a connection.
+Programs that run one after the other on a lease can thus pass memory on. A name goes with its allocation: when that is
+freed, replaced by another (MEM_REUSE), or taken over by a connection.
 """
 
 from typing import Final
@@ -20,7 +20,7 @@ from gpulease.protocol.messages import KeptBuffer, KeptBuffers, MemKeep
 from gpulease.protocol.opcodes import Opcode, Status
 
 _NAME: Final = 0
-"""A name among an allocation's dependents; graphs, the others, have numbers from 1."""
+"""A name's number among an allocation's dependents; graphs, the others, have numbers from 1."""
 
 
 class KeepOperations(Operations):
@@ -37,7 +37,6 @@ class KeepOperations(Operations):
 
     @serves(Opcode.MEM_KEEP)
     def keep(self, frame: Frame) -> bytes:
-        """MEM_KEEP."""
         body = parse_body(MemKeep, frame.payload)
         self._ledger.check_free(body.handle)
         is_kept = self._ledger.holder_of(body.handle) is self.holder
@@ -71,7 +70,6 @@ class KeepOperations(Operations):
 
     @serves(Opcode.MEM_KEPT)
     def kept(self, frame: Frame) -> bytes:
-        """MEM_KEPT."""
         if frame.payload:
             raise BodyError("MEM_KEPT takes no payload")
         sizes = ((name, handle, self._ledger.size_of(handle) or 0) for name, handle in sorted(self._handles.items()))
@@ -79,7 +77,7 @@ class KeepOperations(Operations):
 
     def _remember(self, name: str, handle: int) -> None:
         def released(_what: str) -> None:
-            # Where another allocation takes its place, that is the asking connection's.
+            # If another allocation replaces it, that one belongs to the connection that asked.
             del self._handles[name]
             self._ledger.hand_over(handle, self._ledger.holder)
 

@@ -1,18 +1,18 @@
-"""Launches: checked once as a plan, repeated cheaply, and the bound on their run time.
+"""Launches: checked once as a plan, repeated cheaply, and bounded in their run time.
 
 A LAUNCH without its argument bytes is the key of a plan, and so is a LAUNCH_IN without these and its region set: the
-kernel, its shape, and the place of each argument in the parameter buffer. In that buffer parameters lie at their
+kernel, its shape, and the place of each argument in the parameter buffer. In that buffer parameters are placed at their
 natural alignment (CUDA driver API, cuLaunchKernel); on the wire they have no gaps.
 
 Tenants launch in loops, so a plan also remembers which plan followed it last time. As long as the next frame matches
 that plan's pattern byte for byte, the worker neither parses nor checks it again (`LaunchFastPath`).
 
-`KernelWatch` tells for how long the running kernel has run, as far as that is known without waiting. One stream runs
-its kernels in order. So while the number of ended kernels does not change, and a kernel is next, one kernel runs. Its
-time counts from the look that first saw it, or that saw the kernel before it ended: never earlier than the kernel's
-real start. The broker reads on the control page since when the oldest kernel has run, and ends a worker whose kernel
-runs for too long. A kernel that waits for room on the card, beside those of other streams, counts as running: the two
-can't be told apart.
+`KernelWatch` reports how long the running kernel has run, as far as that is known without waiting. One stream runs its
+kernels in order. So while the number of ended kernels does not change, and a kernel is next, one kernel runs. Its time
+counts from the poll that first saw it, or that saw the previous kernel ended: never earlier than the kernel's real
+start. The broker reads on the control page since when the oldest kernel has run, and ends a worker with a kernel that
+runs for too long. A kernel that waits for room on the card, behind those of other streams, counts as running, because
+the two can't be distinguished.
 """
 
 from collections.abc import Callable
@@ -69,7 +69,7 @@ class LaunchOperations(Operations):
 
     @serves(Opcode.LAUNCH_IN)
     def launch_in(self, frame: Frame) -> bytes:
-        """Serve LAUNCH_IN: a LAUNCH after a look at the regions of its set."""
+        """Serve LAUNCH_IN: a LAUNCH after a check of its set's regions."""
         payload = memoryview(frame.payload)
         _, region_set, position = split_regions(payload)
         plan, args = self._planner.find(payload, Opcode.LAUNCH_IN)
@@ -84,7 +84,7 @@ class LaunchOperations(Operations):
         body, region_set, position = split_regions(payload)
         if not region_set and self._needs_set:
             raise no_set()
-        # No launch is expected behind it, nor it behind another: native code does not do it.
+        # The prediction ignores it: native code does not launch with attributes.
         plan, args = self._planner.find(body, Opcode.LAUNCH_WITH)
         if region_set:
             self._gate.admit(region_set, position, plan.kernel.name)
@@ -100,6 +100,7 @@ class LaunchOperations(Operations):
             else:
                 self._context.launch_with(*launch, attributes)
         except LaunchRejected:
+            # The driver took nothing, so the charge for a kernel's first launch must be undone.
             planner.refused()
             raise
         if planner.has_new_kernel:
@@ -142,12 +143,12 @@ class PrintedOperations(Operations):
 
 
 def launch_failed(message: str, *, kernel: str = "", hint: str = "") -> Refused:
-    """The refusal of a launch before it was queued."""
+    """Return the refusal of a launch before it was queued."""
     return Refused(Failure(Status.LAUNCH_FAILED, message, hint=hint, kernel=kernel))
 
 
 def _attributes(plan: "Plan", flags: int, cluster: Dim3) -> LaunchAttributes:
-    """The attributes of a LAUNCH_WITH. Raises Refused for what makes no sense on any card."""
+    """Return the attributes of a LAUNCH_WITH. Raises Refused for values that are invalid on any card."""
     name = plan.kernel.name
     if flags & ~int(LaunchFlag.COOPERATIVE):
         raise launch_failed(f"{name}: {flags:#x} has flags that this daemon does not know", kernel=name)
@@ -170,7 +171,7 @@ class Plan:
         moves: (from, to, size) in bytes of each argument; None if the wire's bytes are the parameter buffer.
         pattern: The bytes of its frames, of a LAUNCH_IN if they have a trailer.
         follower: The plan that followed this one last time.
-        record: This plan as native code reads it; None without native code.
+        record: This plan for native code; None without native code.
         address: The record's address, 0 without one.
     """
 
@@ -185,7 +186,7 @@ class Plan:
     address: int = 0
 
     def lay_out(self, args: bytes) -> bytes:
-        """The kernel's parameter buffer for these argument bytes."""
+        """Return the kernel's parameter buffer for these argument bytes."""
         if self.moves is None:
             return args
         params = bytearray(self.kernel.parameter_bytes)
@@ -195,13 +196,13 @@ class Plan:
 
 
 class Planner:
-    """A session's plans, by what the launches look like on the wire.
+    """A session's plans, by the bytes of the launches on the wire.
 
     Args:
         compile_kernel: Compiles a kernel that was not launched yet. Raises DriverError or LeaseOver.
 
     Attributes:
-        expected: The plan that the next launch is expected to be of; None if there is none.
+        expected: The plan that the next launch is expected to have; None if there is none.
         has_new_kernel: A plan was made since the last launch: its kernel's first launch may make the context grow.
         add_record: Gives a new plan its record for native code; None without native code.
         on_forget: Called before all plans are dropped.
@@ -214,22 +215,26 @@ class Planner:
         self.on_forget: Callable[[], None] = lambda: None
         self._ledger = ledger
         self._session_id = session_id
+        # By operation and the launch's body without its arguments, its region set and its position.
         self._compile_kernel = compile_kernel
         # By operation, and all of a launch's body but its arguments, its region set and its position.
         self._plans: dict[tuple[int, bytes], Plan] = {}
         self._plan_by_address: dict[int, Plan] = {}
         self._latest: Plan | None = None
-        # The context's kept bytes before the plan made last was charged; None if the last launch made no plan.
+        # The context's kept bytes before the latest plan was charged; None if the last launch made no plan.
         self._kept_before: int | None = None
 
     def plan(self, payload: memoryview) -> tuple[Plan, bytes]:
-        """The plan of a LAUNCH and its argument bytes; the launch follows at once. Raises BodyError or Refused."""
+        """Return the plan of a LAUNCH and its argument bytes; the launch follows at once.
+
+        Raises BodyError or Refused.
+        """
         plan, args = self.find(payload)
         self.follow(plan)
         return plan, args
 
     def find(self, payload: memoryview, op: Opcode = Opcode.LAUNCH) -> tuple[Plan, bytes]:
-        """The plan of a LAUNCH or LAUNCH_IN, or of a LAUNCH_WITH's launch, and its argument bytes.
+        """Return the plan of a LAUNCH or LAUNCH_IN, or of a LAUNCH_WITH's launch, and its argument bytes.
 
         Raises BodyError or Refused.
         """
@@ -251,7 +256,7 @@ class Planner:
         return plan, args
 
     def follow(self, plan: Plan) -> None:
-        """Note that a launch is of this plan: it follows the launch before, and its own follower is expected next."""
+        """Record a launch of this plan: it follows the previous launch, and its own follower is expected next."""
         latest = self._latest
         if latest is not None and latest.follower is not plan:
             latest.follower = plan
@@ -260,23 +265,23 @@ class Planner:
         self.resume(plan)
 
     def resume(self, plan: Plan) -> None:
-        """Note that the latest launch was of this plan and came as expected."""
+        """Record that the latest launch was of this plan and came as expected."""
         self._latest = plan
         self.expected = plan.follower or plan
 
     def plan_at(self, address: int) -> Plan:
-        """The plan whose record has this address."""
+        """Return the plan with a record at this address."""
         return self._plan_by_address[address]
 
     def forget(self) -> None:
-        """Drop all plans: a module goes, and no plan may launch its kernels."""
+        """Drop all plans, because a module goes and no plan may launch its kernels."""
         self.on_forget()
         self._plans.clear()
         self._plan_by_address.clear()
         self.expected = self._latest = None
 
     def refused(self) -> None:
-        """Undo the charge for the plan made last, because the driver refused its launch and took nothing.
+        """Undo the charge for the latest plan, because the driver refused its launch and took nothing.
 
         Drops all plans: the next such launch is charged again, and no other plan still expects this one.
         """
@@ -291,7 +296,7 @@ class Planner:
             self._kept_before = self._ledger.kept_bytes
             self._ledger.charge_kept(kernel.kept_bytes)
         except KernelFault:
-            raise  # of an earlier launch
+            raise  # Of an earlier launch.
         except DriverError as error:
             raise launch_failed(f"{kernel.name}: {error}", kernel=kernel.name, hint=error.hint) from None
         self.has_new_kernel = True
@@ -353,23 +358,23 @@ def _moves(kernel: Kernel) -> tuple[tuple[int, int, int], ...] | None:
 
 
 LOOKS_PER_BOUND: Final = 8
-"""Looks within the time that a kernel may run: one that runs for too long is found late by at most that part of it."""
+"""Polls within the time that a kernel may run: one that runs too long is found late by at most that part of it."""
 
 MAX_LOOK_MS: Final = 1000
-"""Longest time between two looks, however long kernels may run."""
+"""Longest time between two polls, however long kernels may run."""
 
 MIN_LOOK_MS: Final = 5
-"""Shortest time between two looks, however short kernels may run: a look costs microseconds."""
+"""Shortest time between two polls, however short kernels may run: a poll costs microseconds."""
 
 
 class KernelWatch:
-    """Measures for how long one context's kernels run, if the lease bounds that."""
+    """Measures how long one context's kernels run, if the lease bounds that."""
 
     def __init__(self, context: Context, counters: memoryview, max_kernel_ms: int) -> None:
         self.is_on = max_kernel_ms > 0
         self._context = context
         self._counters = counters
-        # By stream: how much of it has ended, and since when (ns) that number has not changed.
+        # By stream: the number of its ended launches, and since when (ns) that number has not changed.
         self._running: dict[int, tuple[int, int]] = {}
         self._look_ms = max(MIN_LOOK_MS, min(max_kernel_ms // LOOKS_PER_BOUND, MAX_LOOK_MS))
 
@@ -377,6 +382,7 @@ class KernelWatch:
         """Show on the control page since when the oldest running kernel has run. Does nothing without a bound."""
         if not self.is_on:
             return
+        # Streams without a running kernel drop out; a stream with a new number of ended launches starts its time again.
         known, self._running = self._running, {}
         for stream, ended in self._context.running().items():
             seen, since_ns = known.get(stream, (-1, 0))
@@ -384,5 +390,5 @@ class KernelWatch:
         self._counters[Counter.KERNEL_SINCE_NS] = min((since_ns for _, since_ns in self._running.values()), default=0)
 
     def look_after_ms(self) -> int | None:
-        """Milliseconds until the next look, None if nothing runs."""
+        """Return the milliseconds until the next poll, None if nothing runs."""
         return self._look_ms if self._counters[Counter.KERNEL_SINCE_NS] else None

@@ -1,11 +1,11 @@
 """The ledger of a session: allocations, regions, modules, graphs, streams, and the bytes that they take of the slice.
 
-An allocation counts with the bytes asked for. The card takes more besides: rounding to pages, modules, local memory of
-kernels. Up to the lease's allowance the node pays for that; beyond it, the slice does. So a tenant gets all the
+An allocation counts with the bytes asked for. The card takes more in addition: rounding to pages, modules, local memory
+of kernels. Up to the lease's allowance the node pays for that; beyond it, the slice does. So a tenant gets all the
 bytes that it asked for, and the card never gives more than the broker admitted.
 
-A module's number is never used again. A device pointer becomes valid again only when the driver gives the same address
-again. A number that another session owns is just unknown here: each process has one ledger.
+A module's number is never used again. A device pointer becomes valid again only when the driver returns the same
+address again. A number that another session owns is simply unknown here, because each process has one ledger.
 """
 
 from collections.abc import Callable
@@ -37,13 +37,13 @@ class Refused(Exception):
 
 
 def invalid_handle(message: str) -> Refused:
-    """The refusal of a handle that is not this session's, or of a range that is not in the allocation."""
+    """Return the refusal of a handle that does not belong to this session, or of a range outside the allocation."""
     return Refused(Failure(Status.INVALID_HANDLE, message, hint="Use handles this session gave out and has not freed."))
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModule:
-    """A module, the size of its image, who holds it, and its variables' addresses that the tenant has asked for."""
+    """A module, its image's size, its holder, and the addresses of variables that the tenant has asked for."""
 
     module: Module
     image_bytes: int
@@ -53,10 +53,10 @@ class LoadedModule:
 
 @dataclass(slots=True)
 class ChargedRegion:
-    """A region: what it takes of the slice now, its size, and the look before a copy or a graph uses it.
+    """A region: what it takes of the slice now, its size, and the check before a copy or a graph uses it.
 
     Attributes:
-        check: Raises Refused if the region does not go on.
+        check: Raises Refused unless the region is active.
     """
 
     charged_bytes: int
@@ -65,17 +65,16 @@ class ChargedRegion:
     has_ended: bool = False
 
 
-def _keep_all(most_bytes: int) -> None:
-    """The `make_room` of a driver that keeps no memory for later."""
+def _keep_all(most_bytes: int) -> None: ...
 
 
 class Dependents:
-    """Callbacks of those who must know when something of the session is released.
+    """Callbacks for objects that must be notified when something of the session is released.
 
-    Nothing depends on most of what a session has: a look at an empty map is all it costs then.
+    Most of what a session has is without dependents: then a lookup in an empty map is the whole cost.
 
     Args:
-        on_add: Called with each thing that something begins to depend on.
+        on_add: Called with each thing that gets a dependent.
     """
 
     def __init__(self, on_add: Callable[[int], None] = lambda thing: None) -> None:
@@ -91,7 +90,7 @@ class Dependents:
         self._on_add(thing)
 
     def remove(self, thing: int, dependent: int) -> None:
-        """Forget a dependent; one that is not known is ignored."""
+        """Forget a dependent; an unknown one is ignored."""
         callbacks = self._callbacks.get(thing)
         if callbacks is not None:
             callbacks.pop(dependent, None)
@@ -105,21 +104,21 @@ class Dependents:
 
 
 class Ledger:
-    """A session's allocations and modules, and the bytes that all of it takes.
+    """A session's allocations and modules, and the bytes that everything takes.
 
     Args:
         slice_bytes: The lease's bytes of the card.
-        allowance_bytes: What the card may take besides without being charged to the slice.
+        allowance_bytes: What the card may take in addition without being charged to the slice.
         page_bytes: The card's page size.
 
     Attributes:
         used_bytes: All live allocations, with the bytes asked for.
         rounding_bytes: What the card takes beyond those; the driver knows, and SessionResources updates it.
         make_room: Called before the card takes more, with how many bytes the driver may still keep for later.
-        records: The allocations that native code serves copies of.
-        holder: Who holds what is made now: the connection that is served.
-        allocation_dependents: Who must know when an allocation is freed, by its handle.
-        module_dependents: Who must know when a module is unloaded, by its number.
+        records: The allocations for which native code serves copies.
+        holder: The holder of what is made now: the connection that is served.
+        allocation_dependents: Callbacks for the freeing of an allocation, by its handle.
+        module_dependents: Callbacks for the unloading of a module, by its number.
     """
 
     def __init__(self, slice_bytes: int, allowance_bytes: int = 0, page_bytes: int = 1) -> None:
@@ -129,7 +128,7 @@ class Ledger:
         self.make_room: Callable[[int], None] = _keep_all
         self._allowance_bytes = allowance_bytes
         self._page_bytes = page_bytes
-        # Modules: bytes in pages of their own, in pages they share, and the most ever in shared pages.
+        # Modules: bytes in pages of their own, in pages they share, and the maximum so far in shared pages.
         self._own_bytes = 0
         self._shared_bytes = 0
         self._most_shared_bytes = 0
@@ -146,7 +145,7 @@ class Ledger:
         self._holders: dict[int, Holder] = {}
         # By address: the sizes of modules' variables, which count with their modules.
         self._variables: dict[int, int] = {}
-        # By address: what each region takes of the slice, its size, and the look at it before it is used.
+        # By address: what each region takes of the slice, its size, and the check before it is used.
         self._regions: dict[int, ChargedRegion] = {}
         self._modules: dict[int, LoadedModule] = {}
         self._image_bytes = 0
@@ -159,19 +158,19 @@ class Ledger:
 
     @property
     def room_bytes(self) -> int:
-        """Bytes that may still be taken besides allocations; negative if too much is taken."""
+        """Bytes that may still be taken in addition to allocations; negative if too much is taken."""
         return self.slice_bytes + self._allowance_bytes - self.used_bytes - self._besides_bytes
 
     @property
     def _besides_bytes(self) -> int:
-        # Shared pages are charged at their most: one small module keeps a whole page from going back.
+        # Shared pages are charged at their maximum, because one small module keeps a whole page from being released.
         modules_bytes = self._own_bytes + self._most_shared_bytes
-        # Graphs are charged at their most, too: the driver keeps their memory for the next ones.
+        # Graphs are charged at their maximum, too: the driver keeps their memory for the next ones.
         graphs_bytes = -(-self._most_graph_bytes // self._page_bytes) * self._page_bytes
         return self.rounding_bytes + modules_bytes + self._kept_bytes + self._streams_bytes + graphs_bytes
 
     def check_alloc(self, size_bytes: int) -> None:
-        """Raises Refused unless the slice has room for `size_bytes` more."""
+        """Raise Refused unless the slice has room for `size_bytes` more."""
         if size_bytes == 0:
             raise Refused(Failure(Status.ALLOC_FAILED, "0 bytes can't be allocated", hint="Ask for at least 1 byte."))
         if len(self._allocations) >= MAX_ALLOCATIONS:
@@ -193,18 +192,18 @@ class Ledger:
             )
 
     def spare_bytes_beside(self, size_bytes: int) -> int:
-        """Most bytes of the card that may stay cached while an allocation, checked before, takes its pages."""
+        """Return the most bytes of the card that may stay cached while a checked allocation takes its pages."""
         return self.room_bytes - size_bytes - -size_bytes % self._page_bytes
 
     def add_allocation(self, address: int, size_bytes: int) -> None:
-        """Note an allocation that the driver gave."""
+        """Record an allocation that the driver made."""
         self._allocations[address] = size_bytes
         self._holders[address] = holder = self.holder
         holder.count(size_bytes)
         self.used_bytes += size_bytes
 
     def locate(self, handle: int, offset: int, length: int) -> int:
-        """The device address of a range that lies inside an allocation, or a region that goes on. Raises Refused."""
+        """Return the device address of a range inside an allocation or an active region. Raises Refused."""
         size_bytes = self._size_of(handle)
         if offset + length > size_bytes:
             raise invalid_handle(
@@ -213,11 +212,11 @@ class Ledger:
         return handle + offset
 
     def check_allocation(self, handle: int) -> None:
-        """Raises Refused unless the handle is a live allocation, or a region that goes on."""
+        """Raise Refused unless the handle is a live allocation or an active region."""
         self._size_of(handle)
 
     def check_free(self, handle: int) -> None:
-        """Raises Refused unless the handle is an allocation that the tenant may free."""
+        """Raise Refused unless the handle is an allocation that the tenant may free."""
         if handle in self._regions:
             raise Refused(
                 Failure(Status.INVALID_HANDLE, f"{handle:#x} is a region", hint="Free a region by its lease id.")
@@ -229,13 +228,13 @@ class Ledger:
         self._size_of(handle)
 
     def show(self, handle: int) -> None:
-        """Have native code serve copies of an allocation; anything else with a handle is Python's."""
+        """Have native code serve copies of an allocation; Python serves everything else that has a handle."""
         size_bytes = self._allocations.get(handle)
         if size_bytes is not None:
             self.records.show(handle, size_bytes, is_reusable=handle not in self.allocation_dependents)
 
     def remove_allocation(self, handle: int) -> None:
-        """Note that the driver freed an allocation, and call its dependents."""
+        """Record that the driver freed an allocation, and call its dependents."""
         self.records.hide(handle)
         self._freed(handle)
         size_bytes = self._allocations.pop(handle)
@@ -243,19 +242,19 @@ class Ledger:
         self.used_bytes -= size_bytes
 
     def reuse_allocation(self, handle: int) -> int:
-        """Note that an allocation is freed and another of its size given in its place; that size in bytes.
+        """Record that an allocation was freed and replaced by another of its size; return that size in bytes.
 
-        Native code does the same for an allocation that nothing depends on: its holder stays.
+        Native code does the same for an allocation without dependents: its holder stays.
         """
         self._freed(handle)
         return self._allocations[handle]
 
     def allocations_of(self, holder: Holder) -> list[int]:
-        """The handles of all allocations that somebody holds."""
+        """Return the handles of all allocations of a holder."""
         return [handle for handle, found in self._holders.items() if found is holder]
 
     def holder_of(self, handle: int) -> Holder | None:
-        """Who holds an allocation; None if there is none with that handle."""
+        """Return an allocation's holder; None if no allocation has that handle."""
         return self._holders.get(handle)
 
     def hand_over(self, handle: int, holder: Holder) -> None:
@@ -266,7 +265,7 @@ class Ledger:
         holder.count(size_bytes)
 
     def size_of(self, handle: int) -> int | None:
-        """The size of an allocation; None if there is none with that handle."""
+        """Return the size of an allocation; None if no allocation has that handle."""
         return self._allocations.get(handle)
 
     def _freed(self, handle: int) -> None:
@@ -275,7 +274,7 @@ class Ledger:
     # --- regions ---
 
     def add_region(self, address: int, size_bytes: int, check: Callable[[], None]) -> None:
-        """Note a region that the driver mapped; see `ChargedRegion`."""
+        """Record a region that the driver mapped; see `ChargedRegion`."""
         self._regions[address] = ChargedRegion(size_bytes, size_bytes, check)
         self.used_bytes += size_bytes
 
@@ -284,26 +283,26 @@ class Ledger:
         return handle in self._regions
 
     def void_region(self, address: int, what: str) -> None:
-        """Call the dependents of a region whose end begins."""
+        """Call the dependents of a region at the beginning of its end."""
         self.allocation_dependents.released(address, what)
 
     def end_region(self, address: int, kept_bytes: int) -> None:
-        """Note that a region's memory went back to the card, but for these bytes in its place."""
+        """Record that a region's memory was released to the card, except for these bytes in its place."""
         region = self._regions[address]
         self.used_bytes += kept_bytes - region.charged_bytes
         region.charged_bytes = kept_bytes
         region.has_ended = True
 
     def has_ended(self, address: int) -> bool:
-        """Return whether a region's memory went back."""
+        """Return whether a region's memory was released."""
         return self._regions[address].has_ended
 
     def remove_region(self, address: int) -> None:
-        """Note that an ended region's last bytes went back."""
+        """Record that an ended region's last bytes were released."""
         self.used_bytes -= self._regions.pop(address).charged_bytes
 
     def check_load(self, image_bytes: int) -> None:
-        """Raises Refused unless the session may load one more module, of an image of that size."""
+        """Raise Refused unless the session may load one more module, from an image of that size."""
         if len(self._modules) >= MAX_MODULES or self._image_bytes + image_bytes > MAX_IMAGE_BYTES:
             raise Refused(
                 Failure(
@@ -315,9 +314,9 @@ class Ledger:
             )
 
     def check_module(self, device_bytes: int, shared_bytes: int, kept_bytes: int) -> None:
-        """Raises ImageRejected unless there is room for a module that takes so many bytes of the card.
+        """Raise ImageRejected unless there is room for a module that takes so many bytes of the card.
 
-        Raises what `make_room` raises, too. The bytes are those of `Module`.
+        Also raises what `make_room` raises. The bytes are those of `Module`.
         """
         more_bytes = device_bytes - shared_bytes + max(0, kept_bytes - self._kept_bytes)
         more_bytes += max(0, self._shared_bytes + shared_bytes - self._most_shared_bytes)
@@ -330,7 +329,7 @@ class Ledger:
         self.make_room(self.room_bytes - more_bytes)
 
     def check_graph(self, device_bytes: int) -> None:
-        """Raises Refused unless there is room for a graph that takes so many bytes of the card."""
+        """Raise Refused unless there is room for a graph that takes so many bytes of the card."""
         more_bytes = self._graph_bytes + device_bytes - self._most_graph_bytes
         if more_bytes > max(0, self.room_bytes):
             raise Refused(
@@ -348,12 +347,12 @@ class Ledger:
         return self._besides_bytes + pages_bytes <= self._allowance_bytes
 
     def add_graph(self, device_bytes: int) -> None:
-        """Note a graph that the driver made."""
+        """Record a graph that the driver made."""
         self._graph_bytes += device_bytes
         self._most_graph_bytes = max(self._most_graph_bytes, self._graph_bytes)
 
     def remove_graph(self, device_bytes: int) -> None:
-        """Note that a graph is gone; the driver keeps its bytes for the next one."""
+        """Record that a graph is gone; the driver keeps its bytes for the next one."""
         self._graph_bytes -= device_bytes
 
     @property
@@ -362,7 +361,7 @@ class Ledger:
         return bool(self._kept_bytes or self._streams_bytes or self._most_graph_bytes)
 
     def modules(self) -> list[tuple[int, Module]]:
-        """All loaded modules, each with its number."""
+        """Return all loaded modules, each with its number."""
         return [(number, loaded.module) for number, loaded in self._modules.items()]
 
     def has_module(self, number: int) -> bool:
@@ -370,11 +369,11 @@ class Ledger:
         return number in self._modules
 
     def modules_of(self, holder: Holder) -> list[int]:
-        """The numbers of all modules that somebody holds."""
+        """Return the numbers of all modules of a holder."""
         return [number for number, loaded in self._modules.items() if loaded.holder is holder]
 
     def allocations(self) -> list[int]:
-        """The handles of all live allocations."""
+        """Return the handles of all live allocations."""
         return list(self._allocations)
 
     @property
@@ -387,7 +386,7 @@ class Ledger:
         self._kept_bytes = kept_bytes
 
     def charge_kept(self, kept_bytes: int) -> None:
-        """Charge what the context keeps for kernels, so many bytes in all.
+        """Charge what the context keeps for kernels, `kept_bytes` in all.
 
         Raises DriverError if there is no room, and what `make_room` raises.
         """
@@ -403,7 +402,7 @@ class Ledger:
         self._kept_bytes = max(self._kept_bytes, kept_bytes)
 
     def charge_streams(self, streams_bytes: int) -> None:
-        """Charge what the context keeps for streams, so many bytes in all; none go back. Raises Refused."""
+        """Charge what the context keeps for streams, `streams_bytes` in all; none are released. Raises Refused."""
         more_bytes = streams_bytes - self._streams_bytes
         if more_bytes > max(0, self.room_bytes):
             raise Refused(
@@ -417,7 +416,7 @@ class Ledger:
         self._streams_bytes = max(self._streams_bytes, streams_bytes)
 
     def add_module(self, module: Module, image_bytes: int) -> int:
-        """Note a module that the driver loaded; returns its number."""
+        """Record a module that the driver loaded; return its number."""
         self._own_bytes += module.device_bytes - module.shared_bytes
         self._shared_bytes += module.shared_bytes
         self._most_shared_bytes = max(self._most_shared_bytes, self._shared_bytes)
@@ -428,19 +427,19 @@ class Ledger:
         return self._last_module
 
     def module(self, number: int) -> Module:
-        """The loaded module of that number. Raises Refused."""
+        """Return the loaded module of that number. Raises Refused."""
         loaded = self._modules.get(number)
         if loaded is None:
             raise invalid_handle(f"{number} is not a loaded module of this session")
         return loaded.module
 
     def add_variable(self, number: int, address: int, size_bytes: int) -> None:
-        """Note where a variable of a module lies: copies and graphs may name it until the module is unloaded."""
+        """Record the address of a module's variable: copies and graphs may name it until the module is unloaded."""
         self._modules[number].variables.add(address)
         self._variables[address] = size_bytes
 
     def remove_module(self, number: int) -> None:
-        """Note that the driver unloaded a module, and call its dependents."""
+        """Record that the driver unloaded a module, and call its dependents."""
         loaded = self._modules.pop(number)
         for address in loaded.variables:
             del self._variables[address]

@@ -1,7 +1,7 @@
-"""A worker from its fork in the zygote to its exit: open the context, report that, serve, leave.
+"""A worker from its fork in the zygote to its exit: open the context, report that, serve, exit.
 
-A warm worker has no lease at first: it opens its context, rehearses, and waits until the broker gives it a lease. Once
-it is scrubbed, it may serve another lease.
+A warm worker has no lease at first: it opens its context, runs the warm-up, and waits until the broker gives it a
+lease. Once it is scrubbed, it may serve another lease.
 """
 
 import contextlib
@@ -40,7 +40,6 @@ WARM_NAME = "gpul-warm"
 """Process name, for ps(1), of a worker without a lease."""
 
 SUBMIT_NAME = "gpul-submit"
-"""Process name of a submit's worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,7 @@ class _Scrubbed:
 
     Attributes:
         page_fds: The control pages of the next lease.
-        opening: Makes the context anew, once the next lease's slice is known.
+        opening: Makes the context again, once the next lease's slice is known.
         held_bytes: What the session's ledger still counts.
     """
 
@@ -59,7 +58,7 @@ class _Scrubbed:
 
 
 def live(spec: WorkerSpec, driver: Driver, channel: socket.socket, page_fds: PageFds) -> WorkerExit:
-    """Be the worker of one lease, in a process just forked and sandboxed; returns how to exit."""
+    """Run as the worker of one lease, in a process just forked and sandboxed; return how to exit."""
 
     def serve(page: WorkerPage, output: KeptOutput) -> WorkerExit:
         served = _serve(
@@ -71,11 +70,16 @@ def live(spec: WorkerSpec, driver: Driver, channel: socket.socket, page_fds: Pag
 
 
 def stand_by(spec: WorkerSpec, driver: Driver, channel: socket.socket, page_fds: PageFds) -> WorkerExit:
-    """Be a warm worker, then the worker of one lease after the other, in a process just forked; returns how to exit."""
+    """Run as a warm worker, then as the worker of one lease after another, in a process just forked.
+
+    Returns how to exit.
+    """
 
     def wait_and_serve(page: WorkerPage, output: KeptOutput) -> WorkerExit:
         set_name(WARM_NAME)
         try:
+            # The first context and the warm-up pay for everything that is slow the first time. `rewind` then keeps only
+            # what the next context needs.
             context = driver.open_context(spec.card_uuid, SLICE_BYTES)
             rehearse(context)
             opening = driver.rewind(context)
@@ -92,7 +96,7 @@ def stand_by(spec: WorkerSpec, driver: Driver, channel: socket.socket, page_fds:
 def _serve_leases(
     spec: WorkerSpec, driver: Driver, channel: socket.socket, page: WorkerPage, output: KeptOutput, opening: Opening
 ) -> WorkerExit:
-    """Wait for a lease and be its worker; then for another, as long as each leaves nothing behind."""
+    """Wait for a lease and serve it; then wait for another, as long as each leaves nothing behind."""
     while True:
         lease = _await_lease(channel, page)
         if lease is None:
@@ -132,7 +136,7 @@ def _run(
 
 
 def _await_lease(channel: socket.socket, page: WorkerPage) -> WorkerSpec | None:
-    """Wait for the broker to give this worker a lease, showing that it does not hang; None if the broker is gone."""
+    """Wait until the broker gives this worker a lease, showing signs of life; None if the broker is gone."""
     channel.setblocking(False)
     poll = select.poll()
     poll.register(channel, select.POLLIN)
@@ -145,7 +149,7 @@ def _await_lease(channel: socket.socket, page: WorkerPage) -> WorkerSpec | None:
         except ChannelClosed:
             return None
         close_all(fds)
-        # Any other message says that the lease it was to take is over: the broker will kill this process.
+        # Any other message means that the lease it was about to take is over: the broker will kill this process.
         if isinstance(spec := parse_message(TO_WORKER, message), WorkerSpec):
             return spec
 
@@ -158,7 +162,7 @@ def _serve(
     output: KeptOutput,
     open_context: Callable[[], Context],
 ) -> WorkerExit | _Scrubbed:
-    # An earlier lease's kernels may have printed until the end of its context.
+    # An earlier lease's kernels may have printed until the end of its context; drop that output.
     output.take()
     try:
         context = open_context()
@@ -168,6 +172,7 @@ def _serve(
     set_name(SUBMIT_NAME if spec.submit_of else f"gpul-{spec.lease_id:032x}")
     spin_policy = spin_policy_of(spec.waiting)
     context.set_spinning(spins=spin_policy.spins_at_all, yields=spin_policy.yields)
+    # Ready before anything else is made: the lease's time begins, and the rest takes microseconds.
     _tell(channel, Ready())
     ledger = Ledger(spec.size_bytes, spec.allowance_bytes, context.page_bytes)
     welcome = AttachReply(spec.size_bytes, driver.name, spec.card_uuid, ())
@@ -190,10 +195,12 @@ def _serve(
         )
         server = Server(channel, session, welcome, is_shared=spec.is_shared, spin_policy=spin_policy)
         server.run()
+    # The operation's own memory is free again by now, but the session may be incomplete.
     except MemoryError:
         # The operation's own memory is free again by now, but the session may be incomplete.
         _tell(channel, Faulted("its process found no memory on this host"))
         return WorkerExit.NO_MEMORY
+    # The session is over. Leave nothing behind, or report why something is left.
     if server.next_pages is None:
         return WorkerExit.OK
     try:
@@ -205,19 +212,18 @@ def _serve(
 
 
 def _tell(channel: socket.socket, message: Message) -> None:
-    # If the broker is gone, the loop sees that too, and leaves; or the next broker reads the message.
+    # If the broker is gone, the loop notices that too and exits; or the next broker reads the message.
     with contextlib.suppress(ChannelClosed, BlockingIOError):
         send_message(channel, message.to_map())
 
 
 # --- the scrub ---
-#
-# After a freed lease, release and overwrite all that it left, so that its context may serve another lease. Anything
-# that can't be undone ends the attempt: a fault, a kernel that goes on, memory that the driver keeps for good, a module
-# with variables, memory that something still has a view of. The broker then kills the worker, as it does any other.
+# After a freed lease, release and overwrite everything that it left, so that its context may serve another lease.
+# Anything that can't be undone ends the attempt: a fault, a kernel that keeps running, memory that the driver keeps for
+# good, a module with variables, memory that still has a view. The broker then kills the worker, like any other.
 
 BUSY_S: Final = 0.1
-"""Time for which kernels may still run. The tenant has freed the lease, so as a rule none does."""
+"""Time for which kernels may still run. The tenant has freed the lease, so usually none does."""
 
 _STDERR: Final = 2
 
@@ -227,11 +233,12 @@ class NotScrubbed(Exception):
 
 
 def scrub(session: Session, context: Context, driver: Driver) -> Opening:
-    """Leave nothing of a session behind; returns the opening that makes its context anew. Raises NotScrubbed."""
+    """Remove everything of a session; return the opening that makes its context again. Raises NotScrubbed."""
     if not is_heap_wiped():
         raise NotScrubbed("this process does not overwrite what it frees")
     if not _has_log_reader():
         raise NotScrubbed("it has said more than is logged of one process: of the next lease nothing would be")
+    # In this order: objects of the context, the context itself, which unpins host memory, and then that memory.
     try:
         session.release(_until(time.monotonic() + BUSY_S))
         opening = driver.recycle(context)
@@ -242,7 +249,10 @@ def scrub(session: Session, context: Context, driver: Driver) -> Opening:
 
 
 def _has_log_reader() -> bool:
-    """Return whether a process reads this one's stderr: poll(2) gives POLLERR for a pipe without a reader (pipe(7))."""
+    """Return whether a process reads this one's stderr.
+
+    Source: pipe(7); poll(2) reports POLLERR for a pipe without a reader.
+    """
     poll = select.poll()
     poll.register(_STDERR, 0)
     return not any(events & select.POLLERR for _, events in poll.poll(0))

@@ -1,11 +1,11 @@
 """A session's allocations, and copies between them and the host: through the wire, or through the session's arena.
 
 The arena is host memory that the client maps too, so that copies through it need no bytes on the wire. It is one sealed
-memfd of a fixed size, made for the first client that asks, and it stays until the worker ends. The kernel makes its
+memfd of a fixed size, made for the first client that asks, and it lives until the worker ends. The kernel allocates its
 pages when they are first touched, and the seal keeps any process from cutting pages off under a mapping. The arena pins
 what is copied before the copy, in extents as large as the copies that come: a pinned copy runs at the bus's speed, and
-pinning costs as much as copying once. Pinned pages are not given back before the worker ends, so the arena's size
-bounds what a session can hold of the host's memory.
+pinning costs as much as copying once. Pinned pages are not released before the worker ends, so the arena's size bounds
+what a session can hold of the host's memory.
 """
 
 import mmap
@@ -40,7 +40,7 @@ PINNED_REPLY_BYTES: Final = DATA_CHUNK_BYTES + 4096
 
 
 class MemoryOperations(Operations):
-    """The MEM operations.
+    """Serves the MEM operations.
 
     Attributes:
         pinned_buffers: Pinned memory that connections may receive large writes into.
@@ -57,7 +57,6 @@ class MemoryOperations(Operations):
 
     @serves(Opcode.MEM_ALLOC)
     def alloc(self, frame: Frame) -> bytes:
-        """MEM_ALLOC."""
         (size_bytes,) = parse_fixed(MEM_ALLOC, MemAlloc, memoryview(frame.payload))
         ledger = self._ledger
         ledger.check_alloc(size_bytes)
@@ -68,7 +67,6 @@ class MemoryOperations(Operations):
 
     @serves(Opcode.MEM_FREE)
     def free(self, frame: Frame) -> bytes:
-        """MEM_FREE."""
         (handle,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
         self._ledger.check_free(handle)
         self._context.mem_free(handle, self._check_lease)
@@ -78,7 +76,6 @@ class MemoryOperations(Operations):
 
     @serves(Opcode.MEM_REUSE)
     def reuse(self, frame: Frame) -> bytes:
-        """MEM_REUSE."""
         (handle,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
         self._ledger.check_free(handle)
         self._context.mem_reuse(handle, self._ledger.reuse_allocation(handle), self._check_lease)
@@ -87,7 +84,6 @@ class MemoryOperations(Operations):
 
     @serves(Opcode.MEM_WRITE)
     def write(self, frame: Frame) -> bytes:
-        """MEM_WRITE."""
         handle, offset, data = parse_mem_write(memoryview(frame.payload))
         address = self._ledger.locate(handle, offset, len(data))
         if data:
@@ -97,7 +93,7 @@ class MemoryOperations(Operations):
             elif frame.flags:
                 pinned.ticket = self._context.begin_write(address, data, self._check_lease)
             else:
-                # The reply stands for this write and all before it.
+                # A reply confirms this write and all before it, so wait for it.
                 self._context.write_pinned(address, data, self._check_lease)
         self._count_copy(len(data))
         self._ledger.show(handle)
@@ -105,7 +101,7 @@ class MemoryOperations(Operations):
 
     @serves(Opcode.MEM_READ)
     def read(self, frame: Frame) -> bytes | memoryview:
-        """MEM_READ. The reply is this object's own memory, void at the next read."""
+        """Serve MEM_READ. The reply is this object's own memory, invalid at the next read."""
         handle, offset, length = parse_fixed(MEM_READ, MemRead, memoryview(frame.payload))
         if length > MAX_DATA_BYTES:
             raise BodyError(f"{length} bytes in one MEM_READ; at most {MAX_DATA_BYTES} are allowed")
@@ -126,7 +122,7 @@ class MemoryOperations(Operations):
         return reply
 
     def close(self) -> None:
-        """Give the host back all memory that was pinned; the driver must have unpinned it."""
+        """Return all pinned memory to the host; the driver must have unpinned it."""
         self.pinned_buffers.close()
         if self._pinned_reply is not None:
             self._pinned_reply.release()
@@ -146,17 +142,16 @@ class MemoryOperations(Operations):
 
 
 MAX_ARENA_BYTES: Final = 1 << 30
-"""Most host memory of a session's arena, whatever its client asks for. Stops a lease of one byte of VRAM from pinning
-the host's memory; pinned pages can't be swapped out."""
+"""Most host memory of a session's arena, whatever its client asks for. Stops a lease of one byte of VRAM from
+pinning the host's memory; pinned pages can't be swapped out."""
 
 GRANULE_BYTES: Final = 4 << 20
 """Least memory pinned at a time. Stops a tenant from making the driver keep records of single pages."""
 
 MAX_EXTENT_BYTES: Final = 256 << 20
-"""Most memory pinned at a time: it takes 12 ms, and the worker looks at the lease between two extents."""
+"""Most memory pinned at a time: it takes 12 ms, and the worker checks the lease between two extents."""
 
 Pin = Callable[[memoryview], None]
-"""Pins memory: a context's `pin`."""
 
 
 class Arena:
@@ -168,12 +163,12 @@ class Arena:
     """
 
     def __init__(self, wanted_bytes: int, pin: Pin) -> None:
-        """Raises OSError if the host has no memory for it, or less than a granule is wanted."""
+        """Raise OSError if the host has no memory for it, or less than a granule is wanted."""
         self.size_bytes = min(wanted_bytes, MAX_ARENA_BYTES) // GRANULE_BYTES * GRANULE_BYTES
         if not self.size_bytes:
             raise OSError(f"an arena of {wanted_bytes} bytes; the smallest has {GRANULE_BYTES}")
         self._pin_memory = pin
-        # By granule: where the pinned extent that holds it ends, 0 if the granule is not pinned.
+        # By granule: the end of the pinned extent that contains it, 0 if the granule is not pinned.
         self._extent_ends = [0] * (self.size_bytes // GRANULE_BYTES)
         self.fd = sealed_memory("gpulease-arena", self.size_bytes)
         try:
@@ -190,7 +185,7 @@ class Arena:
         os.close(self.fd)
 
     def pieces(self, offset: int, length: int, check_lease: Callable[[], None]) -> Iterable[memoryview]:
-        """Pin a range of the arena and return its bytes, cut where pinned extents end.
+        """Pin a range of the arena and return its bytes, cut at the ends of pinned extents.
 
         Raises BodyError if the range is not inside the arena, and what `check_lease` raises between two extents.
         """
@@ -232,7 +227,7 @@ class ArenaOperations(Operations):
         self._arena: Arena | None = None
 
     def open(self, wanted_bytes: int) -> Arena:
-        """The session's arena, made at the first call. Raises OSError."""
+        """Return the session's arena, made at the first call. Raises OSError."""
         if self._arena is None:
             self._arena = Arena(wanted_bytes, self._context.pin)
         return self._arena
@@ -245,9 +240,9 @@ class ArenaOperations(Operations):
 
     @serves(Opcode.ARENA_WRITE)
     def write(self, frame: Frame) -> bytes:
-        """ARENA_WRITE.
+        """Serve ARENA_WRITE.
 
-        A quiet request only begins the copy. A later copy in its stream with a reply, or a wait for the stream, waits
+        A quiet request only starts the copy. A later copy in its stream with a reply, or a wait for the stream, waits
         for this copy too.
         """
         self._copy(frame, self._context.begin_write if frame.flags else self._context.write_pinned)
@@ -255,7 +250,7 @@ class ArenaOperations(Operations):
 
     @serves(Opcode.ARENA_READ)
     def read(self, frame: Frame) -> bytes:
-        """ARENA_READ; a quiet request only begins the copy, as in `write`."""
+        """Serve ARENA_READ; a quiet request only starts the copy, as in `write`."""
         self._copy(frame, self._context.begin_read if frame.flags else self._context.read_pinned)
         return empty(frame)
 
@@ -267,7 +262,7 @@ class ArenaOperations(Operations):
         self._count_copy(copied_bytes)
 
     def pieces(self, payload: memoryview) -> Iterator[tuple[int, memoryview]]:
-        """The device address and the pinned host memory of each piece of a copy; `payload` is an ArenaCopy.
+        """Yield the device address and the pinned host memory of each piece of a copy; `payload` is an ArenaCopy.
 
         Raises BodyError, Refused or LeaseOver, at the first piece or between two.
         """

@@ -1,8 +1,8 @@
 """A session's modules, and the types of their kernels' parameters.
 
-The types come from an image's PTX text (PTX ISA sections 5.1.6 and 11.1): the drivers know the parameters' sizes only,
-because machine code has no types. A client uses the types to refuse a float where an integer is wanted. Nothing else
-depends on them: text that this module can't follow has untold types.
+The types come from an image's PTX text (PTX ISA sections 5.1.6 and 11.1): the drivers know only the parameters' sizes,
+because machine code has no types. A client uses the types to refuse a float where an integer is expected. Nothing else
+depends on them: text that this module can't parse has unknown types.
 """
 
 import re
@@ -41,8 +41,6 @@ _COMPILING_SINCE_NS: Final = int(Counter.COMPILING_SINCE_NS)
 
 
 class ModuleOperations(Operations):
-    """The MODULE operations."""
-
     def __init__(self, resources: SessionResources, planner: Planner) -> None:
         super().__init__(resources)
         self._planner = planner
@@ -50,7 +48,6 @@ class ModuleOperations(Operations):
 
     @serves(Opcode.MODULE_LOAD)
     def load(self, frame: Frame) -> bytes:
-        """MODULE_LOAD."""
         image = parse_body(ModuleLoad, frame.payload).image
         number, module = self.load_image(image)
         try:
@@ -64,7 +61,6 @@ class ModuleOperations(Operations):
 
     @serves(Opcode.MODULE_UNLOAD)
     def unload(self, frame: Frame) -> bytes:
-        """MODULE_UNLOAD."""
         (number,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
         self._ledger.module(number)
         self._planner.forget()
@@ -73,17 +69,15 @@ class ModuleOperations(Operations):
 
     @serves(Opcode.MODULE_PARAMETERS)
     def parameters(self, frame: Frame) -> bytes:
-        """MODULE_PARAMETERS."""
         (number,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
         self._ledger.module(number)
         return done(frame, ModuleParameters(self._types.get(number, ())))
 
     @serves(Opcode.MODULE_VARIABLE)
     def variable(self, frame: Frame) -> bytes:
-        """MODULE_VARIABLE."""
         wanted = parse_body(VariableName, frame.payload)
         module = self._ledger.module(wanted.module)
-        # A C string ends at its NUL: the driver would find another name's variable.
+        # A C string ends at its NUL, so the driver would find another variable.
         address, size_bytes = (0, 0) if "\0" in wanted.name else module.variable(wanted.name)
         if not size_bytes:
             raise Refused(
@@ -99,15 +93,14 @@ class ModuleOperations(Operations):
 
     @serves(Opcode.MODULE_FIGURES)
     def figures(self, frame: Frame) -> bytes:
-        """MODULE_FIGURES."""
         (number,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
         kernels = self._ledger.module(number).kernels.values()
         return done(frame, ModuleFigures(tuple(KernelFigures(*astuple(kernel.figures())) for kernel in kernels)))
 
     def load_image(self, image: bytes) -> tuple[int, Module]:
-        """Load an image; its number in the ledger, and the module.
+        """Load an image; return its number in the ledger, and the module.
 
-        The time that the compiler is given ends when the compiled image is weighed: what follows may wait for kernels.
+        The compiler's time limit ends when the compiled image is measured, because what follows may wait for kernels.
         """
         self._ledger.check_load(len(image))
         with self._resources.compiling():
@@ -152,13 +145,13 @@ _VECTORS: Final = frozenset({b".v2", b".v4", b"["})
 
 
 def parameter_types(image: bytes, kernels: Mapping[str, Kernel]) -> tuple[bytes, ...]:
-    """The types of all kernels' parameters, in the kernels' order: one byte, a `ParameterType`, for each parameter.
+    """Return the types of all kernels' parameters, in the kernels' order: a `ParameterType` byte for each parameter.
 
     A kernel that the text declares with another number of parameters has b"". Takes time in proportion to the image.
     """
     declared: dict[str, bytes] = {}
     if not image.startswith(_ELF):
-        # The drivers read PTX to its NUL.
+        # The drivers read PTX up to its NUL.
         text = _COMMENT.sub(b" ", image.partition(b"\0")[0])
         declared = {match[1].decode(): _types_of(match[2]) for match in _ENTRY.finditer(text)}
     return tuple(

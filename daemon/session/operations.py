@@ -12,7 +12,7 @@ from gpulease.daemon.session.ledger import Ledger
 from gpulease.protocol.framing import Frame
 from gpulease.protocol.opcodes import Opcode
 
-# Plain integers: looking a member up on its enum costs as much as the rest of an increment.
+# Plain integers: looking up a member of its enum costs as much as the rest of an increment.
 _ALLOCATED_BYTES: Final = int(Counter.ALLOCATED_BYTES)
 _MOST_ALLOCATED_BYTES: Final = int(Counter.MOST_ALLOCATED_BYTES)
 _COPIES: Final = int(Counter.COPIES)
@@ -23,7 +23,7 @@ _Result = TypeVar("_Result")
 
 
 class LeaseOver(Exception):
-    """Raised out of a wait when the control page says that the lease is over."""
+    """Raised out of a wait when the control page shows that the lease is over."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,11 +35,11 @@ class SessionResources:
         context: The driver's context.
         check_lease: The `Poll` for every call that may wait; raises LeaseOver once the lease is over.
         counters: The control page's counters.
-        check_sync: The `Poll` of a wait for all that a stream, or the session, has launched: it serves the broker, too.
+        check_sync: The `Poll` of a wait for all launches of a stream or of the session: it also serves the broker.
         stream: The driver's number of the stream that launches and copies go into now.
-        keep_fault: Called with a kernel's fault that a call met which no tenant asked for: the tenant hears of it.
+        keep_fault: Called with a kernel's fault that a call met without a tenant's request, to report it to the tenant.
         may_have_grown: The context did something after which the card may hold more memory than the ledger counts.
-            `Session.take_growth` resets it.
+          `Session.take_growth` resets it.
     """
 
     ledger: Ledger
@@ -52,7 +52,7 @@ class SessionResources:
     keep_fault: Callable[[KernelFault], None] = lambda _fault: None
 
     def aside(self, ask: Callable[[], _Result]) -> _Result:
-        """Ask the driver something that is not the tenant's request: a fault of the tenant's kernels is kept for it."""
+        """Call the driver for something that the tenant did not request. A fault of its kernels is kept for it."""
         try:
             return ask()
         except KernelFault as fault:
@@ -70,7 +70,7 @@ class SessionResources:
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
-        """Show the broker since when the driver compiles: nothing can ask a compiler to stop."""
+        """Show the broker since when the driver compiles, because a compiler can't be interrupted."""
         self.counters[_COMPILING_SINCE_NS] = time.monotonic_ns()
         try:
             yield
@@ -86,13 +86,13 @@ class SessionResources:
 
 
 Operation = Callable[[Frame], bytes | memoryview]
-"""Does one request and returns its reply. Raises BodyError, Refused, DriverError or LeaseOver."""
+"""Serves one request and returns its reply. Raises BodyError, Refused, DriverError or LeaseOver."""
 
 _Method = TypeVar("_Method", bound=Callable[..., bytes | memoryview])
 
 
 def serves(op: Opcode) -> Callable[[_Method], _Method]:
-    """Mark the method of an `Operations` class that does an operation."""
+    """Mark the method of an `Operations` class that serves an operation."""
 
     def mark(method: _Method) -> _Method:
         vars(method)[_MARK] = op
@@ -105,9 +105,9 @@ _MARK: Final = "serves"
 
 
 class Operations:
-    """Base of the classes that do a session's operations, one class for each kind.
+    """Base of the classes that serve a session's operations, one class for each kind.
 
-    Each method marked `serves` does one operation, as an `Operation`.
+    Each method marked `serves` serves one operation, as an `Operation`.
 
     Attributes:
         served: The names of these methods, by operation.

@@ -1,24 +1,25 @@
-"""The memory of a session's regions, as the broker says: opened, taken away again, and the slice that it counts in.
+"""The memory of a session's regions, opened and removed on the broker's orders, and the slice that it counts in.
 
 The end of a region never blocks the worker's loop. `RegionMemory.end` begins it, and the loop calls `advance` until it
 is over:
 
-0. A launch that was under way when the region's word changed may have been refused just now. Its tenant asks within
-   microseconds how it went, and is answered first: each of the steps below keeps the worker for longer than that.
+0. A launch that was in flight when the region's word changed may just have been refused. Its tenant asks for the
+   outcome within microseconds, and gets the answer first: each step below keeps the worker for longer than that.
 1. The launches and copies that named the region end, in all streams where there were any. If they don't within the
-   grace, the worker says so, and the broker ends the lease.
-2. What else runs ends, or QUIET_WAIT_NS passes. A kernel that uses the region without having named it should not meet
+   grace, the worker reports it, and the broker ends the lease.
+2. What else runs ends, or QUIET_WAIT_NS passes. A kernel that uses the region without having named it should not run at
    the moment at which the region's memory is replaced: on CUDA that can cost the context. Meanwhile the card zeroes
    what will stay in the region's place.
-3. The tenant's next launch is refused and the refusal has been reported, or TELL_WAIT_NS is over: taking memory away
-   keeps the worker from its requests for longer than both take.
-4. The driver takes the memory away, and the worker reports it.
+3. The tenant's next launch is refused and the refusal has been reported, or TELL_WAIT_NS is over: removing memory keeps
+   the worker from its requests for longer than both take.
+4. The driver removes the memory, and the worker reports it.
 
-A region opens likewise: the worker maps its memory, and reports it once the card has zeroed that.
+A region opens in a similar way: the worker maps its memory, and reports it once the card has zeroed it.
 
-A broker that takes the worker over sends a regions page of its own. A region that had ended by the earlier page has
-ended, whatever the new page says: the worker then takes its memory away unasked, and reports that. So it does with a
-region that the new page does not have: the earlier broker was killed before its journal had the region.
+A broker that takes the worker over sends a regions page of its own. A region that had ended according to the earlier
+page has ended, whatever the new page says: the worker then removes its memory without an order, and reports that. It
+does the same with a region that the new page does not have: the earlier broker was killed before its journal had the
+region.
 """
 
 import contextlib
@@ -50,29 +51,30 @@ QUIET_WAIT_NS: Final = 1_000_000
 """Longest wait, at the end of a region, for launches that did not name it."""
 
 TELL_WAIT_NS: Final = 200_000
-"""Longest wait, at the end of a region that launches named, for the next of them to be refused and reported. A tenant
-that launches one step after the other sends it within microseconds, and asks how it went right after it."""
+"""Longest wait, at the end of a region that launches named, for the next of them to be refused and reported. A
+tenant that launches one step after another sends it within microseconds, and asks for the result right after it."""
 
 SPIN_NS: Final = 1_000_000
-"""For so long after each step of a region's end the worker looks again and again, then once a millisecond. A step in
-flight as a rule takes less; a worker whose tenant runs one long kernel does not take a core for it."""
+"""Time after each step of a region's end for which the worker polls continuously; after that it polls once a
+millisecond. A step in flight usually takes less; a worker does not take a core for a tenant that runs one long
+kernel."""
 
 UNASKED_GRACE_MS: Final = 1000
 """The grace of a region that the worker ends by itself: an earlier broker had ended it, or the present one lacks it."""
 
 MAX_MAPPED_REGIONS: Final = 4096
-"""Most regions of a session whose addresses it has not let go of, ended ones included. Stops a tenant from filling the
-driver's tables with regions that it never releases."""
+"""Most regions of a session with addresses that it has not released, including ended ones. Stops a tenant from
+filling the driver's tables with regions that it never releases."""
 
 
 @dataclass(slots=True, eq=False)
 class _End:
-    """A region's end under way.
+    """A region's end in progress.
 
     Attributes:
         waits: What has to end before the next step; None before the first one.
         grace_ms: How long the launches that named the region may take, `stuck_ns` until when.
-        tell_ns: Until when to wait for a refusal that says that the region has ended.
+        tell_ns: Until when to wait for a refusal that reports the region's end.
         quiet_ns: Until when to wait for what else runs; 0 while the launches that named the region run.
     """
 
@@ -85,10 +87,9 @@ class _End:
 
 
 class _NeverDone:
-    """A ticket of work that nothing is known of."""
+    """A ticket of work about which nothing is known."""
 
     def is_done(self) -> bool:
-        """Return False."""
         return False
 
 
@@ -119,20 +120,20 @@ class RegionMemory:
         self.page_fd = -1
 
     def is_moving(self) -> bool:
-        """Return whether the worker should look around soon; see `RegionGate.is_moving`."""
+        """Return whether the worker should poll soon; see `RegionGate.is_moving`."""
         return self._gate.is_moving()
 
     @property
     def had_any(self) -> bool:
-        """Return whether the context has had a region: its addresses must never be used again."""
+        """Return whether the context has had a region, because its addresses must never be used again."""
         return self._gate.had_any
 
     # --- the page ---
 
     def use_page(self, fd: int) -> None:
-        """Take the regions page; in the place of an earlier one, once that was read a last time.
+        """Use this regions page; it replaces an earlier one, after that was read a last time.
 
-        A descriptor that is no such page changes nothing: no region opens, and those that are there go on by the
+        If the descriptor is not such a page, nothing changes: no region opens, and those that exist continue by the
         earlier page until their deadlines.
         """
         gate = self._gate
@@ -142,6 +143,7 @@ class RegionMemory:
             return
         now_ns = time.monotonic_ns()
         earlier = gate.page
+        # Remember what the earlier page says about expired regions, because the new one may not have them.
         if earlier is not None:
             for region in self._by_id.values():
                 flip = gate.flip_of(region, now_ns)
@@ -151,10 +153,12 @@ class RegionMemory:
         self._drop_page_fd()
         with contextlib.suppress(OSError):
             self.page_fd = os.dup(fd)
+        # Every set must be compared with the new page before it admits another launch.
         for chosen in gate.sets.values():
             chosen.forget()
         gate.forget_current()
         if earlier is not None:
+            # End what had ended, and what the new broker does not know.
             earlier.close()
             for region in list(self._by_id.values()):
                 if region.ended is not None or page.word(region.slot).number != region.number:
@@ -185,7 +189,7 @@ class RegionMemory:
         self.advance()
 
     def _open(self, asked: OpenRegion) -> str:
-        """Map memory for a region; the reason why it can't be done, or ""."""
+        """Map memory for a region; return why that failed, or ""."""
         resources, gate, size_bytes = self._resources, self._gate, asked.size_bytes
         ledger, context = resources.ledger, resources.context
         granule_bytes = context.region_granule_bytes
@@ -212,16 +216,17 @@ class RegionMemory:
     # --- the end ---
 
     def end(self, asked: EndRegion) -> None:
-        """Begin a region's end, which `advance` carries on; the answer follows. Answers again for one that is over."""
+        """Begin a region's end, which `advance` continues; the answer follows. Answers again for one that is over."""
         region_id = asked.region_id
         region, result = self._by_id.get(region_id), self._results.get(region_id)
         if region is None:
-            # It never opened here, or the session let go of it: nothing can reach it.
+            # It never opened here, or the session released it: nothing can reach it.
             result = result or RegionEnded(region_id, 0, 0, 0)
         if result is not None:
             self._gate.outbox.append(result)
         if region is None or result is not None or region_id in self._ends:
             return
+        # From here on every launch that names the region is refused. Graphs that use it become void.
         now_ns = time.monotonic_ns()
         flip = self._gate.flip_of(region, now_ns)
         region.ended = flip if flip is not None and flip.word in ENDED_WORDS else Flip(RegionWord.REVOKED, now_ns)
@@ -233,13 +238,13 @@ class RegionMemory:
         self.advance()
 
     def poll_ms(self, now_ns: int) -> int | None:
-        """Return for how many milliseconds the worker's loop may sleep; None if no region is to open or to end."""
+        """Return for how many milliseconds the worker's loop may sleep; None if no region is opening or ending."""
         if not self._ends and not self._openings:
             return None
         return 0 if now_ns < self._spin_until_ns else 1
 
     def advance(self) -> None:
-        """Carry on as far as goes without waiting; at most one region's memory is taken away in one call."""
+        """Continue as far as possible without waiting; one call removes at most one region's memory."""
         now_ns = time.monotonic_ns()
         self._tell_of_opened()
         for end in list(self._ends.values()):
@@ -270,11 +275,13 @@ class RegionMemory:
         self._gate.outbox.extend(said)
 
     def _is_clear(self, end: _End, now_ns: int) -> bool:
-        """Return whether a region's memory may be taken away. Raises DriverError."""
+        """Return whether a region's memory may be removed. Raises DriverError."""
         region = end.region
         if end.waits is None:
+            # Mark the streams that may still use the region; what is queued later can't.
             end.waits = [*region.tickets, *region.marks.values(), *map(self._mark, region.streams)]
         end.waits = [ticket for ticket in end.waits if not ticket.is_done()]
+        # Steps 1 and 2 of the module's description: first the launches that named it, then a short wait for all others.
         if not end.quiet_ns:
             if end.waits:
                 if now_ns >= end.stuck_ns:
@@ -294,6 +301,7 @@ class RegionMemory:
     def _take_away(self, region: Region) -> None:
         resources = self._resources
         context = resources.context
+        # The driver's free figure, before and after, is what the broker compares with the freed bytes.
         before_bytes = self._call(context.free_bytes)
         returned = self._call(lambda: context.region_end(region.address, resources.check_lease))
         shown_bytes = self._call(context.free_bytes) - before_bytes
@@ -305,7 +313,7 @@ class RegionMemory:
         self._answer(RegionEnded(region.region_id, returned.freed_bytes, returned.kept_bytes, shown_bytes))
 
     def _give_up(self, region: Region, reason: str) -> None:
-        """Report that a region keeps its memory: the broker ends the lease for that."""
+        """Report that a region keeps its memory, for which the broker ends the lease."""
         self._ends.pop(region.region_id, None)
         self._answer(RegionStuck(region.region_id, reason))
 
@@ -314,19 +322,19 @@ class RegionMemory:
         self._gate.outbox.append(result)
 
     def forget(self, region_id: int) -> None:
-        """Forget a region whose address the session let go of."""
+        """Forget a region after the session released its address."""
         self._by_id.pop(region_id, None)
         self._results.pop(region_id, None)
 
     def leave_stream(self, stream: int) -> None:
-        """Note that one of the driver's streams is about to be destroyed; what it holds goes on."""
+        """Record that one of the driver's streams is about to be destroyed; its work continues."""
         self._gate.leave_stream(stream)
 
     def _mark_anyway(self, stream: int) -> Ticket:
         try:
             return self._mark(stream)
         except DriverError:
-            # Its launches can't be waited for: whoever ends a region that they use has to give up.
+            # Its launches can't be waited for, so the end of a region that they use has to be given up.
             return _NeverDone()
 
     def _mark(self, stream: int) -> Ticket:
@@ -335,7 +343,7 @@ class RegionMemory:
     # --- the slice ---
 
     def resize(self, asked: ResizeSlice) -> None:
-        """Give the slice another size, and answer. It gets no smaller than what the session has taken of it."""
+        """Change the slice's size, and answer. It becomes no smaller than what the session has taken of it."""
         resources, ledger = self._resources, self._resources.ledger
         before_bytes, doubt = ledger.slice_bytes, ""
         ledger.slice_bytes = asked.size_bytes

@@ -1,15 +1,15 @@
-"""A session's regions, and the look at them before each launch and copy that names one.
+"""A session's regions, and the check of them before each launch and copy that names one.
 
 A region is memory that the broker lets the session use until the region's word on the regions page says otherwise, or
-until its deadline. Launches name a region set: a list of regions, made once. A set whose words were compared at an
-epoch of the page goes on until the epoch moves or the least of its deadlines comes. So a launch looks at two numbers,
+until its deadline. Launches name a region set: a list of regions, made once. A set that was compared at an epoch of the
+page stays valid until the epoch changes or the earliest of its deadlines comes. So a launch compares two numbers,
 however many regions the set names, and native code can do that (`native/serve.ll`). It does so for the set in use: the
-one that `RegionGate` admitted last, in the stream selected now. Python sees any other launch, compares the whole set,
-and notes that the set's regions are used in that stream: a region's memory is taken away only once those launches have
+one that `RegionGate` admitted last, in the stream selected now. Python gets any other launch, compares the whole set,
+and records that the set's regions are used in that stream: a region's memory is removed only once those launches have
 ended (`region_memory.py`).
 
-The first launch or copy refused for a region says how the region ended, every later one FENCED. A cancelled region has
-not ended: it is refused as CANCELLED for as long as it is cancelled.
+The first launch or copy refused for a region reports how the region ended, every later one FENCED. A cancelled region
+has not ended: it is refused as CANCELLED for as long as it is cancelled.
 """
 
 import time
@@ -37,21 +37,21 @@ from gpulease.protocol.opcodes import Opcode, Status
 from gpulease.protocol.session_words import ENDED_WORDS, REFUSAL_TEXTS, STATUS_OF_WORD, RegionWord, word_of
 
 MAX_REGION_SETS: Final = 4096
-"""Most region sets of a session. Stops a loop that makes sets and never lets go of them."""
+"""Most region sets of a session. Stops a loop that makes sets and never releases them."""
 
 MAX_SET_MEMBERS: Final = 65_536
-"""Most regions that a session's sets name together, each counted as often as it is named: a place takes some 100 bytes
+"""Most regions that all sets of a session name, each counted as often as it is named: a place takes some 100 bytes
 of the host's memory, which no slice bounds."""
 
 MAX_REPEATS: Final = 100
-"""Most refusals of regions within REPEAT_NS that the broker hears of, beside the first for each region. Stops a tenant
-that launches in ended regions again and again from keeping the broker busy."""
+"""Most refusals of regions within REPEAT_NS that are reported to the broker, in addition to the first for each
+region. Stops a tenant that launches in ended regions again and again from keeping the broker busy."""
 
 REPEAT_NS: Final = 1_000_000_000
 
 SETTLE_NS: Final = 2_000_000
-"""For so long after a change of the regions page connections are served in small portions: the broker is about to say
-that a region ends, and the region's bytes are to be back within two milliseconds."""
+"""Time after a change of the regions page for which connections are served in small portions: the broker is about to
+order a region's end, and the region's bytes should be back within two milliseconds."""
 
 NO_EPOCH: Final = (1 << 64) - 1
 """An epoch that no page reaches: a set that was never compared, or no set at all."""
@@ -60,7 +60,7 @@ _U32_MASK: Final = (1 << 32) - 1
 
 
 class Flip(NamedTuple):
-    """The word for which a region is refused, and since when it stands, on the monotonic clock."""
+    """The word for which a region is refused, and since when it is there, on the monotonic clock."""
 
     word: RegionWord
     flipped_ns: int
@@ -71,12 +71,12 @@ class Region:
     """A region that the session has mapped.
 
     Attributes:
-        number: Its slot's number while the slot is its own.
+        number: Its slot's number while the slot belongs to it.
         streams: The driver's streams in which something that names it may be queued now, or was copied.
         marks: By stream: what the stream held when the last set that names the region went out of use there.
-        tickets: What those of its streams held that were destroyed since.
-        ended: How it ended; None while it has not, as far as the session has seen. Never changes again.
-        is_told: A refusal has said how it ended: every later one says FENCED.
+        tickets: The work of its streams that were destroyed since.
+        ended: How it ended; None while it has not, as far as the session knows. Never changes again.
+        is_told: A refusal has reported how it ended: every later one says FENCED.
     """
 
     region_id: int
@@ -95,11 +95,11 @@ class SetInUse:
     """A region set.
 
     Attributes:
-        holder: Who made it.
-        handle: Its handle, `wire` the same as it travels.
+        holder: The holder for which it was made.
+        handle: Its handle, `wire` the same as on the wire.
         regions: The regions, in the order of the request.
-        epoch: The page's epoch at which all of them went on; NO_EPOCH if none is known.
-        deadline_ns: The least of their deadlines then.
+        epoch: The page's epoch at which all of them were active; NO_EPOCH if none is known.
+        deadline_ns: The earliest of their deadlines then.
     """
 
     __slots__ = ("_active", "_getter", "deadline_ns", "epoch", "handle", "holder", "regions", "wire")
@@ -108,15 +108,16 @@ class SetInUse:
         self.holder = holder
         self.handle, self.wire, self.regions = handle, HANDLE.pack(handle), regions
         self.epoch, self.deadline_ns = NO_EPOCH, 0
-        # Two slots at least, so that the getter always gives a tuple.
+        # At least two slots, so that the getter always returns a tuple.
         slots = [region.slot for region in regions] * (1 + (len(regions) == 1))
         self._getter = itemgetter(*slots)
         self._active = [word_of(region.number, RegionWord.ACTIVE) for region in regions]
 
     def compare(self, page: WorkerRegions, now_ns: int) -> list[Region]:
-        """Compare all words and deadlines; the regions that may have to be refused. Notes the epoch if there are none.
+        """Compare all words and deadlines; return the regions that may have to be refused.
 
-        The epoch is read first, so a change meanwhile is a change of the epoch noted.
+        Records the epoch if there are none. The epoch is read first, so a change during the comparison shows as a
+        change of the recorded epoch.
         """
         epoch = page.epoch
         words, deadlines = self._getter(page.words), self._getter(page.deadlines)
@@ -131,21 +132,21 @@ class SetInUse:
         return suspects
 
     def forget(self) -> None:
-        """Have the next launch compare all words."""
+        """Make the next launch compare all words."""
         self.epoch = NO_EPOCH
 
 
 class RegionGate:
-    """The looks at a session's regions before what names them, and the refusals.
+    """Checks a session's regions before what names them, and makes the refusals.
 
     Attributes:
         page: The regions page; None before the first region.
-        regions: All regions whose addresses the session has, by slot and number.
+        regions: All regions with addresses that the session has, by slot and number.
         current: The set that was admitted last, in the stream that is selected now; None if there is none.
-        mark: Returns a ticket of what a stream holds now.
+        mark: Returns a ticket for the present work of a stream.
         on_change: Called when `current`, its epoch, its deadline or the page may have changed.
         launches_begun: Returns how many launches have begun in this burst; see `refuse`.
-        outbox: What the broker is to hear.
+        outbox: Messages to the broker.
         is_ending: Returns whether a region opens or ends now.
     """
 
@@ -171,7 +172,7 @@ class RegionGate:
     # --- looks ---
 
     def admit(self, handle: int, position: int, kernel: str = "") -> None:
-        """Look at the regions of a set before a launch, and note that they are used in the present stream.
+        """Check the regions of a set before a launch, and record that they are used in the present stream.
 
         Raises Refused.
         """
@@ -179,10 +180,13 @@ class RegionGate:
         if chosen is None or self.page is None:
             raise invalid_handle(f"{handle} is not a region set of this session")
         now_ns = time.monotonic_ns()
+        # Compare the whole set only if the page or the clock may have changed something; the set in use needs nothing
+        # else.
         if chosen.epoch != self.page.epoch or now_ns >= chosen.deadline_ns:
             self._refuse_first(chosen.compare(self.page, now_ns), kernel, position, now_ns)
         elif chosen is self.current:
             return
+        # Another set, or another stream: from now on an end of these regions must wait for this stream.
         if chosen is not self.current:
             self._leave_current()
             self.current, self._stream = chosen, self._resources.stream
@@ -191,7 +195,7 @@ class RegionGate:
         self.on_change()
 
     def is_quiet(self, buffer: bytearray, set_at: int) -> bool:
-        """Return whether the LAUNCH_IN whose region set stands there in the buffer is admitted without a comparison.
+        """Return whether the LAUNCH_IN with its region set at `set_at` of the buffer is admitted without a comparison.
 
         The reference of what native/serve.ll does.
         """
@@ -205,23 +209,24 @@ class RegionGate:
         )
 
     def admit_copy(self, region: Region) -> None:
-        """Look at a region before a copy, or a graph, that uses it in the present stream. Raises Refused."""
+        """Check a region before a copy, or a graph, that uses it in the present stream. Raises Refused."""
         self._refuse_first((region,), "", None, time.monotonic_ns())
         region.streams.add(self._resources.stream)
 
     def _refuse_first(self, regions: Iterable[Region], kernel: str, position: int | None, now_ns: int) -> None:
-        """Refuse for the first of these regions that does not go on, if there is one."""
+        """Refuse for the first of these regions that is not active, if there is one."""
         for region in regions:
             flip = self.flip_of(region, now_ns)
             if flip is not None:
                 raise self.refuse(region, flip, kernel, position, now_ns)
 
     def flip_of(self, region: Region, now_ns: int) -> Flip | None:
-        """The word for which a region is refused now; None while it goes on."""
+        """Return the word for which a region is refused now; None while it is active."""
         if region.ended is not None or self.page is None:
             return region.ended
         page, slot = self.page, region.slot
         number, state = page.word(slot)
+        # Another region has its slot by now, so its own end was too long ago to be known.
         if number != region.number:
             return Flip(RegionWord.NONE, 0)
         if state is RegionWord.ACTIVE:
@@ -233,12 +238,12 @@ class RegionGate:
         return flip
 
     def refuse(self, region: Region, flip: Flip, kernel: str, position: int | None, now_ns: int) -> Refused:
-        """Return the refusal of a launch or a copy because of a region, and note it for the broker.
+        """Return the refusal of a launch or a copy because of a region, and record it for the broker.
 
-        Its `site` counts from 0: so many launches of the session have begun since the last wait (SYNC, STREAM_SYNC)
-        that was answered, or the last failure that was reported. Those are launches with and without a set, in all
-        streams, and each kernel of a graph. If a tenant numbers the launches of a burst from 0, this is the number of
-        the one that did not begin.
+        Its `site` is the number of launches of the session that have begun since the last wait (SYNC, STREAM_SYNC) that
+        was answered, or the last failure that was reported. Launches with and without a set count, in all streams, and
+        each kernel of a graph. If a tenant numbers the launches of a burst from 0, this is the number of the one that
+        did not begin.
         """
         status = STATUS_OF_WORD.get(flip.word, Status.FENCED)
         is_repeat = region.is_told
@@ -272,8 +277,8 @@ class RegionGate:
         return self._repeats <= MAX_REPEATS
 
     def is_moving(self) -> bool:
-        """Return whether the page has just changed or a region opens or ends: the worker should look around soon."""
-        # A session that never had a region has the page for its lease's word alone.
+        """Return whether the page has just changed or a region opens or ends, so that the worker should poll soon."""
+        # A session that never had a region has the page only for its lease's word.
         if self.page is None or not self.had_any:
             return False
         now_ns, epoch = time.monotonic_ns(), self.page.epoch
@@ -284,12 +289,12 @@ class RegionGate:
     # --- streams ---
 
     def forget_current(self) -> None:
-        """Have Python see the next launch: another stream is selected, or a set or the page has changed."""
+        """Make Python serve the next launch, because another stream is selected, or a set or the page has changed."""
         self._leave_current()
         self.on_change()
 
     def _leave_current(self) -> None:
-        """Mark the end of the launches in the set in use, so that no region's end waits for launches behind them."""
+        """Mark the end of the launches in the set in use, so that no region's end waits for later launches."""
         if self.current is None:
             return
         regions, self.current = self.current.regions, None
@@ -299,7 +304,7 @@ class RegionGate:
             region.streams.discard(self._stream)
 
     def leave_stream(self, stream: int) -> None:
-        """Note that a stream is about to be destroyed, whose number may be used again; what it holds goes on."""
+        """Record that a stream is about to be destroyed and its number may be used again; its work continues."""
         if stream == self._stream:
             self.forget_current()
         users = [one for one in self.regions.values() if stream in one.streams or stream in one.marks]
@@ -322,7 +327,7 @@ class RegionOperations(Operations):
 
     @serves(Opcode.REGION_SET)
     def make_set(self, frame: Frame) -> bytes:
-        """REGION_SET. A region that has ended may be named: the set's launches are refused for it."""
+        """Serve REGION_SET. A region that has ended may be named: launches in the set are refused for it."""
         named = parse_body(RegionSet, frame.payload).regions
         if not named:
             raise BodyError("a region set names at least one region")
@@ -349,7 +354,7 @@ class RegionOperations(Operations):
 
     @serves(Opcode.REGION_SET_FREE)
     def free_set(self, frame: Frame) -> bytes:
-        """REGION_SET_FREE. What was launched in the set goes on."""
+        """Serve REGION_SET_FREE. What was launched in the set continues."""
         (handle,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
         if handle not in self._gate.sets:
             raise invalid_handle(f"{handle} is not a region set of this session")
@@ -357,7 +362,7 @@ class RegionOperations(Operations):
         return empty(frame)
 
     def give_back(self, holder: Holder) -> None:
-        """Free all region sets that somebody made."""
+        """Free all region sets of a holder."""
         for handle in [handle for handle, made in self._gate.sets.items() if made.holder is holder]:
             self._free(handle)
 
@@ -382,7 +387,7 @@ class RegionOperations(Operations):
 
     @serves(Opcode.REGION_RELEASE)
     def release(self, frame: Frame) -> bytes:
-        """REGION_RELEASE: let go of the address of a region whose memory is gone."""
+        """Serve REGION_RELEASE: release the address of a region after its memory was removed."""
         (address,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
         region = next((known for known in self._gate.regions.values() if known.address == address), None)
         if region is None:
@@ -401,7 +406,7 @@ class RegionOperations(Operations):
         return empty(frame)
 
     def release_ended(self) -> None:
-        """Let go of the addresses of all regions whose memory is gone."""
+        """Release the addresses of all regions without memory."""
         for region in [known for known in self._gate.regions.values() if self._ledger.has_ended(known.address)]:
             self._release(region)
         self._record_usage()
@@ -415,7 +420,7 @@ class RegionOperations(Operations):
 
 
 def no_set() -> Refused:
-    """The refusal of a launch without a region set where each must name one."""
+    """Return the refusal of a launch without a region set where each must name one."""
     return Refused(
         Failure(
             Status.LAUNCH_FAILED,

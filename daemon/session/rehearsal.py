@@ -1,10 +1,10 @@
-"""The rehearsal of a warm worker: a session without a tenant, so that whatever is slow the first time is done before.
+"""The warm-up of a warm worker: a session without a tenant, so that whatever is slow the first time is already done.
 
 The first compilation in a process took the driver of an H100 28 to 126 ms, depending on how much of its compiler the
 host still had in memory. The first run of any code in a process just forked copies the pages that it writes to. So the
-rehearsal does each kind of operation with the code that does it for tenants: first with a session alone, then with a
-server that is handed a connection with a ring and an arena. In the end it releases everything: a lease finds nothing
-of it but the speed.
+warm-up does each kind of operation with the code that serves tenants: first with a session alone, then with a server
+that gets a connection with a ring and an arena. In the end it releases everything: a lease notices nothing of it but
+the speed.
 """
 
 import gc
@@ -38,10 +38,9 @@ from gpulease.protocol.messages import (
 from gpulease.protocol.opcodes import Flag, Opcode, Status
 
 SLICE_BYTES: Final = 1 << 20
-"""The slice that the driver is given."""
 
 _COUNTED_BYTES: Final = 1 << 30
-"""The slice that the ledger is given: the image is ours, so nothing has to be bounded."""
+"""The slice that the ledger gets: the image is ours, so nothing has to be bounded."""
 
 _LEASE: Final = 1
 _BYTES: Final = 4096
@@ -84,12 +83,12 @@ def rehearse(context: Context) -> None:
         broker_page.close()
     # Sessions are cycles, and modules are unloaded with their last reference.
     gc.collect()
-    # What is left lives until the process ends: the collector need not look at it again.
+    # What is left lives until the process ends, so the collector need not visit it again.
     gc.freeze()
 
 
 class _Rehearsal:
-    """Sends requests as a tenant would."""
+    """Sends requests like a tenant."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -115,7 +114,7 @@ class _Rehearsal:
             raise RehearsalFailed("a kernel's result is not what it wrote")
 
     def _serve(self, launch: Launch) -> None:
-        """Hand a server a connection that has sent quiet launches and a SYNC, and end it."""
+        """Give a server a connection that has sent quiet launches and a SYNC, and end it."""
         body = build_body(launch)
         sent = b"".join(self._frame(Opcode.LAUNCH, body, int(Flag.QUIET)) for _ in range(_ROUNDS))
         sent += self._frame(Opcode.SYNC, b"")
@@ -136,7 +135,7 @@ class _Rehearsal:
         return build_frame(op, body, request_id=self._request_id, session_id=_LEASE, flags=flags)
 
     def _ask(self, op: Opcode, body: Any) -> memoryview:
-        """Send a request; the payload of its reply. Raises RehearsalFailed."""
+        """Send a request; return the payload of its reply. Raises RehearsalFailed."""
         self._reader.receive_data(self._frame(op, build_body(body)))
         reply = self._session.handle(cast(Frame, self._reader.next_frame()))
         answers = FrameReader(MAX_PAYLOAD_BYTES)

@@ -17,13 +17,13 @@ _DRIVER_FAILURES: Final = {int(spec.op): spec.driver_failure for spec in SPECS.v
 
 
 def refusal_of(status: Status, reason: str = "") -> Failure:
-    """The failure that refuses every operation after the lease's end, with the broker's reason if it gave one."""
+    """Return the failure that refuses every operation after the lease's end, with the broker's reason if any."""
     message, hint = SESSION_REFUSALS.get(status, ("the lease has ended", "Acquire a new lease."))
     return Failure(status, f"{message}: {reason}" if reason else message, hint=hint)
 
 
 def failure_of(error: Exception, op: int) -> Failure:
-    """The failure that reports an operation's error. Raises the error itself if no operation may end with it."""
+    """Return the failure for an operation's error. Raises the error itself if no operation may end with it."""
     match error:
         case Refused():
             return error.failure
@@ -42,20 +42,21 @@ def failure_of(error: Exception, op: int) -> Failure:
 _REPLY: Final = int(Flag.REPLY)
 
 NO_NUMBER: Final = bytes(8)
-"""The request id that no request may have, as it travels."""
+"""The request id that no request may have, as on the wire."""
 
 _EMPTY_REPLIES: Final[dict[int, tuple[int, bytes, bytes]]] = {}
-"""Empty successful replies by opcode: the session id, and the reply's bytes before and behind the request id."""
+"""Empty successful replies by opcode: the session id, and the reply's bytes before and after the request id."""
 
 
 _REFUSALS: Final = {status: build_body(refusal_of(status).to_body()) for status in SESSION_REFUSALS}
-"""By status: the payload. Building one takes ten times as long as all else between a lease's end and its telling."""
+"""By status: the payload. Building one takes ten times as long as everything else between a lease's end and its
+report."""
 
 
 class SyncPattern:
     """The bytes of a session's SYNC and of its successful reply around the request id.
 
-    With them a SYNC is recognised without being parsed.
+    With them a SYNC is recognised without parsing.
     """
 
     def __init__(self, session_id: int) -> None:
@@ -66,11 +67,11 @@ class SyncPattern:
 
     @property
     def texts(self) -> tuple[bytes, bytes, bytes, bytes]:
-        """The SYNC before and behind its request id, then its reply likewise."""
+        """The SYNC before and after its request id, then the same of its reply."""
         return self._front, self._tail, self._reply_front, self._reply_tail
 
     def number(self, reader: FrameReader) -> bytes:
-        """The request id, as it travels, of a SYNC at the front of what has arrived; b"" if there is none."""
+        """Return the request id, as on the wire, of a SYNC at the front of what has arrived; b"" if there is none."""
         start, stands_at = reader.start, reader.buffer.startswith
         if reader.end - start < HEADER_BYTES or not stands_at(self._front, start):
             return b""
@@ -79,26 +80,25 @@ class SyncPattern:
         )
 
     def reply(self, number: bytes) -> bytes:
-        """The successful reply to the SYNC with this request id."""
         return b"".join((self._reply_front, number, self._reply_tail))
 
 
 def done(frame: Frame, body: Body) -> bytes:
-    """The reply to a request that succeeded with this body."""
+    """Return the reply to a request that succeeded with this body."""
     return build_frame(
         frame.op, build_body(body), request_id=frame.request_id, session_id=frame.session_id, flags=_REPLY
     )
 
 
 def handle_reply(frame: Frame, value: int) -> bytes:
-    """The reply to a request that succeeded with a handle: equal to `done`'s, in a fraction of the time."""
+    """Return the reply to a request that succeeded with a handle: equal to `done`'s, in a fraction of the time."""
     return build_frame(
         frame.op, HANDLE.pack(value), request_id=frame.request_id, session_id=frame.session_id, flags=_REPLY
     )
 
 
 def empty(frame: Frame) -> bytes:
-    """The reply, without a body, to a request that succeeded; b"" if the request was quiet."""
+    """Return the reply, without a body, to a request that succeeded; b"" if the request was quiet."""
     if frame.flags:
         return b""
     op, session_id = frame.op, frame.session_id
@@ -110,7 +110,7 @@ def empty(frame: Frame) -> bytes:
 
 
 def refused(frame: Frame, status: Status, reason: str) -> bytes:
-    """The reply to a request after the lease's end; `reason` is the broker's, or ""."""
+    """Return the reply to a request after the lease's end; `reason` is the broker's, or ""."""
     payload = None if reason else _REFUSALS.get(status)
     if payload is None:
         return failed(frame, refusal_of(status, reason))
@@ -120,5 +120,4 @@ def refused(frame: Frame, status: Status, reason: str) -> bytes:
 
 
 def failed(frame: Frame, failure: Failure) -> bytes:
-    """The reply to a request that failed."""
     return failure.to_frame(frame.op, request_id=frame.request_id, session_id=frame.session_id)

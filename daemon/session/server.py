@@ -1,12 +1,12 @@
-"""The worker's loops, which serve the broker's channel and the connections that the broker hands over.
+"""The worker's loops, which serve the broker's channel and the connections that the broker passes on.
 
 `Server` serves a lease's session in one thread with one poll(2). Between requests the worker sleeps in the kernel and
-costs nothing. While it waits inside the driver it looks at the control page; if it does not see the lease's end in
-time, the broker ends it with SIGKILL. It waits for no peer: a connection whose peer does not read is paused (see
+costs nothing. While it waits inside the driver it checks the control page; if it does not notice the lease's end in
+time, the broker ends it with SIGKILL. It waits for no peer: a connection with a peer that does not read is paused (see
 `SendBuffer`).
 
-`SubmitServer` serves a submit: one connection, one run, and the end. A submit shares nothing with the session beside
-it but the lease. It ends when its connection ends, whichever side closes it, or when the broker says so.
+`SubmitServer` serves a submit: one connection, one run, and the end. A submit shares only the lease with the session
+that may run at the same time. It ends when its connection ends, whichever side closes it, or when the broker orders it.
 """
 
 import contextlib
@@ -66,28 +66,28 @@ from gpulease.protocol.primitives import Tlv
 from gpulease.protocol.ring import Given, Wanted
 
 BUFFERS_BYTES: Final = MAX_PAYLOAD_BYTES + (16 << 20)
-"""Most memory of incomplete frames that a session's connections may hold together: one of the largest frames, and many
+"""Most memory of incomplete frames that all connections of a session may hold: one of the largest frames, and many
 small ones. Stops a lease of one byte from taking a gigabyte of the host's memory."""
 
 LOOK_MS: Final = 5000
-"""Longest sleep of the worker. After it the worker drops connections that kept half a frame for too long, and shows the
-broker that it does not hang."""
+"""Longest sleep of the worker. After it the worker drops connections that kept half a frame for too long, and gives
+the broker a sign of life."""
 
 READS_PER_ROUND: Final = 16
 """Buffers received from one connection before the others and the broker are served."""
 
 MAX_UNSENT: Final = 4096
-"""Most messages about regions kept for a broker whose socket is full, beyond which refusals are not told: a tenant can
-cause those at will."""
+"""Most messages about regions kept for a broker with a full socket. Beyond that, refusals are not reported, because
+a tenant can cause them at will."""
 
 RETRY_MS: Final = 10
-"""Longest sleep while the broker has such messages to hear."""
+"""Longest sleep while such messages wait for the broker."""
 
 _LAUNCHES: Final = frozenset({int(Opcode.LAUNCH), int(Opcode.LAUNCH_IN)})
 _SYNC: Final = int(Opcode.SYNC)
 
 _CONDITIONAL: Final = {SessionOption.REGIONS, SessionOption.OWN_MEMORY}
-"""Abilities that a session may lack, or that ATTACH has to ask for."""
+"""Abilities that a session may lack, or that ATTACH has to request."""
 
 _SERVED: Final = tuple(
     Tlv(ability, b"") for ability in sorted({spec.ability for spec in SPECS.values() if spec.ability} - _CONDITIONAL)
@@ -99,7 +99,7 @@ class Server:
     """Serves one session until the broker's channel closes, or until the broker has it scrubbed.
 
     Attributes:
-        next_pages: The control pages for the next lease, if the session is to be scrubbed; else None.
+        next_pages: The control pages for the next lease, if the session is to be scrubbed; otherwise None.
     """
 
     def __init__(
@@ -130,33 +130,39 @@ class Server:
         session.on_wait = self._serve_regions
 
     def run(self) -> None:
-        """Serve; returns when the broker is gone or says that the session is to be scrubbed."""
+        """Serve; returns when the broker is gone or orders the session scrubbed."""
         self._channel.setblocking(False)
         self._poll.register(self._channel, select.POLLIN)
         while True:
+            # Step 1: a sign of life, and the connections' deadlines.
             self._session.look()
             timeout_ms = self._check_connections()
+            # Step 2: prepare each ring for sleep. A ring that has bytes, or room, keeps the worker awake.
             for connection in self._connections.values():
                 is_asleep = connection.fd not in self._ready and connection.wire.prepare_sleep(
                     for_room=connection.is_paused
                 )
                 if not is_asleep:
                     self._ready.add(connection.fd)
+            # Step 3: sleep, or only poll if there is work.
             heard = {fd for fd, _ in self._poll.poll(0 if self._ready or self._heard else timeout_ms)}
             for connection in self._connections.values():
                 connection.wire.end_sleep(connection.fd in heard)
+            # Step 4: the broker first, because it may have ended the lease.
             if (self._channel.fileno() in heard or self._heard) and not self._serve_broker():
                 return
+            # Step 5: every connection with work gets a turn.
             heard |= self._ready
             self._ready.clear()
             for fd in heard & self._connections.keys():
                 self._serve(self._connections[fd])
+            # Step 6: what ended connections and ended regions left, and what the broker must know.
             self._session.ended.advance()
             self._session.regions.advance()
             self._tell_of_session()
 
     def _check_connections(self) -> int:
-        """Drop connections that have kept memory here for too long; how long to sleep at most, in ms."""
+        """Drop connections that have kept memory here for too long; return how long to sleep at most, in ms."""
         now_s = time.monotonic()
         for connection in list(self._connections.values()):
             if (error := connection.overdue(now_s)) is not None:
@@ -174,7 +180,7 @@ class Server:
         return sleep_ms
 
     def _drop_expired_guests(self) -> None:
-        """Drop connections whose token is over, so that they take no other connection's place."""
+        """Drop connections with an expired token, so that they take no other connection's place."""
         for connection in list(self._connections.values()):
             if connection.guest is not None and not self._session.is_held_by(connection.guest):
                 over = refusal_of(Status.DENIED)
@@ -197,7 +203,8 @@ class Server:
                     self._session.meet(is_stranger=attach.is_stranger)
                     self._attach(socket.socket(fileno=fds.pop()), attach)
                 case Attach(guest=guest):
-                    # Its socket did not get through, for want of descriptors here: to its peer it is closed.
+                    # Its socket was lost because this process had no descriptor left; its peer sees a closed
+                    # connection.
                     self._tell_of(guest, is_in=False)
                 case Scrub() if len(fds) == 2:
                     self._say_goodbye()
@@ -215,6 +222,7 @@ class Server:
                 if len(fds) == 1:
                     regions.use_page(*fds)
             case OpenRegion():
+                # A region needs room, which ended connections may still hold.
                 self._session.ended.advance(now=True)
                 regions.open(message)
             case EndRegion():
@@ -229,9 +237,9 @@ class Server:
         return True
 
     def _serve_regions(self) -> None:
-        """Serve what the broker says of regions while the session waits for launches; all else waits, too.
+        """Serve the broker's messages about regions while the session waits for launches; all others wait, too.
 
-        A region must not wait for launches that have nothing to do with it.
+        A region must not wait for launches that do not use it.
         """
         if not self._session.regions.had_any:
             return
@@ -244,7 +252,7 @@ class Server:
         self._tell_of_session()
 
     def _tell_of_session(self) -> None:
-        """Tell the broker what it has to hear: of regions each message, once it has room for it."""
+        """Send the broker what it must know. Messages about regions wait until the channel has room."""
         if self._session.take_growth():
             report(self._channel, MemoryGrew())
         if self._session.lost is not None and not self._has_reported_lost:
@@ -259,10 +267,11 @@ class Server:
         sock.setblocking(False)
         guest = attach.guest
         connection = Connection(sock, attach.rest, self._session.pinned_buffers, self._spin_policy, guest)
+        # Ended connections must not make the session look full.
         self._drop_ended()
         failure = self._admission_failure()
         if failure is not None:
-            # Before the peer hears it, who may try again at once.
+            # Before the reply, because the peer may try again at once.
             self._tell_of(guest, is_in=False)
             with contextlib.suppress(ConnectionLost):
                 lease_id = self._session.lease_id
@@ -272,8 +281,10 @@ class Server:
             connection.wire.close()
             return
         connection.holder = self._session.begin_connection(attach.client_pid, owns=attach.owns)
+        # Messages about regions that wait because the broker's socket was full.
         try:
             self._connections[connection.fd] = connection
+            # The broker's other messages that arrived while the session waited for launches, each with its descriptors.
             self._session.count_connections(len(self._connections))
             self._poll.register(sock, select.POLLIN)
             self._set_waits()
@@ -297,7 +308,7 @@ class Server:
         self._drop_expired_guests()
 
     def _admission_failure(self) -> Failure | None:
-        """The failure for a further connection; None if it may attach."""
+        """Return the failure for a further connection; None if it may attach."""
         failure = self._session.refusal()
         if failure is None and len(self._connections) >= self._max_connections:
             failure = Failure(
@@ -308,14 +319,15 @@ class Server:
         return failure
 
     def _tell_of(self, guest: Guest | None, *, is_in: bool) -> None:
-        """Tell the broker whether a socket it handed over is attached: a token that let nobody in may be used again."""
+        """Report whether a socket that the broker passed on is attached. If not, its token may be used again."""
         report(self._channel, Attached() if guest is None else Attached(guest.mark, is_in))
 
     def _send_attach_reply(self, connection: Connection, attach: Attach) -> None:
-        """Reply to ATTACH, with the shared memory that the client asks for, where the session can give it.
+        """Reply to ATTACH, with the shared memory that the client asks for, where the session can provide it.
 
         After the reply, all bytes go through the ring if there is one. Raises ConnectionLost.
         """
+        # What the client asked for and may have: ring, arena and the page of words. Guests and remote clients get less.
         wanted = Wanted(attach.ring, attach.arena_bytes)
         ring, arena = ring_for(connection.sock, wanted, self._spin_policy), self._arena_for(connection, wanted)
         words_fd = self._session.regions.page_fd if attach.words and can_share(connection.sock) else -1
@@ -333,7 +345,7 @@ class Server:
         frame = build_frame(Opcode.ATTACH, body, **header)
         fds = [shared.fd for shared in (ring, arena) if shared is not None] + [words_fd] * given.words
         try:
-            # The socket has room: nothing was sent on it since the peer read the last reply.
+            # The socket has room, because nothing was sent on it since the peer read the last reply.
             sent = socket.send_fds(connection.sock, [frame], fds, socket.MSG_NOSIGNAL)
         except OSError:
             sent = 0
@@ -347,10 +359,10 @@ class Server:
             connection.wire = ring
 
     def _arena_for(self, connection: Connection, wanted: Wanted) -> Arena | None:
-        """The session's arena, if the client asks for it and may have it.
+        """Return the session's arena, if the client asks for it and may have it; otherwise None.
 
-        One connection at a time may: two clients would use the same bytes. A guest may not: the client that had the
-        arena before still maps it, and may be another tenant.
+        Only one connection at a time may have it, because two clients would use the same bytes. A guest may not: the
+        client that had the arena before still maps it, and may belong to another tenant.
         """
         is_taken = connection.guest is not None or any(other.has_arena for other in self._connections.values())
         if not wanted.arena_bytes or is_taken or not can_share(connection.sock):
@@ -361,7 +373,7 @@ class Server:
             return None
 
     def _say_goodbye(self) -> None:
-        """Tell every peer why the session ends, and drop it: the process is about to be killed."""
+        """Send every peer the reason for the session's end, and drop it: the process is about to be killed."""
         failure = self._session.refusal() or Failure(Status.SESSION_FAILED, "the session has ended")
         for connection in list(self._connections.values()):
             self._drop(connection, FramingError(failure.message, failure.status), failure)
@@ -373,6 +385,7 @@ class Server:
         try:
             if connection.send_buffer is not None:
                 self._resume(connection, connection.send_buffer)
+            # While a region opens or ends, serve in small portions so that the broker's next message is read soon.
             for _ in range(1 if self._session.regions.is_moving() else READS_PER_ROUND):
                 if connection.is_paused:
                     return
@@ -394,7 +407,7 @@ class Server:
             self._drop(connection, error)
 
     def _check_buffers(self) -> None:
-        """Raises FramingError if the connections' incomplete frames take too much memory together."""
+        """Raise FramingError if the incomplete frames of all connections take too much memory."""
         held = sum(len(connection.reader.buffer) for connection in self._connections.values())
         if held > BUFFERS_BYTES:
             raise FramingError(
@@ -404,7 +417,7 @@ class Server:
             )
 
     def _serve_frames(self, connection: Connection) -> None:
-        """Do all requests that have arrived whole. Raises ConnectionLost or FramingError."""
+        """Serve all requests that have arrived completely. Raises ConnectionLost or FramingError."""
         if connection.guest is None:
             self._serve_owner(connection)
         else:
@@ -416,7 +429,7 @@ class Server:
         self._tell_of_session()
 
     def _serve_owner(self, connection: Connection) -> None:
-        """Do the requests of a connection of the lease's owner: launches and syncs without parsing, where possible."""
+        """Serve the requests of a connection of the lease's owner; launches and syncs without parsing, if possible."""
         reader, session, receive_buffer = connection.reader, self._session, connection.receive_buffer
         while reader.start != reader.end or receive_buffer.has_write:
             reply: bytes | memoryview | None = None
@@ -437,7 +450,7 @@ class Server:
                     break
 
     def _serve_guest(self, connection: Connection, guest: Guest) -> None:
-        """Do the requests of a connection that is bound to a token, each after a look at the token."""
+        """Serve the requests of a connection that is bound to a token, each after a check of the token."""
         with self._session.serving(guest):
             while (frame := connection.receive_buffer.next_frame()) is not None:
                 reply = guest.refuse(frame) or self._session.handle(frame)
@@ -447,7 +460,7 @@ class Server:
                         break
 
     def _report_left(self) -> None:
-        """Have the broker look at the control page, once the last connection has gone."""
+        """Make the broker read the control page, once the last connection has gone."""
         if not self._has_reported_left and not self._connections:
             self._has_reported_left = report(self._channel, LastLeft())
 
@@ -468,7 +481,7 @@ class Server:
         return False
 
     def _resume(self, connection: Connection, send_buffer: SendBuffer) -> None:
-        """Send on what the peer has not read. Once all went, do what it asked meanwhile."""
+        """Continue sending what the peer has not read. Once everything is sent, serve its waiting requests."""
         rest = connection.wire.send(send_buffer.unsent, 0)
         if rest is not None:
             send_buffer.update(rest)
@@ -479,7 +492,7 @@ class Server:
         self._serve_frames(connection)
 
     def _set_waits(self) -> None:
-        """Set for how long replies to each connection wait for room; not at all shortly after a pause."""
+        """Set how long replies to each connection wait for room; not at all shortly after a pause."""
         is_alone = len(self._connections) == 1
         for connection in self._connections.values():
             may_wait = not connection.no_wait_until_s
@@ -501,7 +514,7 @@ class Server:
 
 
 def report(channel: socket.socket, message: Message) -> bool:
-    """Send the broker a message it can do without; False if it is gone, or its socket is full."""
+    """Send the broker a message that it can do without; False if it is gone, or its socket is full."""
     try:
         send_message(channel, message.to_map())
     except (ChannelClosed, BlockingIOError):
@@ -510,7 +523,7 @@ def report(channel: socket.socket, message: Message) -> bool:
 
 
 def receive(channel: socket.socket) -> tuple[Message | None, list[int]]:
-    """Return the broker's next message, None if it means nothing here, and its descriptors.
+    """Return the broker's next message, None if it has no meaning here, and its descriptors.
 
     A malformed Attach loses its connection, so that it is refused. Raises ChannelClosed and BlockingIOError.
     """
@@ -525,23 +538,21 @@ def receive(channel: socket.socket) -> tuple[Message | None, list[int]]:
 # --- submits ---
 
 HANDOVER_S: Final = 10.0
-"""Longest time from ready to the connection. A broker that dies in between hands over none, and the next broker can't
+"""Longest time from ready to the connection. A broker that dies in between passes none, and the next broker can't
 know that."""
 
 _GONE: Final = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
 
 
 class PeerGone(Exception):
-    """The client has left."""
+    pass
 
 
 class SubmitEnded(Exception):
-    """The broker has ended the submit: the lease, or the submit's time, is over."""
+    """The broker has ended the submit, because the lease's or the submit's time is over."""
 
 
 class SubmitServer:
-    """Serves one submit."""
-
     def __init__(self, channel: socket.socket, session: Session, welcome: AttachReply) -> None:
         self._channel = channel
         self._session = session
@@ -578,7 +589,7 @@ class SubmitServer:
                     self._guest = attach.guest
                     return self._welcome_in(socket.socket(fileno=fds.pop()), attach.request_id, attach.rest)
                 case Attach() | EndSession():
-                    # Its socket did not get through, or it is over before it began.
+                    # Its socket was lost on the way, or it is over before it began.
                     close_all(fds)
                     return None
             close_all(fds)
@@ -594,8 +605,8 @@ class SubmitServer:
             session_id=self._session.lease_id,
             flags=Flag.REPLY,
         )
-        # The socket has room: nothing was sent on it since the peer read the last reply. If the peer is gone, the next
-        # look finds that.
+        # The socket has room, because nothing was sent on it since the peer read the last reply. If the peer is gone,
+        # the next poll notices that.
         with contextlib.suppress(OSError):
             sock.send(reply)
         return sock

@@ -1,12 +1,12 @@
-"""A session: the check whether its lease is over, the dispatch by opcode, and the failures it has yet to report.
+"""A session: the check whether its lease is over, the dispatch by opcode, and the failures that it has yet to report.
 
-`Session` checks every request in this order: the control page, which says that the lease expired or was revoked; a
+`Session` checks every request in this order: the control page, which says whether the lease expired or was revoked; a
 failure that an earlier quiet request left; the opcode and the session id; what the operation itself checks. A quiet
-request that fails leaves its failure, and the session skips the requests behind it. The next request with a reply is
-not done either: its reply reports the failure. After a fault that cost the context, every later reply reports that
+request that fails leaves its failure, and the session skips the requests after it. The next request with a reply is not
+executed either: its reply reports the failure. After a fault that cost the context, every later reply reports that
 fault. A guest's PING reports the failure of that guest's own requests and no other.
 
-A session knows frames and the driver, no sockets.
+A session knows frames and the driver, but no sockets.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ from gpulease.protocol.framing import HEADER_BYTES, Frame, FrameReader
 from gpulease.protocol.messages import Ping
 from gpulease.protocol.opcodes import Flag, Opcode, Status
 
-# Plain integers: looking a member up on its enum costs as much as the rest of a check.
+# Plain integers: looking up a member of its enum costs as much as the rest of a check.
 _QUIET: Final = int(Flag.QUIET)
 _SYNC: Final = int(Opcode.SYNC)
 _SELECT: Final = int(Opcode.STREAM_SELECT)
@@ -78,20 +78,20 @@ class Session:
         page: The control page; the session shows its counters there.
         max_kernel_ms: How long a kernel may run, 0 for no bound.
         native: How native code launches in the context; None leaves all launches to Python. Ignored where kernels'
-            times are bounded, because Python looks after every launch then.
-        is_submit: The session does one SUBMIT_RUN and nothing else.
+          times are bounded, because Python checks after every launch then.
+        is_submit: The session serves one SUBMIT_RUN and nothing else.
         regions_required: Refuse launches that name no region set.
-        take_printed: Takes what kernels have printed, and tells whether some of it is lost.
+        take_printed: Takes what kernels have printed, and returns it and whether some of it is lost.
 
     Attributes:
         lost: The fault that cost the context; None while the context works.
         arena: The session's arena, and the copies from and to it.
         pinned_buffers: Pinned memory that connections may receive large writes into.
         streams: The streams of all connections.
-        ended: What connections made that have ended.
+        ended: What ended connections made.
         watch: The kernels' run times.
         submit: The operations of a submit.
-        regions: The memory of its regions, as the broker says.
+        regions: The memory of its regions, on the broker's orders.
         on_wait: Called about every millisecond while the session waits for launches.
     """
 
@@ -111,10 +111,10 @@ class Session:
         self.lease_id = lease_id
         self.lost: Failure | None = None
         self._has_faulted = False
-        # What a quiet request left to report, and the connection it came from; None of a kernel's fault.
+        # What a quiet request left to report, and the connection it came from; None for a kernel's fault.
         self._pending_failure: Failure | None = None
         self._pending_from: ConnectionStreams | None = None
-        # A kernel's fault that was met while there was a failure to report: the next one.
+        # A kernel's fault that was met while there was another failure to report: the next one.
         self._next_failure: Failure | None = None
         # Launches counted when Python last answered a wait, or reported a failure.
         self._synced = 0
@@ -170,16 +170,17 @@ class Session:
     # --- requests ---
 
     def handle(self, frame: Frame) -> bytes | memoryview | None:
-        """Do a request and return its reply, None for a quiet request.
+        """Serve a request and return its reply, None for a quiet request.
 
-        A memoryview is the session's own memory, void at the next call. Raises FramingError if the stream can't be
-        followed any more.
+        A memoryview is the session's own memory, invalid at the next call. Raises FramingError if the rest of the
+        stream can't be understood any more.
         """
         if frame.request_id == 0:
             raise FramingError("request id 0 is kept for goodbyes")
         self._counters[_OPS] += 1
         if frame.flags not in (0, _QUIET):
             raise FramingError("a client sent a reply")
+        # The broker reads the operation's name on the page if this process hangs in it.
         self._counters[_DOING] = frame.op
         try:
             lease_end = self._page.refusal()
@@ -191,7 +192,7 @@ class Session:
             self._counters[_DOING] = 0
 
     def take_launches(self, reader: FrameReader) -> None:
-        """Do the expected launches at the front of what a connection sent; see `LaunchFastPath`."""
+        """Serve the expected launches at the front of what a connection sent; see `LaunchFastPath`."""
         if self._pending_failure is None and self.lost is None:
             self._fast_path.take(reader)
 
@@ -212,10 +213,10 @@ class Session:
         return None
 
     def take_sync(self, reader: FrameReader) -> bytes | None:
-        """Do a SYNC at the front of what a connection sent, the most frequent request with a reply; return the reply.
+        """Serve a SYNC at the front of what a connection sent, and return the reply.
 
-        Returns None, and leaves the frame to `handle`, if there is no SYNC or its reply has to report anything but how
-        the wait went.
+        A SYNC is the most frequent request with a reply. Returns None, and leaves the frame to `handle`, if there is no
+        SYNC or its reply has to report anything but the wait's result.
         """
         number = self._sync_pattern.number(reader)
         if not number or number == NO_NUMBER or self._pending_failure is not None or self.lost is not None:
@@ -238,6 +239,7 @@ class Session:
         return self._sync_pattern.reply(number)
 
     def _answer(self, frame: Frame, lease_end: Status | None) -> bytes | memoryview:
+        # Check 1: the lease. Check 2: a failure that is still to be reported, which replaces this request.
         if lease_end is not None:
             self._counters[_FAILED_OPS] += 1
             return refused(frame, lease_end, self._page.reason(lease_end))
@@ -250,6 +252,7 @@ class Session:
                     self._synced = self._counters[_LAUNCHES]
                 return reply
             except _OPERATION_ERRORS as error:
+                # The only failure that a second try can heal: memory that ended connections still hold.
                 if isinstance(error, Refused) and self.ended.may_make_room(error.failure):
                     try:
                         return self._retry(frame, error.failure)
@@ -259,15 +262,16 @@ class Session:
                     failure = self._failure(error, frame.op)
                 self._count_failure(frame.op, error)
         else:
+            # A failure was left by an earlier quiet request: this request is not executed, and its reply reports it.
             self._skip(frame)
             self._count_failure(frame.op)
         self._synced = self._counters[_LAUNCHES]
         return failed(frame, failure)
 
     def _retry(self, frame: Frame, refused: Failure) -> bytes | memoryview:
-        """Do a request once more that found no room, if ended connections make some. Raises what it raises then."""
-        # No error is kept here: raised again it would hold this frame, and the frame it, with the request's image,
-        # until the garbage collector came.
+        """Repeat a request that found no room, if ended connections make some. Raises what it raises then."""
+        # No error is kept here: raised again it would hold this frame, and the frame the error and the request's image,
+        # until the garbage collector ran.
         if self.ended.make_room(is_alone=self._counters[Counter.CONNECTIONS] <= 1):
             try:
                 return self._operation(frame)(frame)
@@ -296,7 +300,7 @@ class Session:
         return operation
 
     def _skip(self, frame: Frame) -> None:
-        """Skip a request behind a failure, but never a STREAM_SELECT.
+        """Skip a request after a failure, but never a STREAM_SELECT.
 
         The requests after the report must go into the stream that the tenant meant them for.
         """
@@ -318,10 +322,10 @@ class Session:
         self._count_failure(op, error)
 
     def _keep_fault(self, fault: KernelFault) -> None:
-        """Keep a fault that the broker's business met: the tenant hears of it as of any other."""
+        """Keep a fault that was met without a tenant's request: it is reported like any other."""
         failure = self._failure_of_fault(fault)
         if self.ended.has_any and not self._counters[Counter.CONNECTIONS]:
-            return  # whoever launched it has gone, and nobody else is there to be told of it
+            return  # The connection that launched it has gone, and no other is there to receive it.
         if self._pending_failure is None:
             self._pending_failure, self._pending_from = failure, None
         else:
@@ -332,7 +336,7 @@ class Session:
         return int(self._counters[_LAUNCHES]) - max(self._synced, self._fast_path.synced)
 
     def _take_failure(self) -> Failure | None:
-        """The failure to report now; each is reported once, unless it cost the context."""
+        """Return the failure to report now; each is reported once, unless it cost the context."""
         if self.lost is not None:
             return self.lost
         if self._pending_failure is None:
@@ -343,7 +347,7 @@ class Session:
         return failure
 
     def _take_guests_failure(self) -> Failure | None:
-        """The failure of a quiet request of the connection served now; other connections' failures stay pending."""
+        """Return the failure of a quiet request of the connection served now; others' failures stay pending."""
         current = self.streams.current
         if self._pending_failure is not None and self._pending_from is current:
             return self._take_failure()
@@ -374,7 +378,7 @@ class Session:
         return failure
 
     def _count_failure(self, op: int, error: Exception | None = None) -> None:
-        """Count a failed request; a wait that the lease's end cut short is no failed sync."""
+        """Count a failed request; a wait that the lease's end cut short is not a failed sync."""
         self._counters[_FAILED_OPS] += 1
         if op in _SYNC_OPERATIONS and not isinstance(error, LeaseOver):
             self._counters[Counter.SYNC_ERRORS] += 1
@@ -382,41 +386,42 @@ class Session:
     # --- the lease ---
 
     def refusal(self) -> Failure | None:
-        """The lease's end as a failure, None while the lease lives."""
+        """Return the lease's end as a failure, None while the lease lives."""
         status = self._page.refusal()
         return None if status is None else refusal_of(status, self._page.reason(status))
 
     def look(self) -> None:
-        """Show the broker that the process does not hang, and how long its kernel has run."""
+        """Give the broker a sign of life, and show how long the present kernel has run."""
         now_ns = time.monotonic_ns()
         self.watch.look(now_ns)
-        # Last: the broker takes a kernel that an earlier look saw, with this look's time, for one that ran until now.
+        # Last: if an earlier call saw a kernel, the broker combines it with this time and takes the kernel to run until
+        # now.
         self._counters[_LOOKED_NS] = now_ns
 
     def _check_lease(self) -> None:
-        """The `Poll` of every wait. Raises LeaseOver."""
+        """Serve as the `Poll` of every wait. Raises LeaseOver."""
         self.look()
         if self._page.refusal() is not None:
             raise LeaseOver
 
     def _check_sync(self) -> None:
-        """The `Poll` of a wait for launches: regions end meanwhile, too. Raises LeaseOver."""
+        """Serve as the `Poll` of a wait for launches, during which regions end, too. Raises LeaseOver."""
         self._check_lease()
         self.on_wait()
 
     # --- connections ---
 
     def meet(self, *, is_stranger: bool) -> None:
-        """A connection attaches; a stranger may be of another tenant than the leases this process served before."""
+        """Prepare for a connection. A stranger may belong to another tenant than this process's earlier leases."""
         if is_stranger:
             self._context.forget_earlier()
 
     def begin_connection(self, pid: int, *, owns: bool) -> Holder:
-        """Take in that a connection is attached; returns who holds what it makes.
+        """Record that a connection is attached; return the holder of what it makes.
 
         Args:
             pid: The client's process, 0 if that is not known.
-            owns: What it makes ends with it. An older client does not ask for that: nobody holds it then.
+            owns: What it makes ends with it. An older client does not ask for that, so what it makes has no own holder.
         """
         self._last_connection += 1
         if not owns:
@@ -425,34 +430,35 @@ class Session:
         return Holder(self._counters, self._page.show_connection(self._last_connection, pid))
 
     def switch_to(self, streams: ConnectionStreams, holder: Holder) -> None:
-        """Serve this connection from now on: its streams, and who holds what it makes."""
+        """Serve this connection from now on: its streams, and its holder."""
         self._ledger.holder = holder
         self.streams.switch_to(streams)
 
     def end_connection(self, streams: ConnectionStreams, holder: Holder, *, is_last: bool) -> None:
-        """Take in that a connection has ended: destroy its streams, and give back what it holds once nothing uses that.
+        """Record that a connection has ended: destroy its streams, and release what it holds once nothing uses that.
 
         Args:
             streams: Its streams.
-            holder: Who held what it made.
+            holder: The holder of what it made.
             is_last: No other connection is attached.
         """
         owns = holder is not self.ended.nobody
         is_over = self.lost is not None or self._page.refusal() is not None
         if not owns:
             self.ended.unheld_users -= 1
+        # After the end of the lease or the context, everything goes with the process.
         elif not is_over:
             self._page.hide_connection(holder.at)
             self.ended.end(holder, streams.known.values())
         self.streams.release(streams)
         if is_last and owns and not is_over:
-            # What is left to report is of its own requests.
+            # What is left to report concerns its own requests only.
             self._pending_failure = self._next_failure = self._pending_from = None
             self._region_sets.release_ended()
 
     @contextlib.contextmanager
     def serving(self, guest: Guest) -> Iterator[None]:
-        """Bind all that is done meanwhile to a guest's token: once that is over, waits end and requests are refused."""
+        """Bind everything done meanwhile to a guest's token: once that is over, waits end and requests are refused."""
         self._page.guest = guest
         try:
             yield
@@ -481,7 +487,7 @@ class Session:
 
     @property
     def cuda_version(self) -> int:
-        """The version of CUDA that the card's driver has, 13000 for 13.0; 0 for no CUDA driver."""
+        """The version of CUDA of the card's driver, 13000 for 13.0; 0 for no CUDA driver."""
         return self._context.cuda_version
 
     # --- regions ---
@@ -497,7 +503,7 @@ class Session:
         return self._ledger.slice_bytes
 
     def take_reports(self) -> Iterator[Message]:
-        """Yield each message about regions that the broker is to hear, once."""
+        """Yield each message about regions for the broker, once."""
         outbox = self._gate.outbox
         while outbox:
             yield outbox.popleft()
@@ -505,12 +511,14 @@ class Session:
     # --- the end ---
 
     def release(self, poll: Poll) -> None:
-        """Wait for what runs, then give all that the session has back to the context. Serve no request afterwards.
+        """Wait for what runs, then return everything that the session has to the context. Serve no request afterwards.
 
         Raises DriverError if that can't be done, or if something stays for good.
         """
         if self.watch.is_on:
             self._context.watch(keep_waiting)
+        # Anything that can't be undone prevents the reuse of the context: a fault, regions, memory that the driver
+        # keeps.
         self._context.sync(poll)
         fault = self._context.fault()
         if fault is not None:
@@ -519,6 +527,7 @@ class Session:
             raise DriverError("it had regions, whose addresses are never used again")
         if self._has_faulted or self._ledger.keeps_for_good:
             raise DriverError("a kernel has failed" if self._has_faulted else "the driver keeps memory for its kernels")
+        # Graphs first, because they depend on modules and allocations.
         self._graphs.close()
         self._planner.forget()
         for number, module in self._ledger.modules():
@@ -529,7 +538,7 @@ class Session:
             self._ledger.remove_allocation(address)
 
     def release_memory(self) -> None:
-        """Give pinned memory back to the host; the driver must have unpinned it. Raises BufferError if it is used."""
+        """Return pinned memory to the host; the driver must have unpinned it. Raises BufferError if it is used."""
         self._memory.close()
         self.arena.close()
         self.regions.close()

@@ -1,6 +1,6 @@
-"""A session's streams: the numbers that each connection knows its streams by, and the one it has selected.
+"""A session's streams: the numbers by which each connection knows its streams, and the one it has selected.
 
-Every connection has its own streams; they end with it. The context learns which stream is selected whenever that
+Every connection has its own streams; they end with it. The context is notified of the selected stream whenever that
 changes, so launches and copies need not know of streams at all.
 """
 
@@ -22,7 +22,7 @@ from gpulease.protocol.messages import Elapsed, EventPair, EventRecord, Handle, 
 from gpulease.protocol.opcodes import Opcode, Status
 
 DEFAULT: Final = 0
-"""The default stream's number, on the wire and in the driver. The stream always exists."""
+"""The default stream's number, on the wire and in the driver. This stream always exists."""
 
 
 class ConnectionStreams:
@@ -33,7 +33,7 @@ class ConnectionStreams:
         selected: The number, on the wire, of the stream that launches and copies go into.
         events: The driver's event by the number on the wire.
         skipped_by: The failure for which the session last skipped a quiet request of this connection; None once it was
-            reported.
+          reported.
     """
 
     __slots__ = ("events", "known", "selected", "skipped_by")
@@ -46,7 +46,7 @@ class ConnectionStreams:
 
 
 class StreamOperations(Operations):
-    """The STREAM operations.
+    """Serves the STREAM operations.
 
     Attributes:
         current: The streams of the connection that is served now.
@@ -80,7 +80,6 @@ class StreamOperations(Operations):
 
     @serves(Opcode.STREAM_CREATE)
     def create(self, frame: Frame) -> bytes:
-        """STREAM_CREATE."""
         if frame.payload:
             raise BodyError("STREAM_CREATE takes no payload")
         if self._stream_count >= MAX_STREAMS:
@@ -103,7 +102,6 @@ class StreamOperations(Operations):
 
     @serves(Opcode.STREAM_DESTROY)
     def destroy(self, frame: Frame) -> bytes:
-        """STREAM_DESTROY."""
         (number,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
         self._stream(number)
         if number == DEFAULT:
@@ -113,7 +111,6 @@ class StreamOperations(Operations):
 
     @serves(Opcode.STREAM_SELECT)
     def select(self, frame: Frame) -> bytes:
-        """STREAM_SELECT."""
         (number,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
         stream = self._stream(number)
         self.current.selected = number
@@ -121,7 +118,7 @@ class StreamOperations(Operations):
         return empty(frame)
 
     def select_anyway(self, frame: Frame) -> None:
-        """STREAM_SELECT where the session skips other requests; a wrong one changes nothing."""
+        """Serve STREAM_SELECT where the session skips other requests; an invalid one changes nothing."""
         try:
             self.select(frame)
         except (BodyError, Refused):
@@ -129,14 +126,12 @@ class StreamOperations(Operations):
 
     @serves(Opcode.STREAM_WAIT)
     def wait(self, frame: Frame) -> bytes:
-        """STREAM_WAIT."""
         number, other = parse_fixed(STREAM_WAIT, StreamWait, memoryview(frame.payload))
         self._context.stream_wait(self._stream(number), self._stream(other))
         return empty(frame)
 
     @serves(Opcode.STREAM_SYNC)
     def sync(self, frame: Frame) -> bytes:
-        """STREAM_SYNC."""
         (number,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
         self._context.stream_sync(self._stream(number), self._resources.check_sync)
         self._counters[Counter.SYNCS] += 1
@@ -144,7 +139,6 @@ class StreamOperations(Operations):
 
     @serves(Opcode.EVENT_RECORD)
     def record_event(self, frame: Frame) -> bytes:
-        """EVENT_RECORD."""
         body = parse_body(EventRecord, frame.payload)
         stream, events = self._stream(body.stream), self.current.events
         is_new = body.event not in events
@@ -162,7 +156,7 @@ class StreamOperations(Operations):
 
     @serves(Opcode.EVENT_ELAPSED)
     def elapsed(self, frame: Frame) -> bytes:
-        """EVENT_ELAPSED: wait for both events as a sync does."""
+        """Serve EVENT_ELAPSED: wait for both events as a sync does."""
         body = parse_body(EventPair, frame.payload)
         pair = [self._event(number) for number in (body.start, body.end)]
         self._context.event_wait(pair, self._resources.check_sync)
@@ -173,7 +167,7 @@ class StreamOperations(Operations):
 
     @serves(Opcode.EVENT_DESTROY)
     def destroy_event(self, frame: Frame) -> bytes:
-        """EVENT_DESTROY. An event whose record was skipped behind a failure is no error."""
+        """Serve EVENT_DESTROY. An event with a record that was skipped after a failure is not an error."""
         (number,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
         if self.current.events.pop(number, None) is not None:
             self._event_count -= 1

@@ -28,11 +28,11 @@ _ANSWERED: Final = frozenset({ArgumentKind.OUTPUT, ArgumentKind.INOUT})
 
 
 class SubmitOperations(Operations):
-    """SUBMIT_RUN.
+    """Serves SUBMIT_RUN.
 
     Attributes:
         is_spent: The submit has run, well or not: nothing more is done in this context.
-        is_peer_gone: Whether the client that waits for the outputs has left; asked during every wait.
+        is_peer_gone: Returns whether the client that waits for the outputs has disconnected; called during every wait.
         on_growth: Called after the context did something for which the card may hold more memory.
     """
 
@@ -46,7 +46,7 @@ class SubmitOperations(Operations):
 
     @serves(Opcode.SUBMIT_RUN)
     def run(self, frame: Frame) -> bytes:
-        """SUBMIT_RUN. The reply holds all outputs; a failure holds none."""
+        """Serve SUBMIT_RUN. The reply holds all outputs; a failure holds none."""
         if frame.flags:
             raise BodyError("SUBMIT_RUN can't be quiet: its outputs are its reply")
         if self.is_spent:
@@ -55,6 +55,7 @@ class SubmitOperations(Operations):
         body = parse_body(SubmitRun, frame.payload)
         types = tuple(map(_type_of, body.arguments))
         body = replace(body, arguments=tuple(map(_untyped, body.arguments)))
+        # Check what can be checked before anything is loaded, then load, fill the buffers, launch, wait, and read.
         _check(body.arguments)
         module, loaded = self._modules.load_image(body.image)
         self.on_growth()
@@ -78,13 +79,13 @@ class SubmitOperations(Operations):
         self._counters[Counter.SYNCS] += 1
 
     def _poll(self) -> None:
-        """Raises LeaseOver if the lease is over or the client has left."""
+        """Raise LeaseOver if the lease is over or the client has disconnected."""
         self._check_lease()
         if self.is_peer_gone():
             raise LeaseOver
 
     def _buffer(self, argument: SubmitArgument) -> int:
-        """The device address of an argument's buffer, filled with its data; 0 for a VALUE, which has no buffer."""
+        """Return the device address of an argument's buffer, filled with its data; 0 for a VALUE, which has none."""
         if argument.kind == ArgumentKind.VALUE:
             return 0
         size_bytes, ledger = _size(argument), self._ledger
@@ -135,7 +136,7 @@ def _size(argument: SubmitArgument) -> int:
 
 
 def _type_of(argument: SubmitArgument) -> ParameterType:
-    """The type that the client gave a VALUE; a pointer for any other argument."""
+    """Return the type that the client gave a VALUE; a pointer for any other argument."""
     if argument.kind in _TYPED:
         return _TYPED[argument.kind]
     return ParameterType.UNTOLD if argument.kind == ArgumentKind.VALUE else ParameterType.POINTER
@@ -146,7 +147,7 @@ def _untyped(argument: SubmitArgument) -> SubmitArgument:
 
 
 def _check_types(body: SubmitRun, types: tuple[ParameterType, ...], module: Module) -> None:
-    """Raises Refused for a float where the image's PTX declares an integer or a pointer, or the other way round."""
+    """Raise Refused for a float where the image's PTX declares an integer or a pointer, or the other way round."""
     declared = dict(zip(module.kernels, parameter_types(body.image, module.kernels), strict=True)).get(body.kernel, b"")
     for index, (given, byte) in enumerate(zip(types, declared, strict=False)):
         wanted = ParameterType(byte)
@@ -159,7 +160,7 @@ def _check_types(body: SubmitRun, types: tuple[ParameterType, ...], module: Modu
 
 
 def _check(arguments: tuple[SubmitArgument, ...]) -> None:
-    """Raises BodyError if the arguments make no sense, before anything is allocated for them."""
+    """Raise BodyError if the arguments are invalid, before anything is allocated for them."""
     passed_bytes = output_bytes = 0
     for index, argument in enumerate(arguments):
         if argument.kind not in _KINDS:

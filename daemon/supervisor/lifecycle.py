@@ -1,4 +1,4 @@
-"""The daemon's life towards its service manager: starting, ready, reading its settings again, stopping.
+"""The daemon's life cycle under its service manager: starting, ready, reloading its settings, stopping.
 
 A reload (SIGHUP) takes the settings that can change while the daemon runs. The log names the others, which wait for a
 restart.
@@ -34,8 +34,8 @@ RELOADED: Final = frozenset(
         "http_token_file",
     }
 )
-"""The settings that apply at once, besides [tenants]. They apply to new tenants, connections and requests; leases and
-connections that exist stay. A changed token in the token's file ends the access of the token before."""
+"""The settings that apply at once, besides [tenants]. They apply to new tenants, connections and requests; existing
+leases and connections keep the old ones. A new token in the token's file ends the old token's access."""
 
 _NAMES: Final = {setting.attribute: setting.name for setting in SETTINGS}
 
@@ -118,8 +118,8 @@ class Supervised:
 
     Args:
         notifier: The notification socket.
-        watched_every_s: Seconds between two signs of life; None without a watchdog.
-        given: The sockets that the service manager handed over.
+        watched_every_s: The watchdog's interval in seconds; None without a watchdog.
+        given: The sockets that the service manager passed.
     """
 
     def __init__(self, notifier: Notifier, watched_every_s: float | None, given: Sequence[GivenSocket]) -> None:
@@ -140,15 +140,13 @@ class Supervised:
 
     @classmethod
     def without_manager(cls) -> "Supervised":
-        """Return a daemon without a service manager."""
         return cls(Notifier(), None, ())
 
     def tell_failure(self, text: str) -> None:
-        """Give the reason why the daemon ends, for `systemctl status`."""
+        """Send the reason why the daemon ends, for `systemctl status`."""
         self._notifier.tell_status(text)
 
     def close(self) -> None:
-        """Close the notification socket."""
         self._notifier.close()
 
     async def serve(self, config: Config, load: Callable[[], Config] | None = None) -> None:
@@ -160,6 +158,9 @@ class Supervised:
         if load is not None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload_wanted.set)
         async with contextlib.AsyncExitStack() as stack:
+            # A close that a peer could block is interrupted from here on. Then the start: it makes a context on every
+            # card, which may take longer than the service manager's limit, so the limit is extended until the sockets
+            # listen.
             stack.enter_context(interrupting_closes())
             async with self._notifier.starting():
                 self._notifier.tell_status("Making a context on every card.")
@@ -170,8 +171,10 @@ class Supervised:
             if service.url:
                 message = f"gpuleased {VERSION} serves its web page at {service.url}"
                 log_event(LogEvent.DAEMON_SEEN, message, url=service.url, version=VERSION)
+            # A daemon that crashes now leaves its sockets with the service manager; clients wait for the next daemon.
             await self._store_sockets(service)
             service.on_new_sockets = partial(self._store_sockets_anew, service)
+            # Only now do units that depend on this daemon start: it answers.
             await self._notifier.tell_reliably("READY=1", status(_ready_text(service)))
             if self._watchdog.start():
                 # The service manager ends a stuck loop with SIGABRT; faulthandler then logs where the loop was.
@@ -183,14 +186,17 @@ class Supervised:
                 stack.push_async_callback(reloader.stop)
                 if reload_wanted.is_set():
                     reloader.ask()
+            # What exists now lives until the end, so the collector need not examine it again.
             collect_rarely()
             number = await stop_signal
+            # SIGINT comes from a person at a terminal, SIGTERM from the service manager. The exit of the stack then
+            # runs everything above backwards: the reloader, the watchdog, the service.
             service.may_end_sessions(is_interrupted=number is signal.SIGINT)
             log_event(LogEvent.DAEMON_STOPPING)
             await self._notifier.tell_reliably("STOPPING=1", status("Stopping."))
 
     async def _store_sockets(self, service: Service) -> None:
-        """Have the service manager keep this daemon's own listening sockets open, and drop those out of use."""
+        """Have the service manager store this daemon's own listening sockets, and drop the unused ones."""
         if not self._notifier.is_heard:
             return
         for name in {given.name for given in service.stale}:
@@ -200,7 +206,7 @@ class Supervised:
         service.leave_sockets()
 
     async def _store_sockets_anew(self, service: Service, addresses: Collection[Address]) -> None:
-        """Have the service manager keep new sockets of addresses in place of those that it has."""
+        """Have the service manager replace the stored sockets of some addresses."""
         if not self._notifier.is_heard:
             return
         for address, fd in service.bound:

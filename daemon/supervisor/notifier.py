@@ -1,7 +1,7 @@
 """Notifications to the service manager by datagrams (sd_notify(3), "Standalone Implementations"), and its watchdog.
 
-Without a service manager nothing is sent. A datagram never blocks the loop: without room it is lost, or, if it must
-arrive, tried again for a while.
+Nothing is sent without a service manager. A datagram never blocks the event loop: if the socket has no room, the
+datagram is lost, or retried for a while if it must arrive.
 """
 
 import array
@@ -19,13 +19,13 @@ from gpulease.protocol.time_units import US_PER_S
 ADDRESS_VARIABLE: Final = "NOTIFY_SOCKET"
 
 TELL_TIMEOUT_S: Final = 5.0
-"""The time for which a notification that must arrive is tried again."""
+"""The time for which the notifier retries a notification that must arrive."""
 
 MAX_STATUS_CHARS: Final = 512
-"""The length of a line for `systemctl status`. Texts from settings could be longer than a datagram."""
+"""The length of a line for `systemctl status`. Texts from settings could exceed a datagram."""
 
 EXTENSION_S: Final = 30.0
-"""The time by which a notification extends a start. The loop sends three in it; a stuck loop sends none."""
+"""The time by which a notification extends a start. The loop sends three in that time; a stuck loop sends none."""
 
 _PAUSE_S: Final = 0.05
 
@@ -56,7 +56,6 @@ class Notifier:
 
     @property
     def is_heard(self) -> bool:
-        """True if there is a service manager."""
         return self._socket is not None
 
     def tell(self, *assignments: str, fds: Sequence[int] = ()) -> bool:
@@ -88,7 +87,6 @@ class Notifier:
         log_event(LogEvent.MANAGER_DEAF, said, reason="it reads nothing")
 
     def tell_status(self, text: str) -> None:
-        """Send a status line for people."""
         self.tell(status(text))
 
     @contextlib.asynccontextmanager
@@ -108,7 +106,6 @@ class Notifier:
             await asyncio.sleep(EXTENSION_S / 3)
 
     def close(self) -> None:
-        """Close the socket; later notifications are dropped."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -140,10 +137,10 @@ def interval_s(environment: MutableMapping[str, str], pid: int) -> float | None:
 
 
 class Watchdog:
-    """Feeds the service manager's watchdog from the running loop, twice in each interval.
+    """Feeds the service manager's watchdog from the event loop, twice in each interval.
 
-    The loop itself feeds it, because a thread would go on while the loop is stuck. An unfed watchdog sends SIGABRT.
-    WatchdogSec= of systemd.service(5) and sd_watchdog_enabled(3) describe the protocol.
+    The loop itself feeds it, because a thread would keep feeding while the loop is stuck. An unfed watchdog sends
+    SIGABRT. WatchdogSec= of systemd.service(5) and sd_watchdog_enabled(3) describe the protocol.
     """
 
     def __init__(self, notifier: Notifier, every_s: float | None) -> None:
@@ -152,7 +149,7 @@ class Watchdog:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> bool:
-        """Start feeding. Returns False without a watchdog."""
+        """Start feeding. Returns False if the service manager set no watchdog."""
         is_watched = bool(self._pause_s) and self._notifier.is_heard
         if is_watched:
             self._feed()
@@ -163,7 +160,6 @@ class Watchdog:
         self._timer = asyncio.get_running_loop().call_later(self._pause_s, self._feed)
 
     def stop(self) -> None:
-        """Stop feeding."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

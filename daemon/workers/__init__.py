@@ -1,1 +1,1 @@
-"""The worker processes as the broker sees them: forked, watched, scrubbed, taken over, and proved gone."""
+"""The broker's side of worker processes: they are forked, watched, scrubbed, taken over, and proved gone."""

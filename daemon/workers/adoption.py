@@ -1,7 +1,7 @@
 """Takes over what an earlier daemon left: leases in the journal, and workers of its zygotes.
 
-`reconcile` decides what becomes of each; `adopt` carries it out. A lease goes on only if the journal has it and its own
-worker lives. Every other worker is ended: nobody can tell whose it is.
+`reconcile` decides what happens to each; `adopt` executes it. A lease continues only if the journal has it and its own
+worker lives. Every other worker is ended, because its owner is unknown.
 """
 
 import contextlib
@@ -34,11 +34,11 @@ from gpulease.daemon.workers.revocation_word import cause_of
 from gpulease.daemon.workers.zygote_discovery import FoundWorker
 
 MAX_RENEWALS_AHEAD: Final = 1 << 20
-"""Longest lead of a page's generation over the journal's: renewals that were not on the disk yet. No broker gets
+"""Most renewals by which a page's generation may exceed the journal's: those not on the disk yet. No broker gets
 further ahead."""
 
 STRAY_TIMEOUT_S: Final = 5.0
-"""Longest time that a worker that lost its zygote may take to be gone: the kernel kills it with its parent."""
+"""Longest time for a worker that lost its zygote to be gone: the kernel kills it with its parent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +55,13 @@ class LeftWorker:
 
     @property
     def is_leased(self) -> bool:
-        """Return whether the worker's lease was granted, so that a tenant may know of it."""
+        """Return whether the worker's lease was granted, so that a tenant may know the lease."""
         return self.page.deadline_ns > 0
 
 
 @dataclass(frozen=True, slots=True)
 class Adoption:
-    """An event for the lease table, and the worker that it is about; None if there is none."""
+    """An event for the lease table, and the worker that it concerns; None if there is none."""
 
     event: LeaseRestored | WorkerFound | SubmitFound
     worker: FoundWorker | None
@@ -75,23 +75,26 @@ def reconcile(
     draw: Callable[[], int],
     clocks: tuple[int, int] = (0, 0),
 ) -> list[Adoption]:
-    """Decide what becomes of each lease and of each worker.
+    """Decide what happens to each lease and to each worker.
 
     Args:
         kept: The leases that the journal has.
         left: The workers that the zygotes have.
         overheads: The bytes that one context costs on each card, by the card's uuid.
         latest_ns: The latest deadline that a broker could have given, on the monotonic clock.
-        draw: Returns a lease id that nobody has.
+        draw: Returns an unused lease id.
         clocks: One moment, on the monotonic clock and on CLOCK_BOOTTIME.
     """
+    # Step 1: the leases, each with its own worker. What is left over belongs to submits, to the pool, or to no lease.
     adoptions, others = _restore(kept, left, latest_ns, clocks)
     taken = {lease.lease_id for lease in kept}
     open_for_submits = {lease.lease_id for lease in kept if lease.state is not LeaseState.FENCED}
+    # Step 2: the workers that are left over, oldest first.
     for one in others:
         spec = one.worker.spec
         if spec.submit_of in open_for_submits:
-            # A lease has one submit at a time. Another is one whose fence an operator has cleared: it is nobody's.
+            # A lease has one submit at a time. A second one had its fence cleared by an operator, so it belongs to no
+            # lease.
             open_for_submits.discard(spec.submit_of)
             is_running = one.is_alive and one.is_leased and one.page.word is None
             submit = SubmitFound(
@@ -99,6 +102,7 @@ def reconcile(
             )
             adoptions.append(Adoption(submit, one.worker))
             continue
+        # A worker of a known lease must not take that lease's number, so it gets one drawn for it.
         is_one_more = bool(spec.submit_of) or spec.lease_id in taken
         number = draw() if is_one_more else spec.lease_id
         taken.add(number)
@@ -111,12 +115,12 @@ def reconcile(
 def _restore(
     kept: Sequence[KeptLease], left: Sequence[LeftWorker], latest_ns: int, clocks: tuple[int, int]
 ) -> tuple[list[Adoption], list[LeftWorker]]:
-    """Find each lease's own worker. Returns the leases with their workers, and the workers that are left over."""
+    """Find each lease's own worker. Returns the leases with their workers, and the remaining workers."""
     adoptions = []
     others = list(left)
     for lease in kept:
         own = [one for one in others if one.worker.spec.lease_id == lease.lease_id]
-        # While a context that hangs is replaced, a lease has two workers; the second one has no deadline yet.
+        # While a hung context is being replaced, a lease has two workers; the second one has no deadline yet.
         best = max(own, key=lambda one: (one.is_leased, one.is_alive), default=None)
         if best is None:
             adoptions.append(Adoption(LeaseRestored(lease, has_worker=False), None))
@@ -130,7 +134,7 @@ def _restore(
 
 
 def horizon_on(page: PageState, clocks: tuple[int, int]) -> Horizon | None:
-    """Return the horizon on a page, on both clocks; None if it has none. `clocks`: one moment, on both."""
+    """Return the membership deadline on a page, on both clocks; None if it has none. `clocks`: one moment, on both."""
     monotonic_ns, now_boot_ns = clocks
     if not page.horizon_boot_ns:
         return None
@@ -138,12 +142,15 @@ def horizon_on(page: PageState, clocks: tuple[int, int]) -> Horizon | None:
 
 
 def _as_on_page(lease: KeptLease, page: PageState, latest_ns: int, overran: str) -> KeptLease:
-    """Bring a lease of the journal up to date with its page, which brokers write first."""
+    """Bring a lease of the journal up to date with its page, which brokers write before the journal."""
+    # A page is memory that survives a crash, but the worker's process maps it too. Accept only what a broker can have
+    # written: a deadline up to `latest_ns`, and a bounded number of renewals.
     if lease.state is LeaseState.ACTIVE and lease.deadline_ns is not None:
         lease = lease._replace(
             deadline_ns=max(lease.deadline_ns, min(page.deadline_ns, latest_ns)),
             generation=max(lease.generation, min(page.generation, lease.generation + MAX_RENEWALS_AHEAD)),
         )
+    # The earlier broker had ended the lease, or the zygote did because of a kernel.
     if page.word is not None and lease.state is LeaseState.ACTIVE:
         cause = Cause.KERNEL_TIMEOUT if overran else cause_of(page.word, page.cause)
         reason = overran or "it was ended just before the daemon was"
@@ -171,9 +178,11 @@ def adopt(
         post: Called with each event, for the lease table.
         regions: The regions that the journal has.
     """
+    # Step 1: decide, from the pages and the journal alone.
     left = [LeftWorker(worker, worker.page()) for worker in workers.found()]
     clocks = time.monotonic_ns(), boot_ns()
     adoptions = reconcile(kept, left, overheads, latest_ns, lambda: secrets.randbits(128) or 1, clocks)
+    # Step 2: register every worker before the first event, because its effects address workers by number.
     for adoption in adoptions:
         event, worker = adoption.event, adoption.worker
         match event:
@@ -188,10 +197,11 @@ def adopt(
         elif isinstance(event, LeaseRestored) and event.kept.worker_pid:
             end_stray(number, event.kept.worker_pid)
             workers.remember_ended(number, event.kept.worker_pid)
+    # Step 3: the lease table's events.
     for adoption in adoptions:
         post(adoption.event)
         if isinstance(adoption.event, LeaseRestored) and adoption.event.kept.state is LeaseState.FENCED:
-            # The lease's bytes stay fenced, whoever still holds them.
+            # The lease's bytes stay fenced, whichever process still holds them.
             fenced = adoption.event.kept
             workers.kill(fenced.lease_id)
             workers.fence(fenced.lease_id, fenced.card_uuid, fenced.lease_id)
@@ -204,9 +214,9 @@ def adopt(
 
 
 def end_stray(lease_id: int, pid: int) -> None:
-    """Kill a lease's worker that no zygote has, if it still runs: its zygote is gone, or can't be found.
+    """Kill a lease's worker that belongs to no zygote, if it still runs: its zygote is gone, or can't be found.
 
-    The process id may be another process's by now, so the process must have the worker's name, too.
+    The process id may belong to another process by now, so the process must have the worker's name, too.
     """
     try:
         pidfd = os.pidfd_open(pid)

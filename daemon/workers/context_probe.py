@@ -1,6 +1,6 @@
 """Proves at start-up that contexts can be made, and measures the memory that one costs.
 
-One worker is made on each card in the same way as for leases, and ended. A lease costs the node its tenant's bytes, the
+On each card one worker is made in the same way as for leases, and ended. A lease costs the node its tenant's bytes, the
 bytes that the card showed for that worker, and what a session may make the driver take later.
 """
 
@@ -20,10 +20,10 @@ from gpulease.daemon.workers.monitors import UnlistedSince
 from gpulease.daemon.workers.registry import Workers
 
 PROBE_TIMEOUT_S: Final = 60.0
-"""Longest time that one context may take to be made; a cold driver takes seconds."""
+"""Longest time for making one context; a cold driver takes seconds."""
 
 PROOF_TIMEOUT_S: Final = 10.0
-"""Longest time that the context's bytes may take to be free again."""
+"""Longest time until the context's bytes are free again."""
 
 _LOOK_S: Final = 0.02
 _WORKER_EVENTS: Final = (WorkerReady, WorkerFailed, WorkerExited, SessionFaulted)
@@ -55,7 +55,7 @@ class _Probe:
     number: int
 
     async def measure(self) -> int:
-        """Return the bytes that the worker's context costs. The worker is gone then. Raises CardsUnavailable."""
+        """Return the bytes that the worker's context costs, after ending the worker. Raises CardsUnavailable."""
         self.workers.spawn(WorkerSpec(self.number, self.card.uuid, 1, is_shared=False))
         started = await self._next()
         pid = self.workers.pid(self.number)
@@ -75,7 +75,7 @@ class _Probe:
                 pass
 
     async def _failure(self, started: Event) -> CardsUnavailable:
-        """Return why there is no context: the driver's own reason, if it has one."""
+        """Return why no context could be made: the driver's own reason, if it has one."""
         self.workers.settle(self.number)
         driver_says = await asyncio.to_thread(self.source.why_no_context)
         if driver_says is not None:
@@ -89,7 +89,7 @@ class _Probe:
         )
 
     async def _next(self) -> Event:
-        """Return the next event of this worker. Events of the worker before it may come late."""
+        """Return the next event of this worker. Late events of the previous worker are skipped."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 while True:
@@ -103,7 +103,7 @@ class _Probe:
 
 
 async def _wait_for_proof(source: CardSource, card: CardFacts, pid: int) -> None:
-    """Wait until the probe's bytes are proved free, by the same rules as leases' bytes."""
+    """Wait until the probe's bytes are proved free, by the same rules as a lease's bytes."""
     until = time.monotonic() + PROOF_TIMEOUT_S
     unlisted, others = UnlistedSince(pid), Others(0, card.slack_bytes)
     while True:
@@ -112,6 +112,8 @@ async def _wait_for_proof(source: CardSource, card: CardFacts, pid: int) -> None
             reading = await asyncio.to_thread(source.read, card.uuid)
         except CardsUnavailable as error:
             missing = str(error)
+        # The same proof as for leases: the card does not list the process, and no bytes are left that belong to no
+        # process.
         else:
             missing = unlisted.missing(reading, looked_ns)
             if not missing:

@@ -1,7 +1,7 @@
-"""A process that the broker keeps beside it: started, pinged, killed when it hangs, and started anew when it ends.
+"""A helper process of the broker: it is started, pinged, killed when it hangs, and replaced when it ends.
 
-Such are the relays' acceptor and the web process. The zygote is pinged by the same `Heartbeat`; but it may be an
-earlier broker's, and is left to the next one.
+The relays' acceptor, the web process and the fleet process are such processes. The same `Heartbeat` pings the zygote;
+but a zygote may belong to an earlier broker, and is left to the next one.
 """
 
 import asyncio
@@ -26,20 +26,18 @@ from gpulease.daemon.log.writer import log_event
 from gpulease.protocol.back_off import back_off_s
 
 START_TIMEOUT_S: Final = 30.0
-"""Longest time that a process may take to serve: the web process imports an HTTP server, which takes a cold disk
-seconds."""
+"""Longest time until a process serves. The web process imports an HTTP server, which takes seconds from a cold disk."""
 
 EXIT_S: Final = 1.0
-"""Longest time that a process that has closed its channel may take to end by itself, so that the log has how; then it
-is killed.
-"""
+"""Longest time for a process that has closed its channel to end by itself, so that the log has the reason; then it is
+killed."""
 
 END_TIMEOUT_S: Final = 5.0
-"""Longest wait for a killed process. One in a system call that can't be interrupted, of a disk that hangs, ends
-later; nobody waits for that."""
+"""Longest wait for a killed process. One in a system call that can't be interrupted, for example on a hung disk, ends
+later; nothing waits for that."""
 
 RESTART_DELAY_S: Final = 1.0
-"""Between the death of a process and the next start; twice as long after each process that has not lived for STEADY_S.
+"""Time between the death of a process and the next start; doubled after each process that has not lived for STEADY_S.
 Stops one that dies at once from being started in a busy loop."""
 
 MAX_RESTART_DELAY_S: Final = 60.0
@@ -47,15 +45,14 @@ MAX_RESTART_DELAY_S: Final = 60.0
 STEADY_S: Final = 60.0
 
 BEAT_S: Final = 5.0
-"""Between two pings."""
 
 HUNG_AFTER_S: Final = 30.0
-"""Time of pings without an answer after which a process is killed: long, for hosts under heavy load."""
+"""Time of unanswered pings after which a process is killed; long, because hosts may be under heavy load."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Longest times that things may take; each field is the constant of its name."""
+    """Time limits; each field is the constant of its name."""
 
     start_s: float
     exit_s: float
@@ -68,7 +65,7 @@ class Timeouts:
 
 
 def ordinary_timeouts() -> Timeouts:
-    """Return the timeouts of a daemon; tests have shorter ones."""
+    """Return the timeouts of a daemon; tests use shorter ones."""
     return Timeouts(
         START_TIMEOUT_S, EXIT_S, END_TIMEOUT_S, RESTART_DELAY_S, MAX_RESTART_DELAY_S, STEADY_S, BEAT_S, HUNG_AFTER_S
     )
@@ -81,9 +78,9 @@ class ChildKind:
     Attributes:
         name: Its name in sentences, "the ..." for one.
         module: The module to run. Its arguments are the channel's descriptor, the broker's process id, and `arguments`.
-        broken: Clause that precedes the reason when the process says that it is broken.
-        environment: Variables besides the daemon's own.
-        passes_descriptors: Whether the process has descriptors to send.
+        broken: Clause that precedes the reason when the process reports that it can't work.
+        environment: Variables in addition to the daemon's own.
+        passes_descriptors: Whether the process sends descriptors.
         died, hung, not_started, back: The log events; the first three have a field `reason`.
     """
 
@@ -104,11 +101,12 @@ class ChildProcess:
 
     Args:
         kind: The program.
-        on_start: Has a new process serve, by `send` and `expect`. May raise CannotListen, OSError and ChannelClosed.
+        on_start: Makes a new process serve, with `send` and `expect`. May raise CannotListen, OSError and
+          ChannelClosed.
         on_message: Called with each message that is not handled here, and its descriptors. The callee removes from the
-            list those that it keeps; the others are closed.
-        on_end: Called when a process is gone, or was killed and does not go.
-        timeouts: How long things may take; None for a daemon's.
+          list those that it keeps; the others are closed.
+        on_end: Called when a process is gone, or was killed and does not end.
+        timeouts: The time limits; None for a daemon's.
     """
 
     def __init__(
@@ -147,7 +145,7 @@ class ChildProcess:
         return self._channel is not None
 
     async def start(self) -> None:
-        """Start a process and wait until it serves; from then on there is always one. Raises CannotListen."""
+        """Start a process and wait until it serves; from then on one is always kept running. Raises CannotListen."""
         kind = self._kind
         try:
             self._launch()
@@ -186,7 +184,7 @@ class ChildProcess:
         self._lose(self._kind.hung, reason)
 
     def expect(self, op: str) -> asyncio.Future[None]:
-        """Return a future that is done once the process sends a message of that op.
+        """Return a future that is done once the process sends a message with that op.
 
         It fails with CannotListen if the process sends "broken" instead, and with ChannelClosed if it ends.
         """
@@ -197,13 +195,13 @@ class ChildProcess:
         return self._awaited
 
     def send(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
-        """Send a message. Raises ChannelClosed, or BlockingIOError if the process has not read for long."""
+        """Send a message. Raises ChannelClosed, or BlockingIOError if the process has not read for a long time."""
         if self._channel is None:
             raise ChannelClosed(f"{self._kind.name} is not running")
         send_message(self._channel, message, fds)
 
     def send_in_turn(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
-        """Send a message, now or once the process has read those before it. Raises ChannelClosed.
+        """Send a message, now or once the process has read the earlier ones. Raises ChannelClosed.
 
         The caller bounds what waits, by `unsent`; the heartbeat ends a process that reads nothing.
         """
@@ -232,7 +230,10 @@ class ChildProcess:
     # --- begin and end ---
 
     def _launch(self) -> None:
-        """Start the process; from this thread, whose end would be its end too (prctl(2), PR_SET_PDEATHSIG)."""
+        """Start the process. The caller must be the main thread: the process ends with the thread that started it.
+
+        Source: prctl(2), PR_SET_PDEATHSIG.
+        """
         ours, theirs = channel_pair()
         with contextlib.ExitStack() as undo, theirs:
             undo.callback(ours.close)
@@ -244,7 +245,7 @@ class ChildProcess:
                 [*command, *self._kind.arguments],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
-                # A Ctrl-C at the broker's terminal is the broker's to handle.
+                # The broker alone handles a Ctrl-C at its terminal.
                 start_new_session=True,
                 env=os.environ | self._kind.environment,
             )
@@ -254,7 +255,7 @@ class ChildProcess:
         asyncio.get_running_loop().add_reader(ours, self._read)
 
     def _lose(self, event: LogEvent, reason: str) -> None:
-        """Close the channel of a process that is dead, or is to be; start another if this one has served."""
+        """Close the channel of a process that is dead or about to be killed; start another if this one has served."""
         self._close_channel()
         if self._is_up:
             self._is_up = False
@@ -282,13 +283,16 @@ class ChildProcess:
             self._on_end()
 
     async def _replace(self, event: LogEvent, reason: str) -> None:
+        # It lived long enough to count as healthy, so the pause starts small again.
         if time.monotonic() - self._began_s > self._timeouts.steady_s:
             self._restarts = 0
+        # Give a process that closed its channel a moment to end, so that the log has its exit status.
         how = None
         if event is self._kind.died and self._child is not None:
             how = await self._child.end(self._timeouts.exit_s)
         await self._end()
         log_event(event, reason=how or reason)
+        # Try for ever: without this process a part of the daemon is missing, and the log says so each time.
         while True:
             await asyncio.sleep(back_off_s(self._restarts, self._timeouts.restart_s, self._timeouts.max_restart_s))
             self._restarts += 1
@@ -308,13 +312,13 @@ class ChildProcess:
         try:
             self._outbox.flush()
         except ChannelClosed:
-            # The process is gone, as the reader will find.
+            # The process is gone; the reader notices that.
             self._outbox.close()
         if not len(self._outbox):
             asyncio.get_running_loop().remove_writer(self._channel)
 
     def _read(self) -> None:
-        """Read one message in a turn of the loop: whoever took the process over could send for ever."""
+        """Read one message per turn of the loop, because a compromised process could send for ever."""
         if self._channel is None:
             return
         try:
@@ -343,13 +347,13 @@ class ChildProcess:
 
 
 class Heartbeat:
-    """Pings a process again and again, and gives it up when it stops answering.
+    """Pings a process repeatedly, and gives up on it when it stops answering.
 
-    Unanswered pings are counted, not seconds. While this process was stopped, stuck, or suspended with its host, it
-    sent no ping; and it reads the answers that came meanwhile before it sends the next one.
+    It counts unanswered pings, not seconds. While this process was stopped, stuck, or suspended with its host, it sent
+    no ping; and it reads the answers that arrived meanwhile before it sends the next one.
 
     Args:
-        beat_s: Between two pings.
+        beat_s: Time between two pings.
         hung_after_s: Time of pings in a row without an answer after which the process is given up.
         ping: Sends a ping; may raise ChannelClosed or BlockingIOError.
         on_silence: Called once with a clause for the log; no ping is sent any more.
@@ -366,17 +370,15 @@ class Heartbeat:
         self._next: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
-        """Ping from now on."""
         self.end()
         self._unanswered = 0
         self._beat()
 
     def on_answer(self) -> None:
-        """Take in that the process lives."""
+        """Record an answer: the process lives."""
         self._unanswered = 0
 
     def end(self) -> None:
-        """Ping no more."""
         if self._next is not None:
             self._next.cancel()
             self._next = None
@@ -388,13 +390,13 @@ class Heartbeat:
             return
         self._unanswered += 1
         self._next = asyncio.get_running_loop().call_later(self._beat_s, self._beat)
-        # A process whose channel has no room for the ping has not answered the earlier ones either.
+        # A process with no room in its channel for the ping has not answered the earlier ones either.
         with contextlib.suppress(BlockingIOError, ChannelClosed):
             self._ping()
 
 
 class _Child:
-    """A process that was started here. The loop reaps it by its pidfd when it ends, be that an hour after its kill.
+    """A process that was started here. The loop reaps it by its pidfd when it ends, even an hour after its kill.
 
     Raises OSError, and kills the process, if no descriptor is left for the pidfd.
     """
@@ -412,7 +414,6 @@ class _Child:
 
     @property
     def pid(self) -> int:
-        """The process id."""
         return self._process.pid
 
     def kill(self) -> None:
@@ -420,7 +421,7 @@ class _Child:
         self._process.kill()
 
     async def end(self, within_s: float) -> str | None:
-        """Wait for the end, and return how the process ended, in words; None if it has not in time."""
+        """Wait for the end, and return how the process ended, in words; None if it has not ended in time."""
         try:
             async with asyncio.timeout(within_s):
                 await self._ended.wait()
@@ -437,7 +438,7 @@ class _Child:
 
 
 def reap_later(pid: int, on_end: Callable[[int], None]) -> None:
-    """Call `on_end` when a process has ended that was not started here, and reap it if it is this process's child.
+    """Call `on_end` when a process that was not started here has ended, and reap it if it is this process's child.
 
     A descendant becomes a child when its own parent dies (see processes.adopt_orphans); a process that an earlier
     daemon left never does.

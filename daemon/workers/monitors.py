@@ -2,8 +2,8 @@
 
 `KernelWatchdog` finds kernels, compilations and silence that last too long. `MemoryMonitor` compares what a session
 holds with what was admitted. `Reclaimer` proves a dead worker's bytes free, `RegionProver` an ended region's.
-`CardWatch` looks at what others hold of a card. `Recycler` has a worker scrubbed after its lease, and weighs it before
-a lease may have it.
+`CardWatch` polls what others hold of a card. `Recycler` has a worker scrubbed after its lease, and measures it before a
+lease may have it.
 """
 
 import asyncio
@@ -45,17 +45,18 @@ from gpulease.protocol.operations import Trait, having
 from gpulease.protocol.time_units import NS_PER_S
 
 UNRESPONSIVE_AFTER_S: Final = 30.0
-"""Longest time that a worker may go without a look: six times its longest sleep, for hosts under heavy load."""
+"""Longest time without a sign of life from a worker: six times its longest sleep, because hosts may be under heavy
+load."""
 
 ROUND_S: Final = 1.0
-"""Seconds between two rounds of a monitor. The kernels' watchdog goes round sooner where kernels may run for less.
+"""Seconds between two rounds of a monitor. The kernels' watchdog runs more often where kernels may run for less.
 
-A session that holds more than the rules foresaw is found within a round; its look takes 0.1 ms. A program outside the
-daemon that takes memory shrinks the card's capacity within a round; until then leases may be promised more of the card
-than it has. That look takes 0.3 ms."""
+A session that holds more than the rules foresaw is found within a round; polling it takes 0.1 ms. A program outside
+the daemon that takes memory reduces the card's capacity within a round; until then leases may be promised more of
+the card than it has. That poll takes 0.3 ms."""
 
 MIN_ROUND_S: Final = 0.01
-"""Between two rounds in any case."""
+"""Shortest time between two rounds, in seconds."""
 
 _KNOWN_WAITS: Final = having(Trait.WAITS_IN_DRIVER)
 
@@ -64,7 +65,7 @@ _ROUNDS_PER_BOUND: Final = 8
 
 @dataclass(slots=True)
 class _LastLook:
-    """The last look that a worker's page showed, and when this process saw it first."""
+    """The last sign of life on a worker's page, and when this process saw it first."""
 
     looked_ns: int
     since_ns: int
@@ -87,19 +88,18 @@ class KernelWatchdog:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Look at all workers from now on; later calls do nothing."""
+        """Check all workers from now on; later calls do nothing."""
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def stop(self) -> None:
-        """Look no more."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
 
     def look_at_all(self, now_ns: int) -> None:
-        """Look at every worker once, and condemn the sessions that must end."""
+        """Check every worker once, and condemn the sessions that must end."""
         serving = {worker.spec.lease_id: worker for worker in self._workers.serving()}
         for lease_id in self._looks.keys() - serving.keys():
             del self._looks[lease_id]
@@ -118,12 +118,17 @@ class KernelWatchdog:
         return max(MIN_ROUND_S, min([ROUND_S, *(bound / _ROUNDS_PER_BOUND for bound in bounds)]))
 
     def _verdict(self, worker: Worker, now_ns: int) -> tuple[Cause, str] | None:
+        # Rule 1: one kernel has run for longer than the lease allows, as the worker's own signs of life show.
         looked_ns, since_ns = (worker.page.counter(one) for one in (Counter.LOOKED_NS, Counter.KERNEL_SINCE_NS))
         if reason := overran(looked_ns, since_ns, worker.spec.max_kernel_ms):
             return Cause.KERNEL_TIMEOUT, reason
+        # Rule 2: a compilation. It can't be interrupted, so a worker gives no sign of life meanwhile; only its length
+        # counts.
         compiling_since_ns = worker.page.counter(Counter.COMPILING_SINCE_NS)
         if compiling_since_ns and now_ns - compiling_since_ns >= self._max_load_ns:
             return Cause.LOAD_TIMEOUT, f"an image compiled for more than {self._max_load_ns // NS_PER_S} s"
+        # Rule 3: no new sign of life. Some operations are known to wait inside the driver; they are exempt, because
+        # rules 1 and 2 and the lease's deadline bound them.
         last = self._looks.get(worker.spec.lease_id)
         waits = compiling_since_ns or worker.page.counter(Counter.DOING) in _KNOWN_WAITS
         if last is None or looked_ns != last.looked_ns or waits:
@@ -134,17 +139,17 @@ class KernelWatchdog:
 
 
 PAUSE_S: Final = 0.01
-"""Between two looks at one session. Stops a tenant that loads one module after the other from keeping the card's driver
-busy with listing processes; what a session takes meanwhile is found that much later."""
+"""Pause between two polls of one session. Stops a tenant that loads one module after the other from keeping the card's
+driver busy with listing processes; what a session takes meanwhile is found that much later."""
 
 
 class MemoryMonitor:
     """Condemns sessions that hold more of their card than was admitted.
 
     Allocations are counted before they are made; rules foresee the memory of modules and local memory (drivers/cuda).
-    The monitor proves that the rules hold, by the card's own figure for the process. It looks when the driver may have
-    taken more, and once a second. It also looks at scrubbed contexts that wait for their next lease. A session that
-    holds too much, or whose figure can't be had, is ended.
+    The monitor proves that the rules hold, by the card's own figure for the process. It polls when the driver may have
+    taken more, and once a second. It also polls scrubbed contexts that wait for their next lease. A session that holds
+    too much, or that the card gives no figure for, is ended.
 
     Args:
         table: The leases.
@@ -163,12 +168,12 @@ class MemoryMonitor:
         self._rounds = PeriodicTask(self._look_at_all, lambda: ROUND_S)
 
     def start(self) -> None:
-        """Look at all sessions from now on, where one can take more than it is given; later calls do nothing."""
+        """Poll all sessions from now on, where one can take more than it is given; later calls do nothing."""
         if self._source.reserve_bytes:
             self._rounds.start()
 
     def look(self, lease_id: int) -> None:
-        """Look at a session; and once more if this is called again meanwhile."""
+        """Poll a session; once more if this is called again during the poll."""
         if lease_id in self._tasks:
             self._again.add(lease_id)
             return
@@ -177,7 +182,6 @@ class MemoryMonitor:
         task.add_done_callback(lambda _: self._done(lease_id))
 
     async def stop(self) -> None:
-        """Stop all looks."""
         tasks = [*self._tasks.values()]
         self._again.clear()
         for task in tasks:
@@ -193,7 +197,7 @@ class MemoryMonitor:
             self.look(submit.submit_id)
         for context in self._table.warming():
             if context.is_recycled:
-                # Its process ran a tenant's kernels, so its word that it is scrubbed is worth nothing.
+                # Its process ran a tenant's kernels, so its own report that it is scrubbed proves nothing.
                 self.look(context.warm_id)
 
     def _done(self, lease_id: int) -> None:
@@ -233,21 +237,19 @@ class MemoryMonitor:
 
 
 FIRST_LOOK_DELAY_S: Final = 0.002
-"""Between the first look at a card and the second. The driver gives bytes back some milliseconds after the reap (74 ms
-seen for 60 GiB), so looks start close together and get rarer."""
+"""Time between the first poll of a card and the second. The driver releases bytes some milliseconds after the reap (74
+ms seen for 60 GiB), so polls start close together and become rarer."""
 
 MAX_LOOK_DELAY_S: Final = 0.1
-"""Longest time between two looks: the lease table fences the slice when its own timer runs out, and looks are not free.
-"""
+"""Longest time between two polls: the lease table fences the slice when its own timer runs out, and polls cost time."""
 
 
 FIRST_ROUND_TIMEOUT_S: Final = 5.0
-"""Longest time that the look before the daemon listens may take. Stops a driver that hangs from keeping tenants from
-leases."""
+"""Longest time for the poll before the daemon listens. Stops a driver that hangs from keeping tenants from leases."""
 
 
 class UnlistedSince:
-    """Looks at a card that does not list one process any more, and what they show for `WorkerUnlisted`."""
+    """Polls of a card that no longer lists one process, and the figures from them for `WorkerUnlisted`."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -255,7 +257,7 @@ class UnlistedSince:
         self._least_bytes = 0
 
     def missing(self, reading: CardReading, looked_ns: int) -> str:
-        """Take in a look. Returns what keeps the proof, in words; "" if the card does not list the process."""
+        """Record a poll. Returns in words what prevents the proof; "" if the card does not list the process."""
         if (held := reading.processes.get(self._pid)) is not None:
             self._since_ns = None
             return f"NVML still lists process {self._pid} with {held} bytes"
@@ -265,15 +267,15 @@ class UnlistedSince:
         return ""
 
     def event(self, lease_id: int, card_uuid: str, reading: CardReading, looked_ns: int) -> WorkerUnlisted:
-        """Return the event for the lease table about the last look."""
+        """Return the event for the lease table about the last poll."""
         since_ns = looked_ns if self._since_ns is None else self._since_ns
         return WorkerUnlisted(lease_id, card_uuid, reading.unowned_bytes, self._least_bytes, since_ns, looked_ns)
 
 
 class Reclaimer:
-    """Looks at a card for a dead worker's bytes until the lease table has its proof.
+    """Polls a card for a dead worker's bytes until the lease table has its proof.
 
-    Only `give_up` ends the looks: the lease table decides how long is too long.
+    Only `give_up` ends the polls: the lease table decides how long is too long.
     """
 
     def __init__(self, source: CardSource, post: Callable[[Event], None]) -> None:
@@ -282,18 +284,16 @@ class Reclaimer:
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     def prove(self, lease_id: int, card_uuid: str, pid: int) -> None:
-        """Post `WorkerUnlisted` at each look that does not list the process; `ReclaimProved` if there never was one."""
+        """Post `WorkerUnlisted` at each poll that does not list the process; `ReclaimProved` if there never was one."""
         task = asyncio.get_running_loop().create_task(self._look(lease_id, card_uuid, pid))
         self._tasks[lease_id] = task
         task.add_done_callback(lambda _: self._tasks.pop(lease_id, None))
 
     def give_up(self, lease_id: int) -> None:
-        """Stop the looks for a lease."""
         if (task := self._tasks.get(lease_id)) is not None:
             task.cancel()
 
     async def stop(self) -> None:
-        """Stop all looks."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -302,6 +302,7 @@ class Reclaimer:
     async def _look(self, lease_id: int, card_uuid: str, pid: int) -> None:
         looks = 0
         unlisted = UnlistedSince(pid)
+        # Without a process id the worker never existed, so its bytes are free.
         while pid:
             looked_ns = time.monotonic_ns()
             try:
@@ -313,7 +314,7 @@ class Reclaimer:
                 missing = unlisted.missing(reading, looked_ns)
                 if not missing:
                     self._post(unlisted.event(lease_id, card_uuid, reading, looked_ns))
-                    # If the lease table has its proof, it has had this task cancelled: the task ends here.
+                    # If the lease table has its proof, it has cancelled this task, which then ends here.
                     await asyncio.sleep(0)
                     missing = f"{reading.unowned_bytes} bytes more than at the start belong to no process"
             log_event(LogEvent.RECLAIM_AWAITED, lease_id=lease_id, reason=missing)
@@ -323,13 +324,14 @@ class Reclaimer:
 
 
 class RegionProver:
-    """Looks at what a card shows for a session's process until an ended region's bytes are back.
+    """Polls a session's process on a card until an ended region's bytes are back.
 
-    Only `give_up`, or the session's end, ends the looks: the lease table decides how long is too long.
+    Only `give_up`, or the session's end, ends the polls: the lease table decides how long is too long.
 
     Args:
-        allowed_bytes: Gives the bytes that the session of a lease may hold now. They are more than the order says once
-            another region was proved, whose bytes the session may have taken again, or once the lease has grown.
+        allowed_bytes: Returns the bytes that the session of a lease may hold now. They can exceed the order's figure:
+          once
+          another region is proved, the session may have taken its bytes, and the lease may have grown.
     """
 
     def __init__(
@@ -346,19 +348,17 @@ class RegionProver:
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     def prove(self, order: ProveRegion) -> None:
-        """Post `RegionProved` once the process has no more than the order allows; a later order takes its place."""
+        """Post `RegionProved` once the process has no more than the order allows; a later order replaces this one."""
         self.give_up(order.region_id)
         task = asyncio.get_running_loop().create_task(self._look(order))
         self._tasks[order.region_id] = task
         task.add_done_callback(lambda _: self._drop(order.region_id, task))
 
     def give_up(self, region_id: int) -> None:
-        """Stop the looks for a region."""
         if (task := self._tasks.pop(region_id, None)) is not None:
             task.cancel()
 
     async def stop(self) -> None:
-        """Stop all looks."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -376,6 +376,8 @@ class RegionProver:
             except _UNKNOWN as error:
                 missing = f"the card can't be looked at: {error}"
             else:
+                # For a region, other changes may have raised the allowance meanwhile. For a resize, only the order's
+                # figure counts.
                 allowed = order.allowed_bytes
                 if order.region_id != order.lease_id:
                     allowed = max(allowed, self._allowed_bytes(order.lease_id))
@@ -389,7 +391,7 @@ class RegionProver:
 
 
 class CardWatch:
-    """Tells the lease table once a second how much of the cards others than the daemon's workers hold."""
+    """Reports to the lease table once a second how much of the cards others than the daemon's workers hold."""
 
     def __init__(
         self, source: CardSource, card_uuids: Sequence[str], workers: Workers, post: Callable[[Event], None]
@@ -401,7 +403,7 @@ class CardWatch:
         self._rounds = PeriodicTask(self._look_at_all, lambda: ROUND_S)
 
     async def start(self) -> None:
-        """Look once now, and once a second from then on, where others can hold anything."""
+        """Poll once now, and once a second from then on, where others can hold anything."""
         if not self._rounds.is_started and self._source.has_others:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(FIRST_ROUND_TIMEOUT_S):
@@ -409,7 +411,6 @@ class CardWatch:
             self._rounds.start()
 
     async def stop(self) -> None:
-        """Stop looking."""
         await self._rounds.stop()
 
     async def _look_at_all(self) -> None:
@@ -420,29 +421,29 @@ class CardWatch:
             except (CardsUnavailable, MemoryError, RuntimeError):
                 pass
             except Exception:
-                # A bug of ours. The looks go on: without them, others' memory would be granted.
+                # A bug of ours. The polls continue: without them, others' memory would be granted.
                 log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"looking at card {card_uuid}")
 
     async def _look(self, card_uuid: str) -> None:
         own, looked_ns = self._workers.pids(), time.monotonic_ns()
         reading = await asyncio.to_thread(self._source.read, card_uuid)
-        # A worker that began, or was settled, during the look is the daemon's own, too.
+        # A worker that started, or was forgotten, during the poll is the daemon's own, too.
         own |= self._workers.pids()
         self._workers.on_processes_listed(card_uuid, reading.processes.keys())
         self._post(CardLooked(card_uuid, reading.unowned_bytes, reading.outside_bytes(own), looked_ns))
 
 
 _UNKNOWN: Final = (CardsUnavailable, MemoryError, RuntimeError)
-"""The card does not say how many bytes a process has, or no thread can be started to ask it."""
+"""The card does not report how many bytes a process has, or no thread can be started to poll it."""
 
 
 class Recycler:
-    """Reads the memory of warm contexts before their first lease, has them scrubbed after a lease, and compares.
+    """Measures the memory of warm contexts before their first lease, has them scrubbed after a lease, and compares.
 
     Args:
         source: The cards.
         workers: The workers.
-        post: Called with `WorkerReady`, once a context's memory was read, and with `WorkerScrubbed`.
+        post: Called with `WorkerReady`, once a context's memory was measured, and with `WorkerScrubbed`.
     """
 
     def __init__(self, source: CardSource, workers: Workers, post: Callable[[Event], None]) -> None:
@@ -452,12 +453,12 @@ class Recycler:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def deliver(self, event: Event) -> None:
-        """Post a worker's event: at once, or once its warm context was weighed."""
+        """Post a worker's event: at once, or once its warm context was measured."""
         if not self.holds_back(event):
             self._post(event)
 
     def holds_back(self, event: Event) -> bool:
-        """Return whether to hold an event back: a warm context's memory is read before a lease can have the context."""
+        """Return whether to delay an event: a warm context's memory is measured before a lease can have the context."""
         if not isinstance(event, WorkerReady) or kind_of(event.worker_id) is not WorkerKind.WARM:
             return False
         worker = self._workers.worker(event.worker_id)
@@ -468,11 +469,12 @@ class Recycler:
         return True
 
     def scrub(self, lease_id: int) -> None:
-        """Ask a worker to scrub its context; `WorkerScrubbed` follows unless it does not answer."""
+        """Order a worker to scrub its context; `WorkerScrubbed` follows unless it does not answer."""
         worker = self._workers.worker(lease_id)
         if worker is None:
             return
         try:
+            # The worker maps the next lease's page during the scrub; the present one still shows the lease that ends.
             worker.next_page = page = BrokerPage()
             lease_fd = for_reading(page.fds.lease)
             try:
@@ -484,22 +486,21 @@ class Recycler:
             asyncio.get_running_loop().call_soon(self._post, WorkerScrubbed(lease_id, doubt))
 
     def on_scrubbed(self, worker: Worker, doubt: str, held_bytes: int) -> None:
-        """Take in a worker's answer: why it is not clean, or "", and the bytes that it still counts as its own."""
+        """Process a worker's answer: why it is not clean, or "", and the bytes that it still counts as its own."""
         if worker.next_page is None or worker.has_answered:
-            return  # Nobody has asked for a scrub, or the worker has answered before.
+            return  # No scrub was ordered, or the worker has answered before.
         worker.has_answered = True
         if not doubt and (held_bytes or worker.hand_overs):
             doubt = f"it still has {held_bytes} bytes and {counted(worker.hand_overs, 'connection')}"
         self._start(self._prove(worker, worker.spec.lease_id, doubt))
 
     async def stop(self) -> None:
-        """Stop reading cards."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _weigh(self, worker: Worker, ready: WorkerReady) -> None:
-        # A context whose memory can't be read serves one lease, and is not scrubbed.
+        # A context that can't be measured serves one lease, and is not scrubbed.
         with contextlib.suppress(*_UNKNOWN):
             card_uuid, pid = worker.spec.card_uuid, worker.pid
             worker.own_bytes = await asyncio.to_thread(self._source.process_bytes, card_uuid, pid)
@@ -512,6 +513,8 @@ class Recycler:
             except _UNKNOWN as error:
                 doubt = f"the card can't be looked at: {error}"
             else:
+                # The worker's own report is not enough: it must also hold no more than before its first lease, by the
+                # card's figure.
                 if worker.hand_overs:
                     doubt = "a connection was handed to it meanwhile"
                 elif worker.own_bytes is None or held > worker.own_bytes:

@@ -1,6 +1,6 @@
-"""The regions of one session as the broker reaches them: the page that it writes, and orders to the worker.
+"""The broker's access to the regions of one session: the page that it writes, and orders to the worker.
 
-Orders wait for room in the worker's channel, in their order. There are as many of them as regions, at most three each.
+Orders wait for room in the worker's channel and keep their order. There are at most three for each region.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from gpulease.daemon.host.ipc import ChannelClosed, Outbox
 
 
 class RegionLink:
-    """The regions page of one session, and the way to its worker.
+    """The regions page of one session, and the channel to its worker.
 
     Args:
         channel: The broker's end of the worker's channel, which must not block.

@@ -1,7 +1,7 @@
 """Orders of the lease table about regions to the sessions' workers, and the workers' answers to the table.
 
-A tenant may have taken its worker over. An answer counts only if it is about a region of the worker's own lease and its
-figures can be true. The lease table ignores answers that it did not ask for.
+A tenant may have compromised its worker. An answer counts only if it concerns a region of the worker's own lease and
+its figures can be true. The lease table ignores answers that it did not order.
 """
 
 import time
@@ -42,14 +42,14 @@ _REFUSALS: Final = frozenset(-status for status in (*STATUS_OF_WORD.values(), St
 _GOING_ON: Final = (LeaseState.PENDING, LeaseState.ACTIVE)
 
 OnForwardRevoked = Callable[[LeaseSnapshot, messages.ForwardRevoked, bool], None]
-"""Called with a region, the launch that was refused because of it, and whether that was the first to see its word."""
+"""Called with a region, a launch that was refused because of it, and whether that launch saw the word first."""
 
 
 class RegionOrders:
-    """Carries orders about regions to workers, and their answers to the lease table.
+    """Delivers orders about regions to workers, and their answers to the lease table.
 
     Args:
-        lookup: Gives a lease or a region by its id.
+        lookup: Returns a lease or a region by its id.
         workers: The workers.
         post: Called with each answer, as an event.
         on_forward_revoked: Called with each launch that a session refused because of a region.
@@ -67,21 +67,20 @@ class RegionOrders:
         self._post = post
         self._on_forward_revoked = on_forward_revoked
         self._is_adopting = False
-        # By lease: the size that its worker was asked for, until it has answered.
+        # By lease: the size that its worker was ordered to have, until it has answered.
         self._asked_bytes: dict[int, int] = {}
-        # Of cancelled regions, the cancel that a refused launch has told of: later launches meet the same one.
+        # For cancelled regions, the cancel that a refused launch has reported; later launches meet the same one.
         self._told_cancels: dict[int, int] = {}
 
     # --- orders ---
 
     def open(self, order: OpenRegion) -> None:
-        """Have a worker map a region."""
         region = messages.OpenRegion(order.region_id, order.slot, order.number, order.size_bytes)
         if (problem := self._send(order.lease_id, region)) is not None:
             self._post(RegionRefused(order.region_id, f"The session can't be notified of the region: {problem}."))
 
     def set(self, order: SetRegion) -> None:
-        """Write a region's word, which the worker reads. Nobody reads it once the worker is gone."""
+        """Write a region's word, which the worker reads. Without a worker this has no effect."""
         try:
             link = self._link(order.lease_id)
         except OSError as error:
@@ -91,28 +90,28 @@ class RegionOrders:
             link.page.set(order.slot, order.number, order.word, order.deadline_ns, time.monotonic_ns())
 
     def end(self, order: EndRegion) -> None:
-        """Have a worker take a region's memory away."""
+        """Order a worker to remove a region's memory."""
         if (problem := self._send(order.lease_id, messages.EndRegion(order.region_id, order.grace_ms))) is not None:
             self._post(RegionStuck(order.region_id, f"its session can't be notified of its end: {problem}"))
 
     def resize(self, order: ResizeSlice) -> None:
-        """Have a worker take a slice of another size."""
+        """Order a worker to change the size of its slice."""
         self._asked_bytes[order.lease_id] = order.size_bytes
         self._send(order.lease_id, messages.ResizeSlice(order.size_bytes))
 
     def forget(self, lease_id: int) -> None:
-        """Drop what is remembered of a lease or region that has ended."""
+        """Forget a lease or region that has ended."""
         self._asked_bytes.pop(lease_id, None)
         self._told_cancels.pop(lease_id, None)
 
     # --- adoption ---
 
     def begin_adoption(self) -> None:
-        """Hold every order from now on: workers that were taken over get them behind a page that is whole."""
+        """Hold every order from now on: workers that were taken over get them after a complete page."""
         self._is_adopting = True
 
     def end_adoption(self) -> None:
-        """Send each such worker its page, and what was held."""
+        """Send each such worker its page, and the orders that were held."""
         self._is_adopting = False
         for worker in self._workers.serving():
             if worker.regions is None:
@@ -123,7 +122,7 @@ class RegionOrders:
                 self._condemn(worker.spec.lease_id, error)
 
     def _condemn(self, lease_id: int, error: OSError) -> None:
-        """End a session that can't be shown its regions' words: nobody could end a region of it."""
+        """End a session that can't get its regions' words: without them no region in it could be ended."""
         reason = f"it can't be shown its regions page: {error.strerror}"
         self._post(SessionCondemned(lease_id, Cause.UNRESPONSIVE, reason))
 
@@ -133,7 +132,7 @@ class RegionOrders:
         return None if worker is None else worker.open_regions(is_held=self._is_adopting)
 
     def _send(self, lease_id: int, message: Message) -> str | None:
-        """Send an order. Returns what keeps it from being sent; None if it is on its way, or nobody is there."""
+        """Send an order. Returns what prevents it; None if it is on its way, or there is no worker."""
         try:
             if (link := self._link(lease_id)) is not None:
                 link.order(message)
@@ -144,10 +143,11 @@ class RegionOrders:
     # --- answers ---
 
     def on_message(self, lease_id: int, message: Message) -> None:
-        """Take in what the worker of a lease says."""
+        """Process a message of a lease's worker."""
         if isinstance(message, messages.SliceResized):
             self._on_resized(lease_id, message)
             return
+        # A worker may only report regions of its own lease.
         region = self._lookup(getattr(message, "region_id", 0))
         if region is None or not lease_id or region.parent_id != lease_id:
             return
@@ -170,7 +170,10 @@ class RegionOrders:
                 self._on_forward_revoked(region, message, self._is_first_look(region, message))
 
     def _is_first_look(self, region: LeaseSnapshot, message: messages.ForwardRevoked) -> bool:
-        """Return whether a refused launch is the first that saw the region's word: its delay is the look's."""
+        """Return whether a refused launch is the first that saw the region's word.
+
+        Only then is its delay the time from the change of the word to its first reader.
+        """
         if message.status != -Status.CANCELLED or region.state is not LeaseState.ACTIVE:
             return message.status != -Status.FENCED
         was_ns, self._told_cancels[region.lease_id] = self._told_cancels.get(region.lease_id), message.flipped_ns
@@ -190,7 +193,7 @@ class RegionOrders:
 
 def _end_of(region: LeaseSnapshot, message: messages.RegionEnded) -> Event:
     if not (message.freed_bytes or message.kept_bytes):
-        # It never opened, or the session let go of it before. The table has that proved if it was open once.
+        # It never opened, or the session released it before. If it was open once, the table has that proved.
         return RegionRefused(region.lease_id, "The session has nothing of the region.")
     if message.freed_bytes + message.kept_bytes != region.size_bytes:
         figures = f"{message.freed_bytes} bytes freed and {message.kept_bytes} kept"
@@ -206,7 +209,7 @@ def _is_possible(region: LeaseSnapshot, message: messages.ForwardRevoked) -> boo
     if message.status == -Status.FENCED:
         # A word that was never written has no time.
         return True
-    # An end is in the table before it is on the page; the worker alone finds that a deadline has passed.
+    # An end is in the table before it is on the page; only the worker can find that a deadline has passed.
     is_due = message.status == -Status.LEASE_EXPIRED and region.deadline_ns is not None and region.deadline_ns <= now_ns
     may_go_on = message.status == -Status.CANCELLED or is_due
     return region.created_ns <= message.flipped_ns and (may_go_on or region.state not in _GOING_ON)

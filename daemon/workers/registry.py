@@ -57,12 +57,12 @@ from gpulease.daemon.workers.zygote_discovery import FoundWorker, FoundZygote
 from gpulease.protocol.opcodes import Status
 
 MAX_REASON_CHARS: Final = 1000
-"""Longest reason of a worker for its end. Stops a worker that was taken over from filling the audit log, and the
-journal that is kept of thousands of leases."""
+"""Longest reason of a worker for its end, in characters. Stops a compromised worker from filling the audit log, and the
+journal, which keeps reasons of thousands of leases."""
 
 MAX_LAST_MESSAGES: Final = 300
-"""Messages that are read of a worker that has ended: what fits its channel. A worker that was taken over can give its
-end of the channel to its tenant. Stops the broker from reading for as long as that tenant goes on sending."""
+"""Messages that are read from a worker that has ended: what fits its channel. A compromised worker can give its end of
+the channel to its tenant. Stops the broker from reading for as long as that tenant sends."""
 
 
 class Workers:
@@ -70,10 +70,10 @@ class Workers:
 
     Args:
         driver: The driver by which workers open their contexts.
-        sandbox: How workers are to be shut in; None for the default settings.
-        folder: Where zygotes listen for the next broker; None if they are to die with this one.
+        sandbox: The workers' sandbox; None for the default settings.
+        folder: Where zygotes listen for the next broker; None if they must die with this one.
         wipes_heap: Whether workers overwrite memory that they free.
-        grace_ns: How long work in flight may go on after a lease has expired.
+        grace_ns: How long work in flight may continue after a lease has expired.
     """
 
     def __init__(
@@ -87,14 +87,14 @@ class Workers:
         self._grace_ns = grace_ns
         self._deliver: Callable[[Event], None] = _drop_event
         self._workers: dict[int, Worker] = {}
-        # Workers that the zygote has not forked yet, by the number under which it was asked for them.
+        # Workers that the zygote has not forked yet, by the number under which they were requested.
         self._unforked: dict[int, Worker] = {}
         self._by_serial: dict[tuple[Zygote, int], Worker] = {}
         self._reaped: dict[int, ReapedWorker] = {}
-        # Of reaped workers: the lease or warm context whose fence holds their bytes, and the card, by process id.
+        # For reaped workers with fenced bytes, by process id: the lease or warm context of the fence, and the card.
         self._fenced: dict[int, tuple[int, str]] = {}
         self._found: dict[tuple[Zygote, int], FoundWorker] = {}
-        # Until `set_...` is called there are the sessions of start-up alone, which run nothing.
+        # Until `set_...` is called there are only the sessions of start-up, which run nothing.
         self._on_growth: Callable[[int], None] = lambda lease_id: None
         self._on_end: Callable[[Worker], None] = lambda worker: None
         self._on_scrubbed: Callable[[Worker, str, int], None] = lambda *_: None
@@ -113,32 +113,32 @@ class Workers:
     def set_memory_listeners(
         self, on_growth: Callable[[int], None], on_scrub: Callable[[Worker, str, int], None]
     ) -> None:
-        """Set whom to call about workers' memory.
+        """Set the callbacks about workers' memory.
 
         Args:
-            on_growth: Called with a lease whose context may have grown.
+            on_growth: Called with a lease if its context may have grown.
             on_scrub: Called with a worker that was scrubbed, why it is not clean ("" if it is), and the bytes that it
-                still counts as its own.
+              still counts as its own.
         """
         self._on_growth, self._on_scrubbed = on_growth, on_scrub
 
     def set_connection_listeners(
         self, on_connections: Callable[[int], None], on_guest: Callable[[int, int, bool], None]
     ) -> None:
-        """Set whom to call about connections.
+        """Set the callbacks about connections.
 
         Args:
-            on_connections: Called with a lease whose session may have other connections than before.
-            on_guest: Called with a lease, the mark of a guest's token, and whether the worker let the guest in.
+            on_connections: Called with a lease if its session's connections may have changed.
+            on_guest: Called with a lease, the mark of a guest's token, and whether the worker admitted the guest.
         """
         self._on_connections, self._on_guest = on_connections, on_guest
 
     def set_region_listener(self, on_region: Callable[[int, Message], None]) -> None:
-        """Set whom to call with a lease and what its worker says of regions, or of its slice's size."""
+        """Set the callback for a lease and its worker's messages about regions, or about its slice's size."""
         self._on_region = on_region
 
     def set_end_listener(self, on_end: Callable[[Worker], None]) -> None:
-        """Set whom to call with each worker that has ended, while its page can still be read."""
+        """Set the callback for each worker that has ended, called while its page can still be read."""
         self._on_end = on_end
 
     @property
@@ -161,16 +161,16 @@ class Workers:
         await self._zygotes.start()
 
     async def stop(self) -> None:
-        """End the zygotes and every worker that is left."""
+        """End the zygotes and all remaining workers."""
         await self._zygotes.stop()
         for worker in list(self._workers.values()):
             worker.kill()
             self._remove(worker)
 
     async def leave(self) -> None:
-        """Leave zygotes and workers to the next broker; where there is nothing to leave, end the zygotes.
+        """Leave zygotes and workers to the next broker; without any workers, end the zygotes.
 
-        A zygote that nobody needs would keep the daemon's standard error open for a minute, and its reader waiting.
+        An unused zygote would keep the daemon's standard error open for a minute, and its reader waiting.
         """
         if not (self._workers or self._unforked or self._found or self._reaped):
             await self.stop()
@@ -205,11 +205,10 @@ class Workers:
         self._reaped.setdefault(lease_id, ReapedWorker(lease_id, pid))
 
     def serving(self) -> list[Worker]:
-        """Return the workers that are ready and not ordered dead."""
+        """Return the workers that are ready and not being killed."""
         return [worker for worker in self._workers.values() if worker.is_ready and not worker.is_killed]
 
     def worker(self, lease_id: int) -> Worker | None:
-        """Return the worker of a number."""
         return self._workers.get(lease_id)
 
     def pid(self, lease_id: int) -> int:
@@ -217,13 +216,13 @@ class Workers:
         return 0 if (worker := self._workers.get(lease_id)) is None else worker.pid
 
     def is_alive(self, lease_id: int) -> bool:
-        """Return whether a worker's process runs. The registry has a dead worker, too, until it is reaped."""
+        """Return whether a worker's process runs. The registry keeps a dead worker, too, until it is reaped."""
         if (worker := self._workers.get(lease_id)) is None or worker.pidfd < 0:
             return worker is not None
         return not has_ended(worker.pidfd)
 
     def pids(self) -> set[int]:
-        """Return the process ids of all workers that live, or whose bytes are not proved free, or held by a fence."""
+        """Return the process ids of all workers that live, are not proved free, or have bytes held by a fence."""
         ended = {one.pid for one in self._reaped.values()}
         return {worker.pid for worker in self._workers.values()} | ended | self._fenced.keys()
 
@@ -232,16 +231,16 @@ class Workers:
         return 0 if (ended := self._reaped.get(lease_id)) is None else ended.pid
 
     def settle(self, lease_id: int) -> None:
-        """Forget a reaped worker, whose bytes are proved free or fenced, and have its zygote forget it."""
+        """Forget a reaped worker after its bytes were proved free or fenced, and have its zygote forget it."""
         ended = self._reaped.pop(lease_id, None)
         if ended is not None and ended.zygote is not None:
             ended.zygote.forget(ended.serial)
 
     def fence(self, number: int, card_uuid: str, charged_to: int) -> None:
-        """Count a reaped worker's process as the daemon's own while the card lists it: a fence holds its bytes.
+        """Count a reaped worker's process as the daemon's own while the card lists it, because a fence holds its bytes.
 
-        There are as many of them as fences at most, and one more for a lease's submit. If a process has the same id by
-        now, it is somebody else's.
+        There are at most as many of them as fences, and one more for a lease's submit. If a process has the same id by
+        now, it belongs to someone else.
 
         Args:
             number: The worker's number.
@@ -253,10 +252,10 @@ class Workers:
             self._fenced[pid] = charged_to, card_uuid
 
     def end_fences(self, numbers: Collection[int]) -> None:
-        """Forget the processes of leases and warm contexts whose fences an operator has cleared."""
+        """Forget the processes of leases and warm contexts after an operator has cleared their fences."""
         self._fenced = {pid: fence for pid, fence in self._fenced.items() if fence[0] not in numbers}
         for number in numbers:
-            # A worker that was reaped only after its lease was fenced is not settled yet.
+            # A worker that was reaped only after its lease was fenced is still registered.
             self.settle(number)
 
     def on_processes_listed(self, card_uuid: str, pids: Collection[int]) -> None:
@@ -264,7 +263,6 @@ class Workers:
         self._fenced = {pid: fence for pid, fence in self._fenced.items() if fence[1] != card_uuid or pid in pids}
 
     def page(self, lease_id: int) -> BrokerPage | None:
-        """Return a worker's control page."""
         return None if (worker := self._workers.get(lease_id)) is None else worker.page
 
     def rename(self, from_id: int, to_id: int) -> None:
@@ -277,17 +275,17 @@ class Workers:
             self._reaped[to_id] = ended
 
     def recycle(self, lease_id: int, warm_id: int) -> None:
-        """Make a warm context of a lease's worker that was scrubbed; it gets another control page."""
+        """Turn a lease's scrubbed worker into a warm context; it gets another control page."""
         if (worker := self._workers.get(lease_id)) is not None:
-            # The counters on the old page are that lease's.
+            # The counters on the old page belong to that lease, so report them before the page is replaced.
             self._on_end(worker)
         self.rename(lease_id, warm_id)
         if worker is not None and not worker.become_warm():
-            # The zygote does not know, so the next broker would take the worker for the old lease's.
+            # The zygote does not know the change, so the next broker would take the worker for the old lease's.
             self.kill(warm_id)
 
     def spawn(self, spec: WorkerSpec) -> None:
-        """Have a worker forked, or have the warm one that has this number take the lease, or submit.
+        """Have a worker forked, or have the warm one with this number take the lease or submit.
 
         `WorkerReady` or `WorkerExited` follows; nothing if a warm worker hangs.
         """
@@ -302,6 +300,7 @@ class Workers:
         except OSError as error:
             self._not_started(spec, error)
             return
+        # Registered before the request: the zygote's answer may come during the call.
         self._workers[spec.lease_id] = self._unforked[spec.lease_id] = worker
         with theirs:
             try:
@@ -326,12 +325,12 @@ class Workers:
             worker.set_deadline(deadline_ns, generation, self._grace_ns)
 
     def set_horizon(self, lease_id: int, horizon_boot_ns: int) -> None:
-        """Write on its page until when a lease with a name may be served, on CLOCK_BOOTTIME."""
+        """Write a lease's membership deadline, on CLOCK_BOOTTIME, on its page."""
         if (worker := self._workers.get(lease_id)) is not None:
             worker.page.set_horizon(horizon_boot_ns)
 
     def refuse(self, lease_id: int, status: Status, reason: str = "", cause: str = "") -> None:
-        """Have a worker answer everything with `status` and `reason`, and tell its connections so.
+        """Have a worker answer everything with `status` and `reason`, and notify its connections.
 
         The next broker reads `cause`.
         """
@@ -339,12 +338,14 @@ class Workers:
             worker.refuse(status, reason, cause)
 
     def give_grace(self, lease_id: int, until_ns: int) -> None:
-        """Write on the page until when work in flight may go on in a worker that refuses more; its zygote reads it."""
+        """Write on the page how long work in flight may continue in a worker that refuses new work.
+
+        The zygote reads that too, and kills the worker then.
+        """
         if (worker := self._workers.get(lease_id)) is not None:
             worker.page.give_grace(until_ns)
 
     def kill(self, lease_id: int) -> None:
-        """Kill a worker; `WorkerExited` follows."""
         if (worker := self._workers.get(lease_id)) is None:
             exited = WorkerExited(lease_id, "there was no process", is_by_daemon=True)
             asyncio.get_running_loop().call_soon(self._post, exited)
@@ -376,6 +377,7 @@ class Workers:
     def _on_forked(self, zygote: Zygote, worker: Worker, pid: int, serial: int, fds: list[int]) -> None:
         worker.serial, worker.pid, worker.pidfd = serial, pid, fds[0] if fds else -1
         self._by_serial[zygote, serial] = worker
+        # The kill, or the worker's own report, may have come before the zygote's answer; catch up now.
         if worker.is_killed:
             worker.kill()
         if worker.is_ready:
@@ -385,8 +387,8 @@ class Workers:
         overran = reaped.overran or ""
         if (worker := self._by_serial.get((zygote, reaped.serial))) is not None:
             if reaped.is_overdue:
-                # The zygote has killed the worker while this process hung. If the deadline was the reason, the lease
-                # table finds that itself.
+                # The zygote killed the worker while this process hung. If the deadline was the reason, the lease table
+                # finds that itself.
                 worker.is_killed = True
                 if overran:
                     self._post(SessionCondemned(worker.spec.lease_id, Cause.KERNEL_TIMEOUT, overran))
@@ -411,7 +413,7 @@ class Workers:
         lease_id = worker.spec.lease_id
         match message:
             case Attached(mark, is_in):
-                # Never below zero: the worker may lie.
+                # Never below zero, because the worker may lie.
                 worker.hand_overs = max(0, worker.hand_overs - 1)
                 if mark is not None:
                     self._on_guest(lease_id, mark, is_in is True)
@@ -423,7 +425,7 @@ class Workers:
             case Ready():
                 worker.is_ready = True
                 if worker.pid:
-                    # Without the pid its bytes could not be told from others'. The zygote sends it at once.
+                    # Without the pid, its bytes could not be distinguished from others'. The zygote sends it at once.
                     self._post(WorkerReady(lease_id))
             case Scrubbed(doubt, held_bytes):
                 self._on_scrubbed(worker, clean_text(doubt, MAX_REASON_CHARS), held_bytes)
@@ -455,7 +457,7 @@ class Workers:
     def _reap_orphan(self, worker: Worker) -> None:
         """Reap a worker that the kernel killed with its zygote.
 
-        It is this process's child by now (see processes.adopt_orphans), or init's if an earlier daemon started it.
+        By now it is this process's child (see processes.adopt_orphans), or init's if an earlier daemon started it.
         """
         asyncio.get_running_loop().remove_reader(worker.pidfd)
         with contextlib.suppress(ChildProcessError):
@@ -468,6 +470,7 @@ class Workers:
         self._deliver(event)
 
     def _on_ended(self, worker: Worker, reason: str, *, is_busy: bool = False) -> None:
+        # Read the reason and the counters before the page and the channel are closed.
         self._read_last_messages(worker)
         self._on_end(worker)
         worker.note_end(reason)
@@ -478,7 +481,7 @@ class Workers:
         asyncio.get_running_loop().call_soon(self._post_end, reaped, *worker.end_reason(reason), is_busy)
 
     def _read_last_messages(self, worker: Worker) -> None:
-        """Read why a worker ended, if it said so: the zygote's report may come first."""
+        """Read the reason from a worker that ended, if it sent one: the zygote's report may arrive first."""
         with contextlib.suppress(BlockingIOError, ChannelClosed):
             for _ in range(MAX_LAST_MESSAGES):
                 received, fds = receive_message(worker.channel)
@@ -488,7 +491,7 @@ class Workers:
                     self._on_parsed(worker, message)
 
     def _post_end(self, reaped: ReapedWorker, reason: str, is_by_daemon: bool, is_busy: bool) -> None:
-        """Post a worker's end by its present number: its lease may have been given another worker meanwhile."""
+        """Post a worker's end under its present number: its lease may have another worker by now."""
         self._post(WorkerExited(reaped.lease_id, reason, is_by_daemon, is_busy))
 
     def _remove(self, worker: Worker) -> None:
@@ -499,7 +502,7 @@ class Workers:
 
 
 def _parsed(message: dict[str, Any]) -> Message | None:
-    """Return a worker's message; None if it is malformed or unknown. A worker may have been taken over."""
+    """Return a worker's message; None if it is malformed or unknown. A worker may be compromised."""
     with contextlib.suppress(MalformedMessage):
         return parse_message(FROM_WORKER, message)
     return None

@@ -16,17 +16,17 @@ _CAUSES_BY_WORD: Final = {
 _CAUSES_BY_NAME: Final = {cause.value: cause for cause in Cause}
 
 _TIME_LIMITS: Final = frozenset({None, Cause.KERNEL_TIMEOUT, Cause.LOAD_TIMEOUT})
-"""Causes by which a submit has run for too long. None: its own timeout."""
+"""Causes for which a submit has run too long. None: its own timeout."""
 
 
 def word_for(cause: Cause) -> Status:
-    """Return the status that a worker answers once its lease has ended for `cause`."""
-    # The client of an abandoned lease left before there was a session, so no tenant's session is told LEASE_FREED.
+    """Return the status with which a worker answers once its lease has ended for `cause`."""
+    # The client of an abandoned lease disconnected before there was a session, so no session reports LEASE_FREED to it.
     return Status.SESSION_FAILED if cause is Cause.ABANDONED else LEASE_ENDS[cause.value].status
 
 
 def submit_word_for(cause: Cause | None) -> Status:
-    """Return the status that a submit's worker answers once it was ended for `cause`; None: its timeout is over."""
+    """Return the status with which a submit's worker answers after an end for `cause`; None: its timeout is over."""
     return Status.TIMED_OUT if cause in _TIME_LIMITS else word_for(cause or Cause.ABANDONED)
 
 

@@ -1,7 +1,7 @@
-"""A worker as the broker sees it: its process, its channel and its control page, and the counters on that page.
+"""The broker's view of a worker: its process, its channel and its control page, and the counters on that page.
 
-A worker writes its counters itself. So a counter that goes back, or that no counting could have come to, counts as
-unchanged. A tenant that took its worker over can lie about its own figures, and about nothing else.
+A worker writes its counters itself. So a counter that goes back, or that no counting could have reached, counts as
+unchanged. A tenant that compromised its worker can lie about its own figures, and about nothing else.
 """
 
 import asyncio
@@ -30,8 +30,8 @@ from gpulease.protocol.opcodes import Status
 from gpulease.protocol.time_units import NS_PER_MS
 
 MAX_HAND_OVERS: Final = 16
-"""Most sockets in the channel of a worker that is too busy to take them. Until then they count as nobody's connections.
-"""
+"""Most sockets in the channel of a worker that is too busy to take them. Until then they do not count as
+connections."""
 
 ENDED_BY_DAEMON: Final = "was ended by the daemon"
 
@@ -44,21 +44,21 @@ class Worker:
         spec: The worker's lease; its `lease_id` is the number by which the broker knows the worker.
         page: Its control page.
         channel: The broker's end of its channel.
-        zygote: The zygote that forked it, or is to.
+        zygote: The zygote that forked it, or is about to.
         serial: Its number in that zygote; 0 until it is forked.
         pid: Its process id; 0 until it is forked.
-        pidfd: Its pidfd; -1 until it is forked, or if the descriptor did not get through.
+        pidfd: Its pidfd; -1 until it is forked, or if the descriptor was lost on the way.
         is_ready: It has a context.
         is_killed: The broker has ordered its death.
         hand_overs: Sockets that were sent to it and that it has not taken yet.
         forked_for: The lease, or warm context, for which it was made.
         counted: The counters that were reported last, see `counter_increments`; empty before the first report.
-        is_weighed: Its memory was read, or is being read, before it had a lease.
+        is_weighed: Its memory was measured, or is being measured, before it had a lease.
         own_bytes: Bytes that the card showed for it then; None if that is not known.
-        next_page: Its control page after the scrub; None unless the broker has asked for a scrub.
-        has_answered: It has said how the scrub went.
+        next_page: Its control page after the scrub; None unless the broker has ordered a scrub.
+        has_answered: It has reported the result of the scrub.
         is_stranger: The tenant who attaches next may be another than the lease's.
-        has_faulted: It has said in this lease why its context is lost.
+        has_faulted: It has reported in this lease why its context is lost.
         submit_ends_ns: When the submit's timeout is over, on the monotonic clock; None until it began, or for a lease.
         regions: Its session's regions and words; None until a client asks for the words, or the first region.
     """
@@ -86,7 +86,7 @@ class Worker:
 
     @classmethod
     def create(cls, spec: WorkerSpec, zygote: Zygote) -> tuple[Self, socket.socket]:
-        """Return a worker that a zygote is to fork, and the worker's end of its channel. Raises OSError."""
+        """Return a worker that a zygote is about to fork, and the worker's end of its channel. Raises OSError."""
         page = BrokerPage()
         try:
             ours, theirs = channel_pair()
@@ -109,7 +109,7 @@ class Worker:
     # --- its lease ---
 
     def take_lease(self, spec: WorkerSpec) -> None:
-        """Have a warm worker take a lease, or a submit."""
+        """Give a warm worker a lease, or a submit."""
         self.spec, self.has_faulted = spec, False
         with contextlib.suppress(ChannelClosed, BlockingIOError):
             # The zygote first: it must not take a worker that has a lease for a warm one.
@@ -120,14 +120,16 @@ class Worker:
             self._send_or_drop(spec)
 
     def set_deadline(self, deadline_ns: int, generation: int, grace_ns: int) -> None:
-        """Write the deadline on the page, for the worker and for its zygote, which ends the worker if nobody else does.
+        """Write the deadline on the page, for the worker and for its zygote, which enforces it too.
 
         Args:
             deadline_ns: When the lease ends, on the monotonic clock.
             generation: The number of the grant or renewal.
-            grace_ns: How long work in flight may go on behind the deadline.
+            grace_ns: How long work in flight may continue after the deadline.
         """
         ends_ns = deadline_ns
+        # A submit has its own timeout, which starts with its first deadline and is not extended by renewals of the
+        # lease.
         if self.spec.submit_of:
             if self.submit_ends_ns is None:
                 self.submit_ends_ns = time.monotonic_ns() + self.spec.timeout_ms * NS_PER_MS
@@ -137,16 +139,16 @@ class Worker:
             self.regions.page.set_generation(generation)
 
     def refuse(self, status: Status, reason: str = "", cause: str = "") -> None:
-        """Have the worker answer everything with `status` and `reason`, and tell its connections so.
+        """Have the worker answer everything with `status` and `reason`, and notify its connections.
 
         If this process hangs, the zygote ends the worker at once; `BrokerPage.give_grace` gives work in flight time.
         The next broker reads `cause`.
         """
         self.page.refuse(status, reason, time.monotonic_ns(), cause)
-        # Behind the page that decides: a client that sees this word finds the session ended.
+        # After the page that decides: a client that sees this word finds the session ended.
         if self.regions is not None and cause:
             self.regions.page.end_lease(status, cause, reason)
-        # The word on the page suffices. The message wakes a worker that sleeps, so that idle tenants learn why.
+        # The word on the page is enough. The message wakes a worker that sleeps, so that idle tenants learn the reason.
         self._send_or_drop(EndSession())
 
     def hand_over(self, sock_fd: int, attach: Attach) -> bool:
@@ -156,7 +158,7 @@ class Worker:
         attach = replace(attach, is_stranger=self.is_stranger)
         self.page.open_session()
         if attach.words and not self.spec.submit_of:
-            # Without a descriptor for the page the client learns of the lease's end from the worker alone.
+            # Without a descriptor for the page, the client learns of the lease's end from the worker alone.
             with contextlib.suppress(OSError):
                 self.open_regions().show_page()
         try:
@@ -167,15 +169,15 @@ class Worker:
         return True
 
     def on_fault(self) -> bool:
-        """Take in that the worker's context is lost; False if the worker has said so in this lease before.
+        """Record that the worker's context is lost; False if the worker has reported that in this lease before.
 
-        Each such message is a row of the journal, and a worker that was taken over sends them as fast as it can.
+        Each such message is a row of the journal, and a compromised worker sends them as fast as it can.
         """
         was_first, self.has_faulted = not self.has_faulted, True
         return was_first
 
     def become_warm(self) -> bool:
-        """Take the next page after a scrub, and no lease but the number. False if the zygote can't be told."""
+        """After a scrub, use the next page and keep only the number. False if the zygote can't be notified."""
         if self.next_page is None:
             return False
         self.close_regions()
@@ -225,27 +227,27 @@ class Worker:
             if self.pidfd >= 0:
                 signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
             elif self.pid:
-                # The pidfd did not get through for want of descriptors here. The number is the worker's until the
-                # zygote reaps it, and reports that.
+                # The pidfd was lost because this process had no descriptor left. The number belongs to the worker until
+                # the zygote reaps it and reports that.
                 os.kill(self.pid, signal.SIGKILL)
 
     def end_reason(self, reason: str) -> tuple[str, bool]:
         """Return how the worker ended, for logs, and whether the daemon ended it. `reason`: the zygote's words."""
-        # If it died of anything but SIGKILL, it died before the daemon killed it.
+        # If anything but SIGKILL ended it, it died before the daemon killed it.
         is_by_daemon = self.is_killed and reason == KILLED
         return (ENDED_BY_DAEMON if is_by_daemon else reason), is_by_daemon
 
     def note_end(self, reason: str) -> None:
-        """Write for the session's clients that its worker has died, unless they were told of another end before.
+        """Write for the session's clients that its worker has died, unless they know another end already.
 
-        `refuse` writes it where the daemon ends a lease; nobody refuses the work of a worker that ended by itself.
+        `refuse` writes the end if the daemon ends a lease; no call refuses the work of a worker that ended by itself.
         """
         if self.regions is not None:
             cause = Cause.WORKER_DIED.value
             self.regions.page.end_lease(LEASE_ENDS[cause].status, cause, self.end_reason(reason)[0])
 
     def close(self) -> None:
-        """Close all descriptors, and read the channel no more."""
+        """Close all descriptors, and stop reading the channel."""
         loop = asyncio.get_running_loop()
         loop.remove_reader(self.channel)
         self.close_regions()
@@ -265,7 +267,7 @@ class ReapedWorker:
     Attributes:
         lease_id: The number by which the broker knows the worker.
         pid: The process id that it had; 0 if it was never forked.
-        zygote: The zygote that is to forget it; None if none has to.
+        zygote: The zygote that must forget it; None if none has to.
         serial: Its number in that zygote.
     """
 
@@ -276,8 +278,8 @@ class ReapedWorker:
 
 
 MAX_COUNT: Final = 1 << 53
-"""Largest value of a counter: Prometheus's numbers, doubles, hold all integers up to it exactly. One launch a
-microsecond comes to it in 285 years."""
+"""Largest value of a counter: Prometheus's numbers, doubles, represent all integers up to it exactly. At one launch a
+microsecond it is reached in 285 years."""
 
 _COUNTERS: Final = (
     Counter.LAUNCHES,
@@ -301,7 +303,7 @@ _FAMILIES: Final = (
 
 
 def counter_increments(worker: Worker) -> list[tuple[Family, float]]:
-    """Return what a worker's counters have grown by since the last call.
+    """Return the increments of a worker's counters since the last call.
 
     Metrics count by tenant, and a tenant outlives its sessions, so increments are added up.
     """
@@ -309,18 +311,18 @@ def counter_increments(worker: Worker) -> list[tuple[Family, float]]:
     now = _read(worker.page, before)
     worker.counted = now
     more = [new - old for new, old in zip(now, before, strict=True)]
-    # The page counts waits that succeeded apart from those that failed; the metric counts all.
+    # The page counts successful and failed waits separately; the metric counts all.
     more[1] += more[2]
     return [(family, float(count)) for family, count in zip(_FAMILIES, more, strict=True) if count]
 
 
 def skip_counts(worker: Worker) -> None:
-    """Leave a worker's counts so far out: another daemon has counted them."""
+    """Skip a worker's counts so far, because another daemon has counted them."""
     worker.counted = _read(worker.page, _ZEROS)
 
 
 def held_bytes(worker: Worker, most_bytes: int) -> int:
-    """Return the bytes that a worker's session says it holds, `most_bytes` at most."""
+    """Return the bytes that a worker's session reports to hold, at most `most_bytes`."""
     return min(worker.page.counter(Counter.ALLOCATED_BYTES), most_bytes)
 
 

@@ -1,4 +1,4 @@
-"""The zygote as the broker sees it: started or taken over, asked for workers, watched, and started anew when it dies.
+"""The broker's side of the zygote, which forks workers on request and is replaced when it dies.
 
 `Zygotes` holds the zygote that forks workers now, and those of earlier daemons, which fork no more.
 """
@@ -42,11 +42,12 @@ from gpulease.daemon.workers.helper_process import Heartbeat, ordinary_timeouts
 from gpulease.daemon.workers.zygote_discovery import FoundZygote
 
 RESTART_DELAY_S: Final = 1.0
-"""Between the death of a zygote and the next start. Stops one that dies at once from being started in a busy loop."""
+"""Time between the death of a zygote and the next start. Stops one that dies at once from being started in a busy
+loop."""
 
 
 class ZygoteBroken(Exception):
-    """The zygote can't preload the driver: no worker could ever start.
+    """The zygote can't preload the driver, so no worker could ever start.
 
     Attributes:
         hint: What the operator can do, a sentence or "".
@@ -62,10 +63,10 @@ class Zygotes:
 
     Args:
         driver: The driver by which workers open their contexts.
-        on_message: Called with the zygote, each of its messages, and the descriptors, which are then the callee's.
+        on_message: Called with the zygote, each of its messages, and the descriptors, which then belong to the callee.
         on_exit: Called with each zygote that is gone; its workers die with it.
-        sandbox: How workers are to be shut in.
-        folder: Where zygotes listen for the next broker; None if they are to die with this one.
+        sandbox: The workers' sandbox.
+        folder: Where zygotes listen for the next broker; None if they must die with this one.
         wipes_heap: Whether zygotes and their workers overwrite memory that they free.
 
     Attributes:
@@ -150,19 +151,18 @@ class Zygotes:
 
 
 START_TIMEOUT_S: Final = 60.0
-"""Longest time that a zygote may take to import what it needs; a cold disk takes seconds."""
+"""Longest time for a zygote's imports; a cold disk takes seconds."""
 
 END_TIMEOUT_S: Final = 5.0
-"""Longest time that a zygote of an earlier daemon may take to be gone once it was killed: it is not this process's
-child."""
+"""Longest time until a killed zygote of an earlier daemon is gone: it is not this process's child."""
 
 HUNG_AFTER_S: Final = 20.0
-"""Time of pings without an answer after which a zygote is killed. A worker that ends meanwhile is not reaped, so the
-zygote must be gone before that worker's bytes are fenced (reclaim_timeout_s of [limits], 30)."""
+"""Time of unanswered pings after which a zygote is killed. A worker that ends meanwhile is not reaped, so the zygote
+must be gone before that worker's bytes are fenced (reclaim_timeout_s of [limits], 30)."""
 
 MAX_WAITING: Final = 16_384
-"""Messages that wait for room in the channel: several for each lease that there may be (max_leases of [limits], 4096).
-The kernel has room for some 180. Stops a zygote that does not read from filling the broker's memory."""
+"""Messages that wait for room in the channel: several for each possible lease (max_leases of [limits], 4096). The
+kernel has room for some 180. Stops a zygote that does not read from filling the broker's memory."""
 
 
 class Zygote:
@@ -170,9 +170,9 @@ class Zygote:
 
     Args:
         driver: The driver by which workers open their contexts.
-        on_message: Called with this zygote, each of its messages, and the descriptors, which are then the callee's.
+        on_message: Called with this zygote, each of its messages, and the descriptors, which then belong to the callee.
         on_exit: Called once with this zygote when it is gone; its workers die with it.
-        sandbox: How workers are to be shut in.
+        sandbox: The workers' sandbox.
         folder: Where it listens for the next broker; None for one that dies with this one.
         wipes_heap: Whether it and its workers overwrite memory that they free.
 
@@ -207,7 +207,7 @@ class Zygote:
 
     @property
     def outlives_its_broker(self) -> bool:
-        """Return whether the zygote keeps workers that have ended until it is told to forget them."""
+        """Return whether the zygote remembers workers that have ended until the broker orders it to forget them."""
         return self._folder is not None
 
     @property
@@ -238,9 +238,12 @@ class Zygote:
         self._heartbeat.begin()
 
     def _launch(self) -> socket.socket:
-        """Start the process; from this thread, whose end would be its end too (prctl(2), PR_SET_PDEATHSIG)."""
+        """Start the process. The caller must be the main thread: the process ends with the thread that started it.
+
+        Source: prctl(2), PR_SET_PDEATHSIG.
+        """
         command = [sys.executable, "-P", "-m", "gpulease.daemon.zygote"]
-        # A BLAS that starts threads when it is imported would make every fork unsafe.
+        # A BLAS that starts threads on import would make every fork unsafe.
         environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         if self._wipes_heap:
             environment |= WIPING_HEAP
@@ -252,12 +255,12 @@ class Zygote:
             arguments = [self._driver, str(theirs.fileno()), str(os.getpid()), self._sandbox.to_text()]
             fds = [theirs.fileno()]
             if self._folder is not None:
-                # The broker makes the socket, so that the next broker finds it as soon as there is a process.
+                # The broker makes the socket, so that the next broker finds it as soon as the process exists.
                 self._path = self._folder / f"{secrets.token_hex(4)}.sock"
                 listener = handed_over.enter_context(channel_listener(str(self._path)))
                 arguments.append(str(listener.fileno()))
                 fds.append(listener.fileno())
-            # Its own session: a Ctrl-C at the broker's terminal is the broker's to handle.
+            # A session of its own, because the broker alone handles a Ctrl-C at its terminal.
             self._process = subprocess.Popen(
                 command + arguments,
                 pass_fds=fds,
@@ -278,7 +281,7 @@ class Zygote:
         self._pid, self.findings = found.pid, found.findings
         if found.answers_pings:
             self._heartbeat.begin()
-        # Builds are compared, too: with versions alone, an upgrade would mend nothing while this zygote lives.
+        # Builds are compared, too: with versions alone, an upgrade would fix nothing while this zygote lives.
         own = (VERSION, BUILD, self._driver, self._sandbox.to_text(), self._wipes_heap)
         return (found.version, found.build, found.driver, found.sandbox, found.wipes_heap) == own
 
@@ -322,7 +325,7 @@ class Zygote:
             self._channel = None
 
     def _kill_hung(self, _: str) -> None:
-        """Kill a zygote that hangs; `_read` then finds its channel closed, as that of any zygote that dies.
+        """Kill a zygote that hangs; `_read` then finds its channel closed, as for any zygote that dies.
 
         A zygote that hangs forks no worker and reaps none, so every lease that ends would leave a fence.
         """
@@ -336,28 +339,29 @@ class Zygote:
     # --- to the zygote ---
 
     def spawn(self, spec: WorkerSpec, channel_fd: int, page_fds: PageFds, broker_end_fd: int) -> None:
-        """Ask for a worker. Raises ChannelClosed, or OSError if the zygote can't be asked now, nor soon."""
+        """Request a worker. Raises ChannelClosed, or OSError if the zygote can't be reached now or soon."""
         kept = (broker_end_fd,) if self.outlives_its_broker else ()
         self._send(spec, (channel_fd, *page_fds, *kept))
 
     def change(self, serial: int, spec: WorkerSpec, then: Callable[[], None]) -> None:
-        """Say that a worker has another lease: the next broker must know, and the log whose output the worker's is.
+        """Report that a worker has another lease.
 
-        `then` is called when the message was sent. Raises as `spawn` does.
+        The next broker must know it, and so must the log, which names the lease of a worker's output. `then` is called
+        when the message was sent. Raises as `spawn` does.
         """
         self._send(LeaseChanged(spec, serial), (), then)
 
     def renew(self, serial: int, spec: WorkerSpec, page_fds: PageFds) -> None:
-        """Say that a worker was scrubbed and has other control pages. Raises as `spawn` does."""
+        """Report that a worker was scrubbed and has other control pages. Raises as `spawn` does."""
         self._send(PagesRenewed(spec, serial), page_fds)
 
     def forget(self, serial: int) -> None:
-        """Say that a worker's bytes are proved free: no broker needs to know of it any more."""
+        """Report that a worker's bytes are proved free, so that no broker needs to know it any more."""
         if self.outlives_its_broker:
             self._send_or_drop(WorkerForgotten(serial))
 
     def retire(self) -> None:
-        """Have the zygote end with the last of its workers."""
+        """Order the zygote to end with the last of its workers."""
         self._send_or_drop(Retire())
 
     def _ping(self) -> None:
@@ -366,7 +370,7 @@ class Zygote:
             self._send(Ping())
 
     def _send_or_drop(self, message: Message) -> None:
-        # A zygote that is gone needs to know nothing. One that has not read for so long keeps a little too much.
+        # A zygote that is gone needs no message. One that has not read for so long remembers a little too much.
         with contextlib.suppress(ChannelClosed, BlockingIOError):
             self._send(message)
 
@@ -383,7 +387,7 @@ class Zygote:
     def _flush(self) -> None:
         if self._channel is None or self._outbox is None:
             return
-        # `_read` finds a channel that is closed.
+        # `_read` notices a closed channel.
         with contextlib.suppress(ChannelClosed):
             if self._outbox.flush():
                 self._heartbeat.on_answer()
@@ -435,5 +439,5 @@ class Zygote:
             self._preloaded.set_exception(ZygoteBroken("the zygote died while it was starting; its log says why"))
             return
         if self._preloaded is not None and (self._preloaded.cancelled() or self._preloaded.exception() is not None):
-            return  # It never forked a worker, and `start` has raised why.
+            return  # It never forked a worker, and `start` has raised the reason.
         self._on_exit(self)

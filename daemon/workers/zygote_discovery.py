@@ -1,4 +1,4 @@
-"""Finds the zygotes that an earlier daemon left, and learns which workers they have.
+"""Finds the zygotes that an earlier daemon left, and the workers that they have.
 
 Everything here blocks, with bounds: it runs before the daemon listens.
 """
@@ -34,21 +34,21 @@ from gpulease.daemon.log.writer import log_event
 from gpulease.protocol.peer_credentials import UCRED_BYTES, parse_ucred
 
 ANSWER_TIMEOUT_S: Final = 30.0
-"""Longest time that a zygote may take for one message. It answers in milliseconds, but imports for seconds when it
+"""Longest time for a zygote to send one message. It answers in milliseconds, but its imports take seconds when it
 starts."""
 
 TAKEN_TIMEOUT_S: Final = 10.0
-"""Longest time that an earlier daemon may keep a zygote's channel after it has let go of the lock on the state."""
+"""Longest time for which an earlier daemon may keep a zygote's channel after it has released the state's lock."""
 
 END_TIMEOUT_S: Final = 10.0
-"""Longest time that a zygote that was killed may take to be gone."""
+"""Longest time until a killed zygote is gone."""
 
 _PAUSE_S: Final = 0.02
 _NO_PAGE: Final = PageState(None, 0, 0)
 
 
 class CannotAdopt(Exception):
-    """Sessions of an earlier daemon live on and can't be taken over: this daemon must not grant what they hold.
+    """Sessions of an earlier daemon live and can't be taken over, so this daemon must not grant what they hold.
 
     Attributes:
         hint: What the operator can do, a sentence.
@@ -60,15 +60,15 @@ class CannotAdopt(Exception):
 
 
 class _ZygoteGone(Exception):
-    """The zygote has ended."""
+    pass
 
 
 class _HasBroker(Exception):
-    """The zygote has another broker."""
+    pass
 
 
 class _ZygoteHangs(Exception):
-    """The zygote does not answer."""
+    pass
 
 
 @dataclass(slots=True)
@@ -92,7 +92,7 @@ class FoundWorker:
     overran: str = ""
 
     def page(self) -> PageState:
-        """Return what a broker, or the zygote, wrote on the page of its lease last."""
+        """Return what a broker, or the zygote, wrote last on the page of its lease."""
         return self.last_page or _NO_PAGE if self.fds is None else state_of(self.fds[1])
 
 
@@ -105,9 +105,9 @@ class FoundZygote:
         sandbox: The sandbox settings of its workers, as on its command line.
         findings: The measures its workers are under.
         wipes_heap: Whether it and its workers overwrite memory that they free.
-        build: Which code it runs, by `host.version.BUILD`; "" if it does not say.
+        build: Which code it runs, by `host.version.BUILD`; "" if it does not report it.
         answers_pings: Whether it answers a Ping.
-        pid: Its process id; 0 if it does not say.
+        pid: Its process id; 0 if it does not report it.
     """
 
     path: Path
@@ -124,7 +124,7 @@ class FoundZygote:
     pid: int = 0
 
     def close(self) -> None:
-        """Let the zygote go again: it keeps its workers."""
+        """Release the zygote, which keeps its workers."""
         self.channel.close()
         os.close(self.pidfd)
         for worker in self.workers:
@@ -133,7 +133,7 @@ class FoundZygote:
 
 
 def find_zygotes(folder: Path) -> list[FoundZygote]:
-    """Return all zygotes that listen in a folder, and remove the sockets of others. Raises CannotAdopt."""
+    """Return all zygotes that listen in a folder, and remove the sockets of dead ones. Raises CannotAdopt."""
     found: list[FoundZygote] = []
     try:
         for path in sorted(folder.glob("*.sock")):
@@ -149,6 +149,7 @@ def find_zygotes(folder: Path) -> list[FoundZygote]:
 
 def _find(path: Path) -> FoundZygote | None:
     until = time.monotonic() + TAKEN_TIMEOUT_S
+    # An earlier daemon may still hold the channel for a moment, so try for TAKEN_TIMEOUT_S.
     while True:
         try:
             return _connect(path)
@@ -202,6 +203,7 @@ def _introduced(channel: socket.socket, path: Path) -> FoundZygote:
     answer, fds = _receive(channel)
     if answer.get("op") == ZygoteTaken.OP:
         raise _HasBroker
+    # An unknown kind of hand-over: the sessions live, but this version can't understand their state. Refuse to start.
     own = _parsed(answer)
     if not isinstance(own, ZygoteIntroduction) or own.handover != HANDOVER or len(fds) != 1:
         close_all(fds)
@@ -271,7 +273,7 @@ def _receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def _kill_listener(channel: socket.socket, path: Path) -> None:
-    """Kill a zygote that hangs, and with it its workers: nobody could end their leases."""
+    """Kill a zygote that hangs, and with it its workers, because no process could end their leases."""
     pid = parse_ucred(channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED_BYTES)).pid
     hint = "Find out who listens there, end it, and start again."
     try:

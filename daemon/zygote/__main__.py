@@ -1,11 +1,11 @@
-"""`python -m gpulease.daemon.zygote DRIVER CHANNEL_FD PARENT_PID SANDBOX [LISTENER_FD]`: started by the broker alone.
+"""`python -m gpulease.daemon.zygote DRIVER CHANNEL_FD PARENT_PID SANDBOX [LISTENER_FD]`: only the broker starts it.
 
 The zygote imports what a context needs and forks a worker for each request. It never calls cuInit: a CUDA driver that
 was initialised does not survive a fork (CUDA C++ Programming Guide, "Compute Modes"; fork after initialisation is
 unsupported). It is single-threaded, so that a fork copies a process in which no lock is held.
 
 Without a listener the zygote dies with its broker. With one it outlives the broker, keeps its workers and ends their
-leases (see `worker_table`), and hands them to the next broker that connects.
+leases (see `worker_table`), and passes them to the next broker that connects.
 """
 
 import gc
@@ -62,31 +62,31 @@ from gpulease.protocol.peer_credentials import UCRED_BYTES, parse_ucred
 from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
 
 ALONE_S: Final = 60.0
-"""Time that a zygote without workers waits for a broker. Stops one that nobody comes back for from staying for ever."""
+"""Time for which a zygote without workers waits for a broker. Stops one from staying for ever when none returns."""
 
 HANDOVER_TIMEOUT_S: Final = 30.0
-"""Longest time that a new broker may take to read one message. Stops one that hangs from keeping leases from being
-ended."""
+"""Longest time for a new broker to read one message. Stops one that hangs from preventing the ends of leases."""
 
 MAX_POLL_MS: Final = 3_600_000
 """Longest single poll: its milliseconds must fit a C int."""
 
 
 def main(driver_name: str, channel_fd: int, parent_pid: int, sandbox: str, listener_fd: int = -1) -> int:
-    """Preload the driver, try the sandbox out, and fork workers. Returns the exit status.
+    """Preload the driver, test the sandbox, and fork workers. Returns the exit status.
 
     Args:
-        driver_name: The driver that workers open their contexts by.
+        driver_name: The driver with which workers open their contexts.
         channel_fd: The channel to the broker.
         parent_pid: The broker's process id.
-        sandbox: Sandbox settings, as `SandboxSettings.to_text` says them.
+        sandbox: Sandbox settings, as returned by `SandboxSettings.to_text`.
         listener_fd: The socket where the next broker connects; -1 to die with this one.
     """
+    # Either die with the broker, or be the process that listens for the next one.
     listener = socket.socket(fileno=listener_fd) if listener_fd >= 0 else None
     if listener is None:
         die_with_parent(parent_pid)
     else:
-        # The broker has called it, too. But a client learns the process that called it last (unix(7), SO_PEERCRED).
+        # The broker has called it, too. But a client gets the process that called it last (unix(7), SO_PEERCRED).
         listener.listen()
         listener.setblocking(False)
     listener_path = "" if listener is None else str(listener.getsockname())
@@ -105,7 +105,7 @@ def main(driver_name: str, channel_fd: int, parent_pid: int, sandbox: str, liste
 
 
 def _preload(driver_name: str, channel: socket.socket, sandbox: str, listener: socket.socket | None) -> "Zygote | None":
-    """Import everything that a worker needs; tells the broker and returns None if that fails."""
+    """Import everything that a worker needs; if that fails, notify the broker and return None."""
     try:
         driver = driver_named(driver_name)
         driver.preload()
@@ -114,10 +114,11 @@ def _preload(driver_name: str, channel: socket.socket, sandbox: str, listener: s
     except (DriverError, SandboxBroken) as error:
         send_message(channel, Broken(str(error), error.hint).to_map())
         return None
+    # A fork copies only the calling thread: any other would leave its locks held for ever in the worker.
     if len(os.listdir("/proc/self/task")) != 1:
         send_message(channel, Broken("a thread was started before the fork", "").to_map())
         return None
-    # What is alive now is alive in every worker: the collector must not touch its pages, and so copy them.
+    # What is alive now is alive in every worker: the collector must not touch its pages, which would copy them.
     gc.collect()
     gc.freeze()
     introduction = ZygoteIntroduction(
@@ -156,7 +157,7 @@ class Zygote:
         driver: The driver, preloaded.
         channel: The channel to the broker.
         plan: The sandbox of the workers.
-        introduction: What the zygote says of itself to the next broker.
+        introduction: The zygote's introduction to the next broker.
         listener: The socket where the next broker connects; None to end with this one.
     """
 
@@ -191,7 +192,7 @@ class Zygote:
         self._output = WorkerOutput(self._poll, self._log_output)
 
     def run(self) -> None:
-        """Serve until the broker is gone, or, with a listener, until nobody needs this process any more."""
+        """Serve until the broker is gone, or, with a listener, until no broker can need this process any more."""
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wakeup_end.fileno(), warn_on_full_buffer=False)
         for sock in (self._wakeup, self._listener, self._channel):
@@ -199,13 +200,17 @@ class Zygote:
                 self._poll.register(sock, select.POLLIN)
         timeout_ms: int | None = None
         while True:
+            # Step 1: wait for messages, ends of workers, output, a new broker, or the next due time.
             self._on_ready({fd for fd, _ in self._poll.poll(timeout_ms)})
             if self._is_over():
                 return
             now_ns = time.monotonic_ns()
             self._restore_listener(now_ns)
+            # Step 2: end leases. With a broker only those that it should have ended long ago; without one, all that are
+            # over.
             has_broker = self._channel is not None
             due_ns = self._workers.end_overdue(now_ns) if has_broker else self._end_due(now_ns)
+            # Step 3: compute the next wake-up. A time in the past means that this process must end.
             if due_ns is None:
                 timeout_ms = None
             elif has_broker or due_ns > now_ns:
@@ -217,7 +222,7 @@ class Zygote:
 
     def _on_ready(self, fds: set[int]) -> None:
         """Handle the descriptors that are ready."""
-        # Before the reap, which forgets whose lease a worker's last output belongs to.
+        # Output before the reap, which forgets to which lease a worker's last output belongs.
         for fd in fds:
             if fd in self._output:
                 self._output.on_readable(fd)
@@ -231,13 +236,13 @@ class Zygote:
             self._accept_broker(self._listener)
 
     def _is_over(self) -> bool:
-        """Return whether the broker is gone with whom this process ends, or the last worker of a retired zygote."""
+        """Return whether the broker is gone with which this process ends, or the last worker of a retired zygote."""
         if self._channel is None and self._listener is None:
             return True
         return self._is_retired and self._workers.is_empty()
 
     def _end_due(self, now_ns: int) -> int:
-        """End leases while there is no broker. Returns when to call again, or a time past if the zygote is to end."""
+        """End leases while there is no broker. Returns when to call again, or a past time if the zygote must end."""
         due_ns = self._workers.end_due(now_ns)
         if self._workers.living():
             self._empty_since_ns = now_ns
@@ -246,7 +251,7 @@ class Zygote:
         return self._empty_since_ns + int(ALONE_S * NS_PER_S)
 
     def _restore_listener(self, now_ns: int) -> None:
-        """Make the socket anew if its file was removed: the next broker would not find the leases of this process."""
+        """Make the socket again if its file was removed: the next broker would not find this process's leases."""
         if self._listener is None or now_ns < self._look_at_listener_ns:
             return
         self._look_at_listener_ns = now_ns + int(LOOK_S * NS_PER_S)
@@ -269,7 +274,7 @@ class Zygote:
     # --- the broker ---
 
     def _serve_broker(self) -> None:
-        """Handle every message that waits: they may be the broker's last ones."""
+        """Handle every message that waits, because they may be the broker's last ones."""
         while (channel := self._channel) is not None and _is_readable(channel):
             try:
                 message, fds = receive_message(channel)
@@ -297,17 +302,17 @@ class Zygote:
         close_all(fds)
 
     def _send(self, message: Message, fds: tuple[int, ...] = ()) -> None:
-        """Send the broker a message, if there is one. What the next broker must know stands in the table, too."""
+        """Send the broker a message, if there is one. What the next broker must know is in the table, too."""
         if self._channel is None:
             return
         try:
             self._outbox.send(message.to_map(), fds)
         except ChannelClosed:
-            # The broker's last messages may still wait here. Behind them `_serve_broker` finds that it is gone.
+            # The broker's last messages may still wait here. After them `_serve_broker` finds that it is gone.
             if self._listener is None:
                 raise
         except OSError:
-            # There is no descriptor left by which one could wait for room: the broker does without it.
+            # No descriptor is left with which one could wait for room: the broker must do without the message.
             self._outbox.send(message.to_map())
         if self._outbox:
             self._poll.modify(self._channel, select.POLLIN | select.POLLOUT)
@@ -318,7 +323,7 @@ class Zygote:
         try:
             self._outbox.flush()
         except ChannelClosed:
-            # `_serve_broker` finds it gone, too, behind its last messages.
+            # `_serve_broker` finds it gone, too, after its last messages.
             self._outbox.close()
         if not self._outbox:
             self._poll.modify(self._channel, select.POLLIN)
@@ -334,7 +339,7 @@ class Zygote:
             self._workers.lose_broker(now_ns)
 
     def _accept_broker(self, listener: socket.socket) -> None:
-        """Hand all workers to the broker that connects."""
+        """Pass all workers to the broker that connects."""
         if self._channel is not None:
             # The present broker may have died a moment ago.
             self._serve_broker()
@@ -352,7 +357,7 @@ class Zygote:
         self._workers.regain_broker()
 
     def _hand_over(self, channel: socket.socket) -> None:
-        """Tell a broker what this zygote is and which workers it has. Raises ChannelClosed if it does not read."""
+        """Send a broker this zygote's introduction and its workers. Raises ChannelClosed if it does not read."""
         own_pidfd = os.pidfd_open(self._pid)
         try:
             send_message(channel, self.introduction.to_map(), (own_pidfd,))
@@ -369,6 +374,7 @@ class Zygote:
             close_all(fds)
             self._send(ForkFailed(spec.lease_id, "the zygote has no descriptors left"))
             return
+        # Every step that can fail releases what the steps before it took, and reports the failure to the broker.
         channel_fd, lease_fd, claims_fd, *broker_end = fds
         page_fds = PageFds(lease_fd, claims_fd)
         pipe: tuple[int, ...] = ()
@@ -379,6 +385,7 @@ class Zygote:
             close_all([*fds, *pipe])
             self._send(ForkFailed(spec.lease_id, f"fork: {error.strerror}"))
             return
+        # In the child: it never returns from here.
         if pid == 0:
             self._become_worker(spec, channel_fd, page_fds, worker_output_fd, [*broker_end, output_fd])
         close_all([channel_fd, worker_output_fd])
@@ -400,6 +407,7 @@ class Zygote:
     ) -> NoReturn:
         status = 1
         try:
+            # First of all: nothing of another lease, nor of the broker, stays open here.
             # First of all: nothing of another lease, nor of the broker, stays open here.
             stop_logging()
             self._workers.close()

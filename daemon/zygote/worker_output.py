@@ -1,7 +1,7 @@
 """Standard output and error of workers, passed on to the daemon's log line by line and within bounds.
 
 A worker writes to a pipe, never to the log itself. Kernels print through the pipe, as many lines as their tenant likes.
-A worker that its tenant took over could empty a log that is a file, or write lines in others' names.
+A compromised worker could empty a log that is a file, or write lines in others' names.
 """
 
 import os
@@ -15,11 +15,11 @@ from gpulease.protocol.log_budget import LogBudget
 from gpulease.protocol.time_units import NS_PER_S
 
 MAX_OUTPUT_BYTES: Final = 64 << 10
-"""Bytes of one worker in its life: room for many tracebacks. Its pipe is closed then, and further output costs nothing.
-Stops a kernel that prints in a loop from filling the log's disk."""
+"""Bytes of one worker in its life: room for many tracebacks. After that its pipe is closed, and further output costs
+nothing. Stops a kernel that prints in a loop from filling the log's disk."""
 
 OUTPUT_BYTES_PER_S: Final = 16 << 10
-"""Bytes of all workers a second, on average. Stops a tenant from printing in one lease after the other."""
+"""Bytes of all workers per second, on average. Stops a tenant from printing in one lease after another."""
 
 BURST_BYTES: Final = 1 << 20
 """Bytes of all workers at once, after about a minute of silence."""
@@ -28,7 +28,7 @@ MAX_LINE_BYTES: Final = 900
 """Bytes of one line; a longer one becomes several. A log record shows more than that of a text."""
 
 RECORD_BYTES: Final = 250
-"""Bytes of a log record besides the line. Stops a kernel from filling the log with lines of one character."""
+"""Bytes of a log record in addition to the line. Stops a kernel from filling the log with one-character lines."""
 
 _READ_BYTES: Final = 4096
 
@@ -40,7 +40,7 @@ class _Pipe:
     Attributes:
         pid: The worker's process id.
         output_bytes: Bytes counted against MAX_OUTPUT_BYTES.
-        partial: The beginning of a line whose end has not come.
+        partial: The beginning of a line without its end so far.
         lost_lines: Lines dropped since the last one that was logged.
     """
 
@@ -80,7 +80,7 @@ class WorkerOutput:
         self._poll.register(fd, select.POLLIN)
 
     def on_readable(self, fd: int) -> None:
-        """Read a pipe that has data, or whose worker has ended."""
+        """Read a pipe that has data or is at its end."""
         pipe = self._pipes[fd]
         data = os.read(fd, _READ_BYTES)
         pipe.output_bytes += len(data)
@@ -99,13 +99,13 @@ class WorkerOutput:
             os.close(fd)
 
     def close(self) -> None:
-        """Close all pipes, in a worker just forked: they are others'."""
+        """Close all pipes, in a worker just forked: they belong to others."""
         for fd in self._pipes:
             os.close(fd)
         self._pipes.clear()
 
     def _log_line(self, pipe: _Pipe, line: bytes) -> None:
-        """Log a line, or drop it if the workers together have used up their rate."""
+        """Log a line, or drop it if all workers together have used up their rate."""
         pipe.output_bytes += RECORD_BYTES
         if self._budget.spend(round(self._clock() * NS_PER_S), len(line) + RECORD_BYTES) is None:
             pipe.lost_lines += 1
@@ -115,7 +115,7 @@ class WorkerOutput:
 
 
 def redirect_output(fd: int) -> None:
-    """Make a pipe's end the standard output and error of a worker just forked; what has no room in it is lost."""
+    """Make a pipe's end the standard output and error of a worker just forked; what finds no room in it is lost."""
     os.set_blocking(fd, False)
     for standard in (1, 2):
         os.dup2(fd, standard)

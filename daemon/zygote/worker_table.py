@@ -1,14 +1,14 @@
 """The workers of a zygote, and the rules by which the zygote itself ends them.
 
-For each worker the table has what the broker said of it, its process and its control pages. A zygote that outlives its
-broker also has the broker's end of the worker's channel. So the worker does not notice that its broker died: the
-channel stays open, and what the worker sends meanwhile waits in it for the next broker.
+For each worker the table has its specification from the broker, its process and its control pages. A zygote that
+outlives its broker also has the broker's end of the worker's channel. So the worker does not notice that its broker
+died: the channel stays open, and the worker's messages meanwhile wait in it for the next broker.
 
-While there is no broker, the zygote ends leases: by the deadline, the horizon or the revocation word on the lease's
-page, or because a kernel has run for too long. No worker can write the lease's page. The kernel's times are the
-worker's own claims, so a worker that its tenant took over can hide a kernel, and lives to its deadline.
+While there is no broker, the zygote ends leases: by the deadline, the membership deadline or the revocation word on the
+lease's page, or because a kernel has run for too long. No worker can write the lease's page. The kernel's times are the
+worker's own claims, so a compromised worker can hide a kernel, and lives to its deadline.
 
-A broker that is there may hang: stopped, or waiting for a disk. The zygote ends what that broker should have ended a
+A broker that exists may hang: stopped, or waiting for a disk. The zygote ends what that broker should have ended a
 second ago.
 """
 
@@ -44,12 +44,12 @@ NEVER_NS: Final = 1 << 63
 
 @dataclass(slots=True)
 class WorkerEntry:
-    """A worker, from its fork until a broker says that it may be forgotten.
+    """A worker, from its fork until a broker orders it forgotten.
 
     Attributes:
         serial: The worker's number in this zygote; never used again.
         forked_for: The lease, or warm context, for which the worker was made.
-        spec: The worker's present lease: one that was made ahead has taken a lease since.
+        spec: The worker's present lease: one that was made ahead of its lease has taken one since.
         page_fds: The worker's control pages.
         channel_fd: The broker's end of the worker's channel; -1 if the zygote dies with its broker.
         reason: How the worker ended; None while it lives.
@@ -58,9 +58,9 @@ class WorkerEntry:
         kill_due_ns: When the zygote kills the worker; None while nothing has ended its lease.
         is_killed: Whether the zygote has killed it.
         overran: The kernel for which the zygote ended the lease, in words; "" if it did not.
-        look_ns: When the worker can be overdue at the earliest, by the last look at its page.
+        look_ns: When the worker can be overdue at the earliest, by the last reading of its page.
         is_overdue: Whether the zygote killed the worker although there was a broker.
-        left_gone_by_ns: When the worker was to be gone by the page that the earlier broker left.
+        left_gone_by_ns: When the worker had to be gone by the page that the earlier broker left.
     """
 
     serial: int
@@ -87,7 +87,6 @@ class WorkerEntry:
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
     def close(self) -> None:
-        """Close the descriptors."""
         for fd in (self.pidfd, *self.page_fds, self.channel_fd):
             if fd >= 0:
                 os.close(fd)
@@ -125,18 +124,18 @@ class WorkerTable:
                 os.close(fd)
 
     def reap(self, pid: int, reason: str, *, remember: bool) -> WorkerEntry | None:
-        """Take in that a child was reaped. Returns its entry; None if it was no worker.
+        """Record that a child was reaped. Returns its entry; None if it was not a worker.
 
         Args:
             pid: The child's process id.
             reason: How it ended, in words.
-            remember: Whether to keep the entry until a broker says that the worker's bytes are proved free.
+            remember: Whether to keep the entry until a broker reports that the worker's bytes are proved free.
         """
         worker = self._living.pop(pid, None)
         if worker is not None:
             worker.reason = reason
             if remember:
-                # A broker flips the word before it writes the end down. If it died in between, only the page tells.
+                # A broker flips the word before it records the end. If it died in between, only the page shows the end.
                 worker.last_page = state_of(worker.page_fds.lease)
             worker.close()
             if remember:
@@ -149,7 +148,6 @@ class WorkerTable:
         return 0 if worker is None else worker.spec.submit_of or worker.spec.lease_id
 
     def forget(self, serial: int) -> None:
-        """Forget a worker that has ended."""
         self._ended.pop(serial, None)
 
     def living(self) -> list[WorkerEntry]:
@@ -157,7 +155,7 @@ class WorkerTable:
         return list(self._living.values())
 
     def is_empty(self) -> bool:
-        """Return whether there is neither a living worker nor one that a broker must know of."""
+        """Return whether there is neither a living worker nor one that a broker must know."""
         return not self._living and not self._ended
 
     def close(self) -> None:
@@ -168,7 +166,7 @@ class WorkerTable:
         self._ended.clear()
 
     def handover(self) -> Iterator[tuple[Message, tuple[int, ...]]]:
-        """Yield what the next broker must know, as messages and the descriptors beside them."""
+        """Yield what the next broker must know, as messages and their descriptors."""
         for worker in self._living.values():
             living = LivingWorker(worker.serial, worker.pid, worker.spec, worker.overran)
             yield living, (worker.pidfd, *worker.page_fds, worker.channel_fd)
@@ -194,12 +192,12 @@ class WorkerTable:
     # --- while there is no broker ---
 
     def lose_broker(self, now_ns: int) -> None:
-        """Begin to end leases: nobody else does, and nobody writes deadlines, from now on."""
+        """Begin to end leases, because no broker does it or writes deadlines from now on."""
         for worker in self._living.values():
             state = state_of(worker.page_fds.lease)
             worker.deadline_ns = state.deadline_ns
             if not state.deadline_ns:
-                # The lease was never granted: no tenant knows of it.
+                # The lease was never granted, so no tenant knows it.
                 worker.kill_due_ns = now_ns
             elif state.word is not None:
                 worker.kill_due_ns = now_ns + GRACE_NS
@@ -228,26 +226,29 @@ OVERDUE_NS: Final = 1_000_000_000
 from outliving its lease for as long as a broker hangs."""
 
 LOOK_NS: Final = 500_000_000
-"""Between two looks at a lease's page: the broker ends the lease there, and moves the deadline, without a message."""
+"""Time between two readings of a page: the broker ends the lease or moves the deadline there, without a message."""
 
 BEYOND_NS: Final = 100_000_000
-"""Time behind a lease's horizon after which the zygote acts although there is a broker. Another node may serve the
-lease's name some hundredths of the horizon's length later, so the zygote does not wait for a second here."""
+"""Time after a lease's membership deadline after which the zygote acts although there is a broker. Another node may
+serve the lease's name some hundredths of that deadline's length later, so the zygote does not wait for a second
+here."""
 
 ISOLATED: Final = "isolated"
-"""The cause of an end at the horizon, as the next broker reads it."""
+"""The cause of an end at the membership deadline, for the next broker."""
 
 LONGEST_GRACE_NS: Final = 10_000_000_000
-"""Grace of a worker whose lease an older broker has ended. That broker does not write the grace down; this is the
+"""Grace of a worker after an older broker has ended its lease. That broker does not record the grace; this is the
 longest one that settings allow."""
 
 
 def _end_if_overdue(worker: WorkerEntry, now_ns: int) -> int:
-    """Kill a worker that its broker should have ended; returns when to look at it again."""
+    """Kill a worker that its broker should have ended; returns when to check it again."""
     if worker.is_killed or worker.spec.is_warm:
         return NEVER_NS
     if now_ns < worker.look_ns:
         return worker.look_ns
+    # Three reasons, in this order: the membership deadline, after which another node may serve the name; the time by
+    # which the broker wanted the worker gone; a kernel that runs for too long.
     page = state_of(worker.page_fds.lease)
     overdue_ns = _gone_by_ns(worker, page) + OVERDUE_NS
     horizon_ns = _horizon_ns(page, now_ns)
@@ -267,16 +268,16 @@ def _end_if_overdue(worker: WorkerEntry, now_ns: int) -> int:
 
 
 def _horizon_ns(page: PageState, now_ns: int) -> int:
-    """Return the horizon of a lease with a name, by its page, on the monotonic clock; `NEVER_NS` without a name."""
+    """Return the membership deadline of a named lease, by its page, on the monotonic clock; else `NEVER_NS`."""
     return now_ns + page.horizon_boot_ns - boot_ns() if page.horizon_boot_ns else NEVER_NS
 
 
 def _gone_by_ns(worker: WorkerEntry, page: PageState) -> int:
-    """Return when a worker is to be gone by its lease's page; `NEVER_NS` if the page does not say."""
+    """Return when a worker must be gone according to its lease's page; `NEVER_NS` if the page does not say."""
     unrefused_ns, refused_ns = gone_by(worker.page_fds.lease)
     if page.word is not None and refused_ns:
         return refused_ns
-    # An older broker moves the deadline alone. A submit may be over before that, by the timeout that this broker wrote.
+    # An older broker moves only the deadline. A submit may be over before that, by the timeout that this broker wrote.
     is_of_submit = worker.spec.submit_of and unrefused_ns != worker.left_gone_by_ns
     by_ns = unrefused_ns if is_of_submit else max(unrefused_ns, page.deadline_ns)
     if not by_ns:
@@ -299,17 +300,17 @@ GRACE_NS: Final = 20_000_000
 """From the end of a lease to the kill of its worker: the default of a broker's settings."""
 
 MAX_LOOK_NS: Final = 1_000_000_000
-"""Longest time between two looks at a kernel whose time is bounded."""
+"""Longest time between two polls of a kernel with a bounded time."""
 
 MIN_LOOK_NS: Final = 10_000_000
-"""Shortest time between two such looks, however short the bound: a look is a few system calls."""
+"""Shortest time between two such polls, however short the bound: a poll is a few system calls."""
 
 LOOKS_PER_BOUND: Final = 8
-"""Looks in the time that a kernel may run: one that runs too long is found that fraction too late at most."""
+"""Polls in the time that a kernel may run: one that runs too long is found late by at most that fraction."""
 
 
 def _end_if_due(worker: WorkerEntry, now_ns: int) -> Iterator[int]:
-    """End a worker's lease if it is over, and the worker after the grace; yields when to look at it again."""
+    """End a worker's lease if it is over, and the worker after the grace; yields when to check it again."""
     if worker.is_killed:
         return
     if worker.kill_due_ns is None and (word := _word_for(worker, now_ns)) is not None:
@@ -331,7 +332,7 @@ def _end_if_due(worker: WorkerEntry, now_ns: int) -> Iterator[int]:
 
 
 def _word_for(worker: WorkerEntry, now_ns: int) -> Status | None:
-    """Return the revocation word that ends a lease now; None if nothing ends it."""
+    """Return the revocation word that ends a lease now; None if it continues."""
     if now_ns >= worker.deadline_ns:
         return Status.LEASE_EXPIRED
     if now_ns >= _horizon_ns(state_of(worker.page_fds.lease), now_ns):
@@ -341,7 +342,7 @@ def _word_for(worker: WorkerEntry, now_ns: int) -> Status | None:
 
 
 def _wake(channel_fd: int) -> None:
-    """Have a sleeping worker look at its page, so that it tells its tenants why their lease ends."""
+    """Make a sleeping worker read its page, so that it reports the end of the lease to its tenants."""
     channel = socket.socket(fileno=channel_fd)
     try:
         with contextlib.suppress(ChannelClosed, BlockingIOError):

@@ -1,8 +1,8 @@
-"""An acquire from its request to its answer: its checks, its claims in the fleet, if it needs any, then its place.
+"""An acquire from its request to its answer: its checks, its claims in the fleet if it needs any, then its placement.
 
-Whoever asks again with the request id of an acquire that is still open takes it over: the later connection gets the
-answer, and nothing is asked for twice. An acquire is open until its grant is durable, though its client has left by
-then. A lease whose grant was answered, by this daemon or an earlier one, is told again as it is.
+A client that asks again with the request id of an acquire that is still open takes it over: the later connection gets
+the answer, and nothing is requested twice. An acquire is open until its grant is durable, even if its client has
+disconnected by then. If the grant was answered, by this daemon or an earlier one, the client gets the lease again.
 """
 
 import time
@@ -34,7 +34,7 @@ TAKEN_OVER: Final = Failure(
     "another connection asked with the same request id, and gets the answer",
     hint="Wait for the answer there.",
 )
-"""Answers the earlier of two requests with one request id."""
+"""Answer to the earlier of two requests with the same request id."""
 
 
 class Acquire:
@@ -62,33 +62,34 @@ class Acquire:
         self._cancel: Callable[[], None] | None = None
 
     def begin(self, answer: Answer) -> None:
-        """Have it checked; then ask for the name's claim, for bytes of its tenant's quota, and for the lease.
+        """Have it checked; then claim the name, then bytes of the tenant's quota, and then request the lease.
 
-        `answer` gets the grant, or why there is none, exactly once, unless the acquire is given up.
+        `answer` gets the grant, or why there is none, exactly once, unless the acquire is abandoned.
         """
         self._answer = answer
         event, terms = self._event, self._event.terms
         if terms.request_id:
             self._open_acquires[event.tenant, terms.request_id] = self
         if terms.name or self._runtime.table.counts_in_fleet(event.tenant):
-            # Before the store hears of it: a claim costs all nodes of the fleet a write.
+            # Check first, because a claim costs all nodes of the fleet a write to the store.
             self._post(event, AcquireStep.CHECK)
         else:
             self._post(event, AcquireStep.BOTH)
 
     def pass_to(self, answer: Answer) -> None:
-        """Answer another request instead, and tell the earlier one so."""
+        """Answer another request instead, and answer the earlier one with TAKEN_OVER."""
         earlier, self._answer = self._answer, answer
         earlier(TAKEN_OVER)
 
     def give_up(self) -> None:
-        """Drop the acquire without an answer: its client is gone.
+        """Abandon the acquire without an answer, because its client has disconnected.
 
-        An outcome that waits to be durable is answered all the same: until then a later request may take it over.
+        An outcome that waits to be durable is still answered: until then a later request may take the acquire over.
         """
         if self._is_over or (self._number and not self._runtime.is_awaited(self._number)):
             return
         self._leave()
+        # It waits for the fleet, or for the table; or for neither, between two steps.
         if self._cancel is not None:
             self._cancel()
         elif self._number:
@@ -97,9 +98,10 @@ class Acquire:
         self._release_unused()
 
     def _wait(self, ask: Callable[[], Callable[[], None]]) -> None:
-        """Ask the fleet, and keep what gives the wish up, unless the answer has come meanwhile."""
+        """Request a claim, and keep the function that cancels it, unless the answer came during the request."""
         answers = self._answers
         cancel = ask()
+        # The fleet may answer before `ask` returns; then nothing is left to cancel.
         if answers == self._answers:
             self._cancel = cancel
 
@@ -120,7 +122,7 @@ class Acquire:
         self._wait(lambda: self._runtime.claims.claim(want, self._on_claim))
 
     def _count(self) -> None:
-        """Ask for bytes of the tenant's quota in the fleet. Without one nothing is asked, and nobody waits."""
+        """Claim bytes of the tenant's quota in the fleet. A tenant without a quota goes straight to the placement."""
         event = self._event
         if not self._runtime.table.counts_in_fleet(event.tenant):
             self._ask(event)
@@ -138,11 +140,11 @@ class Acquire:
         self._ask(self._event)
 
     def _left_ms(self) -> int:
-        """Return how long the tenant still waits."""
+        """Return how long the tenant is still willing to wait."""
         return max(0, self._event.wait_ms - (time.monotonic_ns() - self._began_ns) // NS_PER_MS)
 
     def _refuse(self, failure: Failure) -> None:
-        """Answer that the fleet refused a claim."""
+        """Answer that the fleet refused a claim, and log and count it, because the table never sees it."""
         self._runtime.recorder.refused("LEASE_ALLOC", self._event.tenant, self._event.lease_id, failure.message)
         self._runtime.metrics.refused("LEASE_ALLOC", failure.status)
         self._release_unused()
@@ -166,7 +168,7 @@ class Acquire:
             self._finish(failure_of(outcome.denial))
 
     def _release_unused(self) -> None:
-        """End the claims if the lease table knows of no such lease; otherwise the lease's end does it."""
+        """End the claims if the lease table knows no such lease. If it does, the lease's end will end them."""
         terms, lease_id = self._event.terms, self._event.lease_id
         if terms.is_claimed and self._runtime.table.get(lease_id) is None:
             release_all(self._runtime.claims, self._event.tenant, lease_id, terms)
@@ -197,7 +199,7 @@ class OpenAcquires:
         self._last_number = 0
 
     def answer_known(self, tenant: str, request_id: str, answer: Answer) -> bool:
-        """Answer by the open acquire or the active lease with that request id. Returns whether there is one."""
+        """Answer with the open acquire or the active lease of that request id. Returns whether there is one."""
         if not request_id:
             return False
         if (acquire := self._by_request.get((tenant, request_id))) is not None:
@@ -206,17 +208,17 @@ class OpenAcquires:
         lease = self._runtime.table.lease_of_request(tenant, request_id)
         if lease is None:
             return False
-        # Its acquire is not open any more, so journal and audit log have the grant.
+        # Its acquire is no longer open, so the journal and the audit log have the grant.
         answer(Granted(0, lease))
         return True
 
     def ask(self, event: AcquireRequested, answer: Answer) -> None:
-        """Ask for a lease whose request id is not known here."""
+        """Request a lease with a request id that is not known here."""
         acquire = Acquire(self._runtime, event, self._by_request)
         acquire.begin(self._answer_of(acquire, answer))
 
     def leave(self) -> None:
-        """Give up all acquires: the client is gone."""
+        """Abandon all acquires, because the client has disconnected."""
         open_ones, self._answers = self._answers, {}
         for acquire, _ in open_ones.values():
             acquire.give_up()
@@ -227,7 +229,7 @@ class OpenAcquires:
             answer(failure)
 
     def _answer_of(self, acquire: Acquire, answer: Answer) -> Answer:
-        """Note that this connection waits for an acquire. Returns what answers it."""
+        """Record that this connection waits for an acquire. Returns the function that answers it."""
         self._last_number += 1
         self._answers[self._last_number] = acquire, answer
         return partial(self._answer, self._last_number, answer)

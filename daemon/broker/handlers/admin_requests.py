@@ -29,10 +29,11 @@ class AdminHandler:
         self._tokens = caller.tokens
 
     def lease_revoke(self, request: Request, body: messages.LeaseRevoke) -> None:
-        """Serve LEASE_REVOKE: an operator's, or that of a peer whose token permits it.
+        """Serve LEASE_REVOKE of an operator, or of a peer with a token that permits it.
 
-        The tenant of a lease may revoke its regions.
+        The tenant of a lease may revoke the regions in it.
         """
+        # A region may be revoked by rights over itself or over the lease that contains it.
         peer, table = self._caller.peer, self._runtime.table
         region = table.get(body.lease_id)
         parent = None if region is None or not region.parent_id else table.get(region.parent_id)
@@ -56,8 +57,6 @@ class AdminHandler:
         return self._tokens.may_revoke(lease_id) or bool(parent_id and self._tokens.may_revoke(parent_id))
 
     def fence_clear(self, request: Request, body: messages.FenceClear) -> None:
-        """Serve FENCE_CLEAR."""
-
         def on_outcome(outcome: Outcome) -> None:
             if isinstance(outcome, FenceCleared):
                 self._caller.answer(request, messages.FenceCleared(outcome.count))
@@ -68,11 +67,9 @@ class AdminHandler:
         self._runtime.post(FenceClearRequested(number, body.device))
 
     def drain(self, request: Request, body: messages.Drain) -> None:
-        """Serve DRAIN."""
         self._change_drain(request, lambda number: DrainRequested(number, body.within_ms))
 
     def drain_cancel(self, request: Request, body: messages.Empty) -> None:
-        """Serve DRAIN_CANCEL."""
         self._change_drain(request, DrainCancelled)
 
     def _change_drain(self, request: Request, event_for: Callable[[int], Event]) -> None:
@@ -87,5 +84,5 @@ class AdminHandler:
 
 
 def shown_reason(text: str) -> str:
-    """Strip control characters from an operator's reason before a tenant's terminal shows it; "" for a blank one."""
+    """Strip control characters from an operator's reason before a tenant's terminal shows it; "" for a blank reason."""
     return clean_text(text.strip())

@@ -1,8 +1,8 @@
 """ATTACH and GPU_SUBMIT: requests after which the connection belongs to a worker.
 
-The broker checks that the peer may attach, and waits until the peer has read every earlier reply. The broker then
-passes the socket to the worker, together with the bytes that the peer sent behind its request. If any step fails the
-connection stays with the broker, which answers the request and goes on.
+The broker checks that the peer may attach, and waits until the peer has read every earlier reply. It then passes the
+socket to the worker, together with the bytes that the peer sent after its request. If any step fails, the connection
+stays with the broker, which answers the request and continues.
 """
 
 import asyncio
@@ -37,8 +37,8 @@ from gpulease.protocol.primitives import Tlv
 from gpulease.protocol.ring import Wanted
 
 SUBMIT_WAIT_S: Final = 10.0
-"""For a submit in the session's place to be gone before an ATTACH is refused. A submit that has answered is gone in a
-moment. Shorter than a client waits, so that the client learns why."""
+"""Time for a submit in the session's place to be gone before an ATTACH is refused. A submit that has answered is gone
+in a moment. Shorter than a client waits, so that the client gets the reason."""
 
 SUBMIT_POLL_S: Final = 0.1
 """Pause between two checks whether that submit is gone."""
@@ -55,19 +55,19 @@ class AttachingConnection(ClientConnection, Protocol):
 
     @property
     def is_lost(self) -> bool:
-        """Return whether the transport is gone, so that no answer is owed."""
+        """Return whether the transport is gone, so that the request needs no answer."""
 
     def resume_reading(self) -> None:
-        """Read from the socket, so that the peer's leaving is noticed."""
+        """Read from the socket, so that a disconnect of the peer is noticed."""
 
     def when_written(self, action: Callable[[], None]) -> None:
         """Stop reading. Call `action` once the peer has read every reply, or the connection is closed."""
 
     def hand_over(self, pass_on: Callable[[int, bytes], bool]) -> bool:
-        """Give the socket away; see `ControlConnection.hand_over`."""
+        """Pass the socket to another process; see `ControlConnection.hand_over`."""
 
     def serve_next(self) -> None:
-        """Serve the requests behind a refused one."""
+        """Serve the requests after a refused one."""
 
 
 @dataclass(slots=True)
@@ -92,7 +92,7 @@ class _Attempt:
 
 
 class AttachHandler:
-    """Serves one caller's requests that take the connection along."""
+    """Serves one caller's requests that take the connection away."""
 
     def __init__(self, caller: Caller, connection: AttachingConnection) -> None:
         self._caller = caller
@@ -103,31 +103,29 @@ class AttachHandler:
         self._open_submits: dict[int, Request] = {}
 
     def leave(self) -> None:
-        """Give up the submits that wait: the client is gone."""
+        """Abandon the submits that wait, because the client has disconnected."""
         for number in list(self._open_submits):
             self._runtime.post(RequesterGone(number))
             self._runtime.forget(number)
         self._open_submits.clear()
 
     def give_up(self, failure: Failure) -> None:
-        """Answer the submits that wait with `failure`."""
         for request in self._open_submits.values():
             self._caller.answer(request, failure)
 
     def attach(self, request: Request, body: Body) -> None:
-        """Serve ATTACH."""
         self._attach(_Attempt(request))
 
     def gpu_submit(self, request: Request, body: Body) -> None:
-        """Serve GPU_SUBMIT. The token is used up only once the submit's worker is there."""
+        """Serve GPU_SUBMIT. The token is used up only once the submit's worker is ready."""
         if not self._connection.is_open:
             return
-        # While the submit waits for its worker, the peer's leaving must be noticed.
+        # While the submit waits for its worker, a disconnect of the peer must be noticed.
         self._connection.resume_reading()
 
         def on_ready(outcome: SubmitReady | Failure) -> None:
             if isinstance(outcome, Failure):
-                # The lease table has denied it: log and metrics know.
+                # The lease table denied it, and has logged and counted it.
                 self._answer(request, outcome)
             else:
                 self._attach(_Attempt(request, outcome))
@@ -159,6 +157,7 @@ class AttachHandler:
         denial = self._runtime.table.denial_for(lease_id, time.monotonic_ns())
         if denial is not None:
             raise Refused(failure_of(denial))
+        # Operators may require a token even of the tenant itself.
         self._tokens.check_attach_demand()
 
     def _request_submit(self, request: Request, on_ready: Callable[[SubmitReady | Failure], None]) -> None:
@@ -176,21 +175,23 @@ class AttachHandler:
         number = self._caller.expect(on_outcome)
         self._open_submits[number] = request
         timeout_ms = request.body.timeout_ms if isinstance(request.body, GpuSubmit) else 0
-        # A bearer of a token asks in the name of the lease's tenant.
+        # A bearer of a token acts in the name of the lease's tenant.
         tenant = "" if lease is None else lease.tenant
         self._runtime.post(SubmitRequested(number, request.session_id, tenant, timeout_ms))
 
     # --- hand-over ---
 
     def _attach(self, attempt: _Attempt) -> None:
-        # The worker reads what the peer sent behind its request, from the kernel or from our buffer.
+        # The worker reads what the peer sent after its request, from the kernel or from our buffer.
         self._connection.when_written(lambda: self._attach_written(attempt))
 
     def _attach_written(self, attempt: _Attempt) -> None:
+        # The peer disconnected while its replies were being written.
         if not self._connection.is_open:
             self._abandon(attempt)
             return
         try:
+            # Check again: the lease may have ended, or the token been used, while the replies were being written.
             attempt.guest = self.check(attempt.request)
             if attempt.submit is None and not self._open_session(attempt.request.session_id):
                 self._wait_for_submit(attempt)
@@ -199,10 +200,11 @@ class AttachHandler:
             self._abandon(attempt)
             self._refuse(attempt.request, refused.failure)
             return
+        # The token is used up before the hand-over. A daemon that dies in between must not let it be used twice.
         self._tokens.spend(self._runtime.journal, lambda is_durable: self._attach_spent(attempt, is_durable))
 
     def _open_session(self, lease_id: int) -> bool:
-        """Open the session. False while the submit that ran in its place is not proved gone.
+        """Open the session. Returns False while the submit that ran in its place is not proved gone.
 
         Raises Refused if that can't be proved.
         """
@@ -221,6 +223,7 @@ class AttachHandler:
 
     def _attach_spent(self, attempt: _Attempt, is_durable: bool) -> None:
         """Hand the connection over. Its token opens no other connection, unless it could not open this one."""
+        # The ATTACH to the worker says whether this client may be another than the lease's tenant.
         worker = self._runtime.workers.worker(attempt.number)
         if worker is not None:
             worker.is_stranger = self._is_stranger(attempt.number)
@@ -237,7 +240,7 @@ class AttachHandler:
     def _hand_over(self, attempt: _Attempt) -> bool:
         request, wanted = attempt.request, Wanted()
         options = request.body.options if isinstance(request.body, Attach) else ()
-        # A relay's socket looks like a local peer's, and descriptors would end in the relay.
+        # A relay's socket looks like a local peer's, but shared memory would end at the relay.
         if not self._peer.is_relayed:
             wanted = Wanted.from_options(options)
 
@@ -260,7 +263,7 @@ class AttachHandler:
         is_submit = attempt.submit is not None
         self._tokens.attached(is_submit=is_submit)
         if is_submit:
-            return  # the lease table reports it
+            return  # The lease table reports it.
         lease_id = attempt.request.session_id
         self._runtime.recorder.attached(lease_id, self._peer.tenant)
         if self._is_stranger(lease_id):

@@ -1,4 +1,4 @@
-"""LEASE_ALLOC, LEASE_RENEW, LEASE_FREE and LEASE_NOTE: requests of tenants about their leases and regions."""
+"""LEASE_ALLOC, LEASE_RENEW, LEASE_FREE and LEASE_NOTE: tenants' requests about their leases and regions."""
 
 import secrets
 import time
@@ -67,15 +67,13 @@ class LeaseHandler:
         self._acquires = OpenAcquires(caller.runtime, caller.runtime.open_acquires)
 
     def leave(self) -> None:
-        """Give up the acquires that wait: the client is gone."""
+        """Abandon the acquires that wait, because the client has disconnected."""
         self._acquires.leave()
 
     def give_up(self, failure: Failure) -> None:
-        """Answer the acquires that wait with `failure`."""
         self._acquires.answer_all(failure)
 
     def lease_alloc(self, request: Request, body: messages.LeaseAlloc) -> None:
-        """Serve LEASE_ALLOC."""
         if body.resource_type != GPU_RESOURCE_TYPE:
             raise Refused(
                 Failure(
@@ -93,13 +91,13 @@ class LeaseHandler:
             else:
                 self._caller.answer(request, result)
 
-        # Before every refusal: whoever asks again takes one to say that no lease has the request id.
+        # Before every refusal: a client that asks again takes a refusal to mean that no lease has its request id.
         if not self._acquires.answer_known(event.tenant, event.terms.request_id, on_answer):
             self._check_alloc(body)
             self._acquires.ask(event, on_answer)
 
     def _check_alloc(self, body: messages.LeaseAlloc) -> None:
-        """Raise Refused if the node grants nothing now, or not to who asks for such labels."""
+        """Raise Refused if the node grants nothing now, or lacks a label that the request asks for."""
         self._caller.need_memory()
         if (denial := self._runtime.journal.denial() or self._runtime.recorder.denial()) is not None:
             raise Refused(failure_of(denial))
@@ -108,9 +106,9 @@ class LeaseHandler:
         check_labels(labels_of(body.parameters), self._runtime.claims.labels)
 
     def lease_renew(self, request: Request, body: messages.LeaseRenew) -> None:
-        """Serve LEASE_RENEW: of a lease, the tenant's; of a region, its tenant's and its lease's tenant's.
+        """Serve LEASE_RENEW: of a lease by its tenant, of a region by its tenant or its lease's tenant.
 
-        Operators may, too, and so may whoever bears a token of the lease that permits it.
+        Operators may renew both, and so may the bearer of a token of the lease that permits it.
         """
 
         def on_outcome(outcome: Outcome) -> None:
@@ -128,18 +126,18 @@ class LeaseHandler:
         lease_id, permission = body.lease_id, SPECS[request.op].needs.permissions
         region = self._runtime.table.get(lease_id)
         if region is not None and region.parent_id and not self._tokens.permits(lease_id, permission):
-            # No token of the region's own. Whoever may renew its lease, or open regions of it, may renew it.
+            # The peer has no token for the region itself. Whoever may renew its lease, or open regions in it, may renew
+            # it.
             lease_id, permission = region.parent_id, permission | SPECS[Opcode.REGION_OPEN].needs.permissions
         self._tokens.check_demand(Demand.RENEW, lease_id, permission)
         tenant = self._tokens.acting_tenant(lease_id, permission)
+        # A renewal that the journal can't keep would be lost in a restart, so it is refused before it happens.
         if (denial := self._runtime.journal.denial()) is not None:
             raise Refused(failure_of(denial))
         number = self._caller.expect(on_outcome)
         self._runtime.post(RenewRequested(number, body.lease_id, tenant, body.ttl_ms, self._peer.is_operator))
 
     def lease_free(self, request: Request, body: messages.LeaseRef) -> None:
-        """Serve LEASE_FREE."""
-
         def on_outcome(outcome: Outcome) -> None:
             if isinstance(outcome, Freed):
                 self._caller.answer(request, messages.Empty())
@@ -154,7 +152,7 @@ class LeaseHandler:
         self._runtime.post(FreeRequested(number, body.lease_id, tenant, self._peer.is_operator))
 
     def lease_note(self, request: Request, body: messages.LeaseNote) -> None:
-        """Serve LEASE_NOTE: the tenant's of the lease or region, or of the lease that the region lies in."""
+        """Serve LEASE_NOTE of the tenant of a lease or region, or of the lease that contains the region."""
 
         def on_noted(denial: Denial | None) -> None:
             self._caller.answer(request, messages.Empty() if denial is None else failure_of(denial))
@@ -193,8 +191,9 @@ class LeaseHandler:
 
     def _answer_granted(self, request: Request, lease: LeaseSnapshot) -> None:
         if not self._caller.connection.is_open:
-            # Nobody will ever know this lease's id: it would hold its bytes, unused, to the end of its time.
+            # The client never learned this lease's id, so it would hold its bytes unused until it expires.
             self._runtime.post(FreeRequested(0, lease.lease_id, lease.tenant))
+            # From here on the lease counts as connected by this connection.
             return
         self._caller.acquired.add(lease.lease_id)
         self._caller.hold(lease.lease_id)

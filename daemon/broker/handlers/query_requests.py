@@ -1,4 +1,4 @@
-"""Requests that change nothing: PING, GET_INVENTORY, LEASE_QUERY, LEASE_LIST_ACTIVE, subscriptions, METRICS, HEALTH."""
+"""Read-only requests: PING, GET_INVENTORY, LEASE_QUERY, LEASE_LIST_ACTIVE, subscriptions, METRICS and HEALTH."""
 
 from collections.abc import Callable
 from typing import Final
@@ -18,7 +18,7 @@ from gpulease.protocol.opcodes import Opcode, Status
 from gpulease.protocol.operations import SPECS
 
 _TO_QUERY: Final = SPECS[Opcode.LEASE_QUERY].needs.permissions
-"""A token must permit one of these for LEASE_QUERY, and for a subscription, which tells the same as it changes."""
+"""A token must permit one of these for LEASE_QUERY, and for a subscription, which reports the same as it changes."""
 
 
 class QueryHandler:
@@ -36,20 +36,17 @@ class QueryHandler:
         )
 
     def leave(self) -> None:
-        """End the caller's subscriptions."""
         self._subscriptions.end_all()
 
     def ping(self, request: Request, body: messages.Ping) -> None:
-        """Serve PING."""
         self._caller.answer(request, body)
 
     def get_inventory(self, request: Request, body: messages.Empty) -> None:
-        """Serve GET_INVENTORY."""
         table, sandbox = self._runtime.table, self._runtime.workers.findings()
         self._caller.answer(request, inventory(table.cards(), self._driver, sandbox, drain_left_ms(table)))
 
     def lease_query(self, request: Request, body: messages.LeaseRef) -> None:
-        """Serve LEASE_QUERY. The lease counts as connected if its tenant asks."""
+        """Serve LEASE_QUERY. If the lease's tenant asks, the lease counts as connected."""
         lease = self._runtime.table.get(body.lease_id)
         if lease is None:
             raise Refused(failure_of(self._runtime.table.denial_for(body.lease_id, 0) or not_found(body.lease_id)))
@@ -60,10 +57,11 @@ class QueryHandler:
         self._caller.answer(request, messages.Report(full_report(lease, self._runtime.table, self._runtime.workers)))
 
     def lease_list_active(self, request: Request, body: messages.Empty) -> None:
-        """Serve LEASE_LIST_ACTIVE: each lease, and behind it its regions."""
+        """Serve LEASE_LIST_ACTIVE: each lease, followed by its regions."""
         table, workers = self._runtime.table, self._runtime.workers
         reports, room = [], MAX_LISTED_REGIONS
         for lease in table.snapshots():
+            # Leases are always listed; the regions of all leases together are bounded.
             regions = [region for region in table.regions.of(lease.lease_id) if self._may_see(region)][:room]
             room -= len(regions)
             own = (lease,) if self._may_see(lease) else ()
@@ -71,7 +69,7 @@ class QueryHandler:
         self._caller.answer(request, messages.Report(reports))
 
     def lease_subscribe(self, request: Request, body: messages.LeaseSubscribe) -> None:
-        """Serve LEASE_SUBSCRIBE. The first event follows the answer."""
+        """Serve LEASE_SUBSCRIBE. The first event follows the reply."""
         is_every = body.lease_id == EVERY_LEASE
         may_see = by_lease_id(self._may_see if is_every else self._may_query, self._runtime.table)
         if not is_every and not may_see(body.lease_id):
@@ -81,7 +79,7 @@ class QueryHandler:
         self._subscriptions.begin(request.request_id)
 
     def region_watch(self, request: Request, body: messages.LeaseRef) -> None:
-        """Serve REGION_WATCH of a region, or of all regions of a lease. Events begin behind the answer."""
+        """Serve REGION_WATCH of a region, or of all regions of a lease. Events follow the reply."""
         may_see = by_lease_id(self._may_query, self._runtime.table)
         if not may_see(body.lease_id):
             raise Refused(failure_of(not_found(body.lease_id)))
@@ -89,7 +87,6 @@ class QueryHandler:
         self._caller.answer(request, messages.Empty())
 
     def lease_unsubscribe(self, request: Request, body: messages.LeaseUnsubscribe) -> None:
-        """Serve LEASE_UNSUBSCRIBE."""
         self._subscriptions.unsubscribe(body.subscription)
         self._caller.answer(request, messages.Empty())
 
@@ -97,7 +94,7 @@ class QueryHandler:
         return self._peer.is_operator or self._acts_for(lease) or self._is_of(lease, self._acts_for)
 
     def _is_of(self, region: LeaseSnapshot, check: Callable[[LeaseSnapshot], bool]) -> bool:
-        """Return whether the lease that a region lies in passes a check; False for what is no region."""
+        """Return whether the lease that contains a region passes a check; False for anything but a region."""
         parent = self._runtime.table.get(region.parent_id) if region.parent_id else None
         return parent is not None and check(parent)
 
@@ -111,7 +108,7 @@ class QueryHandler:
 
     def _is_own(self, lease: LeaseSnapshot) -> bool:
         if not self._peer.is_known:
-            # Peers nobody vouches for share a tenant: a list of its leases would hand out other people's ids.
+            # Peers without a proven identity share a tenant: a list of its leases would disclose other people's ids.
             return lease.lease_id in self._caller.acquired
         return lease.tenant == self._peer.tenant
 
@@ -126,7 +123,7 @@ class NodeHandler:
         self._is_scraping = False
 
     def metrics(self, request: Request, body: messages.Empty) -> None:
-        """Serve METRICS: one text at a time, so that a peer that never reads has no more than one waiting."""
+        """Serve METRICS: one text at a time, so that a peer that never reads has only one waiting."""
         if self._is_scraping:
             raise Refused(Failure(Status.BUSY, "this connection's METRICS is being answered", hint="Ask one by one."))
         self._is_scraping = True
@@ -138,13 +135,12 @@ class NodeHandler:
         self._metrics.scrape(on_text)
 
     def health(self, request: Request, body: messages.Empty) -> None:
-        """Serve HEALTH."""
         if self._caller.peer.is_relayed:
             raise Refused(Failure(Status.DENIED, "HEALTH is for peers on the daemon's host", hint="Ask there."))
         self._caller.answer(request, messages.Report(self._health.report()))
 
     def refuse_as_node(self, request: Request, body: messages.Place | messages.Empty) -> None:
-        """Refuse PLACE and FLEET_LIST, which a fleet's directory serves."""
+        """Refuse PLACE and FLEET_LIST, which only a fleet's directory serves."""
         raise Refused(
             Failure(
                 Status.UNSUPPORTED,

@@ -1,6 +1,6 @@
 """REGION_OPEN, REGION_CANCEL and LEASE_RESIZE: requests about a running lease's memory.
 
-A region's id is taken by LEASE_RENEW, LEASE_FREE, LEASE_REVOKE, LEASE_QUERY and LEASE_SUBSCRIBE as a lease's is.
+LEASE_RENEW, LEASE_FREE, LEASE_REVOKE, LEASE_QUERY and LEASE_SUBSCRIBE accept a region's id like a lease's.
 """
 
 import secrets
@@ -40,7 +40,7 @@ class RegionHandler:
         self._tokens = caller.tokens
 
     def region_open(self, request: Request, body: messages.RegionOpen) -> None:
-        """Serve REGION_OPEN: the lease's tenant's, an operator's, or that of a peer whose token permits it."""
+        """Serve REGION_OPEN of the lease's tenant, an operator, or a peer with a token that permits it."""
 
         def on_outcome(outcome: Outcome) -> None:
             if isinstance(outcome, RegionGranted):
@@ -70,7 +70,7 @@ class RegionHandler:
         )
 
     def region_cancel(self, request: Request, body: messages.RegionCancel) -> None:
-        """Serve REGION_CANCEL: the tenant's of the region or of its lease, an operator's, or a token bearer's."""
+        """Serve REGION_CANCEL of the tenant of the region or of its lease, an operator, or a token's bearer."""
 
         def on_outcome(outcome: Outcome) -> None:
             if isinstance(outcome, RegionCancelSet):
@@ -82,6 +82,7 @@ class RegionHandler:
             raise Refused(Failure(Status.INVALID_REQUEST, "a region is cancelled by 1, and taken again by 0"))
         permission = SPECS[request.op].needs.permissions
         tenant = self._tokens.acting_tenant(body.lease_id, permission)
+        # Without a token for the region, one for the lease that contains it serves as well.
         region = self._runtime.table.get(body.lease_id)
         if tenant == self._peer.tenant and region is not None and region.parent_id:
             tenant = self._tokens.acting_tenant(region.parent_id, permission)
@@ -90,7 +91,7 @@ class RegionHandler:
         self._runtime.post(event)
 
     def lease_resize(self, request: Request, body: messages.LeaseResize) -> None:
-        """Serve LEASE_RESIZE: the tenant's, or an operator's. More memory needs what a new lease needs."""
+        """Serve LEASE_RESIZE of the tenant or an operator. More memory needs what a new lease needs."""
 
         def on_outcome(outcome: Outcome) -> None:
             if isinstance(outcome, Resized):
@@ -109,6 +110,7 @@ class RegionHandler:
 
     def _answer_granted(self, request: Request, granted: RegionGranted) -> None:
         region = granted.lease
+        # The client never learned this region's id, so it would hold its bytes unused until it expires.
         if not self._caller.connection.is_open:
             # Nobody will ever know this region's id: it would hold its bytes, unused, to the end of its time.
             self._runtime.post(FreeRequested(0, region.lease_id, region.tenant))

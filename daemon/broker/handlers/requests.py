@@ -19,8 +19,8 @@ from gpulease.protocol.opcodes import Opcode
 from gpulease.protocol.operations import HANDING_OVER
 
 NEEDS_MEMORY: Final = frozenset({Opcode.LEASE_SUBSCRIBE, Opcode.REGION_OPEN, Opcode.REGION_WATCH})
-"""Operations that the broker refuses when it is out of memory: it would have to keep something, and they can wait.
-LEASE_ALLOC is another; its handler first looks whether the lease is there already."""
+"""Operations that the broker refuses when it is out of memory: they make it keep something, and they can wait.
+LEASE_ALLOC is another; its handler first checks whether the lease exists already."""
 
 Handle = Callable[[Request, Any], None]
 """Serves a request with its parsed body: answers now, or when the lease table has an outcome. May raise Refused."""
@@ -80,7 +80,7 @@ class RequestDispatcher:
         """Serve one request. A refusal is answered, logged and counted."""
         handle = self._handlers[request.op]
         if request.op in HANDING_OVER:
-            # Their handler checks and refuses them itself.
+            # Their handler checks and refuses them itself, because a check must be repeated after a wait.
             handle(request, request.body)
             return
         try:
@@ -96,21 +96,21 @@ class RequestDispatcher:
             self._connection.answer(request, failure)
 
     def give_up(self, failure: Failure) -> None:
-        """Answer every request that waits with `failure`, and give it up."""
+        """Answer every request that waits with `failure`, and abandon it."""
         self._leases.give_up(failure)
         self.attaching.give_up(failure)
         self.leave()
 
     def leave(self) -> None:
-        """Give up what the client waits for and listens to: the client is gone."""
+        """Abandon what the client waits for and subscribes to, because it has disconnected."""
         self._leases.leave()
         self.attaching.leave()
         self._queries.leave()
 
     def close(self) -> None:
-        """Leave, and stop counting the connection as any lease's. No request may follow."""
+        """Leave, and stop counting the connection for any lease. No request may follow."""
         self.leave()
         self._runtime.connections.leave(self._connection)
-        # Handlers refer to the connection and its read buffer. Otherwise Python's collector would free both, perhaps
-        # thousands of connections later.
+        # Handlers refer to the connection and its read buffer. Without this, only Python's collector would free both,
+        # perhaps thousands of connections later.
         self._handlers.clear()

@@ -32,7 +32,7 @@ class TokenHandler:
         self._service = caller.runtime.tokens
 
     def capability_issue(self, request: Request, body: messages.CapabilityIssue) -> None:
-        """Serve CAPABILITY_ISSUE."""
+        # Check what the peer may give away before the authority signs anything.
         permissions = self._issuable_permissions(body)
         authority, peer = self._service.authority(), self._peer.tenant
         wanted = CapabilityRequest(
@@ -53,7 +53,6 @@ class TokenHandler:
         self._caller.answer(request, issued)
 
     def capability_present(self, request: Request, body: messages.CapabilityPresent) -> None:
-        """Serve CAPABILITY_PRESENT."""
         claims = self._tokens.present(body.token, ALL_PERMISSIONS)
         held = messages.CapabilityHeld(
             claims.lease_id, int(claims.permissions), claims.generation, _left_ms(claims), _expires_at_unix_s(claims)
@@ -61,11 +60,10 @@ class TokenHandler:
         self._caller.answer(request, held)
 
     def capability_audience(self, request: Request, body: messages.Empty) -> None:
-        """Serve CAPABILITY_AUDIENCE."""
         self._caller.answer(request, messages.Audience(self._service.audience_of(self._peer.tenant)))
 
     def capability_revoke(self, request: Request, body: messages.CapabilityRevoke) -> None:
-        """Serve CAPABILITY_REVOKE. The answer says whether a restarted daemon will know of it."""
+        """Serve CAPABILITY_REVOKE. The reply says whether a restarted daemon will know the revocation."""
 
         def on_done(is_durable: bool) -> None:
             why = "the token has ended, but that can't be written down now: a restart of the daemon may forget it"
@@ -74,6 +72,8 @@ class TokenHandler:
 
         lease_id, nonce = self._revocable_token(body)
         lease = self._runtime.table.get(lease_id)
+        # Step 1: the authority refuses the token. Step 2: workers refuse it, which hold connections that it opened.
+        # Step 3: the journal, so that a restart does not accept it again.
         until_ms = self._service.authority().revoke(lease_id, nonce)
         if until_ms is None or not self._revoke_on_pages(lease_id, nonce, until_ms):
             why = "too many tokens of this lease were revoked in the last minutes"
@@ -83,7 +83,7 @@ class TokenHandler:
         self._runtime.recorder.token_revoked(tenant, self._peer.tenant, lease_id, nonce)
 
     def _revoke_on_pages(self, lease_id: int, nonce: bytes, until_ms: int) -> bool:
-        """Write the revocation to the pages of the session's and the submit's workers, until one has no room."""
+        """Write the revocation to the pages of the session's and the submit's workers; False if one has no room."""
         submit, now_ms = self._runtime.table.submits.of(lease_id), time.monotonic_ns() // NS_PER_MS
         numbers = (lease_id,) if submit is None else (lease_id, submit.submit_id)
         pages = [self._runtime.workers.page(number) for number in numbers]
@@ -104,7 +104,7 @@ class TokenHandler:
         return lease_id, nonce
 
     def _issuable_permissions(self, body: messages.CapabilityIssue) -> Permission:
-        """Return the permissions asked for, if the peer may give them."""
+        """Return the requested permissions, if the peer may grant them."""
         if body.permissions & ~int(ALL_PERMISSIONS):
             raise Refused(
                 Failure(Status.INVALID_REQUEST, f"permissions {body.permissions:#x} have bits that are not known here")
@@ -128,7 +128,7 @@ class TokenHandler:
         return permissions
 
     def _check_issuer(self, lease_id: int, permissions: Permission) -> None:
-        """Let operators give what they may do themselves. Only the tenant may share what is in its session."""
+        """Let operators grant what they may do themselves. Only the tenant may share what is in its session."""
         lease = self._service.lease(lease_id)
         is_own = lease is not None and lease.tenant == self._peer.tenant
         if not is_own and not (lease is not None and self._peer.is_operator and not permissions & SESSION_PERMISSIONS):

@@ -51,17 +51,17 @@ from gpulease.daemon.drivers.interface import (
 from gpulease.daemon.host.heap_wipe import is_heap_wiped
 
 SPIN_S: Final = 200e-6
-"""Time for which a sync spins on the card before it sleeps between two looks: most waits end within it."""
+"""Time for which a sync spins on the card before it sleeps between two polls: most waits end within it."""
 
 COPY_SPIN_BYTES_PER_S: Final = 10e9
-"""A wait spins on a pinned copy for as long as the copy would take at this rate, which any bus exceeds: a sleep would
-be coarse beside it."""
+"""A wait spins on a pinned copy for as long as the copy would take at this rate, which any bus exceeds: a sleep
+would be coarse in comparison."""
 
 MAX_AHEAD_OF_COPY: Final = 512
-"""Most launches that may be queued when a copy is put behind them without a wait."""
+"""Most launches that may be queued when a copy is put after them without a wait."""
 
 MAX_SLEEP_S: Final = 1e-3
-"""Longest sleep between two looks at card and lease."""
+"""Longest sleep between two polls of card and lease."""
 
 _Taken = TypeVar("_Taken")
 
@@ -95,9 +95,9 @@ class CudaContext:
         self._stream = self._streams[0]
         # Only stream 0 exists.
         self._has_one_stream = True
-        # All memory given to `pin` is pinned, so copies may go on after their call has returned.
+        # All memory given to `pin` is pinned, so copies may continue after their call has returned.
         self._can_begin_copies = True
-        # A module was loaded whose kernels may have left something where no scrub reaches it.
+        # A module was loaded with kernels that may have left something where a scrub can't reach it.
         self._leaves_traces = False
         self._wipes_memory = is_heap_wiped()
         self._markers: Markers | None = None
@@ -131,9 +131,9 @@ class CudaContext:
             raise DriverError(f"no CUDA context can be made: {error}") from None
 
     def renew(self, compiled: Compiled | None = None) -> "CudaContext":
-        """The card's context and stream with new records; all allocations and modules must have been released.
+        """Return the card's context and stream with new records; all allocations and modules must have been released.
 
-        Raises DriverError if there were regions: their addresses stay theirs.
+        Raises DriverError if there were regions, because their addresses are never reused.
         """
         self._refuse_regions()
         self.unpin()
@@ -163,18 +163,16 @@ class CudaContext:
 
     @property
     def compute_capability(self) -> int:
-        """The card's (cuDeviceGetAttribute)."""
         major, minor = cuda.Context.get_device().compute_capability()
         return int(10 * major + minor)
 
     @property
     def cuda_version(self) -> int:
-        """The driver's (cuDriverGetVersion)."""
         return int(cuda.get_driver_version())
 
     @property
     def rounding_bytes(self) -> int:
-        """Bytes that allocations take beyond their sizes, as the driver places them (memory.py)."""
+        """Bytes that allocations take in addition to their sizes, as the driver places them (memory.py)."""
         return self._blocks.rounding_bytes
 
     @property
@@ -183,7 +181,7 @@ class CudaContext:
         return self._blocks.cached_bytes
 
     def mem_alloc(self, size_bytes: int, spare_bytes: int = MAX_CACHED_BYTES, poll: Poll = keep_waiting) -> int:
-        """A cached block or a new one, zeroed either way before what is put in any stream from now on.
+        """Return a cached block or a new one, zeroed before everything that is put in any stream from now on.
 
         The driver zeroes memory that another process had, not memory that this one had.
         """
@@ -214,15 +212,15 @@ class CudaContext:
         try:
             return take_if_shown(take, size_bytes, self._regions.free_bytes)
         except MemoryRefused:
-            # The cached blocks may be all that is missing, or lie where one large piece would fit.
+            # The cached blocks may be all that is missing, or fragment the room for one large piece.
             self.trim(0, poll)
         return take_once_given(take, size_bytes, self._regions.free_bytes, poll)
 
     def mem_free(self, address: int, poll: Poll = keep_waiting) -> None:
-        """Cache the block; nothing waits.
+        """Cache the block, without any wait.
 
-        Launches queued before may go on using it: the next allocation that gets it has it zeroed behind all that any
-        stream holds now.
+        Launches queued before may continue to use it: the next allocation that gets it has it zeroed after everything
+        that any stream holds now.
         """
         if self._blocks.may_cache(address):
             self._call(self._streams.reuse_behind_all)
@@ -230,7 +228,7 @@ class CudaContext:
             return
         self.sync(poll)
         self._blocks.cache(address)
-        # Drop half of them, so that many frees wait for the card once.
+        # Drop half of them, so that many frees wait for the card only once.
         self._drop(MAX_CACHED_BYTES // 2, MAX_CACHED_BLOCKS // 2)
 
     def mem_reuse(self, address: int, size_bytes: int, poll: Poll = keep_waiting) -> None:
@@ -241,17 +239,17 @@ class CudaContext:
             self._mark(number)
 
     def trim(self, most_bytes: int, poll: Poll = keep_waiting) -> None:
-        """Give cached blocks back to the driver, the one freed first before the others."""
+        """Release cached blocks to the driver, those freed first before the others."""
         if self._blocks.cached_bytes > most_bytes:
             self.sync(poll)
             self._drop(most_bytes, MAX_CACHED_BLOCKS)
 
     def _drop(self, most_bytes: int, most_blocks: int) -> None:
-        """Free cached blocks. Nothing may be under way: the driver waits for it, and nobody can end that wait."""
+        """Free cached blocks. Nothing may be in progress: the driver waits for it, and that wait can't be ended."""
         blocks, dropped = self._blocks, list[tuple[Any, int]]()
         while blocks.cached_bytes > most_bytes or blocks.cached_blocks > most_blocks:
             dropped.append(blocks.drop_oldest())
-        # The driver may hand parts of their pages to this process's next lease as they are, so they are zeroed first.
+        # The driver may pass parts of their pages unchanged to this process's next lease, so they are zeroed first.
         # Each free waits for all memsets.
         for allocation, size_bytes in dropped if self._wipes_memory else ():
             self._call(cuda.memset_d8_async, int(allocation), 0, size_bytes, self._streams[0])
@@ -260,7 +258,7 @@ class CudaContext:
 
     def mem_write(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> None:
         """Copy pageable memory: the driver has taken the bytes when it returns ("API synchronization behavior")."""
-        # `_await` waits for the card first, because `poll` can end its wait; nobody can end the driver's.
+        # `_await` waits for the card first, because `poll` can end that wait; the driver's wait can't be ended.
         self._empty(poll)
         self._call(cuda.memcpy_htod_async, address, data, self._stream)
 
@@ -273,22 +271,22 @@ class CudaContext:
     def pin(self, memory: memoryview) -> None:
         """Lock the memory's pages and register them with the card (CUDA driver API, cuMemHostRegister).
 
-        If the driver refuses, for lack of memory for example, copies are right, and as slow as from any other memory.
+        If the driver refuses, for lack of memory for example, copies are correct, and as slow as from any other memory.
         """
         (error,) = api.cuMemHostRegister(_address_of(memory), len(memory), 0)
-        # Memory that is not pinned the driver copies before it returns, after it has waited for the stream.
+        # Memory that is not pinned is copied before the driver returns, after it has waited for the stream.
         self._can_begin_copies = self._can_begin_copies and not error
         if not error:
             self._pinned.append(memory[:])
 
     def write_pinned(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> None:
-        """Queue the copy behind what its stream holds, and wait for all of it."""
+        """Queue the copy after what its stream holds, and wait for all of it."""
         self._make_room(poll)
         self._call(cuda.memcpy_htod_async, address, data, self._stream)
         self._await_copy(len(data), poll)
 
     def begin_write(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> Ticket:
-        """Queue it behind what is queued in its stream."""
+        """Queue it after what is queued in its stream."""
         if self._can_begin_copies:
             self._make_room(poll)
             self._call(cuda.memcpy_htod_async, address, data, self._stream)
@@ -297,7 +295,7 @@ class CudaContext:
         return self._ticket()
 
     def begin_read(self, address: int, into: memoryview, poll: Poll = keep_waiting) -> Ticket:
-        """Queue it behind what is queued in its stream."""
+        """Queue it after what is queued in its stream."""
         if self._can_begin_copies:
             self._make_room(poll)
             self._call(cuda.memcpy_dtoh_async, into, address, self._stream)
@@ -306,7 +304,7 @@ class CudaContext:
         return self._ticket()
 
     def _make_room(self, poll: Poll) -> None:
-        """Wait for a full stream: beyond some 1,000 calls the driver blocks, and nobody can end that wait."""
+        """Wait for a full stream: beyond some 1,000 calls the driver blocks, and that wait can't be ended."""
         if self._streams.is_full or (self._has_one_stream and self._launcher.queued > MAX_AHEAD_OF_COPY):
             self._empty(poll)
         self._streams.count_copy()
@@ -321,7 +319,7 @@ class CudaContext:
         return StreamTicket(event)
 
     def read_pinned(self, address: int, into: memoryview, poll: Poll = keep_waiting) -> None:
-        """Queue the copy behind what its stream holds, and wait for all of it."""
+        """Queue the copy after what its stream holds, and wait for all of it."""
         self._make_room(poll)
         self._call(cuda.memcpy_dtoh_async, into, address, self._stream)
         self._await_copy(len(into), poll)
@@ -350,7 +348,7 @@ class CudaContext:
         return self._take(lambda: self._regions.open(size_bytes), size_bytes, spare_bytes, poll)
 
     def region_kept_bytes(self, size_bytes: int) -> int:
-        """Size of the scratch (region_pages.py)."""
+        """Return the size of the scratch (region_pages.py)."""
         return self._regions.kept_bytes(size_bytes)
 
     def region_wipe(self, address: int) -> None:
@@ -358,11 +356,11 @@ class CudaContext:
         self._regions.wipe(address)
 
     def region_is_zeroed(self) -> bool:
-        """Ask the stream of the memsets (region_pages.py)."""
+        """Poll the stream of the memsets (region_pages.py)."""
         return self._regions.is_zeroed()
 
     def region_end(self, address: int, poll: Poll = keep_waiting) -> RegionReturn:
-        """Unmap the memory, all but the scratch (region_pages.py)."""
+        """Unmap the memory except the scratch (region_pages.py)."""
         return self._regions.end(address, poll)
 
     def region_release(self, address: int) -> None:
@@ -370,7 +368,6 @@ class CudaContext:
         self._regions.release(address)
 
     def free_bytes(self) -> int:
-        """Ask the driver."""
         return self._regions.free_bytes()
 
     def mark(self, stream: int) -> Ticket:
@@ -385,12 +382,12 @@ class CudaContext:
         return event
 
     def event_wait(self, events: Sequence[Event], poll: Poll = keep_waiting) -> None:
-        """Wait for one after the other; after a fault all are done, and `elapsed_ns` finds it."""
+        """Wait for one after another; after a fault all are done, and `elapsed_ns` finds it."""
         for event in events:
             self._await(event.is_done, poll)
 
     def elapsed_ns(self, start: Event, end: Event) -> int:
-        """Ask the driver, which tells half a microsecond (cuEventElapsedTime)."""
+        """Query the driver, with a resolution of half a microsecond (cuEventElapsedTime)."""
         if not isinstance(start, TimedEvent) or not isinstance(end, TimedEvent):
             raise DriverError("these events are another driver's")
         return round(float(self._call(start.event.time_till, end.event)) * 1e6)
@@ -400,7 +397,7 @@ class CudaContext:
         return streams_bytes(count)
 
     def stream_create(self) -> int:
-        """A stream that was destroyed before, if there is an empty one; else a new one."""
+        """Return a stream that was destroyed before, if there is an empty one; otherwise a new one."""
         number: int = self._call(self._streams.create, has_zeroed=bool(self._launcher.state.zeroed))
         self._has_one_stream = False
         self._launcher.state.other_streams = len(self._streams) - 1
@@ -435,7 +432,7 @@ class CudaContext:
         self._emptied()
 
     def _emptied(self) -> None:
-        """Note that the selected stream holds nothing."""
+        """Record that the selected stream holds nothing."""
         self._streams.emptied(self._streams.selected)
         if self._has_one_stream:
             self._launcher.ended()
@@ -452,7 +449,7 @@ class CudaContext:
                 os.sched_yield()
 
     def module_load(self, image: bytes, admit: Admit = admit_all) -> CudaModule:
-        """Load PTX or a cubin, weighed before the driver gets it."""
+        """Load PTX or a cubin, measured before the driver gets it."""
         if self._fault is not None:
             raise self._fault
         return load_image(image, admit, self._local, self.compiled, self._on_weighed)
@@ -474,7 +471,7 @@ class CudaContext:
         unload(module.loaded)
 
     def launch(self, kernel: Any, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int) -> None:
-        """Queue a launch; the driver gets the parameter buffer as it is."""
+        """Queue a launch; the driver gets the parameter buffer unchanged."""
         if kernel.is_cooperative:
             raise cooperative_refused(kernel.name)
         if self._markers is not None:
@@ -484,7 +481,7 @@ class CudaContext:
     def _launched(
         self, kernel: Any, result: int, refused: Callable[[int], LaunchRejected | None] = lambda result: None
     ) -> None:
-        """Note a launch that was queued. Raises why it was not, in words of `refused` where that has some."""
+        """Record a launch that was queued. Raises why it was not, in the words of `refused` where that has some."""
         if result:
             error = self._launcher.text_of(result)
             if not self._is_usable():
@@ -522,7 +519,7 @@ class CudaContext:
         self._yields = yields
 
     def native(self) -> NativeLaunch:
-        """The functions of launch.ll. Their SYNC does not spin where waits yield: native code can't yield."""
+        """Return the functions of launch.ll. Their SYNC does not spin where waits yield: native code can't yield."""
         spin_s = 0.0 if self._yields else self._spin_s
         chain = partial(ChainGraph, self) if self._has_chains else None
         return self._launcher.native(self._on_launched, int(spin_s * 1e9), chain)
@@ -540,7 +537,7 @@ class CudaContext:
         return CudaGraph(self, steps)
 
     def sync(self, poll: Poll = keep_waiting) -> None:
-        """Wait for one stream after the other."""
+        """Wait for one stream after another."""
         if self._has_one_stream:
             self._empty(poll)
             return
@@ -553,11 +550,11 @@ class CudaContext:
         self._call(cuda.Context.synchronize)
 
     def watch(self, poll: Poll) -> None:
-        """Put an event behind each operation in a stream from now on."""
+        """Put an event after each operation in a stream from now on."""
         self._markers = Markers(poll)
 
     def running(self) -> dict[int, int]:
-        """The running streams, by their events; none after a fault."""
+        """Return the running streams, by their events; none after a fault."""
         return {} if self._markers is None else self._markers.running()
 
     def close(self) -> None:
@@ -576,7 +573,7 @@ class CudaContext:
         return api.CUstream(self._stream.handle)
 
     def replayed(self, tag: int, kernels: Sequence[str]) -> None:
-        """Note that a graph of these kernels was queued."""
+        """Record that a graph of these kernels was queued."""
         self._launcher.state.launches += 1
         self._launcher.state.tag = tag
         self._last_kernel = kernels[0] if len(kernels) == 1 else ""
@@ -596,18 +593,20 @@ class CudaContext:
                 raise self.failure(error)
 
     def failure(self, error: Any) -> DriverError:
-        """The error of a failed call through cuda-bindings."""
+        """Return the error of a failed call through cuda-bindings."""
         _, text = api.cuGetErrorString(error)
         return self._error(DriverError(f"the driver's call failed: {text.decode()}"))
 
     # --- failed calls ---
-    #
     # Errors are sticky (CUDA driver API, "Error handling"): after a kernel has faulted, every call of the context fails
-    # with the same error, and only the end of the process makes the card usable again. The driver does not say which
+    # with the same error, and only the end of the process makes the card usable again. The driver does not report which
     # launch it was.
 
     def fault(self) -> KernelFault | None:
-        """The fault that an earlier call found. Asking the card takes microseconds; the next call finds it anyway."""
+        """Return the fault that an earlier call found.
+
+        Asking the card takes microseconds; the next call finds it anyway.
+        """
         return self._fault
 
     def _call(self, function: Any, *arguments: Any, **options: Any) -> Any:
@@ -617,7 +616,7 @@ class CudaContext:
             raise self._error(error) from None
 
     def _error(self, error: Exception) -> DriverError:
-        """A failed call's error: the call's own, or the fault that ended the context."""
+        """Return a failed call's error: the call's own, or the fault that ended the context."""
         return DriverError(str(error)) if self._is_usable() else self._lost(error)
 
     def _is_usable(self) -> bool:
@@ -629,7 +628,7 @@ class CudaContext:
         return True
 
     def _lost(self, error: Exception | str) -> KernelFault:
-        """The fault that ended the context, with the launch as precisely as CUDA lets us tell."""
+        """Return the fault that ended the context, with the launch as precisely as CUDA permits."""
         if self._fault is None:
             reason = str(error).rpartition("failed: ")[2]
             launches = self._launcher.state.launches
@@ -654,21 +653,20 @@ def _address_of(memory: memoryview) -> int:
 
 
 # --- scrubbing the driver's buffers ---
-#
-# Copies of memory that is not pinned go through buffers of the driver's in this process's memory. Kernels' parameters
-# and small copies go to the card with the commands, in another buffer. The bytes stay in all of these until others
-# come, and kernels can read both. None of this is documented. On an H100 (driver 580.159) the copies below left nothing
-# of either; they did not reach what came with modules of less than some 100 KB.
+# Copies of memory that is not pinned go through buffers of the driver in this process's memory. Kernels' parameters and
+# small copies go to the card with the commands, in another buffer. The bytes stay in all of these until others come,
+# and kernels can read both. None of this is documented. On an H100 (driver 580.159) the copies below left nothing of
+# either; they did not reach what came with modules of less than some 100 KB.
 
 STAGING_BYTES: Final = 2 << 20
 """Size of the driver's buffers for copies to the card, and of those from it: 2 MiB each were found."""
 
 SMALL_SIZES: Final = (*range(64, 1025, 64), 2048, 4096)
-"""Sizes of copies from the card that go another way, each from the start of a buffer: those of up to 256 bytes were
-found to, those of 1024 not."""
+"""Sizes of copies from the card that take another path, each from the start of a buffer: those of up to 256 bytes
+were found to, those of 1024 not."""
 
 INLINE_BYTES: Final = 64 << 10
-"""Copies to the card of so many bytes, or fewer, go with the commands (CUDA driver API, "API synchronization
+"""Copies to the card of at most so many bytes go with the commands (CUDA driver API, "API synchronization
 behavior")."""
 
 INLINE_COPIES: Final = 96

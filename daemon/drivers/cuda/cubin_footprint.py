@@ -5,7 +5,7 @@ variables (.nv.global*), for which the file has no bytes. The headers give the v
 whatever they sum up to (seen with ptxas 13.0), so the symbols in a section count too. Whatever a forged header hides
 shows in NVML's figure after the load.
 
-The symbols also tell managed variables, which are refused. The code tells which kernels need a cooperative launch.
+The symbols also identify managed variables, which are refused. The code shows which kernels need a cooperative launch.
 """
 
 import struct
@@ -19,14 +19,14 @@ from gpulease.daemon.drivers.cuda.memory import PAGE_BYTES, SHARING_BYTES, whole
 from gpulease.daemon.drivers.interface import ImageRejected, managed_refused
 
 MAX_NAME_BYTES: Final = 32 << 10
-"""Longest name of a symbol. Stops a file of symbols whose names never end from being searched to its end for each."""
+"""Longest name of a symbol. Stops a file of symbols with endless names from being searched to its end for each."""
 
 MAX_ROWS: Final = 1 << 17
-"""Most section headers of one file, most symbols, and most calls. Stops a forged file with 64 MiB of them from costing
-a worker hundreds of MB. Real cubins have some tens of thousands at most."""
+"""Most section headers of one file, most symbols, and most calls. Stops a forged file with 64 MiB of them from
+costing a worker hundreds of MB. Real cubins have some tens of thousands at most."""
 
 MODULE_GRAIN_BYTES: Final = 64 << 10
-"""A module's small sections together are rounded up to this: they lie in pages shared with other modules, with gaps."""
+"""The sum of a module's small sections is rounded up to this: they share pages with other modules, with gaps."""
 
 SECTION_GRAIN_BYTES: Final = 512
 """Each small section is rounded up to this."""
@@ -63,10 +63,10 @@ class Weight:
 
     Attributes:
         device_bytes: Bytes of the card for as long as it is loaded.
-        shared_bytes: How many of those lie in pages shared with other modules.
+        shared_bytes: The part of those in pages shared with other modules.
         has_system_calls: It calls functions of the driver's own that make the context grow.
         leaves_traces: Its kernels may leave something in memory that the driver keeps when the module is unloaded: in
-            variables, or through the driver's own functions in the heap or the print buffer.
+          variables, or through the driver's own functions in the heap or the print buffer.
         cooperative: The kernels that seem to synchronise their grid, so that only a cooperative launch can run them.
     """
 
@@ -108,7 +108,7 @@ class _File:
 
     Attributes:
         left_bytes: How many bytes of its sections may still be read. Sections of an honest file do not overlap; many
-            overlapping ones would have the same bytes read again and again.
+          overlapping ones would cause the same bytes to be read repeatedly.
     """
 
     content: bytes
@@ -121,7 +121,7 @@ class _File:
         self.left_bytes = len(self.content)
 
     def read(self, section: _Section, row_bytes: int) -> memoryview:
-        """The whole rows of a section. Raises ValueError."""
+        """Return the complete rows of a section. Raises ValueError."""
         end = section.start + section.size
         if end > len(self.content):
             raise ValueError("a section lies outside of the file")
@@ -131,16 +131,16 @@ class _File:
         return memoryview(self.content)[section.start : end - section.size % row_bytes]
 
     def text(self, strings: _Section, offset: int) -> bytes:
-        """A string of a string section. Raises ValueError."""
+        """Return a string of a string section. Raises ValueError."""
         start = strings.start + offset
         return self.content[start : self.content.index(b"\0", start, start + MAX_NAME_BYTES)]
 
     def name_of(self, symbol: _Symbol) -> bytes:
-        """The name of a symbol. Raises ValueError."""
+        """Return the name of a symbol. Raises ValueError."""
         return self.text(symbol.names, symbol.name_at)
 
     def rows(self, row: struct.Struct, *kinds: int) -> Iterator[tuple[_Section, tuple[int, ...]]]:
-        """All rows of the sections of these kinds, in order, each with its section."""
+        """Yield all rows of the sections of these kinds, in order, each with its section."""
         tables = [section for section in self.sections if section.kind in kinds]
         _check_count(sum(table.size // row.size for table in tables), "symbols or calls")
         for table in tables:
@@ -148,12 +148,12 @@ class _File:
                 yield table, found
 
     def symbols(self) -> Iterator[_Symbol]:
-        """All symbols of all tables, in order."""
+        """Yield all symbols of all tables, in order."""
         for table, (name_at, info, other, index, value, size) in self.rows(_SYMBOL, _SYMTAB, _DYNAMIC_SYMTAB):
             yield _Symbol(name_at, info & 0xF, other, index, value, size, self.sections[table.link])
 
     def kept_name_of(self, symbol: _Symbol) -> str:
-        """The name of a symbol, counted against `left_bytes`: forged names could share their bytes."""
+        """Return the name of a symbol, counted against `left_bytes`: forged names could share their bytes."""
         name = self.name_of(symbol)
         self.left_bytes -= len(name)
         if self.left_bytes < 0:
@@ -167,7 +167,7 @@ def _check_count(count: int, what: str) -> None:
 
 
 def weigh(cubin: bytes) -> Weight:
-    """Weigh a cubin. Raises ImageRejected if its headers can't be followed, or for a managed variable."""
+    """Weigh a cubin. Raises ImageRejected if its headers can't be parsed, or for a managed variable."""
     try:
         return _weigh(cubin, _open(cubin))
     except (struct.error, IndexError, ValueError) as error:
@@ -175,6 +175,7 @@ def weigh(cubin: bytes) -> Weight:
 
 
 def _weigh(cubin: bytes, file: _File) -> Weight:
+    # What the headers say of the sections that go to the card, without those that stay on the chip.
     sizes = {
         index: section.size
         for index, section in enumerate(file.sections)
@@ -183,6 +184,8 @@ def _weigh(cubin: bytes, file: _File) -> Weight:
     sums: dict[int, int] = {}
     symbols = list(file.symbols())
     has_system_calls = leaves_traces = False
+    # What the symbols add: managed variables are refused, calls of the driver's functions noted, and sizes corrected,
+    # where a 32-bit header can't show them.
     for symbol in symbols:
         if symbol.other & _MANAGED and symbol.kind not in (_FUNCTION, _SECTION_SYMBOL):
             raise managed_refused(file.name_of(symbol).decode(errors="replace"))
@@ -193,6 +196,7 @@ def _weigh(cubin: bytes, file: _File) -> Weight:
             sums[index] = sums.get(index, 0) + symbol.size
             sizes[index] = max(sizes[index], symbol.value + symbol.size, sums[index])
     leaves_traces |= any(file.sections[index].flags & _WRITABLE for index in sizes if sizes[index])
+    # A large section has pages of its own; small ones share pages, also with other modules.
     own = sum(whole_pages(size) for size in sizes.values() if size > SHARING_BYTES)
     shared = sum(_share(size) for size in sizes.values() if size <= SHARING_BYTES)
     shared = -(-shared // MODULE_GRAIN_BYTES) * MODULE_GRAIN_BYTES
@@ -200,7 +204,7 @@ def _weigh(cubin: bytes, file: _File) -> Weight:
 
 
 def _share(size: int) -> int:
-    """A small section's bytes of a page that is filled with as many sections of its size as fit whole."""
+    """Return a small section's share of a page that is filled with as many sections of its size as fit."""
     grains = -(-size // SECTION_GRAIN_BYTES) * SECTION_GRAIN_BYTES
     return PAGE_BYTES // (PAGE_BYTES // grains) if grains else 0
 
@@ -215,32 +219,32 @@ def _open(cubin: bytes) -> _File:
     if table_at + _SECTION.size > len(cubin):
         raise ValueError("the section headers lie outside of the file")
     if count == 0:
-        # The field is too small for the number of sections: the first section's size holds it.
+        # The field is too small for the number of sections: the first section's size contains it.
         count = _SECTION.unpack_from(cubin, table_at)[5]
     if table_at + count * _SECTION.size > len(cubin):
         raise ValueError(f"{count} sections in {len(cubin)} bytes")
     _check_count(count, "sections")
     rows = [_SECTION.unpack_from(cubin, table_at + _SECTION.size * number) for number in range(count)]
     sections = [_Section(row[0], row[1], row[2], row[4], row[5], row[6]) for row in rows]
-    # Since ABI version 8 (CUDA 13) the architecture stands one byte higher.
+    # Since ABI version 8 (CUDA 13) the architecture is one byte higher.
     architecture = header[7] >> 8 & 0xFFFF if ident[8] >= _ABI_OF_CUDA_13 else header[7] & 0xFF
     return _File(cubin, sections, sections[names if names != 0xFFFF else rows[0][6]], architecture)
 
 
-# --- Cooperative launches ----------------------------------------------------------------------------------------
+# --- Cooperative launches ---
 #
 # nvcc's grid synchronisation takes the address of the grid's barrier from %envreg1 and %envreg2. It traps if the
-# address is 0, as it is in any but a cooperative launch. No attribute in the file says so, but the machine code does:
-# it reads the two registers at fixed places of constant bank 0, and has an instruction that traps.
+# address is 0, as in any but a cooperative launch. No attribute in the file shows that, but the machine code does: it
+# reads the two registers at fixed places of constant bank 0, and has an instruction that traps.
 #
-# Limit: a kernel that asks for the barrier (`is_valid()`) and traps for another reason, or behind its own check, is
-# refused too. For machine code compiled from PTX, the text tells them apart (drivers/ptx/translate/cooperative.py).
+# Limit: a kernel that asks for the barrier (`is_valid()`) and traps for another reason, or after its own check, is
+# refused too. For machine code compiled from PTX, the text distinguishes them (drivers/ptx/translate/cooperative.py).
 
 _ABI_OF_CUDA_13: Final = 8
 
 _ENVIRONMENT_AT: Final = ((100, 0x250), (90, 0x40), (0, 0x88))
-"""(architecture, address): from that architecture on, %envreg0 lies at that address in constant bank 0. Seen with ptxas
-13.0, sm_75 to sm_121."""
+"""(architecture, address): from that architecture on, %envreg0 is at that address in constant bank 0. Seen with
+ptxas 13.0, sm_75 to sm_121."""
 
 _INSTRUCTION_BYTES: Final = 16
 _CONSTANT_FORMS: Final = (0x600, 0xA00)
@@ -252,12 +256,12 @@ _UNIFORM_LOAD: Final = 0x7AC
 _TRAP: Final = 0x95C
 
 _MARKS: Final = 0xFFFFFFFC
-"""A callee of this value or more begins a part of .nv.callgraph: -1 calls, -2 functions whose address is taken, -3
-functions that call through a pointer, -4 functions that such calls may reach."""
+"""A callee of this value or more begins a part of .nv.callgraph: -1 calls, -2 functions of which the address is
+taken, -3 functions that call through a pointer, -4 functions that such calls may reach."""
 
 
 def _cooperative(file: _File, symbols: list[_Symbol]) -> frozenset[str]:
-    """The kernels whose code, with all that it calls, both reads the grid's barrier and can trap."""
+    """Return the kernels with code that, including everything it calls, reads the grid's barrier and can trap."""
     reads, traps = set[int](), set[int]()
     for index, section in enumerate(file.sections):
         if section.flags & _EXECUTABLE and section.kind == 1:
@@ -303,7 +307,7 @@ def _calls(file: _File, symbols: list[_Symbol]) -> dict[int, set[int]]:
             calling.add(symbols[caller].section)
         else:
             callers.setdefault(symbols[callee].section, set()).add(symbols[caller].section)
-    # A pointer may hold any function whose address is taken; -1 stands for all pointers.
+    # A pointer may hold any function of which the address is taken; -1 represents all pointers.
     for section in addressed:
         callers.setdefault(section, set()).add(-1)
     callers[-1] = calling
@@ -311,7 +315,7 @@ def _calls(file: _File, symbols: list[_Symbol]) -> dict[int, set[int]]:
 
 
 def _callers_of(sections: set[int], callers: dict[int, set[int]]) -> set[int]:
-    """The sections, and all sections that call into them, directly or not."""
+    """Return the sections, and all sections that call into them, directly or not."""
     found, pending = set(sections), list(sections)
     while pending:
         fresh = callers.get(pending.pop(), set()) - found

@@ -1,4 +1,4 @@
-"""The CUDA driver: its files and devices for the sandbox, and the one context of a worker's process.
+"""The CUDA driver: its files and devices for the sandbox, and the only context of a worker's process.
 
 The files are those that strace(1) showed from cuInit on (H100, driver 580).
 """
@@ -20,8 +20,8 @@ CACHE_VARIABLE: Final = "CUDA_CACHE_PATH"
 Variables"). Without it there is no cache, because one worker runs what another wrote there."""
 
 MAX_PRIVATE_BYTES: Final = 16 << 30
-"""Most private host memory of a worker. It uses 130 MiB, and what the compilation of its images takes. Stops an image
-that makes the compiler take all of the host's memory."""
+"""Most private host memory of a worker. It uses 130 MiB, and what the compilation of its images takes. Stops an
+image that makes the compiler take all of the host's memory."""
 
 _FILES: Final = (
     "/etc/ld.so.cache",
@@ -44,7 +44,7 @@ _LIBRARY_NAMES: Final = ("libcuda*.so*", "libnvidia*.so*")
 
 
 def paths_of_driver() -> Needs:
-    """The paths and devices that libcuda opens; libcuda must be mapped into this process."""
+    """Return the paths and devices that libcuda opens; libcuda must be mapped into this process."""
     cache = os.environ.get(CACHE_VARIABLE)
     return Needs(
         readable=(*map(Path, _FILES), *_libraries(), *_cards()),
@@ -56,7 +56,7 @@ def paths_of_driver() -> Needs:
 
 
 def _libraries() -> Iterator[Path]:
-    """The driver's libraries beside libcuda: the first image loads the PTX compiler, which is one of them."""
+    """Yield the driver's libraries next to libcuda: the first image loads the PTX compiler, which is one of them."""
     with open("/proc/self/maps") as maps:
         mapped = {line.split(maxsplit=5)[5].strip() for line in maps if "/libcuda.so" in line}
     for folder in {Path(path).parent for path in mapped}:
@@ -65,13 +65,13 @@ def _libraries() -> Iterator[Path]:
 
 
 def _cards() -> Iterator[Path]:
-    """The cards' folders below /sys, which tell the memory node near each card."""
+    """Yield the cards' folders below /sys, which contain the memory node near each card."""
     if _CARDS.is_dir():
         yield from (_PCI / card.name.lower() for card in sorted(_CARDS.iterdir()))
 
 
 def _devices() -> Iterator[Path]:
-    """The cards' device nodes, and the folder of the nodes that open MIG partitions."""
+    """Yield the cards' device nodes, and the folder of the nodes that open MIG partitions."""
     yield from (node for node in sorted(Path("/dev").glob("nvidia*")) if node.is_char_device())
     yield Path("/dev/nvidia-caps")
 
@@ -86,7 +86,7 @@ class CudaDriver:
         self._has_chains = has_chains
 
     def preload(self) -> None:
-        """Import and compile. Workers call cuInit themselves, because no initialised driver survives a fork."""
+        """Import and compile. Workers call cuInit themselves, because an initialised driver does not survive a fork."""
         try:
             for module in ("pycuda.driver", "cuda.bindings.driver"):
                 importlib.import_module(module)
@@ -98,11 +98,11 @@ class CudaDriver:
         launching_code()
 
     def needs(self) -> Needs:
-        """The driver's devices, libraries and files; none is writable unless the operator named a cache."""
+        """Return the driver's devices, libraries and files; none is writable unless the operator named a cache."""
         return paths_of_driver()
 
     def keep_for(self, owner: int) -> tuple[int, ...]:
-        """No descriptors: the driver opens its cache by path."""
+        """Return no descriptors: the driver opens its cache by path."""
         return ()
 
     def open_context(self, card: str, slice_bytes: int) -> CudaContext:

@@ -1,8 +1,8 @@
 """Launch graphs as CUDA graphs (CUDA driver API, "Graph Management"), one for each segment.
 
-The nodes of a segment hang one behind the other, because the steps' order is theirs. `bind` changes the executable
-graph, which leaves launches queued before as they were (cuGraphExecKernelNodeSetParams). A graph that is destroyed in
-flight runs to its end (cuGraphExecDestroy).
+The nodes of a segment follow one another, in the order of the steps. `bind` changes the executable graph, which leaves
+launches queued before unchanged (cuGraphExecKernelNodeSetParams). A graph that is destroyed in flight runs to its end
+(cuGraphExecDestroy).
 
 A context that is watched must see each kernel's end, which a CUDA graph does not show. There the steps are queued one
 by one.
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from gpulease.daemon.drivers.cuda.context import CudaContext
 
 SEGMENT_BYTES: Final = 144 << 10
-"""Bytes of the card for an executable graph, whatever is in it. They come from the driver's store, which keeps them
-when the graph goes. 123 KB were measured on an H100 (driver 580.159)."""
+"""Bytes of the card for an executable graph, whatever it contains. They come from the driver's store, which keeps
+them when the graph goes. 123 KB were measured on an H100 (driver 580.159)."""
 
 NODE_BYTES: Final = 3 << 10
 """Bytes of the card for a node without its parameters: 2 KB were measured."""
@@ -52,7 +52,7 @@ def device_bytes_of(steps: Sequence[Step]) -> int:
 
 @dataclass(slots=True, eq=False)
 class _KernelNode:
-    """A kernel's node, and the memory that the driver reads when it is given the node's parameters.
+    """A kernel's node, and the memory that the driver reads for the node's parameters.
 
     Attributes:
         node: The CUgraphNode.
@@ -69,7 +69,7 @@ class _KernelNode:
 
 @dataclass(slots=True, eq=False)
 class _Segment:
-    """An executable graph, the graph that it was made of, and its launches by step."""
+    """An executable graph, the graph from which it was made, and its launches by step."""
 
     graph: Any
     launches: dict[int, _KernelNode] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class CudaGraph:
     """A `gpulease.daemon.drivers.interface.Graph` on a CUDA card."""
 
     def __init__(self, context: "CudaContext", steps: Sequence[Step]) -> None:
-        """Raises LaunchRejected for a launch that the driver refuses, or DriverError."""
+        """Raise LaunchRejected for a launch that the driver refuses, or DriverError."""
         self._context = context
         self._steps = list(steps)
         self.device_bytes = device_bytes_of(steps)
@@ -107,7 +107,7 @@ class CudaGraph:
         self._check(api.cuGraphExecKernelNodeSetParams(segment.executable, launch.node, launch.node_params))
 
     def replay(self, tag: int, poll: Poll) -> None:
-        """Queue one CUDA graph after the other; step by step if the context is watched."""
+        """Queue one CUDA graph after another; step by step if the context is watched."""
         if self._context.is_watched:
             self._replay_one_by_one(tag, poll)
             return
@@ -121,7 +121,7 @@ class CudaGraph:
     def close(self) -> None:
         """Destroy the CUDA graphs; the context keeps the bytes that queued copies may still read."""
         for segment in self._segments:
-            # This fails only in a context that is lost, and the graphs with it.
+            # This fails only in a context that is lost, together with its graphs.
             if segment.executable is not None:
                 api.cuGraphExecDestroy(segment.executable)
             api.cuGraphDestroy(segment.graph)
@@ -207,14 +207,14 @@ class CudaGraph:
         )
 
     def _check(self, answer: tuple[Any, ...]) -> Any:
-        """The value that a call of the driver returned. Raises the call's error."""
+        """Return the value of a call of the driver. Raises the call's error."""
         if answer[0]:
             raise self._context.failure(answer[0])
         return answer[1] if len(answer) > 1 else None
 
 
 class ChainRecord(ctypes.Structure):
-    """A chain as launch.ll reads it.
+    """A chain for launch.ll.
 
     executable  The CUgraphExec.
     count       Number of launches.
@@ -243,14 +243,14 @@ class ChainGraph(CudaGraph):
 
 
 class PinnedBytes:
-    """The bytes that a graph's copies read, one after the other, in pinned memory."""
+    """The bytes that a graph's copies read, one after another, in pinned memory."""
 
     def __init__(self, parts: Sequence[bytes]) -> None:
         data = b"".join(parts)
         self._map = mmap.mmap(-1, len(data))
         self._map[:] = data
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        # If the driver refuses, the copies are right, and slower.
+        # If the driver refuses, the copies are correct, and slower.
         (error,) = api.cuMemHostRegister(self.address, len(data), 0)
         self._is_pinned = not error
 

@@ -1,8 +1,9 @@
-"""Loading PTX and cubins as modules whose kernels are known by name and parameters.
+"""Loads PTX and cubins as modules with kernels that are known by name and parameters.
 
 The driver's linker compiles PTX once. The kernels are listed from the machine code loaded as a library, which takes
 nothing of the card (cuLibraryEnumerateKernels, cuKernelGetParamInfo: CUDA driver API 12.4). Then the same code is
-loaded as a module. All calls go through cuda-bindings, because pycuda hides the handles that native code launches by.
+loaded as a module. All calls go through cuda-bindings, because pycuda hides the handles with which native code
+launches.
 """
 
 import ctypes
@@ -34,7 +35,7 @@ LOG_BYTES: Final = 64 << 10
 
 _ELF: Final = b"\x7fELF"
 _FATBINS: Final = (b"\x50\xed\x55\xba", b"\xb1\x43\x62\x46")
-"""First bytes of a fatbin, and of the wrapper that nvcc puts around one. Their images are not weighed, so refused."""
+"""First bytes of a fatbin, and of the wrapper that nvcc puts around one. Their images can't be measured, so refused."""
 
 _LINE: Final = re.compile(r"\bline (\d+)")
 
@@ -45,7 +46,7 @@ class CudaKernel:
 
     Attributes:
         function: Its CUfunction.
-        shared: What its launches may ask for.
+        shared: What its launches may request.
         is_cooperative: Only a cooperative launch could run it; see `cooperative_refused`.
     """
 
@@ -59,7 +60,7 @@ class CudaKernel:
     is_cooperative: bool = False
 
     def figures(self) -> Figures:
-        """Ask the driver (cuFuncGetAttribute)."""
+        """Query the driver (cuFuncGetAttribute)."""
         kinds = api.CUfunction_attribute
         shared_bytes = self.attribute(kinds.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)
         return Figures(
@@ -93,7 +94,7 @@ class CudaModule:
     loaded: Any
 
     def variable(self, name: str) -> tuple[int, int]:
-        """Ask the driver (cuModuleGetGlobal)."""
+        """Query the driver (cuModuleGetGlobal)."""
         error, address, size_bytes = api.cuModuleGetGlobal(self.loaded, name.encode())
         if error == api.CUresult.CUDA_ERROR_NOT_FOUND:
             return 0, 0
@@ -107,15 +108,20 @@ def load_image(
 ) -> CudaModule:
     """Load PTX text or a cubin into the current context. Raises ImageRejected with the compiler's log.
 
-    Calls `on_weighed` before the driver gets any of the image: the driver may keep something of an image it refuses.
+    Calls `on_weighed` before the driver gets any of the image, because the driver may keep something of an image that
+    it refuses.
     """
+    # Step 1: machine code, from the cache or the compiler. Step 2: its weight, and the session's consent. Only then
+    # does the driver get it.
     cubin = machine_code(image, compiled)
     weight = weigh(cubin)
     on_weighed(weight)
     kept_bytes = local.kept_by_system_calls if weight.has_system_calls else 0
     admit(weight.device_bytes, weight.shared_bytes, kept_bytes)
+    # For compiled PTX the text can exonerate kernels that the machine code makes suspicious.
     cooperative = weight.cooperative if image.startswith(_ELF) else confirm_by_text(text_of(image), weight.cooperative)
     listed = _list_kernels(cubin)
+    # A module takes memory, so it is loaded last; a failure below unloads it.
     error, loaded = api.cuModuleLoadData(cubin)
     _check(error)
     try:
@@ -130,7 +136,7 @@ def load_image(
 
 
 def machine_code(image: bytes, compiled: Compiled) -> bytes:
-    """An image as a cubin, not weighed yet. Raises ImageRejected."""
+    """Return an image as a cubin, not measured yet. Raises ImageRejected."""
     if image.startswith(_ELF):
         return image
     if image.startswith(_FATBINS):
@@ -235,7 +241,7 @@ def _parameters(kernel: Any) -> tuple[Parameter, ...]:
     parameters: list[Parameter] = []
     while True:
         error, offset, size = api.cuKernelGetParamInfo(kernel, len(parameters))
-        # Only the error for the index behind the last parameter tells how many there are.
+        # Only the error for the index after the last parameter shows how many there are.
         if error == api.CUresult.CUDA_ERROR_INVALID_VALUE:
             return tuple(parameters)
         _check(error)

@@ -2,8 +2,8 @@
 
 One context, of one card, keeps the cache in its own process, and it ends with that process. An attacker who takes the
 process over could change the code only for the tenants that this process serves anyway. A context may serve several
-leases, one after the other, and nothing of an earlier lease may be found there. So the code is masked with a key made
-of the PTX, and named by another hash of the PTX: only a tenant that has the PTX, byte for byte, can use the code; to
+leases, one after another, and nothing of an earlier lease may be found there. So the code is masked with a key made
+from the PTX, and named by another hash of the PTX: only a tenant that has the PTX, byte for byte, can use the code; to
 any other it is noise.
 """
 
@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 
 MAX_IMAGES: Final = 16
-"""Most images kept at a time; the latest used stay."""
+"""Most images kept at a time; the most recently used stay."""
 
 MAX_KEPT_BYTES: Final = 8 << 20
 """Most bytes of machine code kept. Stops a tenant from filling its worker's memory with images."""
@@ -33,7 +33,7 @@ class Compiled:
         self._most_bytes = MAX_KEPT_BYTES
 
     def of(self, ptx: bytes, compile_anew: Callable[[bytes], bytes]) -> bytes:
-        """The machine code of an image. Raises what `compile_anew` raises, and keeps nothing then."""
+        """Return the machine code of an image. Raises what `compile_anew` raises, and keeps nothing then."""
         # Name and key are hashes of one hash, so that an image of many megabytes is read once.
         digest = hashlib.sha256(ptx).digest()
         name = name_of(digest)
@@ -60,14 +60,14 @@ class Compiled:
 
 
 def name_of(digest: bytes) -> bytes:
-    """The name of the code of the image with this SHA-256."""
+    """Return the name of the code of the image with this SHA-256."""
     return hashlib.sha256(_NAME + digest).digest()
 
 
 def _mask(data: bytes | bytearray, digest: bytes) -> bytearray:
-    """XOR with SHAKE256 (FIPS 202) of the image's hash; twice gives the data again. The mask serves one code alone."""
+    """XOR with SHAKE256 (FIPS 202) of the image's hash; twice returns the data. Each mask serves only one code."""
     stream = bytearray(hashlib.shake_256(_KEY + digest).digest(len(data)))
-    # In place: numpy does not overwrite the memory of its own arrays when it frees them.
+    # In place, because numpy does not overwrite the memory of its own arrays when it frees them.
     masked = np.frombuffer(stream, np.uint8)
     np.bitwise_xor(masked, np.frombuffer(data, np.uint8), out=masked)
     return stream

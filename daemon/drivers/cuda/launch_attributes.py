@@ -24,10 +24,10 @@ def launch_with(
     params: bytes,
     attributes: LaunchAttributes,
 ) -> int:
-    """Queue a launch in the current context; the CUresult, 0 if it was queued."""
+    """Queue a launch in the current context; return the CUresult, 0 if it was queued."""
     config = _config(stream, grid, block, shared_bytes, attributes)
     size = ctypes.c_size_t(len(params))
-    # As cuLaunchKernel's in launch.ll: the buffer is the caller's again on return.
+    # As for cuLaunchKernel in launch.ll: the buffer belongs to the caller again on return.
     buffer = ctypes.create_string_buffer(params, max(len(params), 1))
     names = (_PARAM_BUFFER_POINTER, ctypes.addressof(buffer), _PARAM_BUFFER_SIZE, ctypes.addressof(size), 0)
     extra = (ctypes.c_void_p * len(names))(*names)
@@ -60,7 +60,7 @@ def _config(stream: int, grid: Dim3, block: Dim3, shared_bytes: int, attributes:
 def attributes_refused(
     kernel: Any, grid: Dim3, block: Dim3, shared_bytes: int, attributes: LaunchAttributes, result: int
 ) -> LaunchRejected | None:
-    """The error of a launch that the driver refused for its attributes; None if these were not the reason."""
+    """Return the error of a launch that the driver refused for its attributes; None if these were not the reason."""
     if result == _TOO_LARGE and attributes.cluster is None:
         most = _most_at_once(kernel, block, shared_bytes)
         return LaunchRejected(

@@ -22,7 +22,7 @@ from gpulease.daemon.native.compiler import NativeCode
 LIBRARY: Final = "libcuda.so.1"
 
 DEFAULT_SHARED_BYTES: Final = 48 << 10
-"""Shared memory of a block, static and dynamic together, that a function may have unless it opts in to more (CUDA C++
+"""Shared memory of a block, static and dynamic, that a function may have unless it opts in to more (CUDA C++
 Programming Guide, "Technical Specifications per Compute Capability")."""
 
 _LAUNCH: Final = ctypes.CFUNCTYPE(
@@ -83,15 +83,15 @@ class LaunchRecord(ctypes.Structure):
 
 
 class SharedMemory:
-    """Dynamic shared memory that launches of one function may ask for.
+    """Dynamic shared memory that launches of one function may request.
 
-    Most functions never need more than the default, so a function opts in when a launch first asks for more.
+    Most functions never need more than the default, so a function opts in when a launch first requests more.
 
     Args:
         static_bytes: Shared memory that the function's variables take.
         card_bytes: Most that a block may have on the card, if it opts in.
         opt_in: Lets the function have so many bytes of dynamic shared memory; False if the driver refuses. The launch
-            then fails by itself, with the driver's reason.
+          then fails by itself, with the driver's reason.
     """
 
     __slots__ = ("_allowed_bytes", "_most_bytes", "_opt_in", "_static_bytes")
@@ -104,7 +104,6 @@ class SharedMemory:
 
     @property
     def most_dynamic_bytes(self) -> int:
-        """Most that a launch may ask for."""
         return self._most_bytes
 
     def allow(self, kernel: str, size_bytes: int) -> None:
@@ -119,21 +118,21 @@ class SharedMemory:
 
 @cache
 def launching_code() -> NativeCode:
-    """The code of launch.ll, compiled once per process; starts no thread."""
+    """Return the code of launch.ll, compiled once per process; starts no thread."""
     return load_ir(files(cuda).joinpath("launch.ll").read_text("ascii"))
 
 
 def record_of(kernel: Any, grid: Dim3, block: Dim3, shared_bytes: int) -> bytes:
-    """The bytes of a LaunchRecord, whose shared memory the function is allowed to have. Raises LaunchRejected.
+    """Return the bytes of a LaunchRecord with shared memory that the function may have. Raises LaunchRejected.
 
-    All numbers fit: on the wire they are u32 too.
+    All numbers fit, because on the wire they are u32 too.
     """
     kernel.shared.allow(kernel.name, shared_bytes)
     return bytes(LaunchRecord(kernel.function, grid, block, shared_bytes))
 
 
 def _native_record(kernel: Any, grid: Dim3, block: Dim3, shared_bytes: int) -> bytes | None:
-    """A record for native code; None for a launch that `CudaContext.launch` refuses."""
+    """Return a record for native code; None for a launch that `CudaContext.launch` refuses."""
     if kernel.is_cooperative:
         return None
     try:
@@ -178,7 +177,7 @@ class Launcher:
         spin_ns: int,
         chain: Callable[[Sequence[KernelStep]], NativeChain] | None,
     ) -> NativeLaunch:
-        """The functions for native code; the arguments are NativeLaunch's."""
+        """Return the functions for native code; the arguments are NativeLaunch's."""
         code = launching_code()
         names = ("launch", "query", "copy_in", "copy_out", "zero", "replay")
         launch, query, copy_in, copy_out, zero, replay = map(code.address, names)
@@ -197,7 +196,7 @@ class Launcher:
         )
 
     def launch(self, kernel: Any, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int) -> int:
-        """Queue a launch; the CUresult, 0 if it was queued. Raises LaunchRejected."""
+        """Queue a launch; return the CUresult, 0 if it was queued. Raises LaunchRejected."""
         shape = (kernel.function, grid, block, shared_bytes)
         if shape != self._shape:
             record = record_of(kernel, grid, block, shared_bytes)
@@ -206,12 +205,12 @@ class Launcher:
         return self._launch(self._state_address, self._record_address, params, len(params), tag)
 
     def ended(self) -> None:
-        """Note that all streams hold nothing."""
+        """Record that all streams hold nothing."""
         self.state.launches = self.state.zeroed = 0
 
     @property
     def queued(self) -> int:
-        """Number of operations that stream 0 may hold, but for those that Python counts."""
+        """Number of operations that stream 0 may hold, except those that Python counts."""
         return int(self.state.launches + self.state.zeroed)
 
     def count(self, tag: int) -> None:
@@ -220,7 +219,6 @@ class Launcher:
         self.state.tag = tag
 
     def text_of(self, result: int) -> str:
-        """A CUresult in words."""
         text = ctypes.c_char_p()
         self._driver.cuGetErrorString(result, ctypes.byref(text))
         return f"cuLaunchKernel failed: {(text.value or b'unknown error').decode()}"

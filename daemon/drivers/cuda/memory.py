@@ -1,13 +1,13 @@
 """The card's memory in one context: pages, cached blocks, and local memory. Pure bookkeeping; it calls no driver.
 
-Pages. cuMemAlloc gives sizes up to 1 MiB out of shared pages of 2 MiB; larger sizes get pages of their own. A shared
-page goes back to the card with the last allocation in it. A page is 2 MiB of addresses too, so the addresses tell which
+Pages. cuMemAlloc serves sizes up to 1 MiB from shared pages of 2 MiB; larger sizes get pages of their own. A shared
+page goes back to the card with the last allocation in it. A page is 2 MiB of addresses too, so the addresses show which
 allocations share one. Measured with NVML's figure for the process (H100, driver 580.159): over thousands of random
 allocations and frees the sum was exact.
 
 Blocks. On an H100 cuMemAlloc and cuMemFree of 1 MiB take 61 us together, cuMemFree waits for all kernels, and both stop
 launches meanwhile. So the context caches a freed block, and the next allocation of its size gets it. Cached blocks
-count as taken (`cached_bytes`). They go back to the card before anything is taken that has no room beside them.
+count as taken (`cached_bytes`). They go back to the card before anything is taken for which there is no room with them.
 
 Local memory. It exists for every thread that the card can hold at a time, whatever a launch's size (CUDA C++
 Programming Guide, "Local Memory"; CUDA driver API, CU_LIMIT_STACK_SIZE). A context starts with enough for the default
@@ -26,7 +26,7 @@ SHARING_BYTES: Final = 1 << 20
 
 
 def whole_pages(size_bytes: int) -> int:
-    """`size_bytes`, rounded up to whole pages."""
+    """Return `size_bytes`, rounded up to whole pages."""
     return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
@@ -49,7 +49,7 @@ class Pages:
         return self.taken_bytes - self._wanted_bytes
 
     def add(self, address: int, size_bytes: int) -> None:
-        """Note an allocation that the driver gave."""
+        """Record an allocation that the driver made."""
         self._sizes[address] = size_bytes
         self._wanted_bytes += size_bytes
         if size_bytes > SHARING_BYTES:
@@ -61,7 +61,7 @@ class Pages:
                 self.taken_bytes += PAGE_BYTES
 
     def remove(self, address: int) -> None:
-        """Note that the driver freed an allocation."""
+        """Record that the driver freed an allocation."""
         size_bytes = self._sizes.pop(address)
         self._wanted_bytes -= size_bytes
         if size_bytes > SHARING_BYTES:
@@ -83,14 +83,14 @@ MAX_CACHED_BYTES: Final = 1 << 30
 longer than the driver's calls."""
 
 MAX_CACHED_BLOCKS: Final = 1024
-"""Most blocks cached. Stops a storm of allocations from leaving records of blocks that nobody asks for again."""
+"""Most blocks cached. Stops a storm of allocations from leaving records of blocks that are never requested again."""
 
 _SMALL_STEP_BYTES: Final = 512
 """cuMemAlloc rounds small sizes up to a multiple of this."""
 
 
 def block_bytes(size_bytes: int) -> int:
-    """Size of the block for an allocation: as much as the driver would take anyway, so that more sizes are equal."""
+    """Return the size of the block for an allocation: what the driver would take anyway, so that more sizes match."""
     if size_bytes > SHARING_BYTES:
         return whole_pages(size_bytes)
     return -(-size_bytes // _SMALL_STEP_BYTES) * _SMALL_STEP_BYTES
@@ -116,22 +116,21 @@ class Blocks:
 
     @property
     def cached_bytes(self) -> int:
-        """Bytes that cached blocks take of the card besides."""
+        """Bytes that cached blocks take of the card in addition."""
         return self._held.taken_bytes - self._live.taken_bytes
 
     @property
     def cached_blocks(self) -> int:
-        """Number of cached blocks."""
         return len(self._cached_in_order)
 
     def may_cache(self, address: int) -> bool:
-        """Return whether an allocation's block can be cached beside the others."""
+        """Return whether an allocation's block can be cached in addition to the others."""
         if self.cached_blocks >= MAX_CACHED_BLOCKS:
             return False
         return self.cached_bytes + self._sizes[address] <= MAX_CACHED_BYTES
 
     def reuse(self, size_bytes: int) -> int | None:
-        """The address of a cached block for an allocation of that size, the one freed last; None if there is none."""
+        """Return the address of a cached block for an allocation of that size, the one freed last; None without any."""
         cached = self._cached.get(block_bytes(size_bytes))
         if not cached:
             return None
@@ -141,7 +140,7 @@ class Blocks:
         return address
 
     def add(self, address: int, size_bytes: int, allocation: Any) -> None:
-        """Note a block of `block_bytes` that the driver gave for an allocation of that size."""
+        """Record a block of `block_bytes` that the driver made for an allocation of that size."""
         self._sizes[address] = size = block_bytes(size_bytes)
         self._allocations[address] = allocation
         self._held.add(address, size)
@@ -154,7 +153,7 @@ class Blocks:
         self._cached_in_order[address] = None
 
     def drop_oldest(self) -> tuple[Any, int]:
-        """Remove the block cached for longest; the driver's allocation, to be freed, and its size.
+        """Remove the block cached for longest; return the driver's allocation, to be freed, and its size.
 
         There must be a cached block.
         """
@@ -170,8 +169,8 @@ class Blocks:
 
 
 HEAP_BYTES: Final = 8 << 20
-"""Most bytes that all kernels together may malloc. The driver takes them when the first module with a malloc is loaded,
-so they are part of every session's allowance. A kernel that asks for more gets a null pointer."""
+"""Most bytes that all kernels together may malloc. The driver takes them when the first module with a malloc is
+loaded, so they are part of every session's allowance. A kernel that requests more gets a null pointer."""
 
 PRINT_BYTES: Final = 1 << 20
 """Most bytes that kernels may print between two syncs; beyond that the oldest lines are lost. The driver takes them
@@ -197,9 +196,9 @@ class LocalMemory:
     buffers_bytes: int
 
     def kept_by(self, local_bytes: int) -> int:
-        """Bytes that the context keeps for a kernel with so many bytes of local memory for each thread.
+        """Return the bytes that the context keeps for a kernel with `local_bytes` of local memory for each thread.
 
-        Includes what system calls take on top, whether their module is loaded before the kernel runs or after.
+        Includes what system calls take in addition, whether their module is loaded before the kernel runs or after.
         """
         if local_bytes <= self.stack_bytes:
             return 0

@@ -1,9 +1,9 @@
 """Memory that the card has and the driver refuses for a moment.
 
-A request for more than the card has makes the driver take all that is free before it refuses, and give it back page by
-page after that: on a card of 80 GB, cuMemGetInfo showed 6 MB free for 0.1 s behind such requests, and 64 MiB were
-refused (H100 and H200, driver 580.159). So a large request is made only once the card shows enough free bytes, and one
-that was refused is made again while it does.
+A request for more memory than the card has makes the driver take all that is free before it refuses, and release it page
+by page afterwards: on a card of 80 GB, cuMemGetInfo showed 6 MB free for 0.1 s after such requests, and 64 MiB were
+refused (H100 and H200, driver 580.159). So a large request is made only once the card shows enough free bytes, and a
+request that was refused is repeated while the card does.
 """
 
 import time
@@ -13,12 +13,12 @@ from typing import Final, TypeVar
 from gpulease.daemon.drivers.interface import OutOfMemory, Poll
 
 REFUSAL_WAIT_S: Final = 5.0
-"""Longest time, in seconds, for which refused memory is asked for again. Bounds how long one allocation keeps a session
-from its other requests where the card's figure stays wrong. A card of 141 GB zeroes what a request has given back in
-some seconds; whoever asks the session for a region waits for ten."""
+"""Longest time, in seconds, for which refused memory is requested again. Bounds how long one allocation keeps a
+session from its other requests where the card's figure stays wrong. A card of 141 GB zeroes what a request has
+released in some seconds; a client that asks the session for a region waits for ten."""
 
 SHORTAGE_S: Final = 0.5
-"""Time, in seconds, for which the card must show too few free bytes until that is believed: another process' request
+"""Time, in seconds, for which the card must show too few free bytes until that is believed: another process's request
 that was too large may hold them for a moment."""
 
 RETRY_S: Final = 0.001
@@ -46,7 +46,7 @@ def take_if_shown(take: Callable[[], _Taken], size_bytes: int, free_bytes: Calla
 
 
 def take_once_given(take: Callable[[], _Taken], size_bytes: int, free_bytes: Callable[[], int], poll: Poll) -> _Taken:
-    """Return what `take` returns, which is called again while it is refused and the card shows enough free bytes.
+    """Return the result of `take`, which is called again while it is refused and the card shows enough free bytes.
 
     Args:
         take: Takes memory; raises MemoryRefused.
@@ -63,6 +63,8 @@ def take_once_given(take: Callable[[], _Taken], size_bytes: int, free_bytes: Cal
             return take_if_shown(take, size_bytes, free_bytes)
         except MemoryRefused as refused:
             shown_bytes, now_s = free_bytes(), time.monotonic()
+            # The card shows enough, so the refusal should pass. Two clocks bound the wait: one since it last showed
+            # enough, one since the beginning.
             if shown_bytes >= size_bytes:
                 enough_s = now_s
             if now_s - enough_s >= SHORTAGE_S or now_s - began_s >= REFUSAL_WAIT_S:

@@ -1,13 +1,13 @@
-"""Regions on CUDA: memory that the page tables give and take (CUDA driver API, "Virtual Memory Management").
+"""Regions on CUDA: memory that the page tables map and unmap (CUDA driver API, "Virtual Memory Management").
 
-A region is a range of addresses of its own, reserved once and never given back: a stale pointer can't meet a later
+A region is a range of addresses of its own, reserved once and never released: a stale pointer can't meet a later
 region. Its memory is two pieces: a small first one, the scratch, and the rest. At its end the scratch is zeroed, the
-rest goes back to the card, and the scratch is mapped again and again in the rest's place. So a kernel that still has a
+rest goes back to the card, and the scratch is mapped repeatedly in the rest's place. So a kernel that still has a
 pointer meets its own region's zeros, or what such kernels wrote there, and the context lives.
 
-Mapping costs time for each piece, so the scratch grows with the region: 2 MiB under 64 MiB took 1 ms, under 8 GiB
-111 ms (H200, driver 580.159). Mapped memory takes exactly its size, in pages of 2 MiB, and no kernel on other memory
-waits for any of it.
+Mapping costs time for each piece, so the scratch grows with the region: 2 MiB under 64 MiB took 1 ms, under 8 GiB 111
+ms (H200, driver 580.159). Mapped memory takes exactly its size, in pages of 2 MiB, and no kernel on other memory waits
+for any of it.
 """
 
 from collections.abc import Callable
@@ -19,15 +19,15 @@ from gpulease.daemon.drivers.cuda.refused_memory import MemoryRefused
 from gpulease.daemon.drivers.interface import DriverError, OutOfMemory, Poll, RegionReturn
 
 MAX_RESERVED_BYTES: Final = 32 << 40
-"""Most addresses that all regions of a context take, ended ones included, in bytes. Stops a session that opens regions
-for ever from using up the addresses that the driver needs itself: 64 TiB could be reserved."""
+"""Most addresses that all regions of a context take, ended ones included, in bytes. Stops a session that opens
+regions for ever from using up the addresses that the driver needs itself: 64 TiB could be reserved."""
 
 SCRATCH_PARTS: Final = 16
-"""The scratch is the region's size divided by this, rounded up to whole pages: so often it is mapped at most."""
+"""The scratch is the region's size divided by this, rounded up to whole pages; it is mapped at most so often."""
 
 _OWN_STREAM: Final = 0
-"""The driver's default stream. Only regions use it, and the context's streams do not synchronise with it (streams.py).
-It exists anyway: another stream would take memory of the card."""
+"""The driver's default stream. Only regions use it, and the context's streams do not synchronise with it
+(streams.py). It exists anyway: another stream would take memory of the card."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,10 +50,10 @@ class _Region:
 
 
 class Regions:
-    """The regions of one context, whose methods these are (drivers/interface.py).
+    """The regions of one context, which has the same methods (drivers/interface.py).
 
     Args:
-        api: The driver API, as cuda-bindings gives it.
+        api: The driver API of cuda-bindings.
         failure: Makes the error of a failed call.
         wait: Waits until its first argument returns true, and polls.
     """
@@ -70,7 +70,7 @@ class Regions:
 
     @property
     def granule_bytes(self) -> int:
-        """Pages of the card's, if the driver can map them; else 0."""
+        """The card's page size, if the driver can map pages; otherwise 0."""
         if self._granule_bytes is None:
             option = self._api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
             error, least_bytes = self._api.cuMemGetAllocationGranularity(self._memory(), option)
@@ -79,14 +79,13 @@ class Regions:
 
     @staticmethod
     def kept_bytes(size_bytes: int) -> int:
-        """Size of a region's scratch."""
         return whole_pages(-(-size_bytes // SCRATCH_PARTS))
 
     def open(self, size_bytes: int) -> int:
-        """Map new memory and begin to zero it: how the driver hands on a process's own memory is not documented.
+        """Map new memory and begin to zero it.
 
-        Raises MemoryRefused, and OutOfMemory where no addresses are left. A call that fails undoes what the ones
-        before it did, but for the addresses.
+        It is not documented how the driver reuses a process's own memory. Raises MemoryRefused, and OutOfMemory where
+        no addresses are left. A call that fails undoes what the calls before it did, except for the addresses.
         """
         if not self.granule_bytes:
             raise DriverError("this card's driver can't map memory, so there are no regions")
@@ -121,7 +120,7 @@ class Regions:
         """Zero the scratch, unmap the rest, map the scratch in its place, release the rest.
 
         A poll that raises leaves the region mapped, and its scratch zeroed. If a call of the driver fails, the memory
-        stays this process's until `release`.
+        belongs to this process until `release`.
         """
         self.wipe(address)
         self._wait(self.is_zeroed, poll)
@@ -139,7 +138,7 @@ class Regions:
         return RegionReturn(freed_bytes, kept_bytes)
 
     def release(self, address: int) -> None:
-        """Unmap and release what an ended region still has, one whose end failed too. The addresses stay reserved."""
+        """Unmap and release what an ended region still has, even if its end failed. The addresses stay reserved."""
         region = self._regions.get(address)
         if region is None or not region.is_ending:
             raise DriverError(f"{address:#x} is not the address of an ended region")
@@ -215,7 +214,7 @@ class Regions:
         region.handles.pop()
 
     def _check(self, answer: tuple[Any, ...]) -> Any:
-        """The first value that a call of the driver returned. Raises the call's error."""
+        """Return the first value of a call of the driver. Raises the call's error."""
         error = answer[0]
         if error == self._api.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
             raise MemoryRefused("the card can't give a region's memory now", hint="Free something or ask for less.")

@@ -1,14 +1,14 @@
-"""A context's streams and the order between them, and events that tell how much of each has ended.
+"""A context's streams and the order between them, and events that show how much of each has ended.
 
 Streams. Each is made not to synchronise with the driver's own default stream (CUDA driver API, cuStreamCreate,
-CU_STREAM_NON_BLOCKING). So streams have no order but their own and what `Streams` asks for. A destroyed stream is kept
-for the next one that is wanted. What it still holds then runs before the new user's work, which no rule forbids, and
+CU_STREAM_NON_BLOCKING). So streams have no order but their own and what `Streams` adds. A destroyed stream is kept for
+the next one that is requested. What it still holds then runs before the new user's work, which no rule forbids, and
 every wait covers it.
 
-Markers. An event behind each operation in a stream tells without a wait how much has ended (CUDA driver API,
+Markers. An event after each operation in a stream shows without a wait how much has ended (CUDA driver API,
 cuEventQuery). `Markers` allows fewer operations in flight than the driver does, so a launch never blocks inside the
-driver: there nobody could see for how long the kernel before it has been running. Copies and waits for other
-streams are marked too: the time that a stream takes for them is no kernel's.
+driver, where it would be invisible how long the previous kernel has been running. Copies and waits for other streams
+are marked too, because the time that a stream takes for them does not belong to a kernel.
 """
 
 import time
@@ -22,8 +22,8 @@ from gpulease.daemon.drivers.interface import Poll
 from gpulease.protocol.limits import MAX_STREAMS
 
 MAX_BEGUN_COPIES: Final = 256
-"""Most copies put in a stream without waiting for it. The driver blocks at about 1024 operations, where nobody could
-end the wait."""
+"""Most copies put in a stream without waiting for it. The driver blocks at about 1024 operations, and that wait
+can't be ended."""
 
 STREAM_BYTES: Final = 512 << 10
 """Bytes that the driver takes of the card for a stream, in pages that it keeps. Measured on an H100 (driver 580.159)
@@ -33,12 +33,12 @@ _NON_BLOCKING: Final = 1
 
 
 def streams_bytes(count: int) -> int:
-    """Bytes that so many streams beside stream 0 take, with the two internal ones that are made with the first."""
+    """Return the bytes for `count` streams in addition to stream 0, with the two internal ones of the first."""
     return whole_pages((count + 2) * STREAM_BYTES) if count else 0
 
 
 class StreamTicket:
-    """Work under way in a stream, as the event behind it tells."""
+    """Work in progress in a stream, up to an event after it."""
 
     def __init__(self, event: Any) -> None:
         self._event = event
@@ -55,7 +55,7 @@ class TimedEvent(StreamTicket):
     """An event that keeps the time.
 
     Attributes:
-        event: The driver's.
+        event: The driver's event.
     """
 
     def __init__(self, event: Any) -> None:
@@ -84,9 +84,10 @@ class Streams:
         # As soon as there are several streams, new memory is zeroed in a stream of its own: a kernel that runs in one
         # stream must not delay the others.
         self._zeroing_new: Any = None
-        # Memory that was used before is zeroed in another, behind all that may still use it.
+        # Memory that was used before is zeroed in another, after everything that may still use it.
         self._zeroing_used: Any = None
         # By stream: copies put in it and not waited for.
+        # By stream: copies put in it since the last wait for it.
         self._copies_begun: dict[int, int] = {}
         self.selected = 0
 
@@ -94,22 +95,25 @@ class Streams:
         return self._streams[number]
 
     def __len__(self) -> int:
-        """Number of streams that may hold something, destroyed ones included."""
+        """Return the number of streams that may hold something, destroyed ones included."""
         return len(self._streams)
 
     def create(self, *, has_zeroed: bool = False) -> int:
-        """The number of a new stream, or of a destroyed one; an empty one where possible. Raises cuda.Error.
+        """Return the number of a new stream, or of a destroyed one; an empty one where possible. Raises cuda.Error.
 
         Args:
-            has_zeroed: Native code has zeroed memory in stream 0, the only one, and recorded nothing behind it.
+            has_zeroed: Native code has zeroed memory in stream 0, the only one, and recorded nothing after it.
         """
         if has_zeroed:
             self._used_zeroed.record(self._streams[0])
+        # A destroyed stream that is empty is best; one that still works is used only at the limit.
         for at, number in enumerate(self._spare):
             if self._streams[number].is_done():
                 return self._spare.pop(at)
         if len(self._streams) > MAX_STREAMS:
             return self._spare.pop(0)
+        # The first additional stream: from now on zeroing needs streams of its own, and the new stream must wait for
+        # it.
         if self._zeroing_new is None:
             self._zeroing_new, self._zeroing_used = cuda.Stream(_NON_BLOCKING), cuda.Stream(_NON_BLOCKING)
             self._zeroing_new.wait_for_event(self._new_zeroed)
@@ -125,7 +129,7 @@ class Streams:
         self._spare.append(number)
 
     def wait(self, number: int, other: int) -> None:
-        """Order what is put in `number` from now on behind what `other` holds now. Raises cuda.Error.
+        """Order what is put in `number` from now on after what `other` holds now. Raises cuda.Error.
 
         One event serves all: a wait is for what was recorded when the wait was queued, whatever is recorded later (CUDA
         driver API, cuEventRecord).
@@ -134,15 +138,15 @@ class Streams:
         self._streams[number].wait_for_event(self._mark)
 
     def reuse_behind_all(self) -> None:
-        """Zero used memory, from now on, only behind what any stream holds now. Raises cuda.Error."""
+        """Zero used memory, from now on, only after what any stream holds now. Raises cuda.Error."""
         if self._zeroing_used is None:
-            return  # there is one stream, and it zeroes the memory in order
+            return  # There is one stream, and it zeroes the memory in order.
         for stream in self._streams:
             self._mark.record(stream)
             self._zeroing_used.wait_for_event(self._mark)
 
     def zero(self, address: int, size_bytes: int, was_used: bool) -> list[int]:
-        """Zero memory before what is put in any stream from now on, also in a stream that is made later.
+        """Zero memory before everything that is put in any stream from now on, also in a stream that is made later.
 
         Returns the numbers of the streams that now hold a wait for it. Raises cuda.Error.
         """
@@ -165,12 +169,12 @@ class Streams:
         self._copies_begun[self.selected] = self._copies_begun.get(self.selected, 0) + 1
 
     def emptied(self, number: int) -> None:
-        """Note that a stream was waited for."""
+        """Record that a stream was waited for."""
         self._copies_begun.pop(number, None)
 
 
 MAX_WAITING: Final = 512
-"""Most launches, copies and waits in flight, in all streams together. The driver blocks at about 1024."""
+"""Most launches, copies and waits in flight, in all streams. The driver blocks at about 1024."""
 
 _SLEEP_S: Final = 2e-4
 
@@ -179,8 +183,8 @@ class _Marked:
     """The operations in a stream.
 
     Attributes:
-        ended: How many are known to have ended.
-        waiting: For each other operation, in order: the event behind it, and whether it is a kernel.
+        ended: Number of operations that are known to have ended.
+        waiting: For each other operation, in order: the event after it, and whether it is a kernel.
     """
 
     __slots__ = ("ended", "waiting")
@@ -191,7 +195,7 @@ class _Marked:
 
 
 class Markers:
-    """Events behind all operations, of all streams, that are not known to have ended."""
+    """Events after all operations, of all streams, that are not known to have ended."""
 
     def __init__(self, poll: Poll) -> None:
         self._poll = poll
@@ -231,7 +235,7 @@ class Markers:
         }
 
     def _collect(self) -> int:
-        """Take back the events that the card has reached; how many it has not."""
+        """Take back the events that the card has reached; return the number of those that it has not."""
         try:
             for marked in self._marked.values():
                 waiting = marked.waiting

@@ -109,6 +109,7 @@ async def _serve(
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    # Connect to etcd and listen first, so that a wrong address or certificate ends the process before it serves.
     client = EtcdClient(settings)
     fleet = FleetWatch(client, order)
     watching: asyncio.Task[None] | None = None
@@ -126,7 +127,8 @@ async def _serve(
                 awaited.add(await stack.enter_async_context(metrics_served(server.metrics, http, listener)))
             done, _ = await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
-                # The others never end by themselves, so one failed: better no directory than half of one.
+                # The other tasks never end by themselves, so one of them failed. A directory that serves only half is
+                # worse than none: tenants then ask another one.
                 task.result()
     finally:
         stopping.cancel()
@@ -138,7 +140,7 @@ async def _serve(
 
 
 def _of_certificate(texts: tuple[str, ...], operators: tuple[str, ...]) -> Mapping[str, str]:
-    """Return tenants by names of certificates, as the nodes' settings have them. Raises ValueError."""
+    """Return the tenants by names of certificates, as in the nodes' settings. Raises ValueError."""
     if not texts:
         return NO_TENANTS
     named = parse_certificate_names(dict(text.rpartition("=")[::2] for text in texts))
@@ -149,7 +151,7 @@ def _of_certificate(texts: tuple[str, ...], operators: tuple[str, ...]) -> Mappi
 
 
 def _bound_http(http: HttpSettings) -> socket.socket:
-    """Return a socket that listens where metrics are asked for. Raises CannotServe."""
+    """Return a listening socket for metrics. Raises CannotServe."""
     try:
         listener, bound = bound_at(http.address)
     except OSError as error:

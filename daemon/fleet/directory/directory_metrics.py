@@ -1,6 +1,6 @@
-"""A directory's metrics: its families, their values at a scrape, and the HTTP server that Prometheus asks.
+"""A directory's metrics: its families, their values at a scrape, and the HTTP server for Prometheus.
 
-The families are made and told as the daemon's are. `daemon/manual/fleet.md` lists them.
+The families are defined and rendered like the daemon's. `daemon/manual/fleet.md` lists them.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from gpulease.daemon.web.guard import Receive, Scope, Send
 
 FRESH_S: Final = 1.0
-"""Greatest age of a text. It looks at every node, and anybody on the host may ask."""
+"""Greatest age of the exposition. Rendering it visits every node, and any user of the host may ask."""
 
 PLACEMENTS: Final = Family(
     "gpu_directory_placements",
@@ -48,10 +48,10 @@ DIRECTORY_FAMILIES: Final = (PLACEMENTS, LISTINGS, NODES, NAMES, VIEW_AGE, CURRE
 
 
 class DirectoryMetrics:
-    """The registry of one directory.
+    """The metrics registry of one directory.
 
     Args:
-        fleet: What is counted.
+        fleet: The view that is measured.
         connections: Returns the number of connections.
         clock: Seconds on a monotonic clock.
     """
@@ -69,7 +69,7 @@ class DirectoryMetrics:
 
     @property
     def is_ready(self) -> bool:
-        """Return whether the directory names nodes now."""
+        """Whether the directory names nodes now."""
         return self._fleet.denial() is None
 
     def text(self) -> bytes:
@@ -111,7 +111,7 @@ async def metrics_served(
     metrics: DirectoryMetrics, settings: HttpSettings, listener: socket.socket
 ) -> AsyncIterator[asyncio.Task[None]]:
     """Serve the metrics over HTTP on a listening socket. Yields the task, which ends only if the server fails."""
-    # An HTTP server is installed only where it is asked for.
+    # Imported here: only directories that serve HTTP need an HTTP server installed.
     from gpulease.daemon.web.guard import Guard, limit_server_log
     from gpulease.daemon.web.http_server import server_of
 
@@ -122,6 +122,6 @@ async def metrics_served(
     try:
         yield serving
     finally:
-        # Scrapes under way are not waited for.
+        # Do not wait for scrapes that are under way.
         server.should_exit = server.force_exit = True
         await asyncio.wait({serving})

@@ -1,7 +1,7 @@
 """A directory's connections: HELLO, PING, PLACE, FLEET_LIST and METRICS over Unix sockets, loopback TCP and TLS.
 
-A peer is bounded in time, in memory, and in connections from its source. The bound counts from accept on, so that a
-handshake that never ends counts too. Each source has its turn, whatever the number of its connections.
+A peer is bounded in time, in memory, and in connections from its source. A connection counts from accept on, so that
+endless handshakes count too. Sources take turns, whatever the number of their connections.
 """
 
 import asyncio
@@ -39,46 +39,47 @@ from gpulease.protocol.opcodes import Opcode, Status
 from gpulease.protocol.peer_credentials import UCRED_BYTES, parse_ucred
 
 MAX_CONNECTIONS: Final = 2048
-"""Connections at a time. Each holds a descriptor and, by TLS, some 100 KiB; tenants leave after one answer."""
+"""Connections at a time. Each holds a descriptor and, with TLS, some 100 KiB. Tenants leave after one answer."""
 
 MAX_PER_SOURCE: Final = 256
 """Connections at a time from one IP address, or of one local user. Stops one host from taking all of them."""
 
 HANDSHAKE_TIMEOUT_S: Final = 5.0
-"""From accept to the end of TLS's handshake, which takes one round trip. Stops peers that connect and say nothing."""
+"""Time from accept to the end of TLS's handshake, which takes one round trip. Stops peers that connect and stay
+silent."""
 
 HELLO_TIMEOUT_S: Final = 5.0
-"""From then to HELLO; the reason is that of HANDSHAKE_TIMEOUT_S."""
+"""Time from then to HELLO. Stops the same peers."""
 
 STALL_TIMEOUT_S: Final = 5.0
-"""From the first byte of a frame to its last, and for a peer to read the whole of an answer."""
+"""Time from the first byte of a frame to its last, and for a peer to read a whole answer."""
 
 IDLE_TIMEOUT_S: Final = 30.0
-"""Without a request. A tenant asks once and leaves."""
+"""Time without a request. A tenant asks once and leaves."""
 
 REQUESTS_PER_TURN: Final = 4
 """Requests of one connection that are served in a row, if they take less than a quantum."""
 
 WRITE_BUFFER_BYTES: Final = 256 << 10
-"""Unread answers from which on nothing more is read from the peer. Of a longer answer so much is given to the kernel or
-to TLS at a time; the rest is the listing's own bytes, which all its readers share."""
+"""Unread answer bytes above which the directory reads nothing more from the peer. It passes that much of a longer
+answer to the kernel or to TLS at a time; the rest stays in the listing's own buffer, which all its readers share."""
 
 READ_BUFFER_BYTES: Final = 4 << 10
 """Size of a connection's read buffer, which nearly every request fits."""
 
 NO_DESCRIPTORS_PAUSE_S: Final = 0.1
-"""After the host had no descriptor for a connection, until the next accept."""
+"""Pause before the next accept after the host ran out of descriptors."""
 
 NO_TENANTS: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 class CannotServe(Exception):
-    """Raised for an address that a directory can't listen on; the text says why, and what to do."""
+    """A directory can't listen on an address. The text says why, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class DirectoryPeer:
-    """The other end of a connection. Operators see all names; others see those of `tenant`."""
+    """The peer of a connection. Operators see all names; others see those of `tenant`."""
 
     tenant: str
     is_operator: bool = False
@@ -88,13 +89,13 @@ class DirectoryServer:
     """Accepts connections and serves them from a fleet's view.
 
     Args:
-        fleet: What is served.
+        fleet: The view to serve.
         files: The certificate of this directory, its key, and the tenants' CAs; None without TLS.
-        operators: Tenants who are operators when they come by TLS.
+        operators: Tenants with operator rights on TLS connections.
         tenants: The nodes' `[tenant_of_certificate]`, tenants by names of certificates; empty without that table.
 
     Attributes:
-        metrics: What it counts.
+        metrics: The directory's metrics.
     """
 
     def __init__(
@@ -123,11 +124,11 @@ class DirectoryServer:
 
     @property
     def connections(self) -> int:
-        """The number of connections, those in a handshake included."""
+        """The number of connections, including those in a handshake."""
         return self._sources.total()
 
     def listen(self, address: Address) -> Address:
-        """Listen on one more address; returns it with the port that the kernel chose. Raises CannotServe."""
+        """Listen on one more address. Returns it with the port that the kernel chose. Raises CannotServe."""
         if isinstance(address, TlsAddress) and self._files is None:
             raise CannotServe(f"{address}: TLS needs --certificate, --key and --client-ca")
         try:
@@ -142,7 +143,6 @@ class DirectoryServer:
         return bound
 
     async def close(self) -> None:
-        """Stop listening, and close all connections."""
         await self._restoring.stop()
         tasks = [*self._accepting.values(), *self._openings]
         for task in tasks:
@@ -157,7 +157,7 @@ class DirectoryServer:
 
     def _bind_unix(self, address: UnixAddress) -> socket.socket:
         """Listen on a Unix socket from now on. Raises CannotListen or OSError."""
-        # Whoever may enter the folder may ask; the answers are no secret of one tenant.
+        # Every user who may enter the folder may ask: answers contain no secret of a single tenant.
         place = UnixPlace(address, 0o666, log_place_change)
         try:
             sock = place.bind()
@@ -174,7 +174,7 @@ class DirectoryServer:
             if sock is not None:
                 self._serve(sock, place.address)
                 self._places[number] = (place, sock)
-                # Nobody can reach the socket without a name. Accepted connections go on.
+                # Clients can't reach a socket without a name, so listen on the new one. Accepted connections continue.
                 accepting = self._accepting.pop(listener)
                 accepting.cancel()
                 await asyncio.gather(accepting, return_exceptions=True)
@@ -202,7 +202,7 @@ class DirectoryServer:
             task.add_done_callback(self._openings.discard)
 
     async def _open(self, sock: socket.socket, source: Hashable, address: Address) -> None:
-        """Shake hands and begin to serve. The source is counted until the connection is lost."""
+        """Do the handshake and begin to serve. The connection counts for its source until it is lost."""
         released = False
 
         def release() -> None:
@@ -236,7 +236,7 @@ class DirectoryServer:
             raise
 
     def _current_context(self) -> ssl.SSLContext | None:
-        """Return the context of the files as they are now: certificates are renewed while a directory runs."""
+        """Return a TLS context of the files' present contents: operators renew certificates while a directory runs."""
         if self._files is not None and (stamps := self._files.stamps()) != self._stamps:
             try:
                 self._context, self._stamps = server_context(self._files), stamps
@@ -263,11 +263,11 @@ class DirectoryConnection(asyncio.Protocol):
     """A connection to a directory.
 
     Args:
-        fleet: What is served.
-        metrics: What operators are told.
+        fleet: The view to serve.
+        metrics: The metrics that operators may read.
         peer_of: Identifies the peer; raises NoTenant.
         turns: The queue of all connections, and the source by which this one takes its turns.
-        connections: All connections; this one is in it while it is open.
+        connections: All open connections, with this one.
         on_lost: Called once, when the connection is gone.
     """
 
@@ -314,16 +314,15 @@ class DirectoryConnection(asyncio.Protocol):
             self._close_with(Failure(Status.DENIED, str(error), hint="Ask the fleet's operator for a certificate."))
 
     def data_received(self, data: bytes) -> None:
-        """Serve the requests that are whole."""
         self._connection.receive_data(data)
         self._enqueue()
 
     def eof_received(self) -> bool:
-        """Close: whoever sends no more is not answered."""
+        """Close: a peer that has ended its stream gets no further answer."""
         return False
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Stop the clocks, and release the place."""
+        """Stop the timers, and free the connection's place."""
         self._transport = None
         self._unsent = memoryview(b"")
         self._connections.discard(self)
@@ -333,7 +332,7 @@ class DirectoryConnection(asyncio.Protocol):
         self._on_lost()
 
     def pause_writing(self) -> None:
-        """Read nothing from a peer that does not read, and cut it off if it has not read the answer in time."""
+        """Stop reading from a peer that does not read, and disconnect it if it has not read the answer in time."""
         self._is_peer_slow = True
         if self._transport is not None and not self._is_answer_late:
             self._is_answer_late = True
@@ -341,7 +340,7 @@ class DirectoryConnection(asyncio.Protocol):
             self._start(STALL_TIMEOUT_S, self.abort)
 
     def resume_writing(self) -> None:
-        """Go on with a peer that reads again."""
+        """Resume with a peer that reads again."""
         self._is_peer_slow = False
         self._write_on()
         if self._is_peer_slow:
@@ -353,7 +352,6 @@ class DirectoryConnection(asyncio.Protocol):
             self._enqueue()
 
     def abort(self) -> None:
-        """Cut the connection."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -365,7 +363,7 @@ class DirectoryConnection(asyncio.Protocol):
         self._is_queued = True
         self._turns.enqueue(self._source, self._serve_turn)
         if self._is_queued and self._transport is not None:
-            # Others first; the kernel keeps what the peer sends meanwhile.
+            # Let other sources go first; the kernel keeps what the peer sends meanwhile.
             self._transport.pause_reading()
 
     def _serve_turn(self) -> None:
@@ -399,14 +397,14 @@ class DirectoryConnection(asyncio.Protocol):
                 pass
 
     def _result(self, request: Request) -> Body | bytes | Failure:
-        """Return the answer, whatever becomes of the request: a fault of the directory's is one, too."""
+        """Return the answer. A fault of the directory becomes a failure reply, not a lost request."""
         try:
             return self._served(request)
         except Exception:
             return _faulty(request)
 
     def _served(self, request: Request) -> Body | bytes | Failure:
-        """Return the reply's body, or its bytes where many peers get them."""
+        """Return the reply's body, or shared bytes if many peers get the same reply."""
         body: Any = request.body
         match request.op:
             case Opcode.HELLO:
@@ -447,7 +445,7 @@ class DirectoryConnection(asyncio.Protocol):
         self._transport.write(frame)
 
     def _write_on(self) -> None:
-        """Write the answer's rest, as far as the peer reads it."""
+        """Write the rest of the answer, as far as the peer reads it."""
         while self._unsent and not self._is_peer_slow and self._transport is not None:
             part, self._unsent = self._unsent[:WRITE_BUFFER_BYTES], self._unsent[WRITE_BUFFER_BYTES:]
             self._transport.write(part)
@@ -456,7 +454,7 @@ class DirectoryConnection(asyncio.Protocol):
         self._await(IDLE_TIMEOUT_S, f"no request came within {IDLE_TIMEOUT_S:g} s")
 
     def _await_more(self) -> None:
-        """Bound the time of a frame that has begun; each further byte of it wins no time."""
+        """Bound the time of a frame that has begun. Further bytes do not extend it."""
         is_mid_frame = self._connection.reader.is_mid_frame
         if is_mid_frame and not self._is_mid_frame and self._has_greeted:
             self._await(STALL_TIMEOUT_S, f"a frame did not end within {STALL_TIMEOUT_S:g} s")
@@ -464,7 +462,7 @@ class DirectoryConnection(asyncio.Protocol):
 
     def _await(self, seconds: float, why: str) -> None:
         if self._is_peer_slow:
-            # It has to read first, within the time that runs.
+            # The peer has to read the answer first; the timer for that is running.
             return
         self._start(seconds, self._close_with, Failure(Status.INVALID_REQUEST, why))
 
@@ -481,13 +479,13 @@ class DirectoryConnection(asyncio.Protocol):
 
 
 def _faulty(request: Request) -> Failure:
-    """Log the exception that is being handled, and return what the peer is told of it."""
+    """Log the exception that is being handled, and return the failure for the peer."""
     log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"answering {request.op.name}")
     return Failure(Status.INTERNAL, "the directory could not answer, by a fault of its own", hint="Tell its operator.")
 
 
 def _source(sock: socket.socket) -> Hashable:
-    """Return what a connection counts for: an IP address or a local user; None if the peer is gone already."""
+    """Return the source of a connection: an IP address or a local user; None if the peer is gone already."""
     try:
         return _uid(sock) if sock.family == socket.AF_UNIX else sock.getpeername()[0]
     except OSError:
@@ -500,7 +498,7 @@ def _uid(sock: socket.socket) -> int:
 
 
 def bound_at(address: TcpAddress | TlsAddress) -> tuple[socket.socket, Address]:
-    """Return a listening socket, and its address. Raises OSError, or ValueError for an address that is not allowed."""
+    """Return a listening socket and its address. Raises OSError, or ValueError for a forbidden address."""
     found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, _, _, _, where = found[0]
     if isinstance(address, TcpAddress) and not ipaddress.ip_address(where[0]).is_loopback:

@@ -1,8 +1,8 @@
 """Placement: the nodes that a tenant should ask for a lease, and in which order.
 
-The view's index knows the nodes that fit. Candidates are drawn at random out of them, so that tenants who ask at the
-same time, of a view that is seconds old, do not all go to one node (Mitzenmacher, "How Useful Is Old Information?",
-2000).
+The view's index knows the nodes with enough room. Candidates are drawn from them at random: tenants who ask at the same
+time get views that are seconds old, and would otherwise all go to the same node (Mitzenmacher, "How Useful Is Old
+Information?", 2000).
 """
 
 from collections.abc import Iterator, Mapping, Set
@@ -18,7 +18,8 @@ from gpulease.protocol.messages import Candidate, Placement
 from gpulease.protocol.opcodes import Exclusivity
 
 CHOICES: Final = 8
-"""Candidates of one answer. With a view 10 s old and 90 % of the memory leased, eight miss 0.7 % of the requests."""
+"""Candidates in one answer. With a view 10 s old and 90 % of the memory leased, eight candidates fail 0.7 % of the
+requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +28,8 @@ class PlaceWanted:
 
     Attributes:
         size_bytes: Bytes of one card.
-        exclusivity: The other leases that may be on the card.
-        name: The lease's name in the fleet; "" for none.
+        exclusivity: The other leases that may share the card.
+        name: The lease's name in the fleet; "" without one.
         labels: Labels that the node must have.
         device: The card, by UUID or index; None for any.
         tried: Ids of nodes that refused already.
@@ -46,7 +47,7 @@ _ROOMS: Final = {
     Exclusivity.DEVICE_EXCLUSIVE: Room.EMPTY,
     Exclusivity.PARTITION_EXCLUSIVE: Room.EMPTY_PARTITION,
 }
-"""Kinds of room that leases need which share no card."""
+"""Kinds of room for leases that share no card."""
 
 
 def place(
@@ -66,22 +67,27 @@ def place(
         wanted: The request.
         order: The order of the candidates.
         draw: Random numbers.
-        silent_before_s: Nodes whose record last changed at this time of the view's clock, or earlier, are left out.
-        tells_holder: The asker may know which node serves the name.
+        silent_before_s: A time of the view's clock. Nodes with a record that last changed then, or earlier, are left
+          out.
+        tells_holder: Whether the asker may know which node serves the name.
         choices: Most candidates.
 
     Returns:
-        The candidates. The node that serves the name is the first, unless it was tried: its claim may have ended since.
-        It is the only one if the asker may know that. Without a candidate, why each node is none.
+        The candidates. The node that serves the name comes first, unless the tenant tried it: its claim may have ended
+        since. It is the only candidate if the asker may know it. Without candidates, the reasons why.
     """
     view.settle(silent_before_s)
     holder = view.holder_of(wanted.name, silent_before_s) if wanted.name else None
     told = holder if tells_holder else None
+    # Only the node that serves the name can grant it, so it goes first. An asker who may not know that gets other nodes
+    # as well, and can't tell it from them.
     first: tuple[Candidate, ...] = ()
     if holder is not None and holder not in wanted.tried and view.nodes[holder].inventory.addresses:
         first = (_candidate(holder, view.nodes[holder]),)
         if tells_holder:
             return Placement(first, told, len(view.nodes), "")
+    # Draw fitting nodes at random until there are enough, then sort only those: sorting all would send every tenant to
+    # the same best node.
     found: list[tuple[int, str, SeenNode]] = []
     for _, node_id in _shuffled(_fitting(view, wanted), draw):
         node = view.nodes[node_id]
@@ -96,7 +102,7 @@ def place(
 
 
 def _fitting(view: FleetView, wanted: PlaceWanted) -> list[tuple[int, str]]:
-    """Return the largest slice and the id of each node that has the labels, and the room on the card that is wanted."""
+    """Return the largest slice and the id of each node with these labels, and with room on the wanted card."""
     index, room = view.index, _ROOMS.get(wanted.exclusivity, Room.ANY)
     labelled, cards = index.with_labels(wanted.labels or {}), index.with_card(wanted.device)
     if labelled == set() or cards == {}:
@@ -110,7 +116,7 @@ def _fitting(view: FleetView, wanted: PlaceWanted) -> list[tuple[int, str]]:
 
 
 def _free_bytes(node: SeenNode, wanted: PlaceWanted, order: PlacementOrder) -> int:
-    """Return the free bytes of the card that a node which fits would take."""
+    """Return the free bytes of the card that a fitting node would choose."""
     cards = [card for index, card in enumerate(node.inventory.cards) if _is_meant(card, index, wanted.device)]
     free = [card.largest_bytes for card in cards if _has_room(card, wanted)]
     return max(free) if order is PlacementOrder.SPREAD else min(free)
@@ -133,7 +139,10 @@ def _candidate(node_id: str, node: SeenNode) -> Candidate:
 
 
 def _shuffled(nodes: list[tuple[int, str]], draw: Random) -> Iterator[tuple[int, str]]:
-    """Yield the nodes, each once, at random. A few drawn of many cost little (Fisher and Yates, a step at a time)."""
+    """Yield each node once, in random order.
+
+    Drawing a few of many costs little (Fisher and Yates, one step at a time).
+    """
     moved: dict[int, int] = {}
     for first in range(len(nodes)):
         other = draw.randrange(first, len(nodes))
@@ -142,7 +151,7 @@ def _shuffled(nodes: list[tuple[int, str]], draw: Random) -> Iterator[tuple[int,
 
 
 def _sentence(view: FleetView, wanted: PlaceWanted) -> str:
-    """Tell why each node is no candidate, as one of several: each counts once, by the first of these reasons."""
+    """Return why each node is not a candidate. A node counts once, for the first reason that applies."""
     index = view.index
     out: set[str] = set()
     counts = []

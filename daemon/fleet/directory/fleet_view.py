@@ -1,6 +1,6 @@
-"""A directory's view of a fleet: nodes and claims as they were read from etcd, with no clock and no network.
+"""A directory's view of a fleet: nodes and claims as last read from etcd, without a clock or a network.
 
-The view trusts no record. One that can't be read is counted, reported and left out.
+The view trusts no record. It counts, reports and leaves out unreadable ones.
 """
 
 from collections.abc import Collection, Iterable
@@ -31,19 +31,19 @@ from gpulease.protocol.limits import MAX_NODE_ADDRESSES, MAX_TEXT_BYTES
 from gpulease.protocol.time_units import NS_PER_S
 
 MAX_NODES: Final = 50_000
-"""Most nodes of a view, some 6 KiB each. Stops whoever can write to etcd from filling the directory's memory."""
+"""Most nodes of a view, some 6 KiB each. Stops a writer to etcd from filling the directory's memory."""
 
 MAX_NAMES: Final = 500_000
-"""Most claims of a view, some 500 bytes each; the reason is that of MAX_NODES."""
+"""Most claims of a view, some 500 bytes each. Stops the same."""
 
 NO_ROOM: Final = Unreadable("the directory has no room for it")
 
 _NO_INVENTORY: Final = InventoryRecord()
-"""The inventory of a node that has not written one, or one that can't be read: it is without an address."""
+"""The inventory of a node that has not written a readable one: without addresses, so never a candidate."""
 
 
 class SeenClaim(NamedTuple):
-    """A claim as the view has it, and its epoch."""
+    """A claim as the view read it, with its epoch."""
 
     record: ClaimRecord
     epoch: int
@@ -56,7 +56,7 @@ class FleetView:
         nodes: The nodes.
         claims: The claims.
         index: The nodes by what a placement asks for.
-        horizon_s: The horizon that the nodes have agreed on; None before the first node has joined.
+        horizon_s: Seconds of silence that all nodes have agreed on; None before the first node has joined.
         unreadable: Records that were left out.
     """
 
@@ -67,21 +67,21 @@ class FleetView:
         self.horizon_s: float | None = None
         self.unreadable = UnreadableRecords()
         self._inventories: dict[str, InventoryRecord] = {}
-        """Those that have keys of their own, with or without a node."""
+        """Nodes with an inventory key of their own, with or without a record."""
         self._names_of: dict[str, set[str]] = {}
         self._settled_s = -inf
         self._is_indexing = True
-        """False while all nodes are read anew: the index is made once, in the order of their changes."""
+        """False while all nodes are being read again: the index is then built once, in the order of their changes."""
 
     @property
     def bad_records(self) -> int:
-        """The number of records that were left out since the view began."""
+        """The number of records left out since the view began."""
         return self.unreadable.count
 
     def replace(self, found: Iterable[KeyValue], now_s: float) -> None:
-        """Take the whole store's records in place of what the view has.
+        """Replace the view by the whole store's records.
 
-        A node whose record is the one that the view had keeps its time: reading anew makes no silent node fresh.
+        A node with an unchanged record keeps its time: reading again does not make a silent node fresh.
         """
         before = self.nodes
         self.nodes, self.claims, self._names_of, self._inventories = {}, {}, {}, {}
@@ -95,12 +95,12 @@ class FleetView:
             old = before.get(node_id)
             if old is not None and (old.incarnation, old.revision) == (seen.incarnation, seen.revision):
                 self.nodes[node_id] = seen._replace(changed_s=old.changed_s)
-        # Those that were met at an earlier time are gone.
+        # Records last seen unreadable before this read are gone.
         self.unreadable.forget_before(int(now_s * NS_PER_S))
         self._index_anew()
 
     def put(self, item: KeyValue, now_s: float) -> None:
-        """Take a key's new value; a value that can't be read is as good as none."""
+        """Take a key's new value. An unreadable value counts as absent."""
         unreadable = None
         if item.key.startswith(NODES):
             unreadable = self._put_node(item, now_s)
@@ -114,12 +114,11 @@ class FleetView:
             self.unreadable.forget(item.key)
         else:
             if item.key != HORIZON:
-                # A horizon that can't be read is not another one: the nodes go on by the one that they have, too.
+                # An unreadable horizon is no reason to change it: the nodes keep the one that they have, too.
                 self._drop(item.key)
             self.unreadable.add(item, unreadable.reason, int(now_s * NS_PER_S))
 
     def delete(self, key: bytes) -> None:
-        """Forget a key's value."""
         self.unreadable.forget(key)
         self._drop(key)
 
@@ -139,19 +138,22 @@ class FleetView:
             self._show(named, _NO_INVENTORY)
 
     def settle(self, silent_before_s: float) -> None:
-        """Leave out of the index the nodes whose record last changed at this time or earlier."""
+        """Remove nodes from the index that are silent: their record last changed at this time or earlier."""
         if silent_before_s < self._settled_s:
-            # The horizon is a longer one now.
+            # The time moved back because the fleet's horizon is longer now.
             self._index_anew()
         self._settled_s = silent_before_s
         self.index.settle(silent_before_s)
 
     def names_of(self, tenant: str) -> Collection[str]:
-        """Return the names whose claims are of a tenant's leases."""
+        """Return the names that a tenant's leases claim."""
         return self._names_of.get(tenant, ())
 
     def holder_of(self, name: str, silent_before_s: float) -> str | None:
-        """Return the id of the node that serves a name; None if nobody does, or a node that is gone or silent."""
+        """Return the id of the node that serves a name.
+
+        Returns None if no node claims it, or if the claiming node is gone or silent.
+        """
         claim = self.claims.get(name)
         node = None if claim is None else self.nodes.get(claim.record.node_id)
         if claim is None or node is None or node.incarnation != claim.record.incarnation:
@@ -168,7 +170,8 @@ class FleetView:
         if old is None and len(self.nodes) >= MAX_NODES:
             return NO_ROOM
         if record.inventory is not None:
-            # A daemon of an older version has its inventory here, also where a later one left another in its own key.
+            # A daemon of an older version writes its inventory into its record, even if a newer one left an inventory
+            # key.
             record = replace(record, inventory=_usable(record.inventory))
         inventory = record.inventory or self._inventories.get(node_id, _NO_INVENTORY)
         is_known = old is not None and old.inventory is inventory
@@ -199,7 +202,7 @@ class FleetView:
         return None
 
     def _show(self, node_id: str, inventory: InventoryRecord) -> None:
-        """Show a node with the inventory that is in its own key now."""
+        """Show a node with the present inventory of its own key."""
         old = self.nodes.get(node_id)
         if old is None or old.record.inventory is not None:
             return
@@ -235,7 +238,7 @@ class FleetView:
 
 
 def _usable(inventory: InventoryRecord) -> InventoryRecord:
-    """Return an inventory with those of its addresses that tenants can be sent to."""
+    """Return an inventory with only those addresses that tenants can use."""
     addresses = tuple(filter(_is_address, inventory.addresses))[:MAX_NODE_ADDRESSES]
     return replace(inventory, addresses=addresses, labels=inventory.labels or {})
 

@@ -1,6 +1,6 @@
-"""The watch that keeps a directory's view near etcd, and the requests that the view answers.
+"""Keeps a directory's view up to date with etcd, and answers requests from it.
 
-Without an answer of etcd for VIEW_LIMIT_S nothing is answered any more: the nodes that live are unknown then.
+After VIEW_LIMIT_S without an answer from etcd the directory refuses requests: it no longer knows which nodes live.
 """
 
 import asyncio
@@ -37,29 +37,29 @@ from gpulease.protocol.messages import Place, Placement, Report
 from gpulease.protocol.opcodes import Exclusivity, Status
 
 VIEW_LIMIT_S: Final = 10.0
-"""Oldest view that is answered from. An election takes etcd two seconds; a directory that is cut off sends tenants to
-nodes that may be gone, so it sends them to another directory instead."""
+"""Greatest age of a view that the directory still answers from. An election takes etcd two seconds. A directory that
+is cut off would send tenants to nodes that may be gone, so it sends them to another directory."""
 
 CHECK_S: Final = 2.0
-"""Pause between two questions whether etcd still answers."""
+"""Pause between two checks that etcd still answers."""
 
 RETRY_S: Final = 0.5
-"""Pause before the view is read anew after that failed."""
+"""Pause after a failure, before the view is read again."""
 
 FLEET_READS: Final = (*(Get(key, is_prefix=True) for key in (INVENTORIES, NODES, NAMES)), Get(HORIZON))
-"""All that a view holds."""
 
 COUNTS_S: Final = 60.0
-"""Pause between two log lines about what was answered."""
+"""Pause between two log lines with counts of answers."""
 
 MAX_LISTED: Final = 20_000
 """Most nodes, and most names, in one listing: some 20 MiB."""
 
 LISTING_S: Final = 1.0
-"""Greatest age of a listing. Whoever asks again gets the same bytes: one of 10,000 nodes takes 200 ms and 11 MiB."""
+"""Greatest age of a listing. Repeated requests get the same bytes: a listing of 10,000 nodes takes 200 ms and 11
+MiB."""
 
 MAX_LISTINGS: Final = 64
-"""Listings that are kept for so long, one for each tenant and one for operators. More are made for each request."""
+"""Cached listings, one for each tenant and one for operators. Beyond that, each request makes its own."""
 
 _CLASSES: Final = {int(member): member for member in Exclusivity}
 
@@ -76,7 +76,7 @@ class FleetWatch:
     """Reads the fleet's records, follows their changes, and answers PLACE and FLEET_LIST.
 
     Args:
-        client: The way to etcd.
+        client: The client for etcd.
         order: The order of candidates.
         draw: Random numbers.
         clock: Seconds on a monotonic clock.
@@ -103,7 +103,7 @@ class FleetWatch:
         self._logged_unreadable = 0
         self._unreadable_lines = RateLimit(LINE_EVERY_S)
         self._listings: dict[str | None, tuple[float, bytes]] = {}
-        """When each listing was made, by its tenant; None: that of operators."""
+        """Time and bytes of each cached listing, by tenant; None is the operators' listing."""
 
     async def run(self) -> None:
         """Keep the view current until this is cancelled."""
@@ -115,7 +115,7 @@ class FleetWatch:
     # --- requests ---
 
     def place(self, body: Place, tenant: str, *, is_operator: bool) -> Placement | Failure:
-        """Answer PLACE. The node that serves a name is told to the tenant of its lease and to operators."""
+        """Answer PLACE. Only operators and the lease's tenant learn which node serves a name."""
         claim = self.view.claims.get(body.name)
         tells_holder = is_operator or (claim is not None and claim.record.tenant == tenant)
         result = self.denial() or self._placed(body, tells_holder)
@@ -123,9 +123,9 @@ class FleetWatch:
         return result
 
     def listing(self, tenant: str, *, is_operator: bool) -> bytes | Failure:
-        """Answer FLEET_LIST, by the encoded Report: all nodes and names to an operator, to others their own names.
+        """Answer FLEET_LIST with the encoded Report: all nodes and names for an operator, else the tenant's own names.
 
-        Everybody who may see the same gets the same bytes object, at most LISTING_S old.
+        Peers with the same rights get the same bytes object, at most LISTING_S old.
         """
         denial = self.denial()
         if denial is not None:
@@ -134,7 +134,7 @@ class FleetWatch:
         self.counts.listings["listed"] += 1
         viewer, now_s = None if is_operator else tenant, self._clock()
         while self._listings:
-            # In the order in which they were made.
+            # Drop expired listings. The dictionary is in the order in which they were made, so the oldest is first.
             oldest, (made_s, _) = next(iter(self._listings.items()))
             if now_s - made_s < LISTING_S:
                 break
@@ -147,7 +147,7 @@ class FleetWatch:
         return payload
 
     def _report(self, viewer: str | None, now_s: float) -> Report:
-        """Return what an operator is told, or with a viewer that tenant."""
+        """Return the report for a tenant; for operators if `viewer` is None."""
         view = self.view
         view.settle(self._silent_before_s())
         nodes = sorted(view.nodes.items())[:MAX_LISTED] if viewer is None else []
@@ -175,18 +175,18 @@ class FleetWatch:
         )
 
     def nodes_by_state(self) -> Counter[str]:
-        """Return how many nodes are ready, draining or silent."""
+        """Return the numbers of ready, draining and silent nodes."""
         self.view.settle(self._silent_before_s())
         index = self.view.index
         silent, draining = len(index.silent), len(index.draining - index.silent)
         return Counter({"ready": len(self.view.nodes) - silent - draining, "draining": draining, "silent": silent})
 
     def age_s(self) -> float:
-        """Return how long ago etcd last answered."""
+        """Return the seconds since etcd last answered."""
         return self._clock() - (self._began_s if self._confirmed_s is None else self._confirmed_s)
 
     def denial(self) -> Failure | None:
-        """Return why nothing can be answered now; None if it can."""
+        """Return why the directory can't answer now; None if it can."""
         if self._is_read and self.age_s() <= VIEW_LIMIT_S:
             return None
         since = f"has not reached etcd for {self.age_s():.0f} s"
@@ -220,7 +220,7 @@ class FleetWatch:
         )
 
     def _silent_before_s(self) -> float:
-        """Return when a record must have changed since, so that its node is not silent."""
+        """Return the time before which a record must have changed last for its node to count as silent."""
         horizon_s = self.view.horizon_s or DEFAULT_TERMS.horizon_s
         return self._clock() - horizon_s * SILENT_PART
 
@@ -262,7 +262,7 @@ class FleetWatch:
                 async for batch in self._client.watch(PREFIX, answer.revision + 1):
                     self._apply(batch)
             except WatchEnded as ended:
-                # What it told until now stays until it is read anew.
+                # The view stays as it was until it is read again.
                 self._why = str(ended)
                 await asyncio.sleep(RETRY_S)
 
@@ -283,7 +283,7 @@ class FleetWatch:
             log_event(LogEvent.FLEET_UNREADABLE, reason=reason, suppressed=suppressed or None)
 
     async def _check(self) -> None:
-        """Ask etcd again and again whether it answers: a fleet without changes is silent on the watch."""
+        """Ask etcd repeatedly whether it answers: without changes in the fleet, the watch is silent."""
         while True:
             asked_s = self._clock()
             answer = await self._client.do(Transaction(reads=(Get(GENERATION),)))

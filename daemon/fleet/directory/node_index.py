@@ -1,7 +1,7 @@
-"""Nodes of a view by what a placement asks for: room, labels, cards.
+"""A view's nodes, indexed by what a placement asks for: room, labels, cards.
 
-A directory of ten thousand nodes answers from it without a look at each node, also where no node fits: whoever asks for
-what nobody has costs no more than others. A beat that changes nothing of a node changes nothing here.
+It lets a directory of ten thousand nodes answer without visiting each node, also if no node fits: impossible requests
+cost no more than others. A heartbeat that changes nothing about a node changes nothing here.
 """
 
 from bisect import bisect_left, insort
@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 from gpulease.daemon.fleet.fleet_records import CardRecord, InventoryRecord, NodeRecord
 
 MAX_CARDS: Final = 64
-"""Cards of one node that are found by their UUID or index. No host has as many; a foreign writer's record may."""
+"""Cards of one node that are indexed by UUID and index. No host has as many; a foreign writer's record may."""
 
 
 class Room(IntEnum):
@@ -29,15 +29,15 @@ Rooms = tuple[int, ...]
 
 
 class SeenNode(NamedTuple):
-    """A node as the view has it.
+    """A node in the view.
 
     Attributes:
         record: Its record.
-        inventory: What it has, by that record or by the inventory's own key.
-        incarnation: Its record's create revision: another one is another membership.
-        revision: The record's mod revision: another one is another beat.
+        inventory: Its inventory, from the record or from the inventory's own key.
+        incarnation: The record's create revision: another one is another membership.
+        revision: The record's mod revision: another one is another heartbeat.
         changed_s: When the view last saw the record change, on the reader's monotonic clock.
-        rooms: What its cards would grant.
+        rooms: The largest slices that its cards would grant.
     """
 
     record: NodeRecord
@@ -49,7 +49,7 @@ class SeenNode(NamedTuple):
 
 
 def rooms_of(*cards: CardRecord) -> Rooms:
-    """Return what one of these cards would grant."""
+    """Return the largest slices that one of these cards would grant."""
     found = [-1] * len(Room)
     for card in cards:
         kinds = Room.ANY if card.leases else Room.EMPTY_PARTITION if card.is_partition else Room.EMPTY
@@ -62,9 +62,9 @@ class NodeIndex:
     """Nodes by room, label and card.
 
     Attributes:
-        silent: Nodes whose record did not change for too long, as of the last call of `settle`.
-        draining: Nodes that drain, silent ones too.
-        unreachable: Nodes without an address, or whose inventory is not there yet, silent and draining ones too.
+        silent: Nodes that were silent for too long at the last call of `settle`.
+        draining: Draining nodes, including silent ones.
+        unreachable: Nodes without an address or inventory, including silent and draining ones.
     """
 
     def __init__(self) -> None:
@@ -73,16 +73,16 @@ class NodeIndex:
         self.unreachable: set[str] = set()
         self._by_room: tuple[list[tuple[int, str]], ...] = tuple([] for _ in Room)
         self._listed: dict[str, Rooms] = {}
-        """Rooms by which each node is in these lists."""
+        """The rooms by which each node is in these lists."""
         self._by_label: dict[tuple[str, str], set[str]] = {}
         self._by_card: dict[str, dict[str, Rooms]] = {}
         self._changes: OrderedDict[str, float] = OrderedDict()
-        """When nodes that are not silent changed, the oldest first."""
+        """Time of change of each node that is not silent, oldest first."""
 
     def put(self, node_id: str, seen: SeenNode, old: SeenNode | None) -> None:
-        """Take a node in place of what was there. Nodes come in the order of their beats.
+        """Replace a node. Nodes must come in the order of their heartbeats.
 
-        One that has another inventory without a beat is as silent as before.
+        A node with a new inventory but no heartbeat stays as silent as it was.
         """
         record = seen.inventory
         before = None if old is None else old.inventory
@@ -100,7 +100,6 @@ class NodeIndex:
         self._list(node_id, () if is_out else seen.rooms)
 
     def remove(self, node_id: str, old: SeenNode) -> None:
-        """Forget a node."""
         self._put_labels(node_id, _labels(old.inventory), set())
         self._put_cards(node_id, _cards(old.inventory), {})
         for nodes in (self.draining, self.unreachable, self.silent):
@@ -109,7 +108,10 @@ class NodeIndex:
         self._list(node_id, ())
 
     def settle(self, silent_before_s: float) -> None:
-        """Leave out the nodes whose record last changed at this time or earlier; it never falls."""
+        """Remove the nodes that are silent: their record last changed at this time or earlier.
+
+        The time must not decrease.
+        """
         while self._changes:
             node_id, changed_s = next(iter(self._changes.items()))
             if changed_s > silent_before_s:
@@ -119,16 +121,16 @@ class NodeIndex:
             self._list(node_id, ())
 
     def with_room(self, room: Room, size_bytes: int) -> list[tuple[int, str]]:
-        """Return the largest slice and the id of each node that may be asked for so many bytes, the fullest first."""
+        """Return the largest slice and the id of each node with room for so many bytes, the fullest first."""
         nodes = self._by_room[room]
         return nodes[bisect_left(nodes, (size_bytes, "")) :]
 
     def with_labels(self, labels: Mapping[str, str]) -> set[str] | None:
-        """Return the ids of nodes that have all these labels, not to be changed; None: all have."""
+        """Return the ids of nodes with all these labels, read-only; None if every node qualifies."""
         return _meet([self._by_label.get(label, set()) for label in labels.items()])
 
     def with_card(self, device: str | None) -> Mapping[str, Rooms] | None:
-        """Return the rooms of the card with that UUID or index, by node, not to be changed; None: any card will do."""
+        """Return, by node, the rooms of the card with that UUID or index, read-only; None for any card."""
         return None if device is None else self._by_card.get(device, {})
 
     def _put_labels(self, node_id: str, before: set[tuple[str, str]], after: set[tuple[str, str]]) -> None:
@@ -162,7 +164,7 @@ class NodeIndex:
 
 
 def _meet(found: Iterable[set[str]]) -> set[str] | None:
-    """Return what all sets have, the smallest first, so that no step costs more than that has; None without sets."""
+    """Return the intersection of the sets, starting with the smallest to bound the work; None without sets."""
     by_size = sorted(found, key=len)
     return by_size[0].intersection(*by_size[1:]) if by_size else None
 
@@ -172,7 +174,7 @@ def _labels(record: InventoryRecord | None) -> set[tuple[str, str]]:
 
 
 def _cards(record: InventoryRecord | None) -> dict[str, Rooms]:
-    """Return the texts by which tenants ask for the node's cards, and what is free there."""
+    """Return the names by which tenants ask for the node's cards, with their free room."""
     found: dict[str, Rooms] = {}
     for index, card in enumerate(() if record is None else record.cards[:MAX_CARDS]):
         rooms = rooms_of(card)

@@ -1,14 +1,15 @@
-"""A client of etcd over gRPC, for the fleet's own processes: importing gRPC starts threads, so none that forks may.
+"""A client of etcd over gRPC, for the fleet's own processes. Importing gRPC starts threads, so the importer can't fork.
 
-A write is sent to one member, once. Another member gets it only where the first surely did not: no connection to it was
-up, or it said that it knows no leader, which etcd looks at before anything else. Whatever else fails is Unknown, and
-the caller reads back. gRPC's own retries are off for that reason. Reads are sent again as long as there is time, and
-a read of many keys goes in pages.
+A write goes to one member, once. It goes to another member only if the first surely did not execute it: no connection
+was up, or the member said that it knows no leader, which etcd checks before anything else. Every other failure is
+Unknown, and the caller reads back. gRPC's own retries are off for that reason. Reads are repeated while time is left,
+and a read of many keys is split into pages.
 
-Each client has the members in a random order, so that a fleet's nodes load all of them.
+Each client has the members in a random order, so that a fleet's nodes spread their load over all of them.
 
-etcd's `database space exceeded` does not say whether the write was done (etcd, apply.go: quotaApplierV3 applies, then
-says so). The client reads the keys back, and says Rejected only where nothing of the write is there.
+etcd's `database space exceeded` does not tell whether the write was done (etcd, apply.go: quotaApplierV3 applies first,
+and then reports that error). The client reads the keys back, and returns Rejected only if it finds nothing of the
+write.
 """
 
 import asyncio
@@ -46,23 +47,22 @@ from gpulease.protocol.foreign_text import printable
 _Reply = TypeVar("_Reply")
 
 MAX_REQUEST_BYTES: Final = 1 << 20
-"""Largest request that is sent. etcd takes 1.5 MiB by default, and each of its members keeps it in its log."""
+"""Largest request. etcd accepts 1.5 MiB by default, and each of its members keeps it in its log."""
 
 MAX_ANSWER_BYTES: Final = 64 << 20
-"""Largest answer that is taken, and so the largest page. Stops a foreign writer from filling memory."""
+"""Largest accepted answer, and so the largest page. Stops a foreign writer from filling memory."""
 
 PAGE_KEYS: Final = 1_000
 """Keys of one page: 2 MiB of nodes with 16 cards, so that a member answers it within the time of one request."""
 
 MAX_READ_BYTES: Final = 512 << 20
-"""Most that all pages of one read have together: 50,000 nodes and 500,000 claims have 300 MiB. The reason is that of
-MAX_ANSWER_BYTES."""
+"""Most bytes of all pages of one read: 50,000 nodes and 500,000 claims have 300 MiB. Stops the same."""
 
 MAX_REASON_CHARS: Final = 300
-"""Longest text of an error that is passed on. A member that says more is cut short."""
+"""Longest error text that is passed on; longer ones are cut."""
 
 CONNECT_LIMIT_MS: Final = 2_000
-"""Longest time for TCP and TLS to one member; a host that is gone answers nothing."""
+"""Longest time for TCP and TLS to one member; a host that is down does not answer."""
 
 RECONNECT_MS: Final = (100, 1_000)
 """Least and most time between two attempts to connect: a member that restarts is found within a second."""
@@ -71,31 +71,33 @@ KEEPALIVE_MS: Final = 6_000
 """Time between pings on a connection. etcd closes connections that ping more often than every 5 s."""
 
 KEEPALIVE_LIMIT_MS: Final = 2_000
-"""Longest time to a ping's answer: a watch on a member that hangs or is cut off moves to another after 8 s."""
+"""Longest time until a ping's answer. A watch leaves a hanging or disconnected member after 8 s."""
 
 READ_TRIES: Final = 3
-"""A read waits for one member no longer than this part of its time, so that one that hangs leaves time for others."""
+"""A read waits for one member at most for this fraction of its time, so that a hanging member leaves time for
+others."""
 
 WATCH_LIFE_S: Final = 600.0
-"""Longest life of one watch's stream: it goes on by another, so that none that went wrong unseen stays for ever."""
+"""Longest life of one watch's stream. The watch then continues on another stream, so that a broken stream that looks
+alive does not stay forever."""
 
 WATCH_RETRY_S: Final = 0.2
-"""Time between a watch's cut and its next attempt: members that refuse are not asked in a busy loop."""
+"""Time from a watch's interruption to its next attempt. Keeps refusing members from being asked in a busy loop."""
 
 _LEADER_NEEDED: Final = (("hasleader", "true"),)
-"""Metadata by which a member without a leader refuses at once (etcd, v3rpc/interceptor.go), and ends its watches."""
+"""Metadata that makes a member without a leader refuse at once (etcd, v3rpc/interceptor.go), and end its watches."""
 
 WHY_LIMIT_S: Final = 0.2
-"""Time to learn why no member can be reached. Members that refuse tell at once; silent ones have nothing to tell."""
+"""Time to find out why no member is reachable. Members that refuse answer at once; silent ones give no reason."""
 
 SIZES_LIMIT_S: Final = 1.0
-"""Time to learn the size of a member's database, which it has at hand."""
+"""Time to get the size of a member's database, which the member has at hand."""
 
 _END: Final[object] = getattr(grpc.aio, "EOF")  # noqa: B009 - its types lack it
 _NO_LEADER: Final = "etcdserver: no leader"
 _NO_SPACE: Final = "etcdserver: mvcc: database space exceeded"
 _WITHOUT_SPACE: Final = Rejected("etcd has no space left")
-"""The outcome of a write that etcd says to have no space for, which may be done all the same."""
+"""The outcome of a write that etcd refused for lack of space, although it may have been done."""
 
 _REFUSALS: Final = {
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -105,19 +107,20 @@ _REFUSALS: Final = {
     grpc.StatusCode.OUT_OF_RANGE,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
-"""Codes by which etcd refuses before it writes. gRPC uses some of them itself, so etcd's own prefix is needed, too."""
+"""Codes with which etcd refuses before it writes. gRPC itself uses some of them, so etcd's own prefix is required
+too."""
 
 
 @dataclass(frozen=True, slots=True)
 class EtcdSettings:
-    """The way to a fleet's etcd.
+    """How to reach a fleet's etcd.
 
     Attributes:
         endpoints: Its members, as HOST:PORT.
-        ca_file: The CA of their certificates, in PEM; None for plain text, which lets everybody on the wire write.
-        cert_file: This client's certificate: its common name is etcd's user. None where etcd asks for none.
+        ca_file: The CA of their certificates, in PEM; None for plain text, which lets everyone on the network write.
+        cert_file: This client's certificate, with etcd's user as common name. None if etcd does not require one.
         key_file: Its key.
-        timeout_s: Longest time for a transaction; without an answer by then it is Unknown.
+        timeout_s: Longest time for a transaction; it is Unknown without an answer by then.
     """
 
     endpoints: tuple[str, ...]
@@ -137,7 +140,7 @@ class EtcdSettings:
             raise BadEtcdSettings(f"a timeout of {self.timeout_s:g} s leaves etcd no time: set more than 0")
 
     def read_certificates(self) -> Certificates | None:
-        """Return what the files have now; None for plain text. Raises BadEtcdSettings."""
+        """Return the files' present contents; None for plain text. Raises BadEtcdSettings."""
         return read_certificates(certificate_files(self.ca_file, self.key_file, self.cert_file))
 
 
@@ -158,13 +161,13 @@ class _Member:
         return self.channel.get_state() is grpc.ChannelConnectivity.READY
 
     async def connect(self) -> "_Member":
-        """Return this member once it is connected; for ever if it never is."""
+        """Return this member once it is connected. Waits forever if it never is."""
         while (state := self.channel.get_state(try_to_connect=True)) is not grpc.ChannelConnectivity.READY:
             await self.channel.wait_for_state_change(state)
         return self
 
     async def why_not(self, within_s: float) -> str:
-        """Return the reason why it can't be reached, in gRPC's words: it tells none but to a failed call."""
+        """Return why the member is unreachable, in gRPC's words: gRPC reports the reason only to a failed call."""
         try:
             await self.calls.status(messages.StatusRequest(), timeout=within_s)
         except grpc.aio.AioRpcError as error:
@@ -192,11 +195,11 @@ class EtcdClient:
     """A client of one etcd, for one event loop.
 
     Args:
-        settings: The way to it.
-        read: Returns the certificates as they are now, None for plain text; without it the settings' files are read.
+        settings: How to reach it.
+        read: Returns the present certificates, None for plain text; without it the client reads the settings' files.
         draw: Random numbers, for the order of the members.
 
-    Raises BadEtcdSettings where its certificates can't be read.
+    Raises BadEtcdSettings for unreadable certificates.
     """
 
     def __init__(
@@ -214,10 +217,10 @@ class EtcdClient:
         self._closing: asyncio.Future[list[None]] | None = None
 
     async def do(self, transaction: Transaction) -> Outcome:
-        """Return a transaction's outcome within the settings' time, twice that if etcd has no space left.
+        """Return a transaction's outcome within the settings' time, or twice that if etcd is out of space.
 
-        What only reads has that time for each page of PAGE_KEYS, and all pages are of one revision. No failure of the
-        network is raised.
+        A read-only transaction has that time for each page of PAGE_KEYS, and all pages are of one revision. Network
+        failures are outcomes and raise nothing.
         """
         if not transaction.compares and not transaction.writes:
             return await self._read(transaction.reads)
@@ -230,7 +233,7 @@ class EtcdClient:
         return await self._after_no_space(transaction) if outcome is _WITHOUT_SPACE else outcome
 
     async def compact(self, revision: int) -> Outcome:
-        """Take the history before a revision away. Rejected: it is gone, not there yet, or this user may not."""
+        """Remove the history before a revision. Rejected: it is gone, in the future, or this user may not compact."""
 
         async def ask(member: _Member, limit_s: float) -> Answer:
             request = messages.CompactionRequest(revision=revision)
@@ -240,20 +243,21 @@ class EtcdClient:
         return await self._attempt(ask, is_read=False)
 
     async def sizes(self) -> list[StoreSize]:
-        """Return the size of each member's database, of those that answer within SIZES_LIMIT_S."""
+        """Return the database sizes of those members that answer within SIZES_LIMIT_S."""
 
         async def ask(member: _Member) -> StoreSize:
             reply = await member.calls.status(messages.StatusRequest(), timeout=SIZES_LIMIT_S)
             return StoreSize(member.endpoint, reply.db_size, reply.db_size_quota)
 
-        # A member that does not answer, or whose channel is closed meanwhile for other certificates, says nothing.
+        # Leave out members that do not answer, and those with a channel that was closed because the certificates
+        # changed.
         found = await asyncio.gather(*map(ask, self._members), return_exceptions=True)
         return [size for size in found if isinstance(size, StoreSize)]
 
     async def watch(self, prefix: bytes, from_revision: int) -> AsyncGenerator[WatchBatch, None]:
-        """Yield all changes of keys with that prefix from a revision on, over every cut; 0: from now on.
+        """Yield all changes of keys with that prefix from a revision on (0: from now on), across interruptions.
 
-        Raises Compacted where etcd no longer has them, and WatchRefused where this user may not read there.
+        Raises Compacted if etcd no longer has them, and WatchRefused if this user may not read there.
         """
         revision = from_revision
         while True:
@@ -267,13 +271,13 @@ class EtcdClient:
                 if _is_refusal(error):
                     raise WatchRefused(f"{member.endpoint}: {_words(error)}") from None
             except asyncio.CancelledError:
-                # gRPC says so, too, for streams of a channel that was closed when certificates were renewed.
+                # gRPC also raises this for streams of a channel that was closed because the certificates changed.
                 if (task := asyncio.current_task()) is None or task.cancelling() or member in self._members:
                     raise
             await asyncio.sleep(WATCH_RETRY_S)
 
     async def close(self) -> None:
-        """Close all connections. A transaction under way fails, and its outcome is unknown."""
+        """Close all connections. The outcome of a transaction under way becomes Unknown."""
         members, self._members = self._members, []
         if self._closing is not None:
             await self._closing
@@ -288,7 +292,7 @@ class EtcdClient:
         return [_Member(endpoint, credentials) for endpoint in endpoints]
 
     async def _connected(self, unfit: Sequence[_Member], until: float) -> _Member | None:
-        """Return a member with a connection that is up, the last good one first; None if there is none in time."""
+        """Return a member with a connection that is up, the last good one first; None if that takes too long."""
         fit = [member for member in self._members if member not in unfit]
         for member in fit:
             if member.is_connected:
@@ -298,7 +302,7 @@ class EtcdClient:
         return await _first_connected(fit, _left_s(until))
 
     async def _connected_for_watch(self) -> _Member:
-        """Return a member for a watch, each time another one, once one is connected. Raises WatchRefused."""
+        """Return a member for a watch, another one each time, once one is connected. Raises WatchRefused."""
         while self._members:
             self._watch_starts += 1
             turn = self._watch_starts % len(self._members)
@@ -311,13 +315,13 @@ class EtcdClient:
         raise WatchRefused("the client is closed")
 
     def _prefer_another(self, member: _Member) -> None:
-        """Ask a member last that did not answer: a host that hangs keeps its connection."""
+        """Move a member that did not answer to the end: a hanging host keeps its connection up."""
         if member in self._members:
             self._members.remove(member)
             self._members.append(member)
 
     def _renew_certificates(self) -> bool:
-        """Connect anew if the certificates are others than before; return whether they are."""
+        """Reconnect if the certificates have changed. Returns whether they have."""
         try:
             certificates = self._read_now()
         except BadEtcdSettings:
@@ -330,15 +334,16 @@ class EtcdClient:
         return True
 
     async def _why_none(self) -> str:
-        """Return the reasons why no member can be reached."""
+        """Return the reasons why all members are unreachable."""
         asked = (member.why_not(WHY_LIMIT_S) for member in self._members)
         return "no member of etcd can be reached; " + "; ".join(await asyncio.gather(*asked))
 
     async def _attempt(
         self, ask: Callable[[_Member, float], Awaitable[_Reply]], *, is_read: bool
     ) -> _Reply | Unknown | Rejected:
-        """Ask members within the settings' time, until one answers; about a write no more once one may have done it."""
+        """Ask members within the settings' time until one answers. A write stops once a member may have done it."""
         until = asyncio.get_running_loop().time() + self._settings.timeout_s
+        # Members that failed this attempt are unfit for it; the loop ends with the time or with the last member.
         unfit: list[_Member] = []
         why = ""
         while (member := await self._connected(unfit, until)) is not None:
@@ -347,18 +352,21 @@ class EtcdClient:
                 return await ask(member, min(limit_s, _left_s(until)))
             except grpc.aio.AioRpcError as error:
                 why = f"{member.endpoint}: {_words(error)}"
+                # etcd may have applied the write and then reported lack of space, so the caller has to read it back.
                 if error.details() == _NO_SPACE and not is_read:
                     return _WITHOUT_SPACE
+                # etcd answered and wrote nothing: another member would refuse, too.
                 if _is_refusal(error):
                     return Rejected(why)
                 self._prefer_another(member)
+                # A write goes to a second member only after this one error, which etcd raises before it looks at the
+                # write.
                 if not is_read and error.details() != _NO_LEADER:
                     return Unknown(why)
                 unfit.append(member)
         return Unknown(why or await self._why_none())
 
     async def _ask(self, member: _Member, transaction: Transaction, request: Any, limit_s: float) -> Answer:
-        """Ask one member once. Raises AioRpcError."""
         reply = await member.calls.txn(request, timeout=limit_s, metadata=_LEADER_NEEDED)
         written = len(transaction.writes) if reply.succeeded else 0
         ranges = [each.response_range for each in reply.responses[written:]]
@@ -366,10 +374,11 @@ class EtcdClient:
         return Answer(reply.succeeded, reply.header.revision, found, reply.header.cluster_id, counts)
 
     async def _read(self, reads: Sequence[Get]) -> Outcome:
-        """Read keys at one revision, by Range: etcd refuses transactions, even such that only read, without space."""
+        """Read keys at one revision, with Range: an etcd without space refuses even read-only transactions."""
         revision, cluster_id, size_bytes = 0, 0, 0
         found: list[tuple[KeyValue, ...]] = []
         counts: list[int] = []
+        # The first page fixes the revision for all further pages and reads, so that together they are one snapshot.
         for get in reads:
             request, is_last = _range(get), False
             request.limit = PAGE_KEYS
@@ -388,13 +397,13 @@ class EtcdClient:
                 revision, cluster_id = revision or page.header.revision, page.header.cluster_id
                 is_last = not page.more
                 if not is_last:
-                    # The first key behind the page's last.
+                    # Continue with the key directly after the page's last one.
                     request.key = kvs[-1].key + b"\0"
             found.append(tuple(kvs))
         return Answer(True, revision, tuple(found), cluster_id, tuple(counts))
 
     async def _after_no_space(self, transaction: Transaction) -> Outcome:
-        """Tell a write that was refused for want of space from one that was done all the same."""
+        """Distinguish a write that lack of space prevented from one that was done anyway."""
         read = await self.do(Transaction(reads=tuple(Get(write.key) for write in transaction.writes)))
         if not isinstance(read, Answer):
             return Unknown("etcd says that no space is left, and the keys can't be read back")
@@ -411,14 +420,18 @@ class EtcdClient:
             create = messages.WatchCreateRequest(
                 key=prefix, range_end=_prefix_end(prefix), start_revision=revision, progress_notify=True
             )
+            # etcd confirms the watch first; a member that does not is left for another one.
             async with asyncio.timeout(self._settings.timeout_s):
                 await call.write(messages.WatchRequest(create_request=create))
                 reply = await call.read()
             while reply is not _END:
+                # The requested history is gone: the caller must read everything again.
                 if reply.compact_revision:
                     raise Compacted(reply.compact_revision)
                 if reply.canceled:
                     raise WatchRefused(f"{member.endpoint}: {_clean(reply.cancel_reason) or 'it cancels the watch'}")
+                # The first reply to a watch from "now on" has the revision that it starts at. Later replies carry
+                # changes.
                 if not reply.created:
                     yield _batch(reply)
                 elif not revision:
@@ -435,7 +448,7 @@ async def _read_page(request: Any, member: _Member, limit_s: float) -> Any:
 
 
 async def _first_connected(members: Sequence[_Member], within_s: float) -> _Member | None:
-    """Return the member to which a connection is up first, of all tried at once; None if there is none in time."""
+    """Return the member that connects first, of all tried at once; None if none does in time."""
     tasks = [asyncio.ensure_future(member.connect()) for member in members]
     try:
         done, _ = (
@@ -472,7 +485,7 @@ def _range(get: Get) -> Any:
 
 
 def _prefix_end(prefix: bytes) -> bytes:
-    """Return the first key behind all those with a prefix (etcd, clientv3: GetPrefixRangeEnd)."""
+    """Return the first key after all those with a prefix (etcd, clientv3: GetPrefixRangeEnd)."""
     stem = prefix.rstrip(b"\xff")
     return stem[:-1] + bytes([stem[-1] + 1]) if stem else b"\0"
 
@@ -482,7 +495,7 @@ def _key_values(found: Any) -> tuple[KeyValue, ...]:
 
 
 def _batch(reply: Any) -> WatchBatch:
-    """Return a watch's reply as a batch. The header's revision counts only where no changes are still to come."""
+    """Return a watch's reply as a batch. The header's revision is valid only if no changes are still to come."""
     changes = tuple(
         Removed(event.kv.key, event.kv.mod_revision)
         if event.type == messages.DELETE

@@ -7,13 +7,13 @@ DEFAULT_PORT: Final = 2379
 """etcd's port for clients (IANA: etcd-client)."""
 
 MAX_ENDPOINTS: Final = 16
-"""Most members that a client is told of; etcd recommends 7 at most. A mistaken list opens no flood of connections."""
+"""Most members in an address; etcd recommends at most 7. A mistaken list does not open a flood of connections."""
 
 _ENDPOINT: Final = re.compile(r"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9](?:[A-Za-z0-9.-]{0,252}))(?::([0-9]{1,5}))?")
 
 
 class BadEtcdSettings(ValueError):
-    """Raised for settings by which no etcd can be reached; the text says which, and what to write instead."""
+    """Settings that reach no etcd. The text names the mistake and the correct form."""
 
 
 def parse_endpoints(address: str) -> tuple[str, ...]:

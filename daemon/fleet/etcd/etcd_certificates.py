@@ -1,6 +1,6 @@
-"""The certificates by which etcd and its clients know each other.
+"""The certificates with which etcd and its clients authenticate each other.
 
-The fleet process can't open files. The broker opens them and sends the descriptors, anew after each change of a file.
+The fleet process can't open files. The broker opens them and sends the descriptors, again after each change of a file.
 """
 
 import os
@@ -13,20 +13,20 @@ from gpulease.daemon.fleet.etcd.endpoints import BadEtcdSettings
 from gpulease.daemon.host.ipc import close_all
 
 Stamp = tuple[int, int, int, int]
-"""A file's device, number, size and time of its last change."""
+"""A file's device, number, size and time of last change."""
 
 MAX_FILE_BYTES: Final = 4 << 20
-"""Most bytes of one file: a bundle of all public CAs has 0.3 MiB. A mistaken path fills no memory."""
+"""Most bytes of one file: a bundle of all public CAs has 0.3 MiB. A mistaken path does not fill memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Certificates:
-    """The PEM texts that TLS to etcd takes.
+    """PEM texts for TLS to etcd.
 
     Attributes:
         ca: The CA of the members' certificates.
         key: The key of this client's certificate.
-        certificate: That certificate; None where etcd asks for none.
+        certificate: That certificate; None if etcd does not require one.
     """
 
     ca: bytes
@@ -35,13 +35,13 @@ class Certificates:
 
 
 def certificate_files(ca: Path | None, key: Path | None, certificate: Path | None) -> dict[str, Path]:
-    """Return those files that are set, by name."""
+    """Return the files that are set, by name."""
     files = {"ca": ca, "key": key, "certificate": certificate}
     return {name: path for name, path in files.items() if path is not None}
 
 
 def read_certificates(files: Mapping[str, Path]) -> Certificates | None:
-    """Return what is in the files `ca`, `key` and `certificate`; None without `ca`. Raises BadEtcdSettings."""
+    """Return the contents of the files `ca`, `key` and `certificate`; None without `ca`. Raises BadEtcdSettings."""
     fds, _ = open_certificates(files)
     try:
         return received_certificates(tuple(files), fds)
@@ -50,7 +50,7 @@ def read_certificates(files: Mapping[str, Path]) -> Certificates | None:
 
 
 def open_certificates(files: Mapping[str, Path]) -> tuple[list[int], tuple[Stamp, ...]]:
-    """Open the files. Returns descriptors, and what `certificate_stamps` returns of them. Raises BadEtcdSettings."""
+    """Open the files. Returns descriptors and their `certificate_stamps`. Raises BadEtcdSettings."""
     fds: list[int] = []
     path = None
     try:
@@ -64,7 +64,7 @@ def open_certificates(files: Mapping[str, Path]) -> tuple[list[int], tuple[Stamp
 
 
 def certificate_stamps(files: Mapping[str, Path]) -> tuple[Stamp, ...]:
-    """Return a value that is another one once a file was changed or replaced. Raises BadEtcdSettings."""
+    """Return a value that differs once a file was changed or replaced. Raises BadEtcdSettings."""
     try:
         return tuple(_stamp_of(os.stat(path)) for path in files.values())
     except OSError as error:
@@ -76,7 +76,7 @@ def _stamp_of(found: os.stat_result) -> Stamp:
 
 
 def received_certificates(names: Sequence[str], fds: Sequence[int]) -> Certificates | None:
-    """Return what is in the open files of those names; None without `ca`. Raises BadEtcdSettings."""
+    """Return the contents of the passed open files, named by `names`; None without `ca`. Raises BadEtcdSettings."""
     if len(names) != len(fds):
         raise BadEtcdSettings("the files of certificates could not be passed on: too many files are open")
     try:

@@ -1,7 +1,7 @@
-"""etcd's messages and calls, as far as the client uses them (etcd, api/etcdserverpb/rpc.proto, api/mvccpb/kv.proto).
+"""Those messages and calls of etcd that the client uses (etcd, api/etcdserverpb/rpc.proto, api/mvccpb/kv.proto).
 
-They are built from descriptors written here, in a pool of their own: no compiler of .proto files runs, and another
-library's description of etcd in the same process is no conflict. Enumerations are plain numbers, as on the wire.
+This module builds them from its own descriptors, in its own pool: no compiler of .proto files has to run, and another
+library's description of etcd in the same process does not conflict. Enumerations are plain numbers, as on the wire.
 """
 
 from collections.abc import Mapping
@@ -56,7 +56,7 @@ MESSAGES: Final = {
 
 
 def messages_of(package: str, fields: Mapping[str, str]) -> dict[str, Any]:
-    """Return the classes of messages by name, of fields written as `MESSAGES` has them."""
+    """Return message classes by name, from fields in the notation of `MESSAGES`."""
     file = descriptor_pb2.FileDescriptorProto(name=f"{package}.proto", package=package, syntax="proto3")
     for name, texts in fields.items():
         message = file.message_type.add(name=name)
@@ -93,7 +93,7 @@ WatchRequest: Final = _CLASSES["WatchRequest"]
 
 
 class EtcdCalls:
-    """etcd's calls on one channel, each as gRPC makes it of a method."""
+    """etcd's calls on one channel, as gRPC callables."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.range = _unary(channel, "KV/Range", "RangeRequest", "RangeResponse")

@@ -1,8 +1,8 @@
 """etcd's transactions, answers and changes as values, without a network (etcd v3, rpc.proto: Txn, Range, Watch).
 
-A transaction compares revisions, and writes if all comparisons hold. Revisions are numbers of the whole store that only
-rise. A key's create revision is that of the write that made it, its mod revision that of its last write. A key that is
-absent has the revision 0 in comparisons.
+A transaction compares revisions, and writes if all comparisons hold. Revisions number all writes of the store and only
+rise. A key's create revision is that of the write that created it, its mod revision that of its last write. Comparisons
+see an absent key as revision 0.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class KeyValue(NamedTuple):
-    """A key as it was read."""
+    """A key as read."""
 
     key: bytes
     value: bytes
@@ -19,34 +19,32 @@ class KeyValue(NamedTuple):
 
 
 class CreateRevisionIs(NamedTuple):
-    """A comparison: the key's create revision is this; 0: the key is absent."""
+    """A comparison: the key has this create revision; 0: the key is absent."""
 
     key: bytes
     revision: int
 
 
 class ModRevisionIs(NamedTuple):
-    """A comparison: the key's mod revision is this; 0: the key is absent."""
+    """A comparison: the key has this mod revision; 0: the key is absent."""
 
     key: bytes
     revision: int
 
 
 class Put(NamedTuple):
-    """A write of a key."""
-
     key: bytes
     value: bytes
 
 
 class Delete(NamedTuple):
-    """The removal of a key; nothing if it is absent."""
+    """The removal of a key; does nothing if the key is absent."""
 
     key: bytes
 
 
 class Get(NamedTuple):
-    """A read of a key, or of all keys that begin with it; `count_only`: of their number alone."""
+    """A read of a key, or of all keys with that prefix. With `count_only` it returns only their number."""
 
     key: bytes
     is_prefix: bool = False
@@ -58,10 +56,10 @@ Compare = CreateRevisionIs | ModRevisionIs
 
 @dataclass(frozen=True, slots=True)
 class Transaction:
-    """An atomic step: if every comparison holds, `writes`; then the reads, whether they held or not.
+    """An atomic step: `writes` if every comparison holds; then the reads, in either case.
 
     Attributes:
-        compares: Comparisons; none always hold.
+        compares: Comparisons; an empty tuple always holds.
         writes: Writes, each of another key.
         reads: Reads after the writes.
     """
@@ -76,11 +74,11 @@ class Answer:
     """The answer to a transaction, which a majority of etcd's members agreed on.
 
     Attributes:
-        succeeded: The comparisons held, and the writes are done.
-        revision: The store's revision after it; that of the writes, if there were any.
-        found: What each read found, in order of keys; nothing for one that counts.
+        succeeded: Whether the comparisons held, so that the writes are done.
+        revision: The store's revision after it; if it wrote, the revision of the writes.
+        found: The results of each read, in order of keys; empty for a read that counts.
         cluster_id: The cluster that answered.
-        counts: How many keys each read met.
+        counts: The number of keys that each read matched.
     """
 
     succeeded: bool
@@ -92,14 +90,14 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """No answer came in time: the transaction was done, is still to be done, or never will be."""
+    """No answer came in time. The transaction was done, will be done later, or never."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """etcd refused the transaction, and did none of it: no space is left, or this user may not write there."""
+    """etcd refused the transaction and did none of it: it is out of space, or this user may not write there."""
 
     reason: str
 
@@ -111,8 +109,9 @@ class StoreSize(NamedTuple):
     """The size of a member's database.
 
     Attributes:
-        size_bytes: Bytes of its file. A compaction frees parts of it, a defragmentation gives them back.
-        quota_bytes: Its bound, above which no member writes; 0: this version does not say (before etcd 3.6).
+        size_bytes: Bytes of its file. A compaction frees parts of it, a defragmentation returns them to the host.
+        quota_bytes: The size above which a member refuses writes; 0 if this version does not report it (before etcd
+          3.6).
     """
 
     endpoint: str
@@ -121,7 +120,7 @@ class StoreSize(NamedTuple):
 
 
 class Removed(NamedTuple):
-    """The removal of a watched key, by the write of that revision."""
+    """The removal of a watched key, by the write with that revision."""
 
     key: bytes
     mod_revision: int
@@ -129,9 +128,9 @@ class Removed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WatchBatch:
-    """A watch's next changes, in order of their revisions. All up to `revision` have been told by then.
+    """A watch's next changes, in order of their revisions. It has now reported all changes up to `revision`.
 
-    A batch without changes says that there were none up to `revision`, and that the watch lives.
+    An empty batch says that nothing changed up to `revision`, and that the watch lives.
     """
 
     revision: int
@@ -139,11 +138,11 @@ class WatchBatch:
 
 
 class WatchEnded(Exception):
-    """Raised where a watch can't go on; the subclass says why."""
+    """A watch can't continue; the subclass says why."""
 
 
 class Compacted(WatchEnded):
-    """Raised where etcd no longer has the changes that a watch is to tell next. Its caller reads anew.
+    """etcd no longer has the next changes of a watch. The caller reads everything again.
 
     Attributes:
         revision: etcd has all changes from here on.
@@ -155,4 +154,4 @@ class Compacted(WatchEnded):
 
 
 class WatchRefused(WatchEnded):
-    """Raised where etcd refuses a watch: this user may not read there."""
+    """etcd refuses a watch: this user may not read there."""

@@ -1,1 +1,1 @@
-"""The rules of a fleet, pure: events and the time go in, effects come out."""
+"""The rules of a fleet, as pure functions of events and time: events go in, effects come out."""

@@ -1,14 +1,14 @@
-"""Clock rates: a node whose clock runs at another rate than the others' makes up for it.
+"""Clock rates: a node with a clock that runs at another rate than the others' compensates for that.
 
-Every horizon and every wait of the fleet is right only while no clock's rate is wrong by more than rho. So up to 16
-nodes write into slots what they know of their last beat: its revision, and between which times of their own clock etcd
-did it. Every node knows, from its own beats, between which times of its clock that revision was. Two such revisions
-give an interval for the rate of one clock to the other, however late requests and answers are; it narrows with time. A
-node makes up only for a median whose whole interval lies outside.
+Every deadline and every wait of the fleet is right only while no clock's rate is wrong by more than rho. So up to 16
+nodes publish facts about their last heartbeat in slots: its revision, and two times of their own clock between which
+etcd executed it. From its own heartbeats, every node knows two times of its clock around that revision. Two such
+revisions give an interval for the rate of one clock relative to the other, however late requests and answers are; the
+interval narrows with time. A node compensates only for a median whose whole interval lies outside the tolerance.
 
-What lies in the slots is others' word, and may be forged. So it never takes a node out of the fleet. It only makes it
-more careful, within bounds (`Membership.make_up_for`): horizons of a slow clock end earlier, waits on a fast one last
-longer.
+The slots contain claims of other nodes, which may be forged. So they never remove a node from the fleet. They only make
+it more careful, within bounds (`Membership.make_up_for`): deadlines on a slow clock come earlier, waits on a fast one
+last longer.
 """
 
 from collections import deque
@@ -25,19 +25,19 @@ from gpulease.daemon.fleet.rules.membership import Membership
 from gpulease.protocol.time_units import NS_PER_S
 
 SLOTS: Final = 16
-"""Clocks that all nodes compare theirs with. Bounds what a beat reads."""
+"""Clocks that all nodes compare theirs with. Bounds what a heartbeat reads."""
 
 _SLOT_KEYS: Final = tuple(CLOCKS + b"%02d" % number for number in range(SLOTS))
 
 MIN_CLOCKS: Final = 3
-"""Clocks, this node's among them, of which the median can tell who is wrong."""
+"""Clocks, including this node's, from which the median can tell which one is wrong."""
 
 WINDOW_NS: Final = 3 * 3600 * NS_PER_S
-"""After so long a clock's rate is measured anew, so that one that changed is noticed."""
+"""Time after which a clock's rate is measured from scratch, so that a changed rate is noticed."""
 
 
 MAX_POLLS: Final = 16
-"""Own beats that are remembered: a slot names a revision that is about one beat old."""
+"""Remembered heartbeats of this node: a slot names a revision that is about one heartbeat old."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,9 @@ class ClockRecord:
 
     Attributes:
         instance: The run of the process that wrote it.
-        revision: The store's revision as of its beat before.
+        revision: The store's revision at its previous heartbeat.
         low_ns: A time of its clock before that revision.
-        high_ns: A time of its clock after that.
+        high_ns: A time of its clock after that revision.
     """
 
     instance: Text
@@ -61,17 +61,15 @@ class ClockRecord:
             raise ValueError(f"low_ns is {self.low_ns}, after high_ns, {self.high_ns}")
 
     def encode(self) -> bytes:
-        """Encode the record as JSON."""
         return dumps(asdict(self), separators=(",", ":")).encode()
 
 
 def read_clock(value: bytes) -> ClockRecord | Unreadable:
-    """Read a slot's value."""
     return read_record(ClockRecord, value)
 
 
 class _Poll(NamedTuple):
-    """An own beat: a revision that the store had between two times."""
+    """An own heartbeat: a revision that the store reached between two times."""
 
     revision: int
     asked_ns: int
@@ -79,7 +77,7 @@ class _Poll(NamedTuple):
 
 
 class _Reading(NamedTuple):
-    """A revision on two clocks: between which times it was, of the slot's clock and of this node's."""
+    """A revision on two clocks: the times around it on the slot's clock and on this node's."""
 
     instance: str
     revision: int
@@ -91,13 +89,13 @@ class _Reading(NamedTuple):
 
 @dataclass(slots=True)
 class _Clock:
-    """A slot's clock: its first and its latest reading."""
+    """A slot's clock, with its first and its latest reading."""
 
     first: _Reading
     last: _Reading
 
     def rate(self) -> tuple[float, float] | None:
-        """Return the bounds of its seconds for each own second; None: too early to tell."""
+        """Return the bounds of its seconds per own second; None if it is too early to tell."""
         shortest = self.last.low_ns - self.first.high_ns
         longest = self.last.high_ns - self.first.low_ns
         if shortest <= 0:
@@ -107,34 +105,34 @@ class _Clock:
 
 
 class ClockRates:
-    """Clocks of the fleet as this node sees them."""
+    """The fleet's clocks as seen by this node."""
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
         self._clocks: dict[bytes, _Clock] = {}
         self._writes: dict[bytes, tuple[int, int]] = {}
-        """Of each slot its mod revision, and since when that is known."""
+        """The mod revision of each slot, and the time since which this node knows it."""
         self._slot: bytes | None = None
         self._instance = membership.instance
         self._polls: deque[_Poll] = deque(maxlen=MAX_POLLS)
 
     def read(self) -> Get:
-        """Return the read that a beat makes."""
+        """Return the read of a heartbeat."""
         return Get(CLOCKS, is_prefix=True)
 
     def write(self) -> tuple[Put, ...]:
-        """Return what a beat writes: the beat before it, if this node has a slot."""
+        """Return the writes of a heartbeat: facts about the one before it, if this node has a slot."""
         return () if self._slot is None or not self._polls else (self._put(self._slot),)
 
     def lose_slot(self) -> None:
-        """Write no more until the slot is seen to be this node's: a beat was not acknowledged."""
+        """Stop writing until a read shows that the slot is this node's: a heartbeat was not acknowledged."""
         self._slot = None
 
     def forget(self, instance: str = "") -> None:
-        """Measure anew: in another store the same revision is of another time, or this node's clock stood still.
+        """Restart the measurement: the store is another one, or this node's clock has stopped for a while.
 
         Args:
-            instance: Another random text for its readings, so that others measure anew; "" where its clock went on.
+            instance: A new random text for its readings, so that others restart theirs; "" if its clock continued.
         """
         self._instance = instance or self._instance
         self._clocks.clear()
@@ -143,9 +141,9 @@ class ClockRates:
         self._slot = None
 
     def saw(self, found: tuple[KeyValue, ...], revision: int, asked_ns: int, now_ns: int) -> float | None:
-        """Take the slots as an acknowledged beat of that revision read them.
+        """Take the slots that an acknowledged heartbeat of that revision read.
 
-        Returns the others' rate if this node's clock is wrong by their word; None: it is not.
+        Returns the others' rate if, by their readings, this node's clock is wrong; else None.
         """
         self._polls.append(_Poll(revision, asked_ns, now_ns))
         mine = None
@@ -155,17 +153,19 @@ class ClockRates:
                 self._membership.distrust(item, "its key is no slot")
                 continue
             there.add(item.key)
+            # Remember when each slot last changed: a slot that stops changing has lost its owner.
             known = self._writes.get(item.key)
             if known is None or known[0] != item.mod_revision:
                 self._writes[item.key] = item.mod_revision, now_ns
             record = self._membership.read(read_clock, item)
             if record is None:
                 continue
+            # The instance shows whether this node still owns a slot: the heartbeat that wrote it may have failed.
             if record.instance == self._instance:
                 mine = item.key
             else:
                 self._take(item.key, record, now_ns)
-        # What a slot told counts for as long as it is there.
+        # A clock counts for as long as its slot exists.
         self._clocks = {key: clock for key, clock in self._clocks.items() if key in there}
         self._slot = mine
         if mine is None:
@@ -192,12 +192,12 @@ class ClockRates:
         return Put(slot, record.encode())
 
     def _take_slot(self, revisions: dict[bytes, int], now_ns: int) -> None:
-        """Write into a slot that nobody writes; the next beat shows whether that was done."""
+        """Write into an abandoned slot. The next heartbeat shows whether that succeeded."""
         start = crc32(self._membership.node_id.encode())
         for step in range(SLOTS):
             key = _SLOT_KEYS[(start + step) % SLOTS]
             if key not in revisions or now_ns - self._writes[key][1] > self._membership.wait_ns:
-                # What nobody writes tells nothing of a clock any more.
+                # An abandoned slot says nothing more about a clock.
                 self._clocks.pop(key, None)
                 compare = ModRevisionIs(key, revisions.get(key, 0))
                 transaction = Transaction((compare,), (self._put(key),))
@@ -210,7 +210,7 @@ class ClockRates:
             return None
         low = median([1.0, *(rate[0] for rate in rates)])
         high = median([1.0, *(rate[1] for rate in rates)])
-        # Of an interval that lies outside, the end that asks for more care.
+        # If the interval lies outside, use the end that demands more care.
         if low > 1 + self._membership.rho / 2:
             return high
         return low if high < 1 - self._membership.rho / 2 else None

@@ -1,13 +1,13 @@
 """Events that a fleet's member handles, and effects that it returns.
 
-The process around the member turns what happens into events and carries the effects out in their order; it never
-decides. All times are nanoseconds of CLOCK_BOOTTIME, which goes on while the host sleeps. The time given with an event
-is read before it is handled, and an `Ask` is sent afterwards: so a request's time is never later
-than its sending, and an answer's never earlier than its receipt.
+The process around the member turns what happens into events and executes the effects in order; it never decides. All
+times are nanoseconds of CLOCK_BOOTTIME, which continues while the host sleeps. The process reads the time of an event
+before handling it, and sends an `Ask` afterwards. So a request's time is never later than its sending, and an answer's
+never earlier than its receipt.
 
-Every `ClaimWanted` gets exactly one of `Claimed` and `ClaimRefused`, unless `ClaimDropped` came first. Every `Ask` gets
+Every `ClaimWanted` gets exactly one `Claimed` or `ClaimRefused`, unless `ClaimDropped` comes first. Every `Ask` gets
 exactly one `Answered`; the process bounds the wait and answers Unknown. Every `EndClaimed` gets exactly one
-`LiveClaims`, once the last claimed lease has ended and its memory is proved free; until then nothing is claimed.
+`LiveClaims`, once the last claimed lease has ended and its memory is proved free; until then the member claims nothing.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ class FleetTerms:
     """Times that all nodes of a fleet agree on.
 
     Attributes:
-        horizon_s: T: seconds that a claimed lease outlives its node's last beat, at most.
+        horizon_s: T: the most seconds that a claimed lease outlives its node's last heartbeat.
         rho: Largest error of a clock's rate: a clock's second lasts between 1/(1 + rho) and 1/(1 - rho) seconds.
     """
 
@@ -37,14 +37,15 @@ class FleetTerms:
 
 @dataclass(frozen=True, slots=True)
 class FleetIdentity:
-    """The store that a node joined, remembered over restarts so that another in its place is noticed.
+    """The store that a node joined. The node remembers it over restarts, to notice another store in its place.
 
     Attributes:
-        cluster_id: etcd's number of the cluster; 0: none was joined yet.
-        generation: Text of the store's generation key; an operator renews it after etcd was restored from a backup.
+        cluster_id: etcd's number of the cluster; 0: the node has joined none yet.
+        generation: Text of the store's generation key. An operator renews it after restoring etcd from a backup.
         revision: A revision that the store had reached. Revisions never fall, unless a backup was restored.
-        epoch_base: A claim's epoch is the sum of this and its revision.
-        is_restored: The store was found to be an earlier state of itself: it is joined once its generation is another.
+        epoch_base: A claim's epoch is this plus its revision.
+        is_restored: The store was found to be an earlier state of itself. The node joins it once its generation
+          changes.
     """
 
     cluster_id: int = 0
@@ -56,15 +57,15 @@ class FleetIdentity:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What tells the records that a daemon wrote under its node's id from those of every other daemon.
+    """Distinguishes records that this daemon wrote under its node's id from those of every other daemon.
 
-    The daemon's journal has the mark before a beat is asked. So who finds a record that its mark does not cover has a
-    copy of that journal, or an earlier state of it.
+    The daemon's journal has the mark before the heartbeat is sent. So a daemon that finds a record beyond its mark has
+    a copy of the journal, or an earlier state of it.
 
     Attributes:
-        beat: Number of the last beat that was asked.
-        run: Instance of the process that asked it.
-        entered: Nonce of the record with which that process went on; "": it wrote the record itself.
+        beat: Number of the last heartbeat that was sent.
+        run: Instance of the process that sent it.
+        entered: Nonce of the record with which that process continued; "": it wrote the record itself.
     """
 
     beat: int = 0
@@ -72,7 +73,7 @@ class Mark:
     entered: str = ""
 
     def covers(self, record: "NodeRecord") -> bool:
-        """Return whether the daemon with this mark wrote a record, as far as records tell that."""
+        """Return whether the daemon with this mark wrote a record, as far as the record shows it."""
         if not self.run:
             return False
         if record.nonce == self.entered:
@@ -82,47 +83,45 @@ class Mark:
 
 DEFAULT_TERMS: Final = FleetTerms()
 NO_IDENTITY: Final = FleetIdentity()
-"""The identity of no store: this node has never joined one."""
+"""A node that has never joined a store."""
 NO_MARK: Final = Mark()
-"""The mark of a daemon that has never beaten."""
+"""A daemon that has never sent a heartbeat."""
 
 
 class Why(Enum):
-    """Reasons for which a claim is refused."""
-
     TAKEN = "taken"
-    """Other leases, here or at other nodes, have the name or the quota's bytes."""
+    """Other leases, on this node or others, have the name or the quota's bytes."""
     ISOLATED = "isolated"
-    """This node is not a member now, or etcd has not acknowledged a beat within the horizon."""
+    """This node is not a member now, or etcd has not acknowledged a heartbeat within the horizon."""
     UNKNOWN = "unknown"
-    """etcd's answer was lost. The claim, if it was made, is deleted once it is seen."""
+    """etcd's answer was lost. If the claim was made, the node deletes it when it sees it."""
     REJECTED = "rejected"
-    """etcd refused to write: it has no space, or this node may not write there."""
+    """etcd refused to write: it is out of space, or this node may not write there."""
     STALE = "stale"
-    """etcd is another store than the one that was joined; an operator must act."""
+    """etcd is another store than the joined one. An operator must act."""
     BUSY = "busy"
     """Too many claims wait at this node."""
     NO_QUOTA = "no_quota"
     """An operator has to set the tenant's quota in the fleet."""
     TOO_LARGE = "too_large"
-    """More bytes are wanted than the tenant's quota in the fleet has."""
+    """The request exceeds the tenant's quota in the fleet."""
 
 
 class Reason(Enum):
-    """Reasons for which all claimed leases of a node end."""
+    """Reasons why all claimed leases of a node end."""
 
     FENCED = "fenced"
-    """Another node removed this one from the fleet, because it was silent for more than a horizon."""
+    """Another node removed this one from the fleet, because it was silent for longer than a horizon."""
     FORGOTTEN = "forgotten"
-    """The daemon has claimed leases, but does not know, or can't show, under which incarnation it claimed them."""
+    """The daemon has claimed leases, but does not know, or can't prove, the incarnation that claimed them."""
     LOST = "lost"
-    """A claim of a living lease is no longer in etcd: somebody deleted it."""
+    """A living lease's claim was deleted from etcd."""
     RESTORED = "restored"
-    """etcd is another store than the one that was joined, or an earlier state of it."""
+    """etcd is another store than the joined one, or an earlier state of it."""
     PAUSED = "paused"
-    """The machine was paused, and its clocks with it: they don't show that the horizon has passed."""
+    """The machine was paused together with its clocks, so they do not show whether the horizon has passed."""
     RENEWED = "renewed"
-    """An operator renewed the store's generation; the node joins anew."""
+    """An operator renewed the store's generation. The node rejoins."""
 
 
 # --- events ---
@@ -130,31 +129,29 @@ class Reason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The process runs. Nothing is asked before `LiveClaims` has come too."""
+    """The process runs. The member sends nothing until `LiveClaims` has come too."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimerFired:
-    """The timer that was armed last is due; an early, late or second one does no harm."""
+    """The last timer is due. An early, late or repeated one does no harm."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A transaction has its outcome."""
-
     number: int
     outcome: Outcome
 
 
 @dataclass(frozen=True, slots=True)
 class LiveClaims:
-    """The claimed leases that the broker has: told at the start, and in answer to each EndClaimed, then empty.
+    """The broker's claimed leases: sent at the start, and in answer to each EndClaimed, then empty.
 
     A lease counts until its memory is proved free.
 
     Attributes:
-        epochs: Epoch by name.
-        quotas: Tenants of the leases that have bytes of a quota, by lease, in 32 hexadecimal digits.
+        epochs: Epochs by name.
+        quotas: Tenants of the leases that use quota bytes, by lease, in 32 hexadecimal digits.
     """
 
     epochs: Mapping[str, int] = field(default_factory=dict)
@@ -163,7 +160,7 @@ class LiveClaims:
 
 @dataclass(frozen=True, slots=True)
 class MarkKept:
-    """The journal has the mark of that beat: it may be asked now."""
+    """The journal has the mark of that heartbeat: the member may send it now."""
 
     beat: int
 
@@ -173,9 +170,9 @@ class ClaimWanted:
     """The broker asks for a name before it admits a lease.
 
     Attributes:
-        request: Number of this request; no other open one has it.
+        request: Number of this request, unique among open ones.
         lease_id: The lease, in 32 hexadecimal digits.
-        wait_until_ns: Until when to wait for a name that is taken; a time that has passed: one attempt.
+        wait_until_ns: How long to wait for a name that is taken. With a time in the past, one attempt.
     """
 
     request: int
@@ -187,14 +184,14 @@ class ClaimWanted:
 
 @dataclass(frozen=True, slots=True)
 class ClaimDropped:
-    """Nobody waits for a claim any more. If it was made all the same, it is deleted."""
+    """The broker no longer waits for a claim. If the claim succeeds anyway, the member deletes it."""
 
     request: int
 
 
 @dataclass(frozen=True, slots=True)
 class ClaimEnded:
-    """A claimed lease has ended and its memory is proved free, or a claim that was given is not used."""
+    """A claimed lease has ended and its memory is proved free, or the broker does not use a claim that it got."""
 
     name: str
     epoch: int
@@ -202,7 +199,7 @@ class ClaimEnded:
 
 @dataclass(frozen=True, slots=True)
 class RecordChanged:
-    """The node's record has other contents from the next beat on."""
+    """The node's record has new contents from the next heartbeat on."""
 
     addresses: tuple[str, ...] = ()
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -215,7 +212,7 @@ class RecordChanged:
 class QuotaWanted:
     """The broker asks for bytes of a tenant's quota in the fleet before it admits a lease.
 
-    It is answered by one QuotaGiven or QuotaRefused, unless QuotaDropped comes first.
+    It gets one QuotaGiven or QuotaRefused, unless QuotaDropped comes first.
 
     Attributes:
         lease_id: The lease, in 32 hexadecimal digits, never used before.
@@ -230,14 +227,14 @@ class QuotaWanted:
 
 @dataclass(frozen=True, slots=True)
 class QuotaDropped:
-    """Nobody waits for a quota's bytes any more. If they were given all the same, they are given back."""
+    """The broker no longer waits for quota bytes. If it gets them anyway, the member returns them."""
 
     request: int
 
 
 @dataclass(frozen=True, slots=True)
 class QuotaEnded:
-    """A lease that had bytes of a quota has ended, and its memory is proved free."""
+    """A lease with quota bytes has ended, and its memory is proved free."""
 
     tenant: str
     lease_id: str
@@ -245,12 +242,12 @@ class QuotaEnded:
 
 @dataclass(frozen=True, slots=True)
 class Paused:
-    """The machine was paused, and its clocks with it; it runs again.
+    """The machine was paused together with its clocks, and runs again.
 
     Attributes:
-        missed_ns: For how long at least its clocks stood still; None: it was restored from a snapshot, or copied, so
-            that another one may run with all that this process knows.
-        instance: Another random text in place of the one that the process began with.
+        missed_ns: The shortest time for which its clocks can have stopped. None: the machine was restored from a
+          snapshot, or copied, so that another one may run with the same knowledge.
+        instance: A new random text that replaces the one from the process's start.
     """
 
     missed_ns: int | None
@@ -259,7 +256,10 @@ class Paused:
 
 @dataclass(frozen=True, slots=True)
 class Stopping:
-    """The daemon stops: beat no more, finish what is being deleted, and leave the fleet if nothing claimed is left."""
+    """The daemon stops: send no more heartbeats, and finish the deletions under way.
+
+    Leave the fleet if no claims remain.
+    """
 
 
 Event = (
@@ -293,21 +293,24 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Compact:
-    """Take etcd's history before that revision away. Whatever becomes of it, a later one takes more."""
+    """Remove etcd's history before that revision. If it fails, a later one removes more."""
 
     revision: int
 
 
 @dataclass(frozen=True, slots=True)
 class ArmTimer:
-    """Send TimerFired at this time. There is one timer: the last order counts."""
+    """Send TimerFired at this time. The last order replaces earlier ones."""
 
     due_ns: int
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """The node is a member. Keep all for the next process: it goes on without ending claimed leases."""
+    """The node is a member.
+
+    Store all of this for the next process, which then continues without ending claimed leases.
+    """
 
     identity: FleetIdentity
     incarnation: int
@@ -316,21 +319,21 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Remembered:
-    """Keep the store's identity as of now, for the next process."""
+    """Store the store's present identity for the next process."""
 
     identity: FleetIdentity
 
 
 @dataclass(frozen=True, slots=True)
 class KeepMark:
-    """Keep the mark for the next process, and send MarkKept once it is durable."""
+    """Store the mark for the next process, and send MarkKept once it is durable."""
 
     mark: Mark
 
 
 @dataclass(frozen=True, slots=True)
 class MoveHorizon:
-    """Claimed leases may live until then, and no longer; a horizon never moves back.
+    """Claimed leases may live until then, and no longer. The deadline (horizon) never moves back.
 
     Attributes:
         incarnation: The create revision of the node's record.
@@ -344,7 +347,7 @@ class MoveHorizon:
 class EndClaimed:
     """End all claimed leases at once, and send LiveClaims when the memory of all is proved free.
 
-    Claims that were granted before this effect count, also those that the broker has not admitted yet.
+    That includes claims granted before this effect that the broker has not admitted yet.
     """
 
     reason: Reason
@@ -353,7 +356,7 @@ class EndClaimed:
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """The name is this node's under that epoch, which is above all earlier epochs of the name."""
+    """The name belongs to this node under that epoch, which is above all earlier epochs of the name."""
 
     request: int
     name: str
@@ -362,10 +365,10 @@ class Claimed:
 
 @dataclass(frozen=True, slots=True)
 class ClaimRefused:
-    """The name was not given.
+    """The claim failed.
 
     Attributes:
-        text: Whose fault it is and what to do, for the tenant.
+        text: The cause and what to do, for the tenant.
         retry_after_ms: When to ask again.
     """
 
@@ -377,7 +380,7 @@ class ClaimRefused:
 
 @dataclass(frozen=True, slots=True)
 class QuotaGiven:
-    """The bytes are the lease's until QuotaEnded. The lease is a claimed one: it ends at the horizon."""
+    """The bytes belong to the lease until QuotaEnded. It counts as a claimed lease: it ends at the horizon."""
 
     request: int
     tenant: str
@@ -386,7 +389,7 @@ class QuotaGiven:
 
 @dataclass(frozen=True, slots=True)
 class QuotaRefused:
-    """No bytes were given; the members are those of ClaimRefused."""
+    """The lease gets no bytes. The members are those of ClaimRefused."""
 
     request: int
     why: Why
@@ -399,7 +402,7 @@ class Stopped:
     """The answer to Stopping: nothing is under way any more.
 
     Attributes:
-        has_left: The node's record is gone, and no claim is left. The next process joins as a new member.
+        has_left: The node's record is gone, and no claim remains. The next process joins as a new member.
     """
 
     has_left: bool
@@ -414,26 +417,23 @@ class Note(Enum):
     REJECTED = "rejected"
     ISOLATED = "isolated"
     FENCED = "fenced"
-    """This node was fenced."""
     FENCED_OTHER = "fenced_other"
-    """This node fenced another; `node_id` names it."""
+    """This node fenced another, named by `node_id`."""
     ORPHAN_DELETED = "orphan_deleted"
     CLOCK = "clock"
-    """This node's clock runs faster or slower than the others', by what they say; without text it does not any more."""
+    """This node's clock is faster or slower than the others', by their readings; without text it is right again."""
     FAULT = "fault"
-    """An answer could not be handled, by a fault of the daemon's own; it counts as lost."""
+    """A fault of the daemon prevented it from handling an answer, which counts as lost."""
     TWIN = "twin"
-    """Another daemon joined under this node's id."""
+    """Another daemon joined with this node's id."""
     NOT_COMPACTED = "not_compacted"
-    """etcd did not let this node take its history away."""
+    """etcd did not let this node remove its history."""
     REFUSED = "refused"
     """This node stays out of the fleet until an operator acts; `text` says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """A fact for the log and the metrics."""
-
     note: Note
     text: str = ""
     node_id: str = ""
@@ -445,8 +445,8 @@ class RecordsUnreadable:
     """Values in etcd could not be read.
 
     Attributes:
-        count: Those that were met since the member began.
-        text: What an operator should know of those that are there now; "" if none is.
+        count: Unreadable values since the member began.
+        text: What an operator should know of the present ones; "" without any.
     """
 
     count: int

@@ -1,24 +1,27 @@
-"""A node's membership in its fleet: it joins, beats, is fenced, joins anew.
+"""A node's membership in its fleet: it joins, sends heartbeats, is fenced, and rejoins.
 
-A member rewrites its record with each beat, if the record is still at the revision that it wrote last. A beat that is
-acknowledged moves the horizon to T (1 - rho) after the time at which the beat was asked. A beat whose answer was lost
-is repeated: if the first was done, the repetition fails and reads its nonce back. Who finds another record than its
-own, or none, was fenced: it ends all claimed leases, and joins anew once their memory is proved free. What the node has
-lies in a key of its own: the beat that finds it changed writes it, too.
+A member rewrites its record with each heartbeat, on condition that the record is still at the revision that it wrote
+last. An acknowledged heartbeat moves the deadline of claimed leases (`horizon`) to T (1 - rho) after the sending of the
+heartbeat. After a lost answer the member repeats the heartbeat: if the first was done, the repetition fails and reads
+its nonce back. A member that finds another record than its own, or none, was fenced: it ends all claimed leases, and
+rejoins once their memory is proved free. The node's inventory has its own key: the heartbeat that finds it changed
+writes it, too.
 
-A record under this node's id that this daemon did not write is another daemon's: of a host with the same name, of a
-host with a copy of this one's journal, or of this host before its journal was lost or restored. The mark, which the
-journal has before each beat, tells them apart. The other's leases may live: only once it was silent for half a horizon
-is the record deleted, and its claims are given up one more horizon later. While it beats, this node stays out.
+A record with this node's id that this daemon did not write belongs to another daemon: on a host with the same name, on
+a host with a copy of this one's journal, or on this host before its journal was lost or restored. The mark, which the
+journal stores before each heartbeat, tells them apart. The other daemon's leases may live. So the record is deleted
+only after half a horizon of silence, and its claims are abandoned one more horizon later. While the other daemon sends
+heartbeats, this node stays out.
 
-The store may be another one: restored from a backup, or made anew. A node that remembers a higher revision or another
-cluster, or finds an earlier record of its own or of the last join, stays out until an operator renews the generation
-key. The store does not have the claims that were made after the backup, and their leases may live. So nothing is
-claimed under a new generation for T (1 + rho) after it was seen: then a node settles it, by one record that all claims
-compare. The record has the base of epochs too, above every epoch that the node knows of: revisions may have fallen.
+The store may be another one: restored from a backup, or created from scratch. A node stays out until an operator renews
+the generation key if it remembers a higher revision or another cluster, or if it finds an earlier record of its own or
+of the last join. The store lacks the claims that were made after the backup, and their leases may live. So no node
+claims anything under a new generation for T (1 + rho) after it saw that generation. Then one node settles it, by a
+record that all claims compare. The record also contains the base of epochs, above every epoch that the node knows:
+revisions may have fallen.
 
-Nodes trust each other's horizon: who takes a silent node's names waits for the horizon that it has itself. The first
-node to join writes it down, and a node with another one stays out.
+Nodes trust each other's horizon: a node that takes a silent node's names waits for its own. The first node to join
+writes the horizon down, and a node with another one stays out.
 """
 
 from collections.abc import Callable
@@ -102,10 +105,10 @@ from gpulease.protocol.time_units import NS_PER_S
 _AFTER: Final = "an operator waits until no named lease of before runs anywhere, then"
 
 RENEW: Final = f"{_AFTER} puts a new text: `etcdctl put {GENERATION.decode()} TEXT`"
-"""The act that lets nodes join a store that is not the one they knew."""
+"""The step that lets nodes join a store other than the one they knew."""
 
 NEW_HORIZON: Final = f"set the fleet's; to give all nodes another one, {_AFTER} `etcdctl del {HORIZON.decode()}`"
-"""The act that lets a node join whose horizon is not the fleet's."""
+"""The step that lets a node join with a horizon other than the fleet's."""
 
 CLOCK: Final = "until they agree, its horizons end earlier or its waits last longer; look at the clocks of all of them"
 
@@ -114,10 +117,10 @@ TWIN: Final = "another daemon runs under this node's id: an operator gives each 
 LEFT_OVER: Final = "a daemon with this node's id was not stopped, and may run: this one joins once that was silent for"
 
 REMEMBER_NS: Final = 60 * NS_PER_S
-"""Between two times at which the broker keeps the store's revision: a backup that is older than that is noticed."""
+"""Time from one storing of the store's revision by the broker to the next. A backup older than that is noticed."""
 
 MAX_FAULT_CHARS: Final = 300
-"""Longest text about a fault. It may quote what lies in etcd."""
+"""Longest text about a fault. It may quote values from etcd."""
 
 RENEWED: Final = "an operator renewed the fleet's generation key or its horizon"
 
@@ -128,29 +131,28 @@ UNSETTLED: Final = "the fleet's generation was renewed, and leases of before may
 FOREIGN: Final = "etcd has this node's record from another daemon, or from a later state of this one's journal"
 
 EPOCH_GAP: Final = 10**9
-"""Epochs that a new generation leaves out. Those of claims that no living node knows of lie there: more than etcd makes
-of revisions in days."""
+"""Epochs that a new generation skips. Epochs of claims that no living node knows lie there: more than etcd makes
+revisions in days."""
 
 _FORGETS: Final = frozenset({Reason.FORGOTTEN, Reason.RESTORED, Reason.RENEWED, Reason.PAUSED})
-"""Ends of a membership after which what this daemon knew of its claims may be of another daemon, or another store."""
+"""Ends of a membership after which this daemon's knowledge of its claims may concern another daemon, or another
+store."""
 
 OnAnswer = Callable[[Answer, int, int], None]
-"""Takes an answer, when it was asked, and the time now."""
+"""Takes an answer, its sending time, and the time now."""
 
 
 class _Phase(Enum):
-    """Phases of membership."""
-
     STARTING = auto()
-    """The broker has not told its claimed leases yet."""
+    """The broker has not sent its claimed leases yet."""
     ENDING = auto()
-    """Claimed leases end; then the node joins anew."""
+    """Claimed leases end; then the node rejoins."""
     JOINING = auto()
     MEMBER = auto()
 
 
 class _Stranger(NamedTuple):
-    """Another daemon's record under this node's id; `since_ns`: since when it is unchanged."""
+    """Another daemon's record with this node's id; unchanged since `since_ns`."""
 
     mod_revision: int
     since_ns: int
@@ -158,8 +160,6 @@ class _Stranger(NamedTuple):
 
 
 class Member:
-    """A node of a fleet."""
-
     def __init__(
         self,
         node_id: str,
@@ -171,10 +171,10 @@ class Member:
         instance: str,
         history_s: int = HISTORY_S,
     ) -> None:
-        """Take incarnation, identity and mark as an earlier process told them last, if one did.
+        """Take incarnation, identity and mark as the last process stored them, if there was one.
 
-        `instance` is a random text of this run of the process: no other run, of any node, has it. `history_s` is that
-        of StoreHistory.
+        `instance` is a random text, unique to this run of the process on this node. `history_s` is that of
+        StoreHistory.
         """
         self._membership = Membership(node_id, terms, incarnation, instance)
         self._fences = NodeFences(self._membership)
@@ -188,42 +188,42 @@ class Member:
         self._mark = mark
         self._awaits_mark = False
         self._highest_epoch = 0
-        """An epoch that no claim of before a renewed generation, as far as this node knows, was above."""
+        """An upper bound of all epochs from before a renewed generation, as far as this node knows."""
         self._unsettled_ns: int | None = None
-        """Since when this node knows a generation under which leases of before may live; None: it knows none."""
+        """Since when this node knows a generation under which earlier leases may live; None: it knows none."""
         self._is_settling = False
         self._joined_revision = 0
-        """The last join that was seen: at that revision the key was written."""
+        """The revision of the last join that this node saw."""
         self._stranger: _Stranger | None = None
         self._remembered_ns = 0
         self._horizon_s = terms.horizon_s
         self._record = RecordChanged()
         self._written: RecordChanged | None = None
-        """The inventory that etcd has of this membership; None: that is not known."""
+        """The inventory that etcd has for this membership; None: unknown."""
         self._phase = _Phase.STARTING
         self._has_started = False
         self._key = node_key(node_id)
         self._removal = node_removal(node_id)
         self._reads = Get(self._key), Get(GENERATION), Get(HORIZON)
         self._attempts: dict[str, int] = {}
-        """When each write of the record was asked whose fate is not known, by nonce."""
+        """Sending time of each write of the record with an unknown outcome, by nonce."""
         self._is_asking = False
         self._due_ns = 0
         self._no_generation_ns: int | None = None
         self._is_isolated = False
         self._rate: float | None = None
-        """How fast the others' clocks run by their word; None: as this node's."""
+        """The others' clock rate by their readings; None: the same as this node's."""
         self._is_stopping = False
         self._has_left = False
         self._armed_ns: int | None = None
 
     @property
     def horizon_ns(self) -> int:
-        """Return until when claimed leases may live."""
+        """The deadline of claimed leases."""
         return self._membership.horizon_ns
 
     def handle(self, event: Event, now_ns: int) -> list[Effect]:
-        """Handle an event. Returns the effects in the order in which they are to be carried out."""
+        """Handle an event. Returns its effects in the order of execution."""
         self._membership.effects, self._membership.now_ns = [], now_ns
         match event:
             case Started():
@@ -254,6 +254,7 @@ class Member:
                 self._pause(event)
             case Stopping():
                 self._is_stopping = True
+        # After every event, do whatever has become due: the event may have unblocked it.
         self._advance(now_ns)
         self._membership.report_unreadable()
         return self._membership.effects
@@ -261,7 +262,6 @@ class Member:
     # --- time ---
 
     def _advance(self, now_ns: int) -> None:
-        """Do what is due."""
         if self._membership.is_suspect and self._phase is _Phase.MEMBER and not self._awaits_mark:
             self._due_ns = now_ns
         self._membership.is_suspect = False
@@ -281,7 +281,7 @@ class Member:
         self._arm(now_ns)
 
     def _arm(self, now_ns: int) -> None:
-        """Arm the timer for what is due first, if it is armed for another time."""
+        """Arm the timer for the next thing that is due, if it is armed for another time."""
         dues = []
         if self._is_running and not self._is_asking and self._phase in (_Phase.JOINING, _Phase.MEMBER):
             dues.append(self._due_ns)
@@ -295,7 +295,7 @@ class Member:
     # --- the store ---
 
     def _answered(self, answered: Answered, now_ns: int) -> None:
-        """Pass an outcome on to who asked; to a member another store's answer counts as none."""
+        """Pass an outcome to the rule that asked. For a member, an answer from another store counts as none."""
         asked = self._membership.take(answered.number)
         if asked is None:
             return
@@ -310,23 +310,23 @@ class Member:
         try:
             asked.on_outcome(outcome, asked.asked_ns, now_ns)
         except Exception as error:
-            # Who waits for this answer is to get one all the same: it counts as lost, and is asked for again.
+            # The rule that waits for this answer must get one anyway: it counts as lost, and the rule asks again.
             where = extract_tb(error.__traceback__)[-1]
             text = f"handling an answer of etcd's, in {where.name}, line {where.lineno}: {error!r}"[:MAX_FAULT_CHARS]
             self._note(Note.FAULT, text)
             asked.on_outcome(Unknown(text), asked.asked_ns, now_ns)
 
     def _difference(self, answer: Answer, floor: int) -> str:
-        """Tell why an answer came from another store than the one that was joined; empty: it did not."""
+        """Return why an answer came from a store other than the joined one; "" if it did not."""
         if self._identity.cluster_id not in (0, answer.cluster_id):
             return f"etcd is cluster {answer.cluster_id:x}, and was {self._identity.cluster_id:x}"
         return f"etcd is at revision {answer.revision}, and was at {floor}" if answer.revision < floor else ""
 
     def _lose_store(self, text: str, answer: Answer, due_ns: int = 0) -> None:
-        """Lose the membership of a store that is not the one that was joined, or an earlier state of it.
+        """Lose the membership of a store that is not the joined one, or that is an earlier state of it.
 
-        An earlier state looks like the store again once its revisions are higher, so that it was one is remembered.
-        Another cluster is known by its number as long as it is there.
+        An earlier state looks like the joined store again once its revisions have risen. So the identity remembers that
+        it was one. Another cluster can be recognised by its number at any time.
         """
         if self._identity.cluster_id in (0, answer.cluster_id):
             self._identity = replace(self._identity, is_restored=True)
@@ -334,11 +334,14 @@ class Member:
         self._lose(Reason.RESTORED, text, due_ns)
 
     def _is_accepted(self, answer: Answer, generation: KeyValue | None, horizon: KeyValue | None, now_ns: int) -> bool:
-        """Return whether the store may be joined; if it is new to this node, remember it."""
+        """Return whether this node may join the store. If the store is new to this node, remember it."""
         known = self._identity.generation
+        # A new store, or a lost one: create the key only after all leases of a lost store are over.
         if generation is None and not known:
             self._make_generation(now_ns)
             return False
+        # A new generation is the operator's word that the store is the right one, whatever its revisions say. Without
+        # it, the store must have reached what this node remembers.
         value = read_generation(generation.value) if generation else ""
         is_renewed = bool(value) and bool(known) and value != known
         text = "" if is_renewed else self._difference(answer, self._membership.revision)
@@ -347,10 +350,12 @@ class Member:
         if not value:
             text = "etcd has lost the fleet's generation key"
         act = RENEW
+        # Nodes rely on each other's horizon, so one with a different value must not join.
         if not text and horizon and (theirs := self._membership.read(read_horizon_s, horizon)) != self._horizon_s:
             other = "a value that can't be read as its horizon_s" if theirs is None else f"horizon_s = {theirs:g}"
             text = f"the fleet has {other}, and this node {self._horizon_s:g}"
             act = NEW_HORIZON
+        # Stay out, tell the operator once, and look again after the time of a heartbeat.
         if text:
             refusal = f"{text}: {act}"
             if self._membership.trouble is CUT_OFF:
@@ -361,19 +366,23 @@ class Member:
                 self._lose_store(text, answer, self._due_ns)
             return False
         self._membership.trouble = CUT_OFF
+        # Leases from before the renewal may live under epochs up to this one, so new epochs must begin above it, and
+        # not before those leases are over.
         if is_renewed:
             self._highest_epoch = max(self._highest_epoch, self._membership.epoch_base + self._membership.revision)
             self._unsettled_ns = now_ns
         self._membership.revision = answer.revision
         self._membership.generation_revision = _revision(generation)
         self._identity = FleetIdentity(answer.cluster_id, value, answer.revision, self._membership.epoch_base)
+        # A member rejoins under a new generation, or after its horizon key was deleted, so that all nodes settle on the
+        # same values.
         if self._membership.incarnation and (is_renewed or horizon is None):
             self._lose(Reason.RENEWED, RENEWED)
             return False
         return True
 
     def _make_generation(self, now_ns: int) -> None:
-        """Make the generation key if none was there for so long that all leases of a store that was lost are over."""
+        """Create the generation key if it was absent for long enough that all leases of a lost store are over."""
         if self._no_generation_ns is None:
             self._no_generation_ns = now_ns
         self._due_ns = self._no_generation_ns + self._membership.wait_ns
@@ -385,14 +394,14 @@ class Member:
     # --- joining ---
 
     def _take_live(self, live: LiveClaims, now_ns: int) -> None:
-        """Take what the broker has: join if it has no claims, or if it knows under which incarnation they were made."""
+        """Take the broker's claims. The node joins if it has none, or if it knows their incarnation."""
         if self._phase is _Phase.STARTING:
             if (live.epochs or live.quotas) and not self._membership.incarnation:
                 self._lose(Reason.FORGOTTEN, "the daemon does not know any more as which member it claimed names")
                 return
             self._claims.restore(live.epochs)
             self._quotas.restore(live.quotas)
-            # A store that does not reach the epoch of a living lease is an earlier state of the one that was joined.
+            # A store with revisions below the epoch of a living lease is an earlier state of the joined one.
             self._membership.revision = max(self._membership.revision, *self._claims.live.values(), 0)
         elif self._phase is not _Phase.ENDING or live.epochs or live.quotas:
             return
@@ -403,13 +412,16 @@ class Member:
         self._ask(now_ns, Transaction(reads=(*self._reads, Get(EPOCHS))), self._store_read)
 
     def _store_read(self, answer: Answer, asked_ns: int, now_ns: int) -> None:
-        """Go on as the member of before, or delete its record, or join."""
+        """Continue the earlier membership, or delete its record, or join."""
+        # The same snapshot holds the record, the generation and the horizon, so that they can be compared in the join.
         record, generation, horizon = _own_and_fleet(answer)
         self._due_ns = now_ns
         if not self._is_accepted(answer, generation, horizon, now_ns):
             return
         if not self._take_epochs(answer.found[3], answer.revision):
             return
+        # An earlier process of this daemon was a member, and its claimed leases may live. Continue only if the record
+        # proves to be that membership's; otherwise end them.
         if self._membership.incarnation:
             is_same = record is not None and record.create_revision == self._membership.incarnation
             if record and is_same and not self._is_own(record) and not self._is_uncounted(record):
@@ -420,15 +432,19 @@ class Member:
                 self._enter(now_ns, entered=self._nonce(record))
             else:
                 self._lose(Reason.FENCED, "another node fenced this one while its daemon was not running")
+        # An earlier join of this run had a lost answer, and was done.
         elif record and (attempt_ns := self._attempts.get(self._nonce(record))) is not None:
             self._join(record.create_revision, record.mod_revision, attempt_ns, now_ns)
+        # The record is another daemon's, which may live: wait until it has been silent for half a horizon.
         elif record and not self._is_own(record) and not self._is_silent(record, now_ns):
             self._due_ns = now_ns + self._membership.poll_ns
         elif record:
-            # No claimed lease of an own one lives here: the broker said so.
+            # No claimed lease of the record's membership lives here: the broker has said so. Delete it, then join.
             compare = ModRevisionIs(self._key, record.mod_revision)
             self._ask(now_ns, Transaction((compare,), self._removal), self._again)
         else:
+            # Join. All conditions go into the transaction: the record is still absent, and generation, horizon and
+            # epochs are those just read.
             self._membership.earlier_over_ns = now_ns + self._membership.wait_ns
             compares = (
                 CreateRevisionIs(self._key, 0),
@@ -437,6 +453,7 @@ class Member:
                 ModRevisionIs(EPOCHS, self._membership.epochs_revision),
             )
             self._mark = Mark(self._mark.beat + 1, self._membership.instance)
+            # The join also leaves a trace under one key of the fleet, which shows a restored backup to everyone.
             joined = Put(JOINED, self._membership.node_id.encode())
             writes: tuple[Put, ...] = (self._write(now_ns), self._inventory(), joined)
             writes += () if horizon else (Put(HORIZON, f"{self._horizon_s:g}".encode()),)
@@ -453,17 +470,17 @@ class Member:
             self._due_ns = now_ns + self._membership.retry_ns
 
     def _is_own(self, record: KeyValue) -> bool:
-        """Return whether this daemon wrote the record. One that can't be read is another's."""
+        """Return whether this daemon wrote the record. An unreadable one counts as another daemon's."""
         found = self._membership.read(read_node, record)
         return found is not None and self._mark.covers(found)
 
     def _is_uncounted(self, record: KeyValue) -> bool:
-        """Return whether both the record and this daemon's journal are of a version that did not count beats."""
+        """Return whether both the record and this daemon's journal are from a version without heartbeat numbers."""
         found = self._membership.read(read_node, record)
         return found is not None and not self._mark.run and not found.beat
 
     def _is_silent(self, record: KeyValue, now_ns: int) -> bool:
-        """Return whether another daemon's record was unchanged for half a horizon, and say what is waited for."""
+        """Return whether another daemon's record was unchanged for half a horizon. Otherwise report the wait."""
         membership, seen = self._membership, self._stranger
         if seen is None or seen.mod_revision != record.mod_revision:
             self._stranger = _Stranger(record.mod_revision, now_ns, is_alive=seen is not None)
@@ -482,14 +499,14 @@ class Member:
         self._membership.incarnation = incarnation
         self._membership.mod_revision = mod_revision
         self._enter(now_ns)
-        # The same transaction wrote both.
+        # One transaction wrote both.
         self._joined_revision = incarnation
         self._acknowledge(asked_ns)
 
     def _enter(self, now_ns: int, entered: str = "") -> None:
-        """Be a member, and beat at once: the beat also finds the claims of earlier incarnations.
+        """Become a member, and send a heartbeat at once, which also finds the claims of earlier incarnations.
 
-        `entered`: the nonce of the record, if an earlier process wrote it.
+        `entered` is the nonce of the record, if an earlier process wrote it.
         """
         self._phase = _Phase.MEMBER
         self._is_isolated = False
@@ -506,14 +523,14 @@ class Member:
     # --- beats ---
 
     def _beat(self, now_ns: int) -> None:
-        """Have the beat's mark kept first. A journal that does not answer is asked again, with the next mark."""
+        """First have the heartbeat's mark stored. If the journal does not answer, ask again with the next mark."""
         self._mark = replace(self._mark, beat=self._mark.beat + 1)
         self._awaits_mark = True
         self._due_ns = now_ns + self._membership.beat_ns
         self._membership.effects.append(KeepMark(self._mark))
 
     def _ask_beat(self, beat: int, now_ns: int) -> None:
-        """Ask for the beat whose mark is kept."""
+        """Send the heartbeat with the stored mark."""
         is_awaited = self._awaits_mark and beat == self._mark.beat
         if not is_awaited or self._is_asking or not self._is_running or self._phase is not _Phase.MEMBER:
             return
@@ -533,37 +550,47 @@ class Member:
         self._ask(now_ns, Transaction((compare,), writes, reads), on_answer)
 
     def _beaten(self, answer: Answer, asked_ns: int, now_ns: int) -> None:
-        """Take the answer to a beat: acknowledged, made by an earlier attempt, or fenced."""
+        """Take the answer to a heartbeat: acknowledged, done by an earlier attempt, or fenced."""
         record, generation, horizon = _own_and_fleet(answer)
         joined = answer.found[6][0] if answer.found[6] else None
+        # First check that this is still the joined store: a restored backup has an older join, or an older record of
+        # this node. Nothing else in its answer can be trusted.
         if joined and joined.mod_revision < self._joined_revision:
             self._lose_store("etcd has forgotten the last join", answer)
             return
         if record and record.mod_revision < self._membership.mod_revision:
             self._lose_store("etcd has an earlier state of this node's record", answer)
             return
-        # One of this membership that can't be read is no daemon's: the next beat writes it anew.
+        # An unreadable record of this membership is no daemon's; the next heartbeat rewrites it.
         is_spoiled = record and record.create_revision == self._membership.incarnation and not self._nonce(record)
+        # A readable record by a foreign writer is a second daemon with this id. It got the record, so this one must go.
         if record and not is_spoiled and not self._is_own(record):
             self._note(Note.TWIN, TWIN)
             self._lose(Reason.FENCED, TWIN)
             return
+        # Without the record of this incarnation, the node was fenced.
         if record is None or record.create_revision != self._membership.incarnation:
             self._lose(Reason.FENCED, "another node fenced this one: it was silent too long")
             return
+        # The node is still a member. If the heartbeat failed, the record shows which earlier attempt succeeded, and
+        # when it was sent.
         self._joined_revision = _revision(joined)
         self._membership.mod_revision = record.mod_revision
         written_ns = asked_ns if answer.succeeded else self._attempts.get(self._nonce(record))
         self._due_ns = asked_ns + self._membership.beat_ns if answer.succeeded else now_ns
         self._attempts.clear()
+        # An operator has renewed the generation: leave before any claim under the old one.
         if self._is_renewed(generation, horizon):
             self._lose(Reason.RENEWED, RENEWED)
             return
         self._membership.generation_revision = _revision(generation)
+        # Learn whether nodes may claim names, and help to settle that if this store still waits for it.
         if not self._take_epochs(answer.found[5], answer.revision):
             return
         if not self._membership.is_settled or self._epochs(answer.found[5]) is None:
             self._settle(answer.found[5], answer.revision, now_ns)
+        # Compare the claims in etcd with the leases that live. A lost claim may already be another node's, so this node
+        # must end all claimed leases.
         if lost := self._claims.sweep(answer.found[3], answer.revision, now_ns):
             self._lose(Reason.LOST, f"the claim of {lost} is gone from etcd, and its lease lives")
             return
@@ -573,6 +600,8 @@ class Member:
             self._remembered_ns = now_ns
             self._identity = replace(self._identity, revision=answer.revision)
             self._membership.effects.append(Remembered(self._identity))
+        # Last of all, after every check that could end the membership, move the deadline: from the sending time, since
+        # etcd may have written the record at any moment after it.
         if written_ns is not None:
             self._acknowledge(written_ns)
             if self._membership.beating_since_ns is None:
@@ -581,9 +610,9 @@ class Member:
             self._take_rate(self._clocks.saw(answer.found[4], answer.revision, asked_ns, now_ns))
 
     def _is_renewed(self, generation: KeyValue | None, horizon: KeyValue | None) -> bool:
-        """Return whether an operator renewed one of the two, or took it away.
+        """Return whether an operator renewed or deleted either key.
 
-        A horizon that can't be read was not set by one who wanted another: members go on by the one that they know.
+        An unreadable horizon is not an operator's wish for another one: members keep the one that they know.
         """
         known = "" if generation is None else read_generation(generation.value)
         if known != self._identity.generation or horizon is None:
@@ -591,7 +620,7 @@ class Member:
         return self._membership.read(read_horizon_s, horizon) not in (None, self._horizon_s)
 
     def _take_rate(self, rate: float | None) -> None:
-        """Take at which rate the others' clocks run, by their word."""
+        """Take the others' clock rate, as their readings show it."""
         self._membership.make_up_for(1.0 if rate is None else rate)
         if rate is None and self._rate is not None:
             self._note(Note.CLOCK)
@@ -600,11 +629,14 @@ class Member:
         self._rate = rate
 
     def _take_epochs(self, found: tuple[KeyValue, ...], revision: int) -> bool:
-        """Take whether names are given out, and with which epochs; returns whether this membership may go on."""
+        """Take the record that lets nodes claim names, with its epoch base.
+
+        Returns whether the membership may continue.
+        """
         membership, epochs = self._membership, self._epochs(found)
         membership.epochs_revision = _revision(found[0] if found else None)
         if found and epochs is None and membership.is_settled:
-            # A value that can't be read sets no other base: this node goes on by what it knows, and writes that.
+            # An unreadable value sets no other base: this node keeps the known one, and writes that.
             return True
         is_of_now = epochs is not None and epochs.generation == self._identity.generation
         if epochs is None or not is_of_now or epochs.base + revision <= self._highest_epoch:
@@ -621,14 +653,14 @@ class Member:
         return True
 
     def _missing_epochs(self, found: tuple[KeyValue, ...], revision: int, now_ns: int) -> tuple[int, Put]:
-        """Return when the record may be written that lets names be given out, and that write."""
+        """Return that record's write, which is missing, and the earliest time for it."""
         epochs, own_base = self._epochs(found), self._membership.epoch_base
         if self._membership.is_settled or (not found and self._unsettled_ns is None):
-            # Nobody has ever renewed the generation, or somebody has deleted or spoiled the record.
+            # Either the generation was never renewed, or the record was deleted or spoiled: no wait is needed.
             base, due_ns = own_base, now_ns
         else:
-            # The generation is new, or the base too low for what this node knows, or only those that were members
-            # before know the base.
+            # The generation is new, or the base is too low for what this node knows, or only earlier members know the
+            # base.
             self._unsettled_ns = now_ns if self._unsettled_ns is None else self._unsettled_ns
             is_low = epochs is not None and epochs.generation == self._identity.generation
             due_ns = now_ns if is_low else self._unsettled_ns + self._membership.wait_ns
@@ -636,7 +668,7 @@ class Member:
         return due_ns, Put(EPOCHS, EpochsRecord(self._identity.generation, base).encode())
 
     def _settle(self, found: tuple[KeyValue, ...], revision: int, now_ns: int) -> None:
-        """Let names be given out, once all leases of before the generation are over."""
+        """Let nodes claim names once all leases from before the generation are over."""
         due_ns, write = self._missing_epochs(found, revision, now_ns)
         if now_ns < due_ns:
             self._due_ns = min(self._due_ns, due_ns)
@@ -647,12 +679,12 @@ class Member:
             self._membership.ask(now_ns, Transaction(self._membership.as_member(), (write,)), self._settled)
 
     def _settled(self, outcome: Outcome, asked_ns: int, now_ns: int) -> None:
-        """Beat at once, to read which node's record is there."""
+        """Send a heartbeat at once, to read which node's record won."""
         self._is_settling = False
         self._membership.is_suspect |= isinstance(outcome, Answer)
 
     def _acknowledge(self, written_ns: int) -> None:
-        """Move the horizon: etcd has the write of this node's record that was asked then."""
+        """Move the deadline: etcd has the write of this node's record that was sent then."""
         horizon_ns = written_ns + self._membership.cap_ns
         self._note(Note.BEAT)
         if horizon_ns > self._membership.horizon_ns:
@@ -661,7 +693,7 @@ class Member:
             self._membership.effects.append(MoveHorizon(horizon_ns, self._membership.incarnation))
 
     def _lose(self, reason: Reason, text: str, due_ns: int = 0) -> None:
-        """Be no member any more: end all claimed leases, and join anew after that, not before `due_ns`."""
+        """Lose the membership: end all claimed leases, and rejoin after that, but not before `due_ns`."""
         self._due_ns = due_ns
         self._phase = _Phase.ENDING
         self._membership.incarnation = 0
@@ -683,12 +715,16 @@ class Member:
     # --- pauses of the machine ---
 
     def _pause(self, paused: Paused) -> None:
-        """End claimed leases if the horizon may have passed while this machine's clocks stood still; else beat."""
+        """End claimed leases if the deadline may have passed while this machine's clocks stopped.
+
+        Otherwise send a heartbeat.
+        """
         missed_ns = paused.missed_ns
-        # What others have measured of this clock counts no more, and neither does what this node has of theirs.
+        # Earlier measurements are void: those of this clock by others, and those of theirs by this node.
         self._clocks.forget(paused.instance)
         if missed_ns is None:
-            # The other copy may go on with this node's record and its nonces: they are another daemon's from now on.
+            # The other copy may continue with this node's record and nonces, which count as another daemon's from now
+            # on.
             self._membership.instance = paused.instance
             self._mark = Mark(self._mark.beat + 1, paused.instance)
         elif missed_ns <= self._membership.cap_ns * self._membership.rho:
@@ -705,7 +741,7 @@ class Member:
         return self._has_started and not self._is_stopping
 
     def _leave(self, now_ns: int) -> None:
-        """Delete this node's record if nothing claimed is left: nobody need wait for this node then."""
+        """Delete this node's record if no claims remain, so that others need not wait for this node."""
         self._has_left = True
         if self._phase is not _Phase.MEMBER or self._claims.live or self._quotas.has_entries:
             self._membership.effects.append(Stopped(has_left=False))
@@ -721,19 +757,19 @@ class Member:
     # --- questions ---
 
     def _write(self, now_ns: int) -> Put:
-        """Return the write of this node's record, and remember when it was asked."""
+        """Return the write of this node's record, and remember its sending time."""
         nonce = self._membership.nonce()
         self._attempts[nonce] = now_ns
         return Put(self._key, NodeRecord(nonce, now_ns // 1_000_000, self._mark.beat).encode())
 
     def _inventory(self) -> Put:
-        """Return the write of what this node has."""
+        """Return the write of the inventory."""
         told = self._record
         record = InventoryRecord(told.addresses, dict(told.labels), told.cards, told.is_draining, told.version)
         return Put(inventory_key(self._membership.node_id), record.encode())
 
     def _ask(self, now_ns: int, transaction: Transaction, on_answer: OnAnswer) -> None:
-        """Ask about this node's own record: one question at a time, and again later if it was not answered."""
+        """Ask about this node's own record, one question at a time. If the answer is lost, ask again later."""
         self._is_asking = True
         phase = self._phase
 
@@ -754,12 +790,12 @@ class Member:
         self._membership.ask(now_ns, transaction, on_outcome)
 
     def _nonce(self, record: KeyValue) -> str:
-        """Return the nonce of a node's record; "" if it can't be read."""
+        """Return the nonce of a node's record; "" if it is unreadable."""
         found = self._membership.read(read_node, record)
         return "" if found is None else found.nonce
 
     def _epochs(self, found: tuple[KeyValue, ...]) -> EpochsRecord | None:
-        """Return since when names are given out; None: no record says it, or it can't be read."""
+        """Return the record that lets nodes claim names; None if absent or unreadable."""
         return self._membership.read(read_epochs, found[0]) if found else None
 
     def _note(self, note: Note, text: str = "") -> None:
@@ -767,7 +803,6 @@ class Member:
 
 
 def _own_and_fleet(answer: Answer) -> tuple[KeyValue | None, ...]:
-    """Return the node's record, the generation key and the fleet's horizon."""
     return tuple(found[0] if found else None for found in answer.found[:3])
 
 

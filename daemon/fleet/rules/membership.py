@@ -1,4 +1,4 @@
-"""Membership as of now, and questions to etcd: shared by all rules of one member."""
+"""The present membership, and questions to etcd: shared by all rules of one member."""
 
 from collections.abc import Callable
 from typing import Final, NamedTuple, TypeVar
@@ -23,30 +23,30 @@ from gpulease.daemon.fleet.unreadable_records import UnreadableRecords
 from gpulease.protocol.time_units import NS_PER_S
 
 SILENT_PART: Final = 0.5
-"""Part of the horizon after which a record that did not change is nobody's that is sure to live."""
+"""Part of the horizon after which the daemon behind an unchanged record may be dead."""
 
 CUT_OFF: Final = Why.ISOLATED, "this node is cut off from its fleet: ask another node, or wait"
-"""A refusal while this node is no member, and nobody need act."""
+"""The refusal while this node is not a member, and an operator need not act."""
 
 UNREADABLE_NS: Final = 60 * NS_PER_S
-"""A value that could not be read is reported for so long after it was met last. Nobody learns that it was deleted."""
+"""How long an unreadable value is reported after it was last seen: the member never learns of its deletion."""
 
 MAX_CLOCK_ERROR: Final = 1.25
-"""Largest ratio of clocks' rates that is made up for: adjtimex(2) sets none wrong by more than a tenth. Bounds what
-forged records of clocks do: horizons end a fifth earlier, or waits last a quarter longer."""
+"""Largest ratio of clocks' rates that is compensated for: adjtimex(2) changes a rate by at most a tenth. Bounds what
+forged clock records can do: deadlines come a fifth earlier, or waits last a quarter longer."""
 
 NO_REVISION: Final = -1
-"""A revision that nothing has; 0 is that of a key which is not there."""
+"""A revision that matches nothing; 0 is that of an absent key."""
 
 OnOutcome = Callable[[Outcome, int, int], None]
-"""Takes a transaction's outcome, when it was asked, and the time now."""
+"""Takes a transaction's outcome, its sending time, and the time now."""
 
 
 R = TypeVar("R")
 
 
 def node_removal(node_id: str) -> tuple[Delete, ...]:
-    """Return the writes by which a node is in the fleet no more."""
+    """Return the writes that remove a node from the fleet."""
     return Delete(node_key(node_id)), Delete(inventory_key(node_id))
 
 
@@ -54,7 +54,7 @@ class Asked(NamedTuple):
     """A question that waits for its answer.
 
     Attributes:
-        floor: A revision that the store had reached when it was asked.
+        floor: A revision that the store had reached when the question was sent.
     """
 
     asked_ns: int
@@ -63,23 +63,23 @@ class Asked(NamedTuple):
 
 
 class Membership:
-    """Membership as of now, and the effects of the event that is being handled.
+    """The present membership, and the effects of the event that is being handled.
 
     Attributes:
-        instance: Random text of this run of the process: no two runs write the same nonce.
-        incarnation: Create revision of the node's record; 0: the node is no member.
-        mod_revision: Mod revision of the node's record, as its last beat wrote it.
-        horizon_ns: Until when claimed leases may live.
-        beating_since_ns: Since when every beat was acknowledged; None: the last was not.
+        instance: Random text of this run of the process, so that no two runs write the same nonce.
+        incarnation: Create revision of the node's record; 0: the node is not a member.
+        mod_revision: Mod revision of the node's record after its last heartbeat.
+        horizon_ns: Deadline of claimed leases.
+        beating_since_ns: Time since which every heartbeat was acknowledged; None: the last was not.
         revision: A revision that the store has reached.
         generation_revision: Mod revision of the generation key.
-        epochs_revision: Mod revision of the key that says that names are given out.
-        epoch_base: A claim's epoch is the sum of this and its revision.
-        is_settled: Names are given out: all leases of before the store's generation are over.
-        earlier_over_ns: When the leases of all earlier memberships under this node's id are over, whoever had them.
-        is_suspect: An answer showed that this node may be no member any more: beat at once.
-        trouble: Refusal of claims while this node is no member.
-        effects: Effects of the event that is being handled, in their order.
+        epochs_revision: Mod revision of the key under which nodes may claim names.
+        epoch_base: A claim's epoch is this plus its revision.
+        is_settled: Nodes may claim names: all leases from before the store's generation are over.
+        earlier_over_ns: When the leases of all earlier memberships with this node's id are over, on any daemon.
+        is_suspect: An answer suggested that this node may have lost its membership: send a heartbeat at once.
+        trouble: Refusal of claims while this node is not a member.
+        effects: Effects of the event that is being handled, in order.
         now_ns: The time of that event.
     """
 
@@ -102,16 +102,16 @@ class Membership:
         self.now_ns = 0
         horizon_ns = int(terms.horizon_s * NS_PER_S)
         self.cap_ns = self._honest_cap_ns = int(horizon_ns * (1 - terms.rho))
-        """A beat's worth: the horizon lies so long after the beat was asked."""
+        """The distance from sending a heartbeat to the deadline that it earns."""
         self.wait_ns = self._honest_wait_ns = int(horizon_ns * (1 + terms.rho))
-        """A wait on this node's clock in which the horizon of every other node's last beat passes."""
+        """A wait on this node's clock that outlasts the deadline of every other node's last heartbeat."""
         self.silence_ns = int(horizon_ns * SILENT_PART)
-        """A daemon may take over a record under its own id that did not change for so long."""
+        """The time for which a record with this node's id must be unchanged before its daemon may replace it."""
         self.beat_ns = horizon_ns // 6
         self.poll_ns = horizon_ns // 30
-        """Between two attempts for a name that is taken."""
+        """Pause from one attempt for a taken name to the next."""
         self.retry_ns = horizon_ns // 60
-        """Between an answer that was lost and the next attempt. Keeps a node from flooding an etcd without a leader."""
+        """Pause after a lost answer, before the next attempt. Keeps a node from flooding an etcd without a leader."""
         self.rho = terms.rho
         self.dates = RevisionDates(self.poll_ns)
         self._unreadable = UnreadableRecords()
@@ -122,17 +122,17 @@ class Membership:
 
     @property
     def is_quiet(self) -> bool:
-        """Return whether every question is answered."""
+        """Whether every question has its answer."""
         return not self._asked
 
     def is_member(self, now_ns: int) -> bool:
-        """Return whether this node may grant claimed leases now."""
+        """Whether this node may grant claimed leases now."""
         return self.incarnation > 0 and now_ns < self.horizon_ns and self.is_settled
 
     def as_member(self) -> tuple[Compare, ...]:
-        """Return the comparisons that this node was not fenced, and that the store is the one it joined.
+        """Return comparisons that hold only if this node was not fenced and the store is the joined one.
 
-        They fail while it is no member.
+        They fail while it is not a member.
         """
         return (
             CreateRevisionIs(node_key(self.node_id), self.incarnation or NO_REVISION),
@@ -141,9 +141,9 @@ class Membership:
         )
 
     def ask_as_member(self, now_ns: int, transaction: Transaction, on_outcome: OnOutcome) -> None:
-        """Send a transaction that claims, with the comparisons of `as_member`, and with reads of what they compare.
+        """Send a claiming transaction with the comparisons of `as_member`, and with reads of the compared keys.
 
-        A store that was restored to before this node's last beat passes the comparisons. Its answer counts as none.
+        A store restored to a state before this node's last heartbeat passes the comparisons. Its answer counts as none.
         """
         floor = self.mod_revision
         compares = (*transaction.compares, *self.as_member())
@@ -158,7 +158,7 @@ class Membership:
         self.ask(now_ns, Transaction(compares, transaction.writes, reads), on_answer)
 
     def is_standing(self, incarnation: int, answer: Answer) -> bool:
-        """Return whether the comparisons hold for what the reads of `ask_as_member` found."""
+        """Whether the comparisons hold for the results of the reads of `ask_as_member`."""
         record, generation, epochs = (items[0] if items else None for items in answer.found[-3:])
         return (
             record is not None
@@ -168,27 +168,27 @@ class Membership:
         )
 
     def is_own_nonce(self, nonce: str) -> bool:
-        """Return whether this run of the process made a nonce."""
+        """Whether this run of the process made a nonce."""
         return nonce.startswith(f"{self.instance}-")
 
     def is_over(self, now_ns: int) -> bool:
-        """Return whether what was written under this node's id, and not by this run, is no living lease's any more.
+        """Whether no living lease depends any more on records written under this node's id by other runs.
 
-        While this node is no member, another daemon may be it. A daemon that goes on as a member does not know what
-        its journal has lost.
+        While this node is not a member, another daemon may be, under its id. A daemon that continues as a member does
+        not know what its journal has lost.
         """
         return self.incarnation > 0 and now_ns >= self.earlier_over_ns
 
     def make_up_for(self, rate: float) -> None:
-        """Be careful as if this node's clock were wrong: the others' run `rate` times as fast as it, or so they say.
+        """Be as careful as if this node's clock were wrong: by their readings, the others run `rate` times as fast.
 
-        Others' word can only make horizons shorter and waits longer, and neither by more than MAX_CLOCK_ERROR.
+        Readings of others can only make deadlines earlier and waits longer, each by at most MAX_CLOCK_ERROR.
         """
         self.cap_ns = int(self._honest_cap_ns / min(max(rate, 1.0), MAX_CLOCK_ERROR))
         self.wait_ns = int(self._honest_wait_ns / max(min(rate, 1.0), 1 / MAX_CLOCK_ERROR))
 
     def read(self, reader: Callable[[bytes], R | Unreadable], item: KeyValue) -> R | None:
-        """Return what a reader makes of a key's value; None: it can't be read, and is counted and reported."""
+        """Return a reader's result for a key's value. Unreadable values are counted and reported, and give None."""
         record = reader(item.value)
         if isinstance(record, Unreadable):
             self.distrust(item, record.reason)
@@ -197,11 +197,11 @@ class Membership:
         return record
 
     def distrust(self, item: KeyValue, reason: str) -> None:
-        """Count and report a key or a value that can't be read."""
+        """Count and report an unreadable key or value."""
         self._unreadable.add(item, reason, self.now_ns)
 
     def report_unreadable(self) -> None:
-        """Report values that can't be read, if others are there than at the last report."""
+        """Report unreadable values, if they differ from those of the last report."""
         self._unreadable.forget_before(self.now_ns - UNREADABLE_NS)
         now = RecordsUnreadable(self._unreadable.count, self._unreadable.sentence())
         if now != self._told:
@@ -209,16 +209,15 @@ class Membership:
             self.effects.append(now)
 
     def nonce(self) -> str:
-        """Return a text that nothing else in the store has."""
+        """Return a text that is unique in the store."""
         self._nonces += 1
         return f"{self.instance}-{self._nonces}"
 
     def ask(self, now_ns: int, transaction: Transaction, on_outcome: OnOutcome) -> None:
-        """Send a transaction; `on_outcome` takes its outcome."""
         self._numbers += 1
         self._asked[self._numbers] = Asked(now_ns, self.revision, on_outcome)
         self.effects.append(Ask(self._numbers, transaction))
 
     def take(self, number: int) -> Asked | None:
-        """Return a question that is answered now; None: it was answered before."""
+        """Return the question that this answer belongs to; None if it was answered before."""
         return self._asked.pop(number, None)

@@ -1,11 +1,12 @@
 """Claims of names: at most one node has a name, under an epoch that only rises.
 
-A claim is made by one transaction: the name is absent, and this node's record and the store's generation are those it
-joined with. Its revision gives the epoch: the fleet's base is added, which rises where a restored store's revisions
-have fallen. An attempt whose answer was lost is repeated with the same nonce: the repetition fails if the first was
-done, and reads the claim back. Nothing is granted until an answer shows the claim. Each beat reads this node's claims;
-one that no lease has and nobody waits for is deleted, however late the attempt was done. A claim that this run did not
-make, and that this daemon knows nothing of, may be another daemon's: it is deleted once all leases of that are over.
+One transaction makes a claim. Its conditions: the name is absent, and this node's record and the store's generation are
+those it joined with. The transaction's revision plus the fleet's base gives the epoch; the base rises whenever the
+revisions of a restored store are lower. After a lost answer the node repeats the attempt with the same nonce: if the
+first was done, the repetition fails and reads the claim back. Nothing is granted until an answer shows the claim. Each
+heartbeat reads this node's claims and deletes those without a lease or a waiting request, however late an attempt was
+done. A claim that this run did not make, and that this daemon does not know, may be another daemon's: it is deleted
+once all leases of that daemon are over.
 """
 
 from collections.abc import Mapping
@@ -47,25 +48,25 @@ from gpulease.daemon.fleet.rules.membership import CUT_OFF, Membership
 from gpulease.daemon.fleet.rules.node_fences import NodeFences, reads_of
 
 MAX_WANTS: Final = 1_024
-"""Claims that may wait at one node. Stops tenants from keeping a node busy with asking etcd again and again."""
+"""Claims that may wait on one node. Stops tenants from making a node ask etcd without end."""
 
 MAX_HOLDERS: Final = 1_024
-"""Names whose holders are remembered between two requests for them. Bounds memory, whatever tenants ask for."""
+"""Names with remembered holders, from one request to the next. Bounds memory, whatever tenants ask for."""
 
 MAX_RELEASES: Final = 256
-"""Claims that are being deleted at once because of a beat. Stops whoever writes thousands of them under this node's id
-from having it delete nothing but those."""
+"""Claims that heartbeats are deleting at one time. Stops a writer of thousands of claims under this node's id from
+keeping the node busy with deletions."""
 
 RETRY_AFTER_MS: Final = 1_000
-"""When to ask again for a name that is taken, or at a node that is cut off."""
+"""When to ask again for a taken name, or on a node that is cut off."""
 
 
 @dataclass(slots=True)
 class _Want:
-    """A claim that somebody waits for.
+    """A wanted claim.
 
     Attributes:
-        nonce: One for all attempts.
+        nonce: The nonce of all attempts.
         next_ns: When the next attempt is due.
         refusal: Why the last attempt failed; None: none was answered.
     """
@@ -78,18 +79,18 @@ class _Want:
 
 
 class NodeClaims:
-    """Claims of this node, and the wants for more."""
+    """Claims of this node, and requests for more."""
 
     def __init__(self, membership: Membership, fences: NodeFences) -> None:
         self.live: dict[str, int] = {}
-        """Revisions of the claims that were given and have not ended."""
+        """Revisions of the granted claims that have not ended."""
         self._membership = membership
         self._fences = fences
         self._wants: dict[int, _Want] = {}
         self._releasing: set[tuple[str, int]] = set()
         self._holders: dict[str, str] = {}
         self._former: frozenset[tuple[str, int]] = frozenset()
-        """Claims of this daemon's earlier memberships, whose leases are over."""
+        """Claims of this daemon's earlier memberships; their leases are over."""
 
     # --- what the broker wants ---
 
@@ -101,11 +102,11 @@ class NodeClaims:
         self._wants[wanted.request] = _Want(wanted, self._membership.nonce(), now_ns)
 
     def drop(self, request: int) -> None:
-        """Forget a request. A claim that its last attempt makes is deleted."""
+        """Forget a request. If its last attempt claims the name, the claim is deleted."""
         self._wants.pop(request, None)
 
     def end(self, name: str, epoch: int, now_ns: int) -> None:
-        """Delete the claim of a lease that is over. One that this member does not know of waits as a foreign one."""
+        """Delete the claim of a lease that is over. A claim unknown to this member waits like a foreign one."""
         claim = name, epoch - self._membership.epoch_base
         if claim in self.live.items():
             del self.live[name]
@@ -114,18 +115,18 @@ class NodeClaims:
         self._release(*claim, now_ns)
 
     def restore(self, epochs: Mapping[str, int]) -> None:
-        """Take the claims that the broker has of the membership that goes on."""
+        """Take the broker's claims of the membership that continues."""
         self.live = {name: epoch - self._membership.epoch_base for name, epoch in epochs.items()}
 
     def lose(self, *, forgets: bool) -> None:
-        """Have no claim any more. `forgets`: those of before may be another daemon's, or of another store."""
+        """Drop all claims. `forgets`: earlier ones may belong to another daemon, or to another store."""
         self._former = frozenset() if forgets else frozenset(self.live.items())
         self.live = {}
 
     # --- time ---
 
     def advance(self, now_ns: int) -> None:
-        """Make the attempts that are due, and refuse who has waited long enough."""
+        """Make the attempts that are due, and refuse requests that have waited long enough."""
         is_member = self._membership.is_member(now_ns)
         for want in list(self._wants.values()):
             if want.is_asking:
@@ -139,7 +140,7 @@ class NodeClaims:
                 self._attempt(want, now_ns)
 
     def due_ns(self, now_ns: int) -> int | None:
-        """Return when `advance` has something to do; None: not by itself."""
+        """Return when `advance` has something to do; None if nothing is due by itself."""
         is_member = self._membership.is_member(now_ns)
         waiting = [want for want in self._wants.values() if not want.is_asking]
         ends = [max(want.wanted.wait_until_ns, now_ns) for want in waiting]
@@ -163,10 +164,11 @@ class NodeClaims:
     def _answered(
         self, want: _Want, incarnation: int, holder: str | None, outcome: Outcome, asked_ns: int, now_ns: int
     ) -> None:
-        """Take the outcome of an attempt that was made in that incarnation, with a look at that holder's node."""
+        """Take the outcome of an attempt made in that incarnation, which also read that holder's node."""
         want.is_asking = False
         wanted = want.wanted
         is_wanted = self._wants.get(wanted.request) is want
+        # The claim may exist: repeat the attempt with the same nonce, which finds the claim if it does.
         if isinstance(outcome, Unknown):
             want.next_ns = now_ns + self._membership.retry_ns
             want.refusal = Why.UNKNOWN, "the fleet's store did not answer: ask again, with the same request id"
@@ -175,10 +177,12 @@ class NodeClaims:
             want.next_ns = now_ns + self._membership.poll_ns
             want.refusal = Why.REJECTED, f"the fleet's store refused the claim; an operator must act: {outcome.reason}"
             return
+        # An attempt that failed may still have found the claim of an earlier one, whose answer was lost.
         revision = outcome.revision if outcome.succeeded else self._revision_of_mine(want, incarnation, outcome)
         if not revision:
             if is_wanted:
                 self._taken(want, holder, outcome, now_ns)
+        # The broker gave up meanwhile, so the claim would block the name for nothing.
         elif not is_wanted:
             self._release(wanted.name, revision, now_ns)
         elif incarnation != self._membership.incarnation or not self._membership.is_member(now_ns):
@@ -186,24 +190,25 @@ class NodeClaims:
             want.refusal = CUT_OFF
             want.next_ns = now_ns + self._membership.retry_ns
         else:
+            # The claim is visible in etcd and this node is a member: only now may the broker admit the lease.
             del self._wants[wanted.request]
             self.live[wanted.name] = revision
             epoch = revision + self._membership.epoch_base
             self._membership.effects.append(Claimed(wanted.request, wanted.name, epoch))
 
     def _revision_of_mine(self, want: _Want, incarnation: int, answer: Answer) -> int:
-        """Return the revision at which an earlier attempt of the same want claimed the name; 0: none did."""
+        """Return the revision at which an earlier attempt of the same request claimed the name; 0 if none did."""
         record = self._claim(answer.found[0])
         mine = record is not None and (record.nonce, record.incarnation) == (want.nonce, incarnation)
         return answer.found[0][0].mod_revision if mine else 0
 
     def _taken(self, want: _Want, looked_at: str | None, answer: Answer, now_ns: int) -> None:
-        """Wait for a name that another claim has, and look at the node that has it."""
+        """Wait for a name that another claim has, and check the node that has it."""
         membership, name = self._membership, want.wanted.name
         want.refusal = Why.TAKEN, f"another lease has the name {name}: wait, or free it"
         want.next_ns = now_ns + membership.poll_ns
         if not answer.found[0]:
-            # The name is free, so it was this node that is no member any more; its next beat shows that.
+            # The name is free, so the failed condition was this node's membership. Its next heartbeat will show that.
             want.refusal = CUT_OFF
             membership.is_suspect = True
             return
@@ -211,15 +216,18 @@ class NodeClaims:
         record = self._claim(answer.found[0])
         if record is None:
             want.refusal = Why.TAKEN, f"the claim of {name} can't be read; an operator must delete it"
+        # The claim is this node's own, from an earlier incarnation or an attempt that everyone has forgotten.
         elif record.node_id == membership.node_id:
             self._holders.pop(name, None)
             is_earlier = record.incarnation != membership.incarnation
             if is_earlier or self._is_orphan(name, revision, record.nonce):
                 self._release_if_over(name, revision, record.nonce, now_ns)
+        # The attempt did not read the holder's record. Repeat it at once, with that read.
         elif record.node_id != looked_at:
             self._remember_holder(name, record.node_id)
             want.next_ns = now_ns
         else:
+            # The attempt read the holder's record: if it was silent for too long, fence it and take the name from it.
             looked = answer.found[1], answer.found[2]
             is_free, want.next_ns = self._fences.look(record.node_id, record.incarnation, looked, now_ns)
             if is_free:
@@ -235,14 +243,14 @@ class NodeClaims:
     # --- the end of claims ---
 
     def sweep(self, found: tuple[KeyValue, ...], revision: int, now_ns: int) -> str | None:
-        """Compare this node's claims, as a beat of that revision read them, with the leases that live.
+        """Compare this node's claims, read by a heartbeat at that revision, with the leases that live.
 
-        Deletes claims that no lease has and nobody waits for. Returns a living lease's name whose claim is gone.
+        Deletes claims without a lease or a waiting request. Returns the name of a living lease with a lost claim.
         """
         claimed = {}
         for item in found:
             if is_quotas(item.key, self._membership.node_id):
-                # QuotaShards sweeps it.
+                # QuotaShards compares those.
                 continue
             name, claim_revision = held_name(item.key, self._membership.node_id), item.mod_revision
             if isinstance(name, Unreadable):
@@ -250,23 +258,26 @@ class NodeClaims:
                 continue
             claimed[name] = claim_revision
             nonce = item.value.decode(errors="replace")
-            # What is left over waits for a later beat.
+            # Leave the rest to a later heartbeat.
             if len(self._releasing) >= MAX_RELEASES or not self._is_orphan(name, claim_revision, nonce):
                 continue
             if self._release_if_over(name, claim_revision, nonce, now_ns):
                 self._membership.effects.append(Noted(Note.ORPHAN_DELETED, name=name))
-        # A claim above the beat's revision was made after the beat.
+        # A claim above the heartbeat's revision was made after it, so its absence proves nothing.
         lost = (name for name, made in self.live.items() if made <= revision and claimed.get(name) != made)
         return next(lost, None)
 
     def _is_orphan(self, name: str, revision: int, nonce: str) -> bool:
-        """Return whether a claim of this node has no lease, and no want whose next attempt will find it."""
+        """Return whether a claim of this node is an orphan.
+
+        It has neither a lease nor a request with a next attempt that will find it.
+        """
         if self.live.get(name) == revision or (name, revision) in self._releasing:
             return False
         return all(want.nonce != nonce for want in self._wants.values())
 
     def _release_if_over(self, name: str, revision: int, nonce: str, now_ns: int) -> bool:
-        """Delete a claim unless another daemon under this node's id may serve it; return whether it may not."""
+        """Delete a claim unless another daemon with this node's id may serve it. Returns whether it deletes."""
         is_known = (name, revision) in self._former or self._membership.is_own_nonce(nonce)
         is_over = is_known or self._membership.is_over(now_ns)
         if is_over:
@@ -274,7 +285,7 @@ class NodeClaims:
         return is_over
 
     def _release(self, name: str, revision: int, now_ns: int) -> None:
-        """Delete a claim. If the answer is lost, the next beat's sweep deletes it again."""
+        """Delete a claim. If the answer is lost, the next heartbeat deletes it again."""
         if (name, revision) in self._releasing:
             return
         self._releasing.add((name, revision))
@@ -284,7 +295,7 @@ class NodeClaims:
         def on_outcome(outcome: Outcome, asked_ns: int, now_ns: int) -> None:
             self._releasing.discard((name, revision))
             if isinstance(outcome, Answer) and not outcome.succeeded:
-                # Somebody deleted the claim, but not this node's entry of it.
+                # The claim was deleted by someone else, but this node's list entry for it remains.
                 leftover = Transaction((ModRevisionIs(held, revision),), (Delete(held),))
                 self._membership.ask(now_ns, leftover, lambda outcome, asked_ns, now_ns: None)
             self._freed(name, outcome, asked_ns, now_ns)
@@ -292,14 +303,14 @@ class NodeClaims:
         self._membership.ask(now_ns, transaction, on_outcome)
 
     def _freed(self, name: str, outcome: Outcome, asked_ns: int, now_ns: int) -> None:
-        """Let those try who wait for a name of which a claim was deleted."""
+        """Let the requests that wait for a name try again, because its claim was deleted."""
         if isinstance(outcome, Answer):
             for want in self._wants.values():
                 if want.wanted.name == name:
                     want.next_ns = min(want.next_ns, now_ns)
 
     def _claim(self, found: tuple[KeyValue, ...]) -> ClaimRecord | None:
-        """Read a claim; None: there is none, or it can't be read."""
+        """Read a claim; None if absent or unreadable."""
         return self._membership.read(read_claim, found[0]) if found else None
 
     def _refuse(self, wanted: ClaimWanted, why: Why, text: str) -> None:

@@ -1,16 +1,17 @@
-"""Fences: a node that was silent for more than a horizon is removed from the fleet, and its claims are free at once.
+"""Fences: a node that was silent for longer than a horizon is removed from the fleet, which frees its claims at once.
 
-A node that wants the name of another looks at that node's record. How long that is unchanged, at least, it knows from
-the dates of its own answers (`revision_dates`). Past T (1 + rho) on this node's clock the claimed leases of the silent
-node are over by themselves, whatever it does. So any number of nodes may be fenced then: no node loses what it still
-has. A fence removes the record, if it is still that very revision, and leaves a mark in its place. From then on the
-silent node's beats and claims fail, and every other node takes the mark for the proof that all memberships of before it
-are over. A mark stays; a membership that begins later has a higher revision.
+A node that wants the name of another reads that node's record. From the dates of its own answers (`revision_dates`) it
+knows how long the record has been unchanged, at least. Beyond T (1 + rho) on this node's clock, the claimed leases of
+the silent node have ended by themselves, whatever it does. So any number of nodes may be fenced then: none loses
+anything that it still has. A fence removes the record, if it is still at that revision, and leaves a mark in its place.
+From then on the silent node's heartbeats and claims fail, and every other node accepts the mark as proof that all
+memberships before it are over. A mark stays; a later membership has a higher revision.
 
-Where a record is gone without a mark (an operator removed it, or a node of an earlier version), nobody knows when its
-last beat was: the wait counts from the moment at which it was seen gone.
+If a record is gone without a mark (an operator removed it, or a node of an earlier version), its last heartbeat is
+unknown: the wait counts from the moment at which a node saw that it was gone.
 
-After etcd was away all nodes look silent: nobody is fenced before they had two beats' time to come back.
+After an outage of etcd all nodes look silent: a node fences others only after they had the time of two heartbeats to
+return.
 """
 
 from typing import Final
@@ -30,38 +31,38 @@ from gpulease.daemon.fleet.rules.fleet_events import Note, Noted
 from gpulease.daemon.fleet.rules.membership import Membership, node_removal
 
 MAX_GONE: Final = 1_024
-"""Memberships without record and mark that are remembered. Bounds memory; the wait of one that is forgotten begins
-anew."""
+"""Remembered memberships without record and mark. Bounds memory; the wait for a forgotten one restarts."""
 
 BEATS_TO_COME_BACK: Final = 2
-"""Beats of this node's own, after its way to etcd was lost, before it fences another: that may have lost it, too."""
+"""Own heartbeats that must succeed after an outage before this node fences another, which may have had the same
+outage."""
 
 Looked = tuple[tuple[KeyValue, ...], tuple[KeyValue, ...]]
-"""What the reads of `reads_of` found."""
+"""Results of the reads of `reads_of`."""
 
 
 def reads_of(node_id: str) -> tuple[Get, Get]:
-    """Return the reads of a node that `NodeFences.look` takes the answers to: its record, and its fence's mark."""
+    """Return the reads of a node whose results `NodeFences.look` takes: its record, and its fence's mark."""
     return Get(node_key(node_id)), Get(fenced_key(node_id))
 
 
 class NodeFences:
-    """Silent nodes as this node sees them."""
+    """Silent nodes as seen by this node."""
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
         self._gone_ns: dict[tuple[str, int], int] = {}
-        """By node and incarnation: since when its record is known to be gone."""
+        """By node and incarnation: the time since which its record is known to be gone."""
         self._asking: set[str] = set()
 
     def forget(self) -> None:
-        """Forget what was seen in another store: its incarnations may be others' here."""
+        """Forget observations of another store, where incarnations mean something else."""
         self._gone_ns.clear()
 
     def look(self, node_id: str, incarnation: int, looked: Looked, now_ns: int) -> tuple[bool, int]:
-        """Look at a node that has a claim of that incarnation, and fence it if it was silent too long.
+        """Check a node that has a claim of that incarnation, and fence it if it was silent for too long.
 
-        Returns whether that incarnation's claims may be deleted now, and when to look again.
+        Returns whether that incarnation's claims may be deleted now, and when to check again.
         """
         membership, (records, marks) = self._membership, looked
         next_ns = now_ns + membership.poll_ns
@@ -81,12 +82,15 @@ class NodeFences:
         return False, next_ns
 
     def delete_claim(self, name: str, node_id: str, revision: int) -> Transaction:
-        """Return the transaction that deletes a claim whose wait is over, if this node is a member still."""
+        """Return the transaction that deletes a claim after its wait, on condition that this node is still a member."""
         compares = (ModRevisionIs(name_key(name), revision), *self._membership.as_member())
         return Transaction(compares, (Delete(name_key(name)), Delete(held_key(node_id, name))))
 
     def _gone_since_ns(self, node_id: str, incarnation: int, records: tuple[KeyValue, ...], now_ns: int) -> int:
-        """Return since when a membership is surely over: it was when the next one began, or it was seen gone."""
+        """Return the time at which a membership was surely over.
+
+        By then the next membership had begun, or its record was seen to be gone.
+        """
         if records and records[0].create_revision > incarnation:
             return self._membership.dates.written_by_ns(records[0].create_revision, now_ns)
         key = node_id, incarnation
@@ -102,7 +106,8 @@ class NodeFences:
         if node_id in self._asking:
             return
         self._asking.add(node_id)
-        # This node's own last beat is in the store: it is not an earlier state of it, with earlier records.
+        # Require this node's own last heartbeat in the store: an earlier state of the store has earlier records of
+        # others.
         mine = ModRevisionIs(node_key(membership.node_id), membership.mod_revision)
         compares = ModRevisionIs(node_key(node_id), mod_revision), mine, *membership.as_member()
         writes: tuple[Put | Delete, ...] = (*node_removal(node_id), Put(fenced_key(node_id), b""))

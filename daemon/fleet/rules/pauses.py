@@ -1,15 +1,17 @@
 """Pauses of the whole machine, as far as its own readings show them.
 
-The clocks of a virtual machine that is paused, migrated or restored from a snapshot stand still meanwhile, its horizon
-with them, and other nodes serve its names. Readings can show that afterwards, each where the hypervisor has it:
+While a virtual machine is paused, migrated or restored from a snapshot, its clocks stop. So its membership deadline
+does not come closer, while other nodes already serve its names. Afterwards two readings can show the pause, if the
+hypervisor provides them:
 
-- The host's clock, which the hypervisor passes on, went further than this machine's.
-- A processor was stolen for longer than this machine's clock went on: Xen counts a pause so.
+- The host's clock, which the hypervisor exposes, advanced further than this machine's.
+- The hypervisor stole a processor for longer than this machine's clock advanced: Xen counts a pause in this way.
 
-A suspension that the machine's kernel takes part in is no such pause: CLOCK_BOOTTIME, the horizon's clock, counts it.
+A suspension in which the machine's own kernel takes part is not such a pause: CLOCK_BOOTTIME, the deadline's clock,
+counts it.
 
-A machine whose generation id is another was restored from a snapshot, or copied (VM Generation ID, Linux 6.10 and
-later): nobody knows for how long it stood still, and another one may run with all that this one knows.
+A machine with a changed generation id was restored from a snapshot, or copied (VM Generation ID, Linux 6.10 and later).
+The length of the stop is unknown, and another machine may run with the same knowledge.
 """
 
 from collections.abc import Mapping
@@ -22,14 +24,14 @@ NS_PER_TICK: Final = 10_000_000
 
 @dataclass(frozen=True, slots=True)
 class MachineReading:
-    """What a machine's clocks and counters said at one moment.
+    """Readings of a machine's clocks and counters at one moment.
 
     Attributes:
-        began_ns: CLOCK_BOOTTIME before the others were read.
-        ended_ns: CLOCK_BOOTTIME behind them.
-        host_ns: The host's clock; None: the hypervisor does not pass it on.
-        stolen_ns: By processor, for how long the hypervisor has run something else in its place.
-        generations: How often the machine's generation id has changed, as far as the kernel said so.
+        began_ns: CLOCK_BOOTTIME before the other readings.
+        ended_ns: CLOCK_BOOTTIME after them.
+        host_ns: The host's clock; None if the hypervisor does not expose it.
+        stolen_ns: By processor, the time for which the hypervisor ran something else instead.
+        generations: Changes of the machine's generation id that the kernel has reported.
     """
 
     began_ns: int
@@ -40,9 +42,9 @@ class MachineReading:
 
 
 def missed_ns(before: MachineReading, now: MachineReading) -> int | None:
-    """Return for how long the machine's clocks surely stood still between two readings; None: nobody knows how long.
+    """Return the shortest possible stop of the clocks from one reading to the next; None if its length is unknown.
 
-    A reader that is held up between its looks makes the result smaller, never larger.
+    A delay of the reader makes the result smaller, never larger.
     """
     if now.generations != before.generations:
         return None
@@ -64,5 +66,5 @@ def stolen_of(stat: bytes) -> dict[str, int]:
 
 
 def is_new_generation(uevent: bytes) -> bool:
-    """Return whether a message of the kernel's says that the machine's generation id is another."""
+    """Return whether a kernel message reports a new generation id of the machine."""
     return b"NEW_VMGENID=1" in uevent.split(b"\0")

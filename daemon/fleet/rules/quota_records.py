@@ -1,7 +1,7 @@
 """A tenant's quota in etcd: 16 shards, each with a part of the quota and the leases that count against it.
 
-The quota is the sum of the shards' budgets, none of which is below zero. An operator sets it for a tenant by name, or
-for all others by the default, whose revision stands in the shards that were made by it.
+The quota is the sum of the shards' budgets, all at least zero. An operator sets it for a tenant by name, or for all
+others by the default. Shards that were made from the default contain its revision.
 """
 
 import re
@@ -23,17 +23,17 @@ from gpulease.daemon.fleet.record_reader import (
 )
 
 MAX_HELD_KEY_BYTES: Final = 4 << 10
-"""Longest key of an entry. An id of a node has 255 bytes and a tenant's name 192 if all of it is quoted."""
+"""Longest key of an entry. A node's id has 255 bytes, and a tenant's name 192 if all of it is quoted."""
 
 _LEASE: Final = re.compile("[0-9a-f]{32}")
 
 SHARDS: Final = 16
-"""Parts of a quota. Nodes of different parts never wait for each other."""
+"""Parts of a quota. Nodes that use different parts never wait for each other."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardRecord:
-    """A shard's value; of each lease the node's id, its incarnation and the bytes."""
+    """A shard's value: for each lease, the node's id, its incarnation and the bytes."""
 
     budget: QuotaBytes
     used: dict[LeaseText, tuple[NodeId, Number, QuotaBytes]]
@@ -42,15 +42,11 @@ class ShardRecord:
 
 @dataclass(frozen=True, slots=True)
 class DefaultRecord:
-    """The value of the default."""
-
     total: QuotaBytes
 
 
 @dataclass(slots=True)
 class Entry:
-    """Bytes of one lease."""
-
     node_id: str
     incarnation: int
     size_bytes: int
@@ -58,13 +54,13 @@ class Entry:
 
 @dataclass(slots=True)
 class Shard:
-    """A part of a quota, as it was read at that revision.
+    """A part of a quota, as read at that revision.
 
     Attributes:
-        mod_revision: Its revision; 0: it is not there.
+        mod_revision: Its revision; 0 if absent.
         used: Entries by lease, in 32 hexadecimal digits.
-        default_revision: Revision of the default that it was made by; 0: the quota is the tenant's own.
-        unreadable: Why its value can't be read, so that it is left alone; "" if it can.
+        default_revision: Revision of the default that it was made from; 0: the quota is the tenant's own.
+        unreadable: Why its value is unreadable, so that nodes leave it alone; "" for a readable one.
     """
 
     key: bytes
@@ -76,12 +72,12 @@ class Shard:
 
     @property
     def is_readable(self) -> bool:
-        """Return whether its value is a shard's, or it is not there."""
+        """Whether its value is a shard's, or absent."""
         return not self.unreadable
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of its leases; more than the budget if an operator lowered the quota."""
+        """Bytes of its leases. They exceed the budget if an operator lowered the quota."""
         return sum(entry.size_bytes for entry in self.used.values())
 
     @property
@@ -90,27 +86,25 @@ class Shard:
         return max(0, self.budget_bytes - self.used_bytes)
 
     def put(self) -> Put:
-        """Return the write of this shard."""
         used = {lease: [entry.node_id, entry.incarnation, entry.size_bytes] for lease, entry in self.used.items()}
         record = {"budget": self.budget_bytes, "used": used, "default": self.default_revision}
         return Put(self.key, dumps(record, separators=(",", ":")).encode())
 
 
 def has_sound_budgets(shards: Iterable[Shard]) -> bool:
-    """Return whether all shards of a tenant can be read, and all their budgets would go into one of them."""
+    """Return whether all shards of a tenant are readable, and the sum of their budgets would fit in one of them."""
     some = list(shards)
     return all(shard.is_readable for shard in some) and sum(shard.budget_bytes for shard in some) <= MAX_QUOTA_BYTES
 
 
 class DefaultQuota(NamedTuple):
-    """The quota of each tenant that has none by name, as it was read at that revision; `unreadable` as of a shard."""
+    """The quota of all tenants without their own, as read at that revision; `unreadable` as in a shard."""
 
     total_bytes: int
     mod_revision: int
     unreadable: str = ""
 
     def put(self) -> Put:
-        """Return the write of the default."""
         return Put(QUOTA_DEFAULT, dumps({"total": self.total_bytes}).encode())
 
 
@@ -120,22 +114,21 @@ def quota_prefix(tenant: str = "") -> bytes:
 
 
 def shard_key(tenant: str, number: int) -> bytes:
-    """Return the key of a shard."""
     return quota_prefix(tenant) + b"%02d" % number
 
 
 def tenant_of(key: bytes) -> str:
-    """Return whose shard has that key."""
+    """Return the tenant of a shard's key."""
     return unquote(key.removeprefix(QUOTAS).rpartition(b"/")[0].decode(errors="replace"))
 
 
 def held_entry_key(node_id: str, tenant: str, lease_id: str) -> bytes:
-    """Return the key of an entry among the claims of its node. Unlike a name it has a slash."""
+    """Return the key of a quota entry in its node's list. Unlike a name's it contains a slash."""
     return held_key(node_id, f"{quote(tenant, safe='')}/{lease_id}")
 
 
 def held_entry(key: bytes, node_id: str) -> tuple[str, str] | Unreadable:
-    """Return tenant and lease of the entry that has that key among the claims of its node."""
+    """Return tenant and lease of the quota entry with that key in its node's list."""
     quoted, _, lease_id = key.removeprefix(held_key(node_id)).decode(errors="replace").partition("/")
     tenant = unquote(quoted)
     if (
@@ -148,7 +141,6 @@ def held_entry(key: bytes, node_id: str) -> tuple[str, str] | Unreadable:
 
 
 def read_shards(found: Iterable[KeyValue]) -> dict[bytes, Shard]:
-    """Read shards by key."""
     return {item.key: _read_shard(item) for item in found}
 
 
@@ -161,7 +153,7 @@ def _read_shard(item: KeyValue) -> Shard:
 
 
 def read_default(found: tuple[KeyValue, ...]) -> DefaultQuota | None:
-    """Read the default; None: there is none."""
+    """Read the default; None if absent."""
     if not found:
         return None
     record = read_record(DefaultRecord, found[0].value)
@@ -171,19 +163,19 @@ def read_default(found: tuple[KeyValue, ...]) -> DefaultQuota | None:
 
 
 def all_shards(tenant: str, shards: Mapping[bytes, Shard]) -> dict[bytes, Shard]:
-    """Return the shards of a tenant with those that are not there yet."""
+    """Return all shards of a tenant, including those still to be created."""
     keys = [shard_key(tenant, number) for number in range(SHARDS)]
     return {key: shards.get(key) or Shard(key, 0) for key in keys}
 
 
 def spread(shards: Iterable[Shard], total_bytes: int, default_revision: int = 0) -> None:
-    """Give shards budgets with that sum; what is used stays used, and counts first."""
+    """Set budgets with that sum. Used bytes come first: a lease keeps what it has."""
     some = list(shards)
     used = [shard.used_bytes for shard in some]
     if (spare := total_bytes - sum(used)) >= 0:
         budgets = [size + spare // len(some) for size in used]
     else:
-        # Every shard with leases is overdrawn then, and no other has bytes to give.
+        # The quota is smaller than its use: scale every budget down, so that none has free bytes.
         budgets = [size * total_bytes // sum(used) for size in used]
     rest = total_bytes - sum(budgets)
     for shard, size, budget_bytes in zip(some, used, budgets, strict=True):

@@ -1,12 +1,13 @@
-"""Quotas over all nodes: claims of bytes, in shards whose budgets move to where they are used.
+"""Quotas over all nodes: claims of bytes, in shards with budgets that move to where they are used.
 
-A tenant's quota is the sum of 16 budgets. A node admits a lease against the budget of one shard, that of its id, so
-that nodes seldom wait for each other. Where the budget does not do, one transaction takes from others what is missing
-and half of what they have left, ahead of need; the sum stays. An entry is written under the lease's id: an attempt
-whose answer was lost is read back by it. Who gives an entry up rewrites the shard in any case, so that no late attempt
-succeeds. Each beat reads the node's entries; one that no lease has and nobody waits for is removed, as a name's is.
+A tenant's quota is the sum of 16 budgets. A node admits a lease against the budget of one shard, which its id selects,
+so that nodes seldom wait for each other. If that budget is too small, one transaction takes from other shards the
+missing bytes and half of their rest, ahead of need; the sum stays the same. An entry has the lease's id as key: after a
+lost answer the node reads it back by that id. A node that gives up an entry rewrites the shard in any case, so that no
+late attempt succeeds. Each heartbeat reads the node's entries and removes those without a lease or a waiting request,
+as it does with names.
 
-Entries of a node that was fenced count for as long as its leases may live, as a name's claim does.
+Entries of a fenced node count for as long as its leases may live, as its claims of names do.
 """
 
 from collections.abc import Mapping
@@ -56,34 +57,34 @@ from gpulease.daemon.fleet.rules.quota_records import (
 from gpulease.protocol.sizes import size_text
 
 MAX_ENTRIES: Final = 256
-"""Leases of one tenant in one shard. With node ids of 128 characters it has 50 KB then, less than the largest record
-that is read."""
+"""Leases of one tenant in one shard. With node ids of 128 characters the shard has 50 KB, less than the largest
+record that is read."""
 
 MAX_DROPS: Final = 64
-"""Entries of dead nodes that one attempt drops. Bounds a transaction, as MAX_LOOKS does."""
+"""Entries of dead nodes that one attempt removes. Bounds a transaction, as MAX_LOOKS does."""
 
 MAX_LOOKS: Final = 32
-"""Nodes that are looked at in one attempt, by two reads each. Bounds a transaction; etcd takes 128 operations."""
+"""Nodes that one attempt checks, by two reads each. Bounds a transaction; etcd takes 128 operations."""
 
 MAX_WANTS: Final = 1_024
-"""Claims of bytes that may wait at one node. Stops tenants from keeping it busy with asking etcd again and again."""
+"""Claims of bytes that may wait on one node. Stops tenants from making it ask etcd without end."""
 
 MAX_TENANTS: Final = 1_024
-"""Tenants whose nodes are remembered between two requests. Bounds memory, whoever asks."""
+"""Tenants with remembered nodes, from one request to the next. Bounds memory, whoever asks."""
 
 MAX_REMOVALS: Final = 256
-"""Entries that are being removed from which on a beat removes no more; the reason is that of MAX_RELEASES."""
+"""Removals under way above which a heartbeat starts no more. The same bound as MAX_RELEASES."""
 
 RETRY_AFTER_MS: Final = 1_000
 
 
 @dataclass(slots=True)
 class _Want:
-    """A claim of bytes that somebody waits for.
+    """A wanted claim of bytes.
 
     Attributes:
-        nodes: Nodes with entries, to be looked at because no bytes are left.
-        may_be_written: The answer to an attempt was lost: the entry may be there, or still come.
+        nodes: Nodes with entries, to be checked because no bytes are left.
+        may_be_written: The answer to an attempt was lost: the entry may exist, or appear later.
         refusal: Why the last attempt failed.
     """
 
@@ -96,14 +97,14 @@ class _Want:
 
 
 class _Quota(NamedTuple):
-    """A tenant's quota as one attempt read it, with what the attempt changes.
+    """A tenant's quota as one attempt read it, with the attempt's changes.
 
     Attributes:
-        home: The shard that this node's entries lie in.
+        home: The shard with this node's entries.
         shards: All shards by key.
-        changed: Keys of the shards that are to be written.
+        changed: Keys of the shards to be written.
         writes: Writes of other keys, by key.
-        default: The default, if the budgets follow from it; None: they do not.
+        default: The default that the budgets were made from; None if the quota is the tenant's own.
     """
 
     home: Shard
@@ -114,7 +115,7 @@ class _Quota(NamedTuple):
 
 
 class QuotaShards:
-    """Claims of bytes by this node."""
+    """This node's claims of bytes."""
 
     def __init__(self, membership: Membership, fences: NodeFences) -> None:
         self.live: dict[str, str] = {}
@@ -125,15 +126,15 @@ class QuotaShards:
         self._fences = fences
         self._wants: dict[int, _Want] = {}
         self._endings: dict[tuple[str, str], int] = {}
-        """When to try to remove the entry of a tenant's lease; such an attempt is not under way."""
+        """When to try to remove the entry of a tenant's lease; without attempts that are under way."""
         self._removing: set[tuple[str, str]] = set()
         self._looked_at: dict[str, tuple[str, ...]] = {}
-        """By tenant the nodes to look at, so that a dead one's bytes come back though nobody waits for them."""
+        """By tenant, the nodes to check, so that the bytes of a dead one return even without a waiting request."""
         self._slot = crc32(membership.node_id.encode()) % SHARDS
 
     @property
     def has_entries(self) -> bool:
-        """Return whether a lease has bytes, or an entry is still to be removed."""
+        """Whether a lease has bytes, or an entry is still to be removed."""
         return bool(self.live or self._endings or self._removing)
 
     def want(self, wanted: QuotaWanted, now_ns: int) -> None:
@@ -150,26 +151,29 @@ class QuotaShards:
             self.end(want.wanted.tenant, want.wanted.lease_id, now_ns)
 
     def ended(self, tenant: str, lease_id: str, now_ns: int) -> None:
-        """Give back the bytes of a lease that is over, if this member has them."""
+        """Return the bytes of a lease that is over, if this member has them."""
         if lease_id in self.live or lease_id in self._former:
             self.end(tenant, lease_id, now_ns)
 
     def end(self, tenant: str, lease_id: str, now_ns: int) -> None:
-        """Give a lease's bytes back, as often as it takes."""
+        """Return a lease's bytes, with as many attempts as that takes."""
         self.live.pop(lease_id, None)
         self._endings[tenant, lease_id] = now_ns
 
     def restore(self, quotas: Mapping[str, str]) -> None:
-        """Take the leases that the broker has of the membership that goes on: their tenants by lease."""
+        """Take the broker's leases of the membership that continues: their tenants by lease."""
         self.live = dict(quotas)
 
     def lose(self, *, forgets: bool) -> None:
-        """Have no bytes any more, as `NodeClaims.lose`."""
+        """Drop all bytes, like `NodeClaims.lose`."""
         self._former = frozenset() if forgets else frozenset(self.live)
         self.live = {}
 
     def sweep(self, found: tuple[KeyValue, ...], now_ns: int) -> None:
-        """Remove those of this node's entries, as a beat read them, that no lease has and nobody waits for."""
+        """Remove orphans among this node's entries, which a heartbeat read.
+
+        An orphan has neither a lease nor a waiting request.
+        """
         awaited = {want.wanted.lease_id for want in self._wants.values()}
         for item in found:
             if not is_quotas(item.key, self._membership.node_id):
@@ -179,7 +183,7 @@ class QuotaShards:
                 self._membership.distrust(item, key.reason)
                 continue
             if len(self._endings) + len(self._removing) >= MAX_REMOVALS:
-                # What is left over waits for a later beat.
+                # Leave the rest to a later heartbeat.
                 return
             tenant, lease_id = key
             if lease_id in self.live or lease_id in awaited or key in self._endings or key in self._removing:
@@ -190,7 +194,7 @@ class QuotaShards:
             self.end(tenant, lease_id, now_ns)
 
     def advance(self, now_ns: int) -> None:
-        """Make the attempts that are due, and refuse who has waited long enough."""
+        """Make the attempts that are due, and refuse requests that have waited long enough."""
         is_member = self._membership.is_member(now_ns)
         for want in list(self._wants.values()):
             if want.is_asking:
@@ -206,7 +210,7 @@ class QuotaShards:
                 self._remove(*key, now_ns)
 
     def due_ns(self, now_ns: int) -> int | None:
-        """Return when `advance` has something to do; None: not by itself."""
+        """Return when `advance` has something to do; None if nothing is due by itself."""
         waiting = [want for want in self._wants.values() if not want.is_asking]
         ends = [max(want.wanted.wait_until_ns, now_ns) for want in waiting]
         tries = [want.next_ns for want in waiting] if self._membership.is_member(now_ns) else []
@@ -241,7 +245,7 @@ class QuotaShards:
             self._place(want, quota, now_ns)
 
     def _quota(self, tenant: str, answer: Answer) -> _Quota | Unreadable | None:
-        """Return a tenant's quota, made by the default if it has none of its own; None: it has none."""
+        """Return a tenant's quota, made from the default if it has none of its own; None without either."""
         shards, default = self._shards(answer.found[0]), read_default(answer.found[1])
         changed: set[bytes] = set()
         if not has_sound_budgets(shards.values()):
@@ -260,7 +264,7 @@ class QuotaShards:
         return _Quota(home, shards, changed, {}, default) if home else None
 
     def _shards(self, found: tuple[KeyValue, ...]) -> dict[bytes, Shard]:
-        """Read shards, and report those that can't be read."""
+        """Read shards, and report unreadable ones."""
         shards = read_shards(found)
         for item in found:
             if not shards[item.key].is_readable:
@@ -271,29 +275,34 @@ class QuotaShards:
         return entry is not None and entry.incarnation == self._membership.incarnation
 
     def _place(self, want: _Want, quota: _Quota, now_ns: int) -> None:
-        """Write a lease's entry into the home shard, with budgets of others if need be."""
+        """Write a lease's entry into the home shard, moving budgets of others there if necessary."""
         membership, wanted, home = self._membership, want.wanted, quota.home
         shards = quota.shards.values()
         total_bytes = sum(shard.budget_bytes for shard in shards)
         left_bytes = total_bytes - sum(shard.used_bytes for shard in shards)
         whose = f"tenant {wanted.tenant!r} has a quota of {size_text(total_bytes)} in the fleet"
         asked = f"{size_text(wanted.size_bytes)} were asked for"
+        # Waiting can't help: only an operator can enlarge the quota.
         if wanted.size_bytes > total_bytes:
             self._refuse_at_once(want, Why.TOO_LARGE, f"{whose}, and {asked}", now_ns)
             return
+        # Waiting may help: leases end, and entries of dead nodes can be removed. Check the nodes that have entries.
         if wanted.size_bytes > left_bytes or len(home.used) >= MAX_ENTRIES:
             want.refusal = Why.TAKEN, f"{whose}: {size_text(max(0, left_bytes))} are left, and {asked}"
             if wanted.size_bytes <= left_bytes:
                 want.refusal = Why.BUSY, f"tenant {wanted.tenant!r} has {MAX_ENTRIES} leases at this node and its like"
             foreign = {entry.node_id for shard in shards for entry in shard.used.values()}
-            # First the nodes that were not looked at just now, so that all have their turn.
+            # Nodes that the last attempt did not check come first, so that all get their turn.
             nodes = sorted(foreign - {membership.node_id}, key=lambda node: (node in want.nodes, node))[:MAX_LOOKS]
             want.next_ns = now_ns if nodes and not want.nodes else now_ns + membership.poll_ns
             want.nodes = tuple(nodes)
             self._remember(wanted.tenant, want.nodes)
             return
+        # The quota suffices. Move what the home shard lacks from the fullest shards, and half of the rest of each, so
+        # that the next leases of this tenant find it there.
         missing = wanted.size_bytes - (home.budget_bytes - home.used_bytes)
-        # While one is overdrawn, what is free in the others is not the tenant's: who writes must have seen all.
+        # While one shard is overdrawn, free bytes in others are not really the tenant's. So this write must compare all
+        # shards.
         is_overdrawn = any(shard.budget_bytes < shard.used_bytes for shard in shards)
         for other in sorted(shards, key=lambda shard: shard.free_bytes, reverse=True):
             if missing <= 0 or other is home:
@@ -344,7 +353,7 @@ class QuotaShards:
                 want.next_ns = now_ns + self._membership.poll_ns
 
     def _is_answer(self, outcome: Outcome, want: _Want, now_ns: int) -> TypeGuard[Answer]:
-        """Return whether there is an answer; if not, note when to try again and why."""
+        """Return whether the outcome is an answer. If not, note when to try again and why."""
         if isinstance(outcome, Answer):
             return True
         want.next_ns = now_ns + self._membership.poll_ns
@@ -363,7 +372,7 @@ class QuotaShards:
             want.refusal, want.next_ns = self._membership.trouble, now_ns + self._membership.retry_ns
 
     def _drop_dead(self, tenant: str, quota: _Quota, found: dict[str, Looked], now_ns: int) -> None:
-        """Drop entries whose leases are surely over."""
+        """Remove entries with leases that are surely over."""
         membership = self._membership
         for shard in quota.shards.values():
             for lease_id, entry in list(shard.used.items()):
@@ -386,16 +395,18 @@ class QuotaShards:
     # --- giving back ---
 
     def _remove(self, tenant: str, lease_id: str, now_ns: int) -> None:
-        """Rewrite the home shard without a lease's entry; its revision rises even if the entry is not there."""
+        """Rewrite the home shard without a lease's entry. Its revision rises even if the entry is absent."""
         membership = self._membership
         key = shard_key(tenant, self._slot)
         held = Delete(held_entry_key(membership.node_id, tenant, lease_id))
         self._removing.add((tenant, lease_id))
 
         def on_read(outcome: Outcome, asked_ns: int, now_ns: int) -> None:
+            # Read first: the write below compares the revision, so that it never removes another lease's entry.
             if not isinstance(outcome, Answer):
                 on_written(outcome, asked_ns, now_ns)
                 return
+            # Without a shard, only the node's list entry is left to delete.
             transaction = Transaction((ModRevisionIs(key, 0),), (held,))
             if shard := self._shards(outcome.found[0]).get(key):
                 shard.used.pop(lease_id, None)
@@ -404,6 +415,7 @@ class QuotaShards:
             membership.ask(now_ns, transaction, on_written)
 
         def on_written(outcome: Outcome, asked_ns: int, now_ns: int) -> None:
+            # Repeat until it succeeds: an entry that stays would count against the tenant forever.
             self._removing.discard((tenant, lease_id))
             if not (isinstance(outcome, Answer) and outcome.succeeded):
                 self._endings.setdefault((tenant, lease_id), now_ns + membership.retry_ns)
@@ -411,7 +423,7 @@ class QuotaShards:
         membership.ask(now_ns, Transaction(reads=(Get(key),)), on_read)
 
     def _refuse_at_once(self, want: _Want, why: Why, text: str, now_ns: int) -> None:
-        """Refuse who need not wait, because only an operator can change it."""
+        """Refuse a request that need not wait, because only an operator can help."""
         self.drop(want.wanted.request, now_ns)
         self._refuse(want.wanted, (why, text))
 

@@ -1,15 +1,15 @@
-"""Dates of etcd's revisions on this node's clock: by when a record was written that has not changed since.
+"""Dates of etcd's revisions on this node's clock: the latest time at which an unchanged record was written.
 
-Revisions are numbers of the whole store that only rise. So whatever has a mod revision up to that of an answer was
-written before the answer came. A node that keeps the dates of its own answers can tell for every record how long it has
-been silent, at least, also for one that it sees for the first time.
+Revisions number all writes of the store and only rise. So a record with a mod revision up to that of an answer was
+written before the answer came. A node that keeps the dates of its own answers can tell of every record how long it has
+been silent, at least, even of one that it sees for the first time.
 """
 
 from typing import Final, NamedTuple
 
 KEPT_PARTS: Final = 42
-"""Dates that are kept, a thirtieth of the horizon apart: more than the longest wait, five quarters of a horizon and a
-little (`Membership.make_up_for`), so that a silent node is dated however late it is looked at. Bounds memory."""
+"""Kept dates, a thirtieth of the horizon apart: more than the longest wait, five quarters of a horizon and a little
+(`Membership.make_up_for`), so that a silent node gets a date however late it is checked. Bounds memory."""
 
 
 class _Date(NamedTuple):
@@ -21,7 +21,7 @@ class RevisionDates:
     """Revisions that the store had reached, and when.
 
     Args:
-        step_ns: Least time between two dates.
+        step_ns: Least time from one date to the next.
     """
 
     def __init__(self, step_ns: int) -> None:
@@ -38,5 +38,5 @@ class RevisionDates:
         return next((date.now_ns for date in self._dates if date.revision >= mod_revision), now_ns)
 
     def forget(self) -> None:
-        """Forget all dates: the store may be another one, whose revisions repeat."""
+        """Forget all dates: the store may be another one, with the same revision numbers."""
         self._dates.clear()

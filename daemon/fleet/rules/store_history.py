@@ -1,8 +1,9 @@
-"""The end of etcd's history: etcd keeps every write until somebody compacts it, and beats are written for ever.
+"""Limits etcd's history: etcd keeps every write until a client compacts it, and heartbeats never end.
 
-One key is the mark. A member that has seen it unchanged for as long as history is kept rewrites it, if it is still that
-very revision, and takes away what is older than the mark was: of all members one, and no history that is younger.
-Each beat reads the mark before it looks at its age, so that others seldom try once one has rewritten it.
+One key is the mark. A member that has seen it unchanged for the time that history is kept rewrites it, on condition
+that it is still at that revision, and removes the history before the old mark. So only one of all members does it, and
+no younger history goes. Each heartbeat reads the mark before it checks its age, so that others seldom try once one has
+rewritten it.
 """
 
 from gpulease.daemon.fleet.etcd.transactions import Answer, Get, KeyValue, ModRevisionIs, Outcome, Put, Transaction
@@ -13,7 +14,7 @@ from gpulease.protocol.time_units import NS_PER_S
 
 
 class StoreHistory:
-    """The mark as this node sees it.
+    """The mark as seen by this node.
 
     Args:
         history_s: Seconds of history that are kept at least, twice that at most; 0: this node compacts nothing.
@@ -23,19 +24,19 @@ class StoreHistory:
         self._membership = membership
         self._history_ns = history_s * NS_PER_S
         self._mark: tuple[int, int] | None = None
-        """The mark's revision, and since when it is unchanged."""
+        """The mark's revision, and the time since which it is unchanged."""
         self._is_asking = False
 
     def read(self) -> Get:
-        """Return the read that a beat makes."""
+        """Return the read of a heartbeat."""
         return Get(COMPACTION)
 
     def forget(self) -> None:
-        """Take nothing away by what was seen until now: the store may be another one."""
+        """Forget earlier observations, so that they remove nothing: the store may be another one."""
         self._mark = None
 
     def saw(self, found: tuple[KeyValue, ...], now_ns: int) -> None:
-        """Take the mark as a beat read it, and end the history before it if it is old."""
+        """Take the mark as read by a heartbeat, and remove the history before it if it is old."""
         revision = found[0].mod_revision if found else 0
         if self._mark is None or self._mark[0] != revision:
             self._mark = revision, now_ns

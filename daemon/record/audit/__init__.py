@@ -1,4 +1,4 @@
-r"""The audit log: who had which lease and why it ended, in a chain of records that shows any later change.
+r"""The audit log: which tenant had which lease and why it ended, in a chain of records that reveals any later change.
 
 The format, for other programs; `vectors/audit/` has it as bytes.
 
@@ -22,15 +22,15 @@ there are no floats. Keys are ASCII letters, digits and underscores, so every or
 | `kind` | what happened |
 | `data` | an object: the particulars |
 
-**The head.** A file of 256 bytes, `head.json` beside the log or wherever the operator put it: one canonical object
-(`seq`, `hash` of that record's line, `boot`, and `alive_us`, when the daemon was last known to live), spaces, and a
-newline. A log that ends before its head, or has another record there, was cut.
+**The head.** A file of 256 bytes, `head.json` next to the log or wherever the operator put it: one canonical object
+(`seq`, `hash` of that record's line, `boot`, and `alive_us`, the last time at which the daemon was known to live),
+spaces, and a newline. A log that ends before its head, or has another record there, was cut.
 
-**Torn lines.** A crash can leave a piece of a line. It is never removed: the next record says so in `data.torn`
-(`offset` in the file, `size_bytes`, `sha256`), a newline stands between the two, and the piece is no part of the chain.
+**Torn lines.** A crash can leave a piece of a line. It is never removed: the next record describes it in `data.torn`
+(`offset` in the file, `size_bytes`, `sha256`), a newline separates the two, and the piece does not belong to the chain.
 
-**Notes.** The kind `note` has a tenant's own words: `lease`, `tenant`, and the object `note`. A reader passes over
-kinds that it does not know: the chain is the same for all.
+**Notes.** The kind `note` has a tenant's own words: `lease`, `tenant`, and the object `note`. A reader skips kinds that
+it does not know: the chain is the same for all.
 
 **Removed files.** The operator may keep a bounded number of files. Before the daemon removes one, a record of the kind
 `prune` holds the last sequence number and hash in it.

@@ -40,8 +40,8 @@ REWRITE_BYTES: Final = 1 << 20
 """Bytes that `rewrite` holds in memory at a time."""
 
 TAIL_BYTES: Final = 4 << 20
-"""Bytes of a log's end that a start reads: some 8,000 records. A killed daemon can have written as many ends to the log
-alone, or to the journal alone. Reading them takes a tenth of a second."""
+"""Bytes of a log's end that a start reads: some 8,000 records. A killed daemon can have written as many ends only to
+the log, or only to the journal. Reading them takes a tenth of a second."""
 
 _OF_LIVE_LEASES: Final = frozenset(
     {Kind.GRANT, Kind.ADOPT, Kind.RENEW, Kind.RESIZE, Kind.ATTACH, Kind.FAULT, Kind.OVER}
@@ -52,11 +52,11 @@ _NAME: Final = re.compile(r"audit-\d{16}\.jsonl")
 
 
 class FolderInUse(Exception):
-    """Another process writes to this log."""
+    pass
 
 
 class LogDisturbed(OSError):
-    """The newest file is not as it was left: somebody else wrote to it, moved it or removed it."""
+    """The newest file has changed since it was closed: another program wrote to it, moved it or removed it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +64,10 @@ class LogSettings:
     """The place of a log and how much of it is kept.
 
     Attributes:
-        folder: The folder, made if only it is missing.
+        folder: The folder, made if its parent exists.
         head_path: The head's file.
         max_file_bytes: The size at which the next file begins. A file with a single group of records may be larger.
-        keep_files: How many files to keep; 0 for all.
+        keep_files: Number of files to keep; 0 for all.
     """
 
     folder: Path
@@ -78,7 +78,7 @@ class LogSettings:
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """The end of a file: its last record (number 0 if it has none), and the offset behind that record."""
+    """The end of a file: its last record (number 0 if it has none), and the offset after that record."""
 
     link: Link
     end_bytes: int
@@ -91,12 +91,12 @@ def log_files(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True, slots=True)
 class LastRecords:
-    """The last records of a log, summed up.
+    """A summary of the last records of a log.
 
     Attributes:
         kinds: The record of each lease that says most about its end: END, FENCE, or any other kind.
-        cut_us: The monotonic time of the last record, after which more may have happened. None if the daemon stopped in
-            good order, and for a log without records or of another boot of the host.
+        cut_us: The monotonic time of the last record, after which more may have happened. None if the daemon stopped
+          normally, and for a log without records or of another boot of the host.
     """
 
     kinds: Mapping[str, Kind] = field(default_factory=dict)
@@ -132,7 +132,7 @@ def _last_lines(folder: Path) -> list[bytes]:
 
 
 def tail_of(data: bytes | mmap.mmap) -> Tail:
-    """Find the last whole record in a file's bytes. A record that lacks only its newline is whole."""
+    """Find the last complete record in a file's bytes. A record that lacks only its newline is complete."""
     stop = len(data)
     while stop:
         body_end = stop - (data[stop - 1 : stop] == b"\n")
@@ -148,13 +148,14 @@ class AuditLog:
     """An open log. Used by one thread at a time.
 
     Args:
-        known: The last record that the caller knows to have been in the log. The chain goes on behind it, whatever
-            happened to the files and their head meanwhile.
+        known: The last record that the caller knows to have been in the log. The chain continues after it, whatever
+          happened to the files and their head meanwhile.
 
     Attributes:
         link: The last durable record.
-        found: Problems that opening showed and an auditor must know, as particulars of a record; empty if all is well.
-        previous: The head as it was found; None if there was none to read.
+        found: Problems that opening revealed and an auditor must know, as particulars of a record; empty if there are
+          none.
+        previous: The head that was found; None if there was none to read.
         attempted: The end of the chain after each record of the last `append`, which may have failed.
 
     Raises:
@@ -182,7 +183,7 @@ class AuditLog:
             raise
 
     def append(self, drafts: Sequence[Draft], alive_us: int) -> None:
-        """Seal records, write them and make them durable. Raises OSError: then `close` the log, and open it anew."""
+        """Seal records, write them and make them durable. Raises OSError: then `close` the log, and open it again."""
         self.attempted = []
         self._check_undisturbed()
         lines, link = [self._separator], self.link
@@ -191,7 +192,7 @@ class AuditLog:
             lines += (line, b"\n")
             self.attempted.append(link)
         data = b"".join(lines)
-        # The record that tells of a torn line stands in the same file.
+        # The record that describes a torn line must be in the same file.
         if self._size and not self._separator and self._size + len(data) > self._settings.max_file_bytes:
             self._begin_file()
         self._write(data)
@@ -205,9 +206,9 @@ class AuditLog:
         os.pwrite(self._head_fd, head_bytes(Head(self.link, self._boot, alive_us)), 0)
 
     def rewrite(self) -> None:
-        """Write the newest file's bytes once more, each in its place. Raises OSError.
+        """Write the newest file's bytes again, each in its place. Raises OSError.
 
-        After a failed sync the kernel may take pages for clean that never reached the disk (fsync(2), EIO). Written
+        After a failed sync the kernel may mark pages as clean that never reached the disk (fsync(2), EIO). Written
         again, they are in the next sync.
         """
         with self._path.open("r+b", buffering=0) as file:
@@ -216,7 +217,7 @@ class AuditLog:
                 offset += os.pwrite(file.fileno(), chunk, offset)
 
     def sync_head(self) -> None:
-        """Make the head durable. A head that is older than its log is still right. Raises OSError."""
+        """Make the head durable. A head that is older than its log is still valid. Raises OSError."""
         os.fdatasync(self._head_fd)
 
     def superfluous(self) -> tuple[Path, dict[str, Any]] | None:
@@ -232,7 +233,6 @@ class AuditLog:
         return None
 
     def remove(self, path: Path) -> None:
-        """Remove the oldest file. Raises OSError."""
         path.unlink(missing_ok=True)
         self._files.remove(path)
         os.fsync(self._folder_fd)
@@ -279,7 +279,7 @@ class AuditLog:
                 self.found["torn"] = {"offset": end_bytes, "size_bytes": size - end_bytes, "sha256": sha256}
 
     def _agree(self, end: Link) -> Link:
-        """Return where the chain goes on: behind the head, even if the log is shorter, so that the gap shows."""
+        """Return where the chain continues: after the head, even if the log is shorter, so that the gap shows."""
         data = os.pread(self._head_fd, HEAD_BYTES + 1, 0)
         try:
             head = self.previous = read_head(data)
@@ -298,7 +298,7 @@ class AuditLog:
 
     def _agree_with_known(self, end: Link) -> Link:
         if end.seq < self._known.seq:
-            # The head may say already that records before these are lost.
+            # The head may already show that records before these are lost.
             first = self.found.get("lost", {"first": end.seq + 1})["first"]
             self.found["lost"] = {"first": first, "last": self._known.seq}
         elif end.seq == self._known.seq and end.hash != self._known.hash:

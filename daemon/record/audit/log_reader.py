@@ -45,7 +45,7 @@ class LogSource:
                 raise CannotRead(f"{path}: {error.strerror}") from None
 
     def records(self, verifier: Verifier | None = None) -> Iterator[Record]:
-        """Yield every line that is a record. `verifier` knows afterwards whether the chain holds."""
+        """Yield every line that is a record. `verifier` knows afterwards whether the chain is intact."""
         verifier = verifier or Verifier()
         for file, offset, line in self.lines():
             if (record := verifier.take(file, offset, line)) is not None:
@@ -98,7 +98,7 @@ def line_of(record: Record) -> str:
     names += [name for name in data if name not in _FIRST and name not in _OWN_COLUMNS]
     cells = [str(record.seq).rjust(8), record.at, record.kind.ljust(8), str(who).ljust(10), str(data.get("lease", ""))]
     cells += [f"{name}={_text(data[name])}" for name in names if data[name] not in (None, "")]
-    # A forged log may hold any text.
+    # A forged log may contain any text.
     return "  ".join(clean_text(cell) for cell in cells)
 
 
@@ -108,7 +108,7 @@ def _text(value: Any) -> str:
 
 
 def found_text(found: Mapping[str, Any]) -> str:
-    """Put into words what opening a log showed (`AuditLog.found`)."""
+    """Describe what opening a log revealed (`AuditLog.found`)."""
     parts = []
     if torn := found.get("torn"):
         parts.append(
@@ -127,7 +127,6 @@ def found_text(found: Mapping[str, Any]) -> str:
 
 
 def usage_table(tenants: Mapping[str, Used]) -> str:
-    """Format sums as a table."""
     head = ("tenant", "leases", "lease seconds", "GiB seconds", "open")
     rows = [
         (
@@ -143,7 +142,6 @@ def usage_table(tenants: Mapping[str, Used]) -> str:
 
 
 def usage_map(tenants: Mapping[str, Used]) -> dict[str, dict[str, int]]:
-    """Return sums as exact integers."""
     return {
         name: {
             "leases": used.leases,

@@ -41,9 +41,9 @@ _OPERATIONS: Final[dict[type, str]] = {
 
 
 def entry_of(fact: Fact) -> Entry | None:
-    """Return the kind and the particulars of a fact's record; None if the audit log does not tell it.
+    """Return the kind and the particulars of a fact's record; None if the audit log has no record for it.
 
-    The outcome of request 0, which is the daemon's own, answers nobody, and is told by what happens to the lease.
+    Request 0 is the daemon's own, so its outcome is no answer; the records of the lease itself describe it.
     """
     make = _ENTRIES.get(fact.kind)
     return None if make is None else make(fact)
@@ -80,7 +80,7 @@ def _resize(fact: Fact) -> Entry | None:
 
 
 def _free(fact: Fact) -> Entry | None:
-    """Tell only what another did in the tenant's stead: the end of the lease tells the rest."""
+    """Record only a free by another than the tenant; the end of the lease records everything else."""
     asked = _asked(fact)
     if not fact.source.request or asked.by in (fact.source.lease.tenant, THE_DAEMON):
         return None
@@ -160,7 +160,7 @@ def _end_submit(fact: Fact) -> Entry:
 
 
 def _fence_warm(fact: Fact) -> Entry:
-    # The one fact about the pool that concerns anybody: bytes that no lease can have.
+    # The only fact about the pool that matters to auditors: bytes that no lease can have.
     return Kind.POOL, {"card": fact.card, "what": "fenced", "reason": clean_text(fact.source.reason)}
 
 
@@ -190,7 +190,7 @@ _ENTRIES: Final[dict[FactKind, Callable[[Fact], Entry | None]]] = {
 
 
 def _request(asked: Asked) -> Particulars:
-    """Return which lease a request is about, and what it asks for."""
+    """Return which lease a request concerns, and what it asks for."""
     match asked.request:
         case AcquireRequested(terms=terms, selector=selector):
             card = {} if selector is None else {"card": clean_text(selector)}

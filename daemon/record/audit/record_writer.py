@@ -1,7 +1,7 @@
 """Writes records to the audit log in a thread: a bounded queue, and the open log.
 
-If the disk refuses, the thread opens the log anew every second. It then finds which records reached the disk after all,
-writes a `resume` record that says what happened, and goes on.
+If the disk refuses, the thread opens the log again every second. It then finds which records reached the disk after
+all, writes a `resume` record that says what happened, and continues.
 """
 
 import time
@@ -17,7 +17,7 @@ from gpulease.daemon.record.group_commit import CommitQueue, CommitTarget, Group
 from gpulease.protocol.time_units import NS_PER_S, NS_PER_US
 
 BEAT_S: Final = 1.0
-"""Between two writes of the head while nothing happens. A later start knows no better when the daemon ended."""
+"""Time between two writes of the head while nothing happens: the precision of the time at which a daemon died."""
 
 
 class AuditWriter:
@@ -25,7 +25,7 @@ class AuditWriter:
 
     Args:
         open_log: Opens the log, given the last record that is known to be in it; called again after every failure.
-            Raises OSError or FolderInUse.
+          Raises OSError or FolderInUse.
         about: The particulars of the daemon's `start` record.
         on_change: Called in the thread whenever records became durable, and when they can't be written any more.
     """
@@ -39,7 +39,7 @@ class AuditWriter:
         self._committer = GroupCommitter(_LogTarget(open_log, begin, self._queue), self._queue)
 
     def start(self, *, must_work: bool) -> None:
-        """Open the log, write that the daemon starts, and start the thread.
+        """Open the log, record that the daemon starts, and start the thread.
 
         Raises FolderInUse, NoThread, or OSError if the log can't be written although it must be.
         """
@@ -64,7 +64,7 @@ class AuditWriter:
         return 0 < ticket <= self._committer.durable
 
     def problem(self) -> str:
-        """Return why nothing can be written now, in a clause; "" if all is well."""
+        """Return why nothing can be written now, as a clause; "" if it can."""
         return self._committer.problem()
 
     def figures(self) -> dict[str, int]:
@@ -84,23 +84,23 @@ def draft_of(kind: Kind, data: dict[str, Any], now_ns: int = 0) -> Draft:
 
 
 MAX_QUEUED: Final = 32_768
-"""Records, some 30 MB. Stops a disk that hangs from eating the broker's memory."""
+"""Records, some 30 MB. Stops a hung disk from using up the broker's memory."""
 
 MAX_QUEUED_MINOR: Final = MAX_QUEUED // 2
-"""The part of them for what tenants repeat at will; the rest is for grants and ends."""
+"""The part of them for what tenants can repeat at will; the rest is for grants and ends."""
 
 MINOR: Final = frozenset(
     {Kind.DENY, Kind.ATTACH, Kind.SUBMIT, Kind.RENEW, Kind.RESIZE, Kind.ISSUE, Kind.WITHDRAW, Kind.NOTE}
 )
-"""Kinds of which a tenant can cause as many as it likes."""
+"""Kinds that a tenant can cause without limit."""
 
 
 class RecordQueue(CommitQueue[Draft]):
-    """A bounded queue. Records that find no room are counted, and the count is a record in their place.
+    """A bounded queue. Records that find no room are counted, and the count becomes a record in their place.
 
     Attributes:
-        accepted: Records taken in so far, those that tell of gaps included, which is the last one's ticket.
-        dropped: Records that found no room.
+        accepted: Number of records accepted so far, those about gaps included, which is the last one's ticket.
+        dropped: Number of records that found no room.
     """
 
     def __init__(self) -> None:
@@ -125,7 +125,7 @@ class RecordQueue(CommitQueue[Draft]):
             self._gap = None
 
     def _drop(self, draft: Draft) -> None:
-        # The gap of a missing end must stand behind all that was queued before it; minor records are just counted.
+        # The gap of a missing end must follow all that was queued before it; minor records are only counted.
         gap = self._gap
         if gap is None or (draft.kind not in MINOR and self._items[-1] is not gap):
             gap = self._gap = Draft(Kind.GAP, {"dropped": {}, "since_us": draft.mono_us}, draft.wall_us, draft.mono_us)
@@ -137,7 +137,7 @@ class RecordQueue(CommitQueue[Draft]):
 
 
 class _LogTarget(CommitTarget[Draft]):
-    """The open log, and what must be known to open it anew."""
+    """The open log, and what is needed to open it again."""
 
     thread_name = "gpulease-audit"
     work = "a write"
@@ -155,7 +155,7 @@ class _LogTarget(CommitTarget[Draft]):
         self._is_begun = False
         self._opening: Draft | None = None
         self._attempted: list[Link] = []
-        # How many records of the group are in the log already, though not synced.
+        # Number of records of the group that are already in the log, though not synced.
         self._written = 0
         self._problem = ""
         self._failed_us = 0
@@ -227,7 +227,7 @@ class _LogTarget(CommitTarget[Draft]):
     def _open(self) -> AuditLog:
         log = self._log = self._open_log(self._known)
         if log.link in self._attempted:
-            # The append that failed reached the file, in part or whole: those records are only synced.
+            # The append that failed reached the file, partly or completely: those records only need a sync.
             there = self._attempted.index(log.link) + 1
             if self._opening is not None:
                 self._is_begun = True

@@ -1,7 +1,7 @@
 """The broker's side of the audit log: takes records, bounds what tenants repeat, and holds grants until durable.
 
-Nothing here decides what the lease table does, with one exception: where the operator demands the log, a grant that
-can't be recorded in time is revoked before its tenant hears of it.
+Nothing here decides what the lease table does, with one exception: where the operator requires the log, a grant that
+can't be recorded in time is revoked before its tenant receives it.
 """
 
 import asyncio
@@ -35,17 +35,16 @@ class Recorder:
 
     @property
     def keeps_records(self) -> bool:
-        """True if `record` does anything."""
         return False
 
     def attach(self, post: Callable[[Event], None]) -> None:
         """Begin, in the running event loop. `post` takes events for the lease table."""
 
     def record(self, entry: Entry, now_ns: int) -> None:
-        """Record what an event brought about. Called before any of its effects is carried out."""
+        """Record the result of an event. Called before any of its effects is executed."""
 
     def without_end(self, tombstones: Sequence[LeaseSnapshot]) -> list[LeaseSnapshot]:
-        """Return those of an earlier daemon's leases, oldest end first, whose ends the log lacks."""
+        """Return the leases of an earlier daemon, oldest end first, with ends that the log lacks."""
         return []
 
     def attached(self, lease_id: int, tenant: str) -> None:
@@ -54,14 +53,14 @@ class Recorder:
     def issued(self, tenant: str, by: str, grant: Claims, audience: str | None) -> None:
         """Record that `by` got a token, about a lease of `tenant` or, if it names none, about the node.
 
-        `audience` is the tenant that may use it, if that is a tenant known here.
+        `audience` is the tenant that may use it, if that tenant is known here.
         """
 
     def token_revoked(self, tenant: str, by: str, lease_id: int, nonce: bytes) -> None:
-        """Record that `by` revoked the token of that nonce. `lease_id` is 0 if it is about the node."""
+        """Record that `by` revoked the token of that nonce. `lease_id` is 0 if it concerns the node."""
 
     def refused(self, operation: str, tenant: str, lease_id: int, message: str) -> None:
-        """Record a request that was refused before it got to the lease table. `lease_id` is 0 if it named none."""
+        """Record a request that was refused before it reached the lease table. `lease_id` is 0 if it named none."""
 
     def reloaded(self, config: str) -> None:
         """Record that the settings were read again. `config` is the digest of the new ones."""
@@ -71,7 +70,7 @@ class Recorder:
         return None
 
     def problem(self) -> str:
-        """Return why the log can't be written now, in a clause; "" if it can be, or if none is kept."""
+        """Return why the log can't be written now, as a clause; "" if it can be, or if none is kept."""
         return ""
 
     def figures(self) -> dict[str, int] | None:
@@ -79,24 +78,24 @@ class Recorder:
         return None
 
     def answer(self, granted: Grant, on_outcome: OnOutcome) -> None:
-        """Call `on_outcome` with a grant once its tenant may hear of it, or with a `Denied` in its place."""
+        """Call `on_outcome` with a grant once it may be reported to its tenant, or with a `Denied` in its place."""
         on_outcome(granted)
 
     def note(self, lease_id: int, tenant: str, note: bytes, on_noted: OnNoted) -> None:
-        """Record what a tenant says about its lease. `on_noted` gets None once that is durable, or why it is not."""
+        """Record a tenant's note about its lease. `on_noted` gets None once that is durable, or why it is not."""
         on_noted(NO_AUDIT_LOG)
 
-    async def stop(self) -> None:
-        """Write the rest and close."""
+    async def stop(self) -> None: ...
 
 
 class LogRecorder(Recorder):
     """The recorder of a daemon that keeps an audit log.
 
     Args:
-        is_required: Whether a grant is told only when its record is durable.
-        last: The last records of the log. An earlier daemon may have been killed between this log and its journal, in
-            which leases have ended, or have not.
+        is_required: Whether a grant is reported only when its record is durable.
+        last: The last records of the log. An earlier daemon may have been killed between this log and its journal, so
+          that
+          the two differ about which leases have ended.
     """
 
     def __init__(self, is_required: bool, last: LastRecords | None = None) -> None:
@@ -107,12 +106,11 @@ class LogRecorder(Recorder):
         self._budgets = Budgets()
         self._note_budgets = Budgets(NOTE_BURST_BYTES, NOTE_BYTES_PER_S)
         self._notes_waiting = 0
-        # Of grants whose tenants are not told yet, by lease.
+        # Of grants that their tenants do not know yet, by lease.
         self._tickets: dict[int, int] = {}
 
     @property
     def keeps_records(self) -> bool:
-        """Implement `Recorder.keeps_records`."""
         return True
 
     def write_with(self, writer: AuditWriter) -> None:
@@ -120,27 +118,27 @@ class LogRecorder(Recorder):
         self._writer = writer
 
     def on_change(self) -> None:
-        """Look again which grants and notes are recorded. Called in the writer's thread."""
+        """Check again which grants and notes are recorded. Called in the writer's thread."""
         if self._is_required or self._notes_waiting:
             self._replies.on_change()
 
     # --- records ---
 
     def attach(self, post: Callable[[Event], None]) -> None:
-        """Implement `Recorder.attach`."""
         self._replies.attach(post)
 
     def record(self, entry: Entry, now_ns: int) -> None:
-        """Implement `Recorder.record`. A bug here must not hold up effects; an unrecorded grant waits."""
+        """Record an entry. A bug here must not delay effects; an unrecorded grant waits."""
         try:
             self._record(entry, now_ns)
         except Exception:
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"recording {entry[0].value}")
 
     def without_end(self, tombstones: Sequence[LeaseSnapshot]) -> list[LeaseSnapshot]:
-        """Implement `Recorder.without_end`. Records and tombstones are in order of time, except those of earlier boots.
+        """Return the leases with ends that the log lacks.
 
-        So if the last records do not name a lease at all, its end is missing only if it came after them.
+        Records and tombstones are in chronological order, except those of earlier boots. So if the last records do not
+        name a lease at all, its end is missing only if it came after them.
         """
         found = []
         cut_us = self._last.cut_us
@@ -148,18 +146,16 @@ class LogRecorder(Recorder):
             if cut_us is not None and (lease.ended_ns or 0) // NS_PER_US < cut_us:
                 cut_us = None
             kind = self._last.kinds.get(lease_text(lease.lease_id))
-            # No log may have been kept when a lease began that the records do not name.
+            # If the records do not name a lease, perhaps no log was kept when it began.
             is_cut_off = cut_us is not None and lease.created_ns // NS_PER_US <= cut_us
             if is_cut_off if kind is None else kind not in (Kind.END, Kind.FENCE):
                 found.append(lease)
         return found[::-1]
 
     def attached(self, lease_id: int, tenant: str) -> None:
-        """Implement `Recorder.attached`."""
         self._record((Kind.ATTACH, {"lease": lease_text(lease_id), "tenant": tenant}))
 
     def issued(self, tenant: str, by: str, grant: Claims, audience: str | None) -> None:
-        """Implement `Recorder.issued`."""
         lease = {"lease": lease_text(grant.lease_id), "generation": grant.generation} if grant.lease_id else {}
         particulars = {
             "tenant": tenant,
@@ -172,26 +168,22 @@ class LogRecorder(Recorder):
         self._record((Kind.ISSUE, lease | particulars))
 
     def token_revoked(self, tenant: str, by: str, lease_id: int, nonce: bytes) -> None:
-        """Implement `Recorder.token_revoked`."""
         lease = {"lease": lease_text(lease_id)} if lease_id else {}
         self._record((Kind.WITHDRAW, lease | {"tenant": tenant, "by": by, "nonce": nonce.hex()}))
 
     def refused(self, operation: str, tenant: str, lease_id: int, message: str) -> None:
-        """Implement `Recorder.refused`."""
         lease = {"lease": lease_text(lease_id)} if lease_id else {}
         why = {"operation": operation.lower(), "tenant": tenant, "reason": "refused", "message": clean_text(message)}
         self._record((Kind.DENY, why | lease))
 
     def reloaded(self, config: str) -> None:
-        """Implement `Recorder.reloaded`."""
         self._record((Kind.OPERATOR, {"action": "reload", "config": config}))
 
     def figures(self) -> dict[str, int] | None:
-        """Implement `Recorder.figures`."""
         return None if self._writer is None else self._writer.figures()
 
     async def stop(self) -> None:
-        """Implement `Recorder.stop`. The lease table is at rest by now."""
+        """Write the rest and close. The lease table is at rest by now."""
         if self._writer is None:
             return
         omitted = [[tenant, count] for tenant, count in sorted(self._budgets.take_omitted().items())]
@@ -220,7 +212,6 @@ class LogRecorder(Recorder):
     # --- notes ---
 
     def note(self, lease_id: int, tenant: str, note: bytes, on_noted: OnNoted) -> None:
-        """Implement `Recorder.note`."""
         try:
             value = value_of(note, NOTE_DEPTH)
         except NotCanonical as error:
@@ -248,7 +239,7 @@ class LogRecorder(Recorder):
             self._notes_waiting -= 1
             on_noted(not_noted(problem) if problem else None)
 
-        # Counted first: the thread may be done with the record before this method is.
+        # Counted first, because the thread may finish the record before this method returns.
         self._notes_waiting += 1
         ticket = 0 if self._writer is None else self._writer.put(Kind.NOTE, data)
         if ticket:
@@ -259,21 +250,18 @@ class LogRecorder(Recorder):
     # --- grants ---
 
     def problem(self) -> str:
-        """Implement `Recorder.problem`."""
         return "it is not open" if self._writer is None else self._writer.problem()
 
     def denial(self) -> Denial | None:
-        """Implement `Recorder.denial`."""
         problem = self.problem() if self._is_required else ""
         return not_recorded(problem) if problem else None
 
     def answer(self, granted: Grant, on_outcome: OnOutcome) -> None:
-        """Implement `Recorder.answer`."""
         ticket = self._tickets.pop(granted.lease.lease_id, 0)
         if not self._is_required:
             on_outcome(granted)
         elif not ticket:
-            # The grant has no record, for want of room or by a bug.
+            # The grant has no record, for lack of room or because of a bug.
             self._finish(granted, on_outcome, self.problem() or too_long())
         else:
             self._replies.hold(ticket, partial(self._finish, granted, on_outcome))
@@ -294,22 +282,22 @@ BURST_RECORDS: Final = 600
 """Records of one tenant before any is omitted: more than an honest tenant causes in minutes."""
 
 RECORDS_PER_S: Final = 1
-"""Records of one tenant from then on: 30 MB a day if it does nothing but be denied."""
+"""Records of one tenant from then on: 30 MB a day for a tenant that is only denied."""
 
 NOTE_BYTES_PER_S: Final = 1 << 20
 """Bytes of one tenant's notes: 500 a second of 1.5 KB. Stops a tenant from filling the disk in minutes."""
 
 NOTE_BURST_BYTES: Final = 8 << 20
-"""Bytes of one tenant's notes that may come at once: what a server kept while the daemon was away."""
+"""Bytes of one tenant's notes that may come at once: what a server kept while the daemon was not running."""
 
 NOTE_FRAME_BYTES: Final = 512
-"""Counted for a note besides its own bytes: the record around it, so that many small ones are bounded too."""
+"""Counted for a note in addition to its own bytes: the record around it, so that many small ones are bounded too."""
 
 NOTE_DEPTH: Final = 2
 """Objects around a note in its record."""
 
 MAX_NOTES_WAITING: Final = 4096
-"""Notes of all tenants that wait for the disk: 16 MiB, and a quarter of the queue's room for what tenants repeat."""
+"""Notes of all tenants that wait for the disk: 16 MiB, and a quarter of the queue's room for repeatable records."""
 
 MAX_TENANTS: Final = 4096
 """Tenants with a budget of their own; more than a host has users. The others share one budget."""
@@ -341,7 +329,7 @@ class Budgets:
         return budget.spend(now_ns, cost)
 
     def take_omitted(self) -> dict[str, int]:
-        """Return how many were omitted and not reported yet, by tenant, and count from 0 again."""
+        """Return how many were omitted and not reported yet, by tenant, and start counting from 0 again."""
         left = {tenant: budget.omitted for tenant, budget in self._budgets.items() if budget.omitted}
         for budget in self._budgets.values():
             budget.omitted = 0

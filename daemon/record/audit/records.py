@@ -17,10 +17,10 @@ from gpulease.daemon.host.utc_time import utc_text
 from gpulease.protocol.foreign_text import printable, shortened
 
 MAX_INTEGER: Final = 2**53 - 1
-"""The largest integer (RFC 8785, section 3.2.2.3): readers that hold numbers as doubles would change a larger one."""
+"""The largest integer (RFC 8785, section 3.2.2.3): readers that store numbers as doubles would change a larger one."""
 
 MAX_DEPTH: Final = 8
-"""Objects and arrays inside each other. Stops a forged record from exhausting its reader's stack."""
+"""Nesting of objects and arrays. Stops a forged record from exhausting its reader's stack."""
 
 _KEY: Final = re.compile(r"[A-Za-z0-9_]+")
 _encode: Final = compact_encoder(sorts_keys=True)
@@ -40,7 +40,7 @@ def canonical_bytes(value: Any, depth: int = 0) -> bytes:
 
 
 def value_of(data: bytes, depth: int = 0) -> Any:
-    """Decode canonical bytes, with `depth` objects around them. Raises NotCanonical for any others, JSON too."""
+    """Decode canonical bytes, with `depth` objects around them. Raises NotCanonical for any others, even JSON."""
     try:
         value = json.loads(data, parse_float=_no_float, parse_constant=_no_float)
     except (ValueError, RecursionError) as error:
@@ -105,8 +105,6 @@ _MEMBERS: Final = {"at", "boot", "data", "kind", "mono_us", "prev", "seq"}
 
 
 class Kind(StrEnum):
-    """The kinds of records."""
-
     START = "start"
     STOP = "stop"
     GRANT = "grant"
@@ -132,15 +130,15 @@ class Kind(StrEnum):
 
 
 ENDS: Final = frozenset({Kind.OVER, Kind.END, Kind.FENCE})
-"""Kinds that say that a lease is over."""
+"""Kinds that report that a lease is over."""
 
 
 class NotARecord(ValueError):
-    """The line is no record; the message says why."""
+    """The line is not a record; the message says why."""
 
 
 class NotAHead(ValueError):
-    """The bytes are no head; the message says why."""
+    """The bytes are not a head; the message says why."""
 
 
 class Draft(NamedTuple):
@@ -174,7 +172,7 @@ class Link(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The head, kept apart from the log: the log's end, and when its daemon was last known to live."""
+    """The head, kept apart from the log: the log's end, and the last time at which its daemon was known to live."""
 
     link: Link
     boot: str
@@ -189,7 +187,7 @@ def hash_of(line: bytes) -> str:
 def seal(draft: Draft, after: Link, boot: str) -> tuple[bytes, Link]:
     """Return a record's line, without its newline, and the chain's new end.
 
-    A draft that can't be a record (a bug of the daemon) becomes one that says so: none may be lost unseen.
+    A draft that can't be a record (a bug of the daemon) becomes one that reports that, so that none is lost unnoticed.
     """
     try:
         line = _line(draft, canonical_bytes(draft.data, depth=1), after, boot)
@@ -241,7 +239,6 @@ def head_bytes(head: Head) -> bytes:
 
 
 def read_head(data: bytes) -> Head:
-    """Decode a head. Raises NotAHead."""
     if len(data) != HEAD_BYTES or not data.endswith(b"\n"):
         raise NotAHead(f"it is not {HEAD_BYTES} bytes that end with a newline")
     try:
@@ -258,7 +255,7 @@ def read_head(data: bytes) -> Head:
 
 
 def clean_text(text: str, most_chars: int = MAX_TEXT_CHARS) -> str:
-    """Cut a foreign text, and replace characters that move a terminal's cursor or turn its direction."""
+    """Cut a foreign text, and replace characters that move a terminal's cursor or change its direction."""
     return printable(shortened(text, most_chars), instead="\N{REPLACEMENT CHARACTER}")
 
 

@@ -2,15 +2,15 @@
 
 The rules:
 
-- A lease counts from its grant to the moment its work was refused, for whatever cause. The time until its memory was
-  proved free, and a fence, are the node's. Its byte seconds are its bytes times that time.
-- A region's bytes are its lease's: no record with a `parent` counts.
-- A lease that was given another size (`resize`) counts with each size for as long as it had it.
+- A lease counts from its grant to the moment at which its work was refused, for whatever cause. The time until its
+  memory was proved free, and a fence, are charged to the node. Its byte seconds are its bytes times that time.
+- A region's bytes belong to its lease: no record with a `parent` counts.
+- A lease that was resized (`resize`) counts with each size for as long as it had it.
 - Renewals change nothing: the sum counts time that a tenant had, not time that it was promised.
-- A daemon's leases end with it, unless the next one adopts them (`adopt`): adopted leases go on. If the daemon
-  stopped, they ended at its `stop` record. If it died, the next `start` record tells when it was last known to live
-  (`data.previous.alive_us`, at most a second before its end if the host lived on). Without that, or on another boot,
-  they count to their last record.
+- A daemon's leases end with it, unless the next one adopts them (`adopt`): adopted leases continue. If the daemon
+  stopped, they ended at its `stop` record. If it died, the next `start` record has the last time at which it was known
+  to live (`data.previous.alive_us`, at most a second before its end if the host kept running). Without that, or on
+  another boot, they count to their last record.
 - If records of ends were dropped (`gap`), a lease without a later record counts until the first was dropped
   (`data.since_us`).
 - Open leases count to the last record, or to the head's `alive_us` if that is given.
@@ -29,10 +29,10 @@ class Used:
     """The sums of one tenant.
 
     Attributes:
-        leases: How many leases count.
+        leases: Number of leases that count.
         lease_us: Microseconds, summed over leases.
         byte_us: Bytes times microseconds.
-        open_leases: How many of `leases` no record ends.
+        open_leases: Number of those `leases` that no record ends.
     """
 
     leases: int = 0
@@ -53,12 +53,11 @@ class _Open:
     earlier_byte_us: int = 0
 
     def resize(self, size_bytes: int, at_us: int) -> None:
-        """Count the bytes so far, and go on with another size."""
+        """Count the bytes so far, and continue with another size."""
         self.earlier_byte_us, self.sized_us = self.byte_us(at_us), max(at_us, self._sized_us)
         self.size_bytes = size_bytes
 
     def byte_us(self, until_us: int) -> int:
-        """Return its bytes times microseconds."""
         return self.earlier_byte_us + max(0, until_us - self._sized_us) * self.size_bytes
 
     @property
@@ -68,7 +67,7 @@ class _Open:
 
 @dataclass(slots=True)
 class _Left:
-    """A lease whose daemon is gone. Unless a later daemon of the same boot adopts it, it counts to `end_us`."""
+    """A lease of a dead daemon. Unless a later daemon of the same boot adopts it, it counts to `end_us`."""
 
     opened: _Open
     end_us: int
@@ -76,7 +75,7 @@ class _Left:
 
 @dataclass(slots=True)
 class UsageSum:
-    """Takes records, oldest first. Records that make no sense are skipped: `verify` reports them.
+    """Takes records, oldest first. Invalid records are skipped, because `verify` reports them.
 
     Attributes:
         tenants: The sums, by tenant. Open leases are in them once `finish` was called.
@@ -89,7 +88,6 @@ class UsageSum:
     _last_us: dict[str, int] = field(default_factory=dict)
 
     def take(self, record: Record) -> None:
-        """Add one record."""
         last_us = max(record.mono_us, self._last_us.get(record.boot, 0))
         if record.kind == Kind.START:
             self._on_start(record.data.get("previous"), record.boot)
@@ -114,6 +112,7 @@ class UsageSum:
 
     def _on_lease(self, lease: str, record: Record) -> None:
         data = record.data
+        # A region is part of its lease, which counts already.
         if "parent" in data:
             return
         if record.kind == Kind.GRANT:
@@ -129,6 +128,7 @@ class UsageSum:
             if lease not in self._ending:
                 self._close_by(lease, record)
             self._ending.discard(lease)
+        # Any other record about an open lease proves that it was alive then.
         elif (opened := self._open.get(lease)) is not None and opened.boot == record.boot:
             opened.seen_us = max(opened.seen_us, record.mono_us)
             if record.kind == Kind.RESIZE:
@@ -137,7 +137,7 @@ class UsageSum:
                 opened.doubt_us = None
 
     def _close_by(self, lease: str, record: Record) -> None:
-        """End a lease by a record that tells when. If the log lacks its grant, that record tells enough."""
+        """End a lease by a record that reports it. If the log lacks its grant, that record is sufficient."""
         data = record.data
         over_us = _count(data, "over_us") or record.mono_us
         if (left := self._left.pop(lease, None)) is not None:
@@ -157,7 +157,7 @@ class UsageSum:
         self._ending.clear()
 
     def _adopt(self, lease: str, record: Record) -> None:
-        """Let a lease go on. If the log lacks its grant, it counts from here."""
+        """Let a lease continue. If the log lacks its grant, it counts from here."""
         left = self._left.get(lease)
         if left is not None and left.opened.boot == record.boot:
             self._open[lease] = self._left.pop(lease).opened

@@ -1,8 +1,8 @@
 """Verifies that a log is what was written: lines in, findings out. No I/O.
 
 The verifier finds every edited, inserted, removed, repeated or moved record; an end that was cut off, as far as the
-head tells; and first records that somebody other than the daemon removed. It can't find a log that was rewritten from
-some record on together with its head. Keep heads where the log's writer can't reach them.
+head shows; and first records that were not removed by the daemon. It can't find a log that was rewritten from some
+record on together with its head. Keep heads where the log's writer can't reach them.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from gpulease.daemon.record.audit.records import FORMAT, Kind, Link, NotARecord,
 from gpulease.protocol.counts import counted
 
 MAX_FINDINGS: Final = 100
-"""Findings that are listed; more are counted. A file that is no log at all has one a line."""
+"""Findings that are listed; more are counted. A file that is not a log at all has one per line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +42,10 @@ class Verdict:
     """The result of a verification.
 
     Attributes:
-        findings: Problems, at most `MAX_FINDINGS`; empty if the log is whole.
-        omitted: How many problems are not listed.
-        notes: Facts worth knowing that are no problems.
-        records: How many records there are.
+        findings: Problems, at most `MAX_FINDINGS`; empty if the log is intact.
+        omitted: Number of problems that are not listed.
+        notes: Facts worth knowing that are not problems.
+        records: Number of records.
         end: The last record.
     """
 
@@ -57,13 +57,12 @@ class Verdict:
 
     @property
     def is_whole(self) -> bool:
-        """True if there are no findings."""
         return not self.findings
 
 
 @dataclass(slots=True)
 class _Scrap:
-    """Bytes that are no record: a crash may have left them."""
+    """Bytes that are not a record: a crash may have left them."""
 
     file: str
     offset_bytes: int
@@ -74,7 +73,7 @@ class _Scrap:
     digest: Any = field(default_factory=hashlib.sha256)
 
     def add(self, data: bytes) -> None:
-        """Add bytes. The last newline does not count: the writer puts it there before it goes on."""
+        """Add bytes. The last newline does not count: the writer puts it there before it continues."""
         self.digest.update(self.newline)
         self.size_bytes += len(self.newline)
         body = data.removesuffix(b"\n")
@@ -99,7 +98,7 @@ class Verifier:
         self._scrap: _Scrap | None = None
 
     def take(self, file: str, offset_bytes: int, line: bytes) -> Record | None:
-        """Check one line, with its newline if it has one. Return its record, None if it is none."""
+        """Check one line, with its newline if it has one. Return its record, None if it is not one."""
         try:
             if not line.endswith(b"\n"):
                 raise NotARecord("it has no newline: it was truncated, or is being written")
@@ -123,7 +122,9 @@ class Verifier:
     def finish(self) -> Verdict:
         """Return the verdict, after the last line."""
         verdict = self.verdict
+        # A piece of a line at the very end has no record after it that could describe it.
         self._judge_scrap(None, "", 0)
+        # Without a `prune` record, the first records must not be missing.
         if self._before is not None and self._before.seq and self._before not in self._removed:
             self._find(
                 "",
@@ -131,6 +132,7 @@ class Verifier:
                 0,
                 f"it begins with record {self._before.seq + 1}, and no record reports the removal of earlier ones",
             )
+        # Compare with the head: a shorter log was cut, a longer one is normal for a live daemon.
         if not self._is_head_met and self._head is not None:
             if verdict.end.seq < self._head.seq:
                 self._find(
@@ -178,7 +180,7 @@ class Verifier:
         self._scrap.add(line)
 
     def _judge_scrap(self, record: Record | None, file: str, offset_bytes: int) -> None:
-        """Report bytes that are no record, unless the record behind them tells of them."""
+        """Report bytes that are not a record, unless the record after them describes them."""
         scrap, self._scrap = self._scrap, None
         torn = None if record is None else record.data.get("torn")
         if scrap is None:
@@ -193,7 +195,7 @@ class Verifier:
             )
             return
         if record is None and not scrap.newline and self._is_head_met:
-            # Nothing durable is lost: the next start of the daemon will tell of these bytes.
+            # Nothing durable is lost: the next start of the daemon will describe these bytes.
             self.verdict.notes.append(f"{scrap.file}, byte {scrap.offset_bytes}: it ends in a piece of a line")
             return
         self._find(scrap.file, scrap.offset_bytes, scrap.seq, f"this is not a record: {scrap.problem}")

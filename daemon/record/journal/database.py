@@ -3,16 +3,17 @@
 The database has one connection. The daemon reads and checks all of it once, at its start, and then only writes.
 
 1. SQLite writes its log ahead (WAL) and syncs it at each commit (`synchronous=FULL`): a commit that returned is on the
-   disk (sqlite.org/pragma.html). The code reads every pragma back: SQLite ignores pragmas that it does not know.
-2. Nobody else may open the database (`locking_mode=EXCLUSIVE`). So the log's index is never a file.
-3. Commits must be where the next daemon looks: if somebody moved or removed a file, a commit fails.
-4. Each commit writes its number and the sum of all rows' digests. If either does not agree, nothing is read from the
+   disk (sqlite.org/pragma.html). The code reads every pragma back, because SQLite ignores pragmas that it does not
+   know.
+2. No other process may open the database (`locking_mode=EXCLUSIVE`). So the log's index is never a file.
+3. Commits must be where the next daemon reads: if a file was moved or removed, a commit fails.
+4. Each commit writes its number and the sum of all rows' digests. If either does not match, nothing is read from the
    database.
 
-The head is a small file beside the database that holds the number of commits. SQLite reads its log up to the first
-frame that does not check, as if there had never been more: the head shows that loss. The daemon writes the head after
-each commit and never syncs it. A killed daemon leaves it exact, a dead host leaves an older one, and neither leaves
-one that is ahead.
+The head is a small file next to the database that holds the number of commits. SQLite reads its log up to the first
+frame with a wrong checksum, as if there had never been more: the head reveals that loss. The daemon writes the head
+after each commit and never syncs it. A killed daemon leaves it exact, a dead host leaves an older one, and neither
+leaves one that is ahead.
 """
 
 import contextlib
@@ -81,13 +82,13 @@ HEAD_BYTES: Final = 64
 
 _MAKE_IT: Final = "Make it, or name another: the daemon makes the last folder of a path alone."
 _MISTAKES: Final = frozenset({errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG})
-"""Errors that stay until somebody corrects the setting or the folder."""
+"""Errors that remain until someone corrects the setting or the folder."""
 
 _HEAD: Final = re.compile(rb"commits (\d{1,20}) ([0-9a-f]{16}) *\n")
 
 
 def prepare(folder: Path) -> int:
-    """Make the folder if only it is missing, lock it, and return the lock's descriptor. Raises JournalBroken."""
+    """Make the folder if its parent exists, lock it, and return the lock's descriptor. Raises JournalBroken."""
     try:
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=FOLDER_MODE)
@@ -98,8 +99,8 @@ def prepare(folder: Path) -> int:
                 "Correct that, or let the daemon make one.",
                 EX_CONFIG,
             )
-        # Not a file in it, which somebody may remove while the folder is in use. systemd-tmpfiles(8) leaves a locked
-        # folder alone.
+        # Lock the folder itself, not a file in it, which could be removed while the folder is in use.
+        # systemd-tmpfiles(8) leaves a locked folder alone.
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
         raise _unusable(folder, error) from None
@@ -126,7 +127,7 @@ def sync(folder: Path) -> None:
 
 
 class HeadFile:
-    """The file that holds how many commits the journal has had, as its last daemon knew.
+    """The file with the number of commits that the journal has had, as its last daemon knew.
 
     Attributes:
         commits: The number; None if there is no file.
@@ -170,7 +171,6 @@ class HeadFile:
         self.commits = commits
 
     def close(self) -> None:
-        """Close the file."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -199,10 +199,10 @@ VERSION: Final = 2
 _FIRST_VERSION: Final = 1
 
 BUSY_TIMEOUT_S: Final = 1.0
-"""Wait for an operator who reads the database with another tool."""
+"""Time to wait for an operator who reads the database with another tool."""
 
 COPY_PREFIX: Final = "examined-"
-"""Begins the name of a folder with a copy of the database, which is checked before the database is opened."""
+"""Beginning of the name of a folder with a copy of the database, which is checked before the database is opened."""
 
 _MODULUS: Final = 1 << 128
 _SCHEMA: Final = (
@@ -273,9 +273,11 @@ class Store:
         self._head: HeadFile | None = None
         self._places: tuple[Place, ...] | None = None
         try:
+            # The head first: without the number of commits, nothing in the database can be judged.
             self._head = HeadFile(folder)
             if self._is_new(self._head):
                 self._make(folder, self._head)
+            # Check a copy, because even opening the original can change it.
             _examine(self._path, boot, self._head.commits or 0, take)
             self._connection = _connect(self._path)
             self._state = _state_in(self._connection, boot, self._head.commits or 0)
@@ -304,9 +306,11 @@ class Store:
         """
         if self._head is None:
             raise OSError("the journal is closed")
+        # After a failure: connect again, and read whether the last commit is in the database.
         if self._connection is None:
             self._connection = _connect(self._path)
             self._state = _state_in(self._connection, self._boot, self._head.commits or 0)
+        # A commit into a file that was moved away would be lost for the next daemon.
         if self._places not in (None, self._look()):
             raise OSError(f"{self._path}, its log or its head was moved or removed; put them back, or start again")
         connection = self._connection
@@ -317,10 +321,11 @@ class Store:
             _write_state(connection, state)
             connection.execute("COMMIT")
         except BaseException:
-            # A failed commit may be in the database or not: the next try reads it.
+            # A failed commit may be in the database or not; the next try reads it.
             self._disconnect()
             raise
         self._state = state
+        # The head follows the commit, never the other way round.
         self._head.write(state.commits)
         if self._places is None:
             self._places = self._look()
@@ -343,7 +348,7 @@ class Store:
         if not is_there and head.commits:
             raise not_whole(self._path, "it is missing")
         if not is_there and self._wal.exists():
-            # SQLite would begin a new database and remove the log of the old one.
+            # SQLite would create a new database and remove the log of the old one.
             raise not_whole(self._path, f"it is missing, and its log, {self._wal.name}, is there")
         return not is_there
 
@@ -390,7 +395,7 @@ def _connect(path: Path, synchronous: str = "FULL") -> sqlite3.Connection:
 
 
 def _examine(path: Path, boot: str, head_commits: int, take: TakeRow) -> None:
-    """Read and check a copy of the database: SQLite may cut or copy its log when it opens and closes a file.
+    """Read and check a copy of the database, because SQLite may cut or copy its log when it opens and closes a file.
 
     Raises sqlite3.Error, OSError or ValueError.
     """
@@ -415,6 +420,8 @@ def _state_in(connection: sqlite3.Connection, boot: str, head_commits: int) -> _
     tables = [sql for (sql,) in connection.execute("SELECT sql FROM sqlite_schema")]
     if not (application or version or tables or head_commits):
         return _make_tables(connection, boot)
+    # From the outermost to the innermost: is it a journal, of a known format, with the right tables, with an intact
+    # state, and with all its commits.
     if application != APPLICATION_ID:
         raise ValueError("it is not a journal of gpulease, or not all of it is there")
     if version > VERSION:

@@ -1,9 +1,9 @@
 """The broker's side of the journal: events in, changes of rows out, and outcomes held until they are on the disk.
 
-`FileJournal` gets every event with its effects before any effect is carried out. `JournalProjector` turns them into
-changes of rows, a `GroupCommitter` writes those, and `DurableReplies` holds outcomes until all before them is durable.
-Nothing here decides what the lease table does, with one exception: a grant that can't be written down in time is
-revoked before its tenant hears of it.
+`FileJournal` gets every event with its effects before any effect is executed. `JournalProjector` turns them into
+changes of rows, a `GroupCommitter` writes those, and `DurableReplies` holds outcomes until everything before them is
+durable. Nothing here decides what the lease table does, with one exception: a grant that can't be recorded in time is
+revoked before its tenant receives it.
 """
 
 import asyncio
@@ -108,13 +108,13 @@ class Journal:
     membership: KeptMembership | None = None
 
     def observe(self, table: LeaseTable, pid_of: Callable[[int], int], post: Callable[[Event], None]) -> None:
-        """Begin to follow a table. `pid_of` gives the process id of a lease's worker, `post` takes events."""
+        """Begin to follow a table. `pid_of` returns the process id of a lease's worker, `post` takes events."""
 
     def on_event(self, event: Event, effects: Sequence[Effect]) -> None:
-        """Write down what an event brought about. Called before any effect is carried out."""
+        """Record the result of an event. Called before any effect is executed."""
 
     def answer(self, outcome: Outcome, on_outcome: OnOutcome) -> None:
-        """Call `on_outcome` once all before the outcome is durable; with a `Denied` in its place if it can't be."""
+        """Call `on_outcome` once everything before the outcome is durable; if it can't be, with a `Denied` instead."""
         on_outcome(outcome)
 
     def denial(self) -> Denial | None:
@@ -122,42 +122,40 @@ class Journal:
         return None
 
     def problem(self) -> str:
-        """Return why the journal can't be written now, in a clause; "" if it can be, or if none is kept."""
+        """Return why the journal can't be written now, as a clause; "" if it can be, or if none is kept."""
         return ""
 
     def spend(self, lease_id: int, nonce: bytes, expires_ms: int, on_done: Callable[[bool], None]) -> None:
-        """Write down that a token was used. `on_done(ok)`: whether the journal has it."""
+        """Record that a token was used. `on_done(ok)`: whether the journal has it."""
         on_done(True)
 
     def unspend(self, lease_id: int, nonce: bytes) -> None:
         """Remove a token from those that were used."""
 
     def revoke_token(self, lease_id: int, nonce: bytes, expires_ms: int, on_done: Callable[[bool], None]) -> None:
-        """Write down that a token was revoked. `on_done(ok)`: whether the journal has it."""
+        """Record that a token was revoked. `on_done(ok)`: whether the journal has it."""
         on_done(True)
 
     def remember_cards(self, cards: Sequence[KeptCard]) -> None:
         """Keep measurements of the GPUs for the next daemon of this boot."""
 
     def remember_relay(self, relay: KeptRelay) -> None:
-        """Keep the relay of a remote tenant, whose certificate the next daemon may find revoked."""
+        """Keep the relay of a remote tenant, so that the next daemon can end it once its certificate is revoked."""
 
-    def forget_relay(self, pid: int) -> None:
-        """Remove a relay that has ended."""
+    def forget_relay(self, pid: int) -> None: ...
 
     def remember_membership(self, membership: KeptMembership) -> None:
-        """Keep the node's membership of its fleet: the next daemon goes on with it."""
+        """Keep the node's membership of its fleet, with which the next daemon continues."""
 
     def once_kept(self, do: Callable[[], None]) -> None:
         """Call `do` when all events so far are durable; never, if they can't be."""
         do()
 
-    async def stop(self) -> None:
-        """Write the rest and close."""
+    async def stop(self) -> None: ...
 
 
 _LASTING_DENIALS: Final = frozenset({DenialReason.FENCED, DenialReason.REVOKED})
-"""Denials that hold for ever: what they say of a lease must be durable before it is told, as an outcome must."""
+"""Denials that hold for ever: what they say about a lease must be durable before it is reported, like an outcome."""
 
 
 class FileJournal(Journal):
@@ -193,13 +191,13 @@ class FileJournal(Journal):
     # --- what happens ---
 
     def observe(self, table: LeaseTable, pid_of: Callable[[int], int], post: Callable[[Event], None]) -> None:
-        """Implement `Journal.observe`. Starts the thread that commits. Raises NoThread."""
+        """Begin to follow a table, and start the thread that commits. Raises NoThread."""
         self._table, self._pid_of = table, pid_of
         self._replies.attach(post)
         self._committer.start(self._replies.on_change)
 
     def on_event(self, event: Event, effects: Sequence[Effect]) -> None:
-        """Implement `Journal.on_event`. After a bug here effects are still executed, but nothing is granted again."""
+        """Record an event. After a bug here effects are still executed, but nothing is granted again."""
         if self._table is None:
             return
         try:
@@ -212,15 +210,12 @@ class FileJournal(Journal):
             self._committer.put(changes)
 
     def spend(self, lease_id: int, nonce: bytes, expires_ms: int, on_done: Callable[[bool], None]) -> None:
-        """Implement `Journal.spend`."""
         self._keep_token(RowKind.SPENT, spent_key(lease_id, nonce), expires_ms, on_done)
 
     def unspend(self, lease_id: int, nonce: bytes) -> None:
-        """Implement `Journal.unspend`."""
         self._committer.put([Change(RowKind.SPENT, spent_key(lease_id, nonce), None)])
 
     def revoke_token(self, lease_id: int, nonce: bytes, expires_ms: int, on_done: Callable[[bool], None]) -> None:
-        """Implement `Journal.revoke_token`."""
         self._keep_token(RowKind.REVOKED_TOKEN, spent_key(lease_id, nonce), expires_ms, on_done)
 
     def _keep_token(self, kind: RowKind, key: bytes, expires_ms: int, on_done: Callable[[bool], None]) -> None:
@@ -235,26 +230,24 @@ class FileJournal(Journal):
         self._hold(lambda problem: on_done(not problem))
 
     def remember_cards(self, cards: Sequence[KeptCard]) -> None:
-        """Implement `Journal.remember_cards`."""
         self._committer.put([Change(RowKind.CARD, card.uuid.encode(), card) for card in cards])
 
     def remember_relay(self, relay: KeptRelay) -> None:
-        """Implement `Journal.remember_relay`. Skipped while nothing can be written: tenants could grow the queue."""
+        """Keep a relay. Skipped while nothing can be written, because tenants could make the queue grow."""
         if not self.problem():
             self._committer.put([Change(RowKind.RELAY, number_key(relay.pid), relay)])
 
     def forget_relay(self, pid: int) -> None:
-        """Implement `Journal.forget_relay`. A row that stays names a dead process, which the next daemon sees."""
+        """Remove a relay. A row that remains names a dead process, which the next daemon notices."""
         if not self.problem():
             self._committer.put([Change(RowKind.RELAY, number_key(pid), None)])
 
     def remember_membership(self, membership: KeptMembership) -> None:
-        """Implement `Journal.remember_membership`."""
         kept = replace(membership, folder=self._folder)
         self._committer.put([Change(RowKind.MEMBERSHIP, MEMBERSHIP_KEY, kept)])
 
     async def stop(self) -> None:
-        """Implement `Journal.stop`. The lease table is at rest by now."""
+        """Write the rest and close. The lease table is at rest by now."""
         is_whole = await asyncio.to_thread(self._committer.stop)
         if not is_whole:
             log_event(LogEvent.JOURNAL_SHORT, reason=self.problem() or "the disk is too slow")
@@ -265,22 +258,19 @@ class FileJournal(Journal):
     # --- replies ---
 
     def problem(self) -> str:
-        """Implement `Journal.problem`."""
         return self._fault or self._committer.problem()
 
     def denial(self) -> Denial | None:
-        """Implement `Journal.denial`."""
         problem = self.problem()
         return not_kept(problem) if problem else None
 
     def once_kept(self, do: Callable[[], None]) -> None:
-        """Implement `Journal.once_kept`."""
         self._hold(lambda problem: None if problem else do())
 
     def answer(self, outcome: Outcome, on_outcome: OnOutcome) -> None:
-        """Implement `Journal.answer`. Waits for every event so far: simpler than to know which of them matter."""
+        """Hold an outcome until every event so far is durable, which is simpler than to know which of them matter."""
         if isinstance(outcome, SubmitReady | Checked):
-            # The journal keeps nothing of a check; of a submit the next daemon learns from its worker.
+            # The journal keeps nothing of a check; and the next daemon learns of a submit from its worker.
             on_outcome(outcome)
             return
         if isinstance(outcome, Denied) and outcome.denial.reason not in _LASTING_DENIALS:
@@ -298,8 +288,10 @@ class FileJournal(Journal):
         on_outcome(self._not_kept(outcome, problem) if problem else outcome)
 
     def _not_kept(self, outcome: Outcome, problem: str) -> Denied:
-        """Return what is told in the place of an outcome that can't be written down."""
+        """Return the answer in place of an outcome that can't be recorded."""
         match outcome:
+            # A grant is taken back. Everything else has happened already; the answer can only say that a restart may
+            # forget it.
             case Granted() | RegionGranted():
                 return self._replies.refuse(outcome, not_kept(problem))
             case Renewed(request, lease):
@@ -323,14 +315,14 @@ class FileJournal(Journal):
 
 
 def open_journal(folder: Path, boot_id: str) -> FileJournal:
-    """Open the journal in a folder, made if there is none. Waits for the disk: call it in a thread.
+    """Open the journal in a folder, made if there is none. Waits for the disk, so call it in a thread.
 
     The folder is locked until `stop`, or the end of this process.
 
     Args:
-        folder: Made with mode 0700 if only it is missing.
-        boot_id: The host's (random(4)). Leases of another boot have ended with it; their fences stay. A membership of
-            a fleet that another boot, or a journal in another folder, was told is forgotten: it may be a copy of it.
+        folder: Made with mode 0700 if its parent exists.
+        boot_id: The host's (random(4)). Leases of another boot have ended with it; their fences stay. A membership of a
+          fleet from another boot, or from a journal in another folder, is forgotten: this may be a copy of it.
 
     Raises:
         JournalBroken: It can't be used.
@@ -354,17 +346,17 @@ def open_journal(folder: Path, boot_id: str) -> FileJournal:
 
 
 def _folder_of(fd: int) -> str:
-    """Return what tells an open folder from every copy of it, as long as its file system is mounted (inode(7))."""
+    """Return what distinguishes an open folder from every copy of it, while its file system is mounted (inode(7))."""
     status = os.fstat(fd)
     return f"{status.st_dev:x}:{status.st_ino:x}"
 
 
 KEPT_TOMBSTONES: Final = 8192
-"""Leases that ended last: their tenants are told why after a restart too. Bounds the file and the time to read it at
-the start; the table itself remembers more."""
+"""Leases that ended last: their tenants get the reason after a restart too. Bounds the file and the time to read it
+at the start; the table itself remembers more."""
 
 KEPT_REGION_TOMBSTONES: Final = 2048
-"""The same of regions. They have numbers of their own: a tenant that cycles regions displaces no lease."""
+"""The same for regions. They have numbers of their own, so that a tenant that cycles regions displaces no lease."""
 
 _CHANGING: Final = frozenset(
     {
@@ -381,10 +373,10 @@ _CHANGING: Final = frozenset(
         SetRegion,
     }
 )
-"""Effects that may change rows. Most effects are passed over by their type."""
+"""Effects that may change rows. Most effects are skipped by their type."""
 
 _REGION_EVENTS: Final = (RegionEnded, RegionProved, RegionReleased, RegionRefused)
-"""Events after which a region's row may be another without any effect."""
+"""Events after which a region's row may change without any effect."""
 
 
 class JournalProjector:
@@ -410,7 +402,7 @@ class JournalProjector:
         self._next_tombstone = next_tombstone
         self._epochs = HighestEpochs(epochs)
         self._next_region_tombstone = next_region_tombstone
-        # Of each lease, the regions that have a row.
+        # By lease, the regions that have a row.
         self._regions: dict[int, set[int]] = {}
         for region in regions:
             self._regions.setdefault(region.lease_id, set()).add(region.region_id)
@@ -441,7 +433,7 @@ class JournalProjector:
                     changed = self._epochs.note(lease.name, lease.epoch)
                     out += [Change(RowKind.EPOCH, name.encode(), epoch) for name, epoch in changed]
             case OpenRegion(lease_id=lease_id, region_id=region_id):
-                # The lease's row has the number of its last region.
+                # The lease's row has the number of its last region, so it changes too.
                 self._update(lease_id, table, out)
                 self._update_region(region_id, table, out)
             case ResizeSlice(lease_id=lease_id):
@@ -476,7 +468,7 @@ class JournalProjector:
                 out.append(Change(RowKind.DRAIN, DRAIN_KEY, deadline_ns))
 
     def _update(self, lease_id: int, table: LeaseTable, out: list[Change]) -> None:
-        """Write the row of a lease that has one, as the lease is now."""
+        """Write the row of a lease that has one, with the lease's present state."""
         worker_pid = self._pids.get(lease_id)
         if worker_pid is not None and (kept := table.keep(lease_id, worker_pid)) is not None:
             out.append(Change(RowKind.LEASE, lease_key(lease_id), kept))
@@ -495,7 +487,7 @@ class JournalProjector:
         self._next_tombstone += 1
 
     def _update_region(self, region_id: int, table: LeaseTable, out: list[Change]) -> None:
-        """Write the row of a region as it is now; remove it once nothing is left of the region."""
+        """Write the row of a region with its present state; remove it once nothing is left of the region."""
         kept = table.regions.get(region_id)
         if kept is not None:
             self._regions.setdefault(kept.lease_id, set()).add(region_id)

@@ -30,10 +30,10 @@ from gpulease.protocol.opcodes import Exclusivity, Waiting
 
 LEASE_ID_BYTES: Final = 16
 DRAIN_KEY: Final = b""
-"""The key of the one row that tells of a drain."""
+"""The key of the only row about a drain."""
 
 MEMBERSHIP_KEY: Final = b""
-"""The key of the one row that tells of the node's membership of its fleet."""
+"""The key of the only row about the node's membership of its fleet."""
 
 _LATER: Final[dict[str, object]] = {
     "submit_bytes": 0,
@@ -52,10 +52,10 @@ _LATER: Final[dict[str, object]] = {
     "entered": "",
     "folder": "",
 }
-"""Members that were added later, and their values where a row lacks them. A row with these values leaves them out."""
+"""Members that were added later, and their values where a row lacks them. A row leaves out these values."""
 
 _LEASE_NAMES: Final = frozenset(KeptLease._fields) - {"terms"} | frozenset(LeaseTerms._fields)
-"""Members of a lease's row: its terms lie among the others."""
+"""Members of a lease's row: its terms are among the others."""
 
 _WARM_ID_BYTES: Final = 24
 _NUMBER_BYTES: Final = 8
@@ -79,7 +79,7 @@ class KeptRelay:
 
 @dataclass(frozen=True, slots=True)
 class KeptMembership:
-    """A node's membership of its fleet, with which the next daemon goes on.
+    """A node's membership of its fleet, with which the next daemon continues.
 
     Attributes:
         incarnation: Create revision of the node's record in etcd.
@@ -88,9 +88,9 @@ class KeptMembership:
         revision: A revision that the store had reached.
         epoch_base: A claim's epoch is the sum of this and its revision.
         is_restored: The store was found to be an earlier state of itself.
-        beat: Number of the last beat that was asked.
-        run: Instance of the process that asked it.
-        entered: Nonce of the record with which that process went on.
+        beat: Number of the last heartbeat that was sent.
+        run: Instance of the process that sent it.
+        entered: Nonce of the record with which that process continued.
         folder: Device and inode of the journal's folder: a copy has others.
     """
 
@@ -161,7 +161,7 @@ def spent_key(lease_id: int, nonce: bytes) -> bytes:
 
 
 def digest_of(kind: int, key: bytes, value: bytes) -> int:
-    """Return what a row adds to the sum over all rows (mod 2^128), which shows a row changed, lost or forged."""
+    """Return a row's part of the sum over all rows (mod 2^128), which reveals a row changed, lost or forged."""
     data = b"%d %d %b%b" % (kind, len(key), key, value)
     return int.from_bytes(blake2b(data, digest_size=16).digest(), "big")
 
@@ -176,7 +176,6 @@ def _text(text: str) -> str:
 
 
 def encode(content: Kept) -> bytes:
-    """Encode a row's value."""
     if isinstance(content, KeptLease):
         return _lease(content)
     if isinstance(content, LeaseSnapshot):
@@ -191,7 +190,7 @@ def encode(content: Kept) -> bytes:
 
 
 def _lease(kept: KeptLease) -> bytes:
-    """Encode by hand: most rows are leases and tombstones, and `json` takes five times as long."""
+    """Encode by hand, because most rows are leases and tombstones, and `json` takes five times as long."""
     terms = kept.terms
     return (
         f'{{"lease_id":{kept.lease_id},"tenant":{_text(kept.tenant)},"card_uuid":{_text(kept.card_uuid)},'
@@ -289,12 +288,12 @@ _Part = TypeVar("_Part")
 
 
 def put(connection: sqlite3.Connection, changes: Iterable[Change]) -> int:
-    """Write changes within a transaction, of each row the last. Return by how much the sum over all rows changes.
+    """Write changes within a transaction, only the last of each row. Return the change of the sum over all rows.
 
     sqlite3 releases the interpreter at each step of a statement, and gets it back when the broker's thread pauses. So
-    hundreds of statements would last as long as the broker is busy: each takes many rows, and returns one at most.
+    hundreds of statements would last as long as the broker is busy: each takes many rows, and returns at most one.
 
-    Raises sqlite3.Error, or ValueError if a row that is there was not written by this code.
+    Raises sqlite3.Error, or ValueError if an existing row was not written by this code.
     """
     latest = {(change.kind, change.key): change for change in changes}
     keys: defaultdict[RowKind, list[bytes]] = defaultdict(list)
@@ -306,6 +305,7 @@ def put(connection: sqlite3.Connection, changes: Iterable[Change]) -> int:
             gone[kind].append(key)
         else:
             there.append((int(kind), key, value))
+    # The rows that are replaced leave the sum first, then the new ones join it.
     more = -sum(digest_of(kind, key, value) for kind, key, value in _present(connection, keys))
     for kind, some in gone.items():
         for part in _parts(some):
@@ -318,7 +318,6 @@ def put(connection: sqlite3.Connection, changes: Iterable[Change]) -> int:
 def _present(
     connection: sqlite3.Connection, keys: defaultdict[RowKind, list[bytes]]
 ) -> Iterator[tuple[int, bytes, bytes]]:
-    """Yield those of the rows that the table has."""
     for kind, some in keys.items():
         for part in _parts(some):
             ((text,),) = connection.execute(_select(len(part)), (int(kind), *part))
@@ -328,7 +327,10 @@ def _present(
 
 
 def _parts(rows: Sequence[_Part]) -> Iterator[Sequence[_Part]]:
-    """Split rows into powers of two, so that few statements are ever compiled. The last row is repeated to fill up."""
+    """Split rows into powers of two, so that only few statements are ever compiled.
+
+    The last row is repeated to fill up.
+    """
     for start in range(0, len(rows), MAX_ROWS):
         part = rows[start : start + MAX_ROWS]
         missing = (1 << (len(part) - 1).bit_length()) - len(part)
@@ -358,8 +360,7 @@ def _places(one: str, count: int) -> str:
 
 
 Spent = tuple[int, bytes, int]
-"""A token that was used or revoked: its lease, its nonce, and when the last token of that nonce expires (monotonic
-ms)."""
+"""A token that was used or revoked: its lease, its nonce, and when the last token of that nonce expires (mono ms)."""
 
 
 @dataclass(slots=True)
@@ -367,7 +368,7 @@ class Contents:
     """The rows of a journal that is opened.
 
     Attributes:
-        drain_ns: When a drain ends the leases that are left; None if the node is not drained.
+        drain_ns: When a drain ends the remaining leases; None if the node is not drained.
         epochs: Names and the highest epoch that each had.
         region_tombstones: Regions that ended last.
         membership: The node's last membership of a fleet; None if it had none.
@@ -394,7 +395,7 @@ class Contents:
     next_region_tombstone: int = 0
 
     def take(self, kind: int, key: bytes, value: bytes) -> None:
-        """Read one row, in the order of kinds and keys. Raises ValueError, KeyError or TypeError for nonsense."""
+        """Read one row, in the order of kinds and keys. Raises ValueError, KeyError or TypeError for an invalid one."""
         match RowKind(kind):
             case RowKind.REVOKED:
                 self.revoked.append(int.from_bytes(key, "big"))
@@ -430,18 +431,19 @@ class Contents:
                 self.relays[relay.pid] = relay
 
     def past(self) -> Past:
-        """Return what the lease table remembers of the past, beside live leases."""
+        """Return what the lease table remembers of the past, in addition to live leases."""
         tombstones = (*self.tombstones, *self.region_tombstones)
         return Past(tombstones, self.revoked, self.cleared, tuple(self.warm), self.drain_ns, tuple(self.epochs))
 
     def cross_boot(self) -> list[Change]:
         """Change the contents as a restart of the host does, and return the changes of rows.
 
-        No process of another boot runs, and its times mean nothing now. Fences stay until an operator clears them.
-        A drain stays too, with nothing left to end. Tokens of another boot verify with no key. Whether this is the
-        host that was a member of the fleet, or one with a copy of its disk, nobody knows.
+        No process of another boot runs, and its times have no meaning now. Fences stay until an operator clears them. A
+        drain stays too, with nothing left to end. Tokens of another boot fail with every key. It is unknown whether
+        this is the host that was a member of the fleet, or one with a copy of its disk, so the membership is forgotten.
         """
         changes = [*self._end_regions(), *self.forget_membership()]
+        # A fenced lease keeps its fence, without the times of the other boot; any other lease becomes a tombstone.
         for lease in self.leases:
             changes.append(Change(RowKind.LEASE, lease_key(lease.lease_id), None))
             if lease.state is LeaseState.FENCED:
@@ -452,6 +454,7 @@ class Contents:
                 self.tombstones.append(_ended_with_host(lease))
                 changes.append(Change(RowKind.TOMBSTONE, number_key(self.next_tombstone), self.tombstones[-1]))
                 self.next_tombstone += 1
+        # Measurements, relays and tokens belonged to the other boot.
         changes += [Change(RowKind.CARD, uuid.encode(), None) for uuid in self.cards]
         changes += [Change(RowKind.RELAY, number_key(pid), None) for pid in self.relays]
         for kind, tokens in ((RowKind.SPENT, self.spent), (RowKind.REVOKED_TOKEN, self.revoked_tokens)):
@@ -473,7 +476,7 @@ class Contents:
         return [Change(RowKind.MEMBERSHIP, MEMBERSHIP_KEY, self.membership)]
 
     def _end_regions(self) -> list[Change]:
-        """End all regions, whose sessions have ended, fenced leases' too."""
+        """End all regions, because their sessions have ended, those of fenced leases too."""
         changes = []
         leases = {lease.lease_id: lease for lease in self.leases}
         for region in self.regions:

@@ -1,1 +1,1 @@
-"""The worker's hot path in native code: launches, syncs, and the ring that they come through."""
+"""The worker's hot path in native code: launches, syncs, and the ring through which they arrive."""

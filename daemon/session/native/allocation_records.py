@@ -1,7 +1,7 @@
-"""The allocations that serve.ll may copy from and to without asking Python: a table of fixed size, filled on demand.
+"""The allocations for which serve.ll may copy without Python: a table of fixed size, filled on demand.
 
-An allocation is shown once Python has served a copy of it. Another one at the same place of the table displaces it, and
-is served by Python at its next copy. A record never outlives its allocation.
+An allocation is entered once Python has served a copy of it. Another one at the same place of the table displaces it,
+and is served by Python at its next copy. A record never outlives its allocation.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ class AllocationRecords:
     """The table.
 
     Attributes:
-        address: Where it lies.
+        address: Its address.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class AllocationRecords:
         self._places[_place_of(handle)] = AllocationRecord(handle, size_bytes, is_reusable)
 
     def hide(self, handle: int) -> None:
-        """Leave its copies to Python; one that is not shown is ignored."""
+        """Leave its copies to Python; one that is not entered is ignored."""
         place = _place_of(handle)
         if self._places[place].handle == handle:
             self._places[place] = AllocationRecord()

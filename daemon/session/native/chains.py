@@ -1,9 +1,9 @@
-"""Chains: launches that have come one behind the other, again and again, queued by one call of the driver.
+"""Chains: launches that follow each other again and again, queued by one call of the driver.
 
-Where launches wait in a row, the driver's calls are what they wait for. A card's driver takes a graph of 16 kernels,
-whose parameters are all set anew, in the time of four launches. So the plans that follow each other become a chain,
-which native code replays whenever as many frames of these plans are there. What a chain takes of the card must fit in
-the lease's allowance: no tenant pays for it.
+If launches wait in a row, the driver's calls are the bottleneck. A card's driver takes a graph of 16 kernels, with all
+parameters set again, in the time of four launches. So the plans that follow each other become a chain, which native
+code replays whenever as many frames of these plans have arrived. What a chain takes of the card must fit in the lease's
+allowance, because no tenant pays for it.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ class Chains:
 
     Args:
         make: The driver's `NativeLaunch.chain`.
-        ledger: The session's.
+        ledger: The session's ledger.
     """
 
     def __init__(self, make: Callable[[Sequence[KernelStep]], NativeChain], ledger: Ledger) -> None:
@@ -43,10 +43,11 @@ class Chains:
         self._kept: list[object] = []
 
     def add(self, first: Plan) -> None:
-        """Make the chains that begin with a plan, by the plans that followed it last time, where that is possible."""
+        """Make the chains that begin with a plan and contain the plans that followed it last time, where possible."""
         if len(self._starts) >= MAX_STARTS or first in self._starts or first.record is None:
             return
         self._starts.append(first)
+        # The longer chain's record points to the shorter one, which native code tries if too few frames have arrived.
         shorter = 0
         for length in LENGTHS:
             plans = _followers(first, length)
@@ -71,7 +72,7 @@ class Chains:
         try:
             chain = self._make([_step(plan) for plan in plans])
         except (DriverError, LaunchRejected):
-            return None  # they are launched one by one
+            return None  # They are launched one by one.
         if not self._ledger.allows(chain.device_bytes):
             chain.close()
             return None
@@ -87,7 +88,7 @@ class Chains:
 
 
 def _followers(first: Plan, length: int) -> list[Plan] | None:
-    """A plan and those that followed it; None if native code can't launch one of them, or it names regions."""
+    """Return a plan and those that followed it; None if native code can't launch one of them, or one names regions."""
     plans = [first]
     while len(plans) < length:
         plans.append(plans[-1].follower or plans[-1])

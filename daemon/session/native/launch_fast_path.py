@@ -1,11 +1,11 @@
-"""Launches and syncs that come as expected, and small copies, done without parsing: by native code, or by Python.
+"""Launches and syncs that come as expected, and small copies, served without parsing: by native code, or by Python.
 
 `LaunchFastPath` compares what a connection sent with the pattern of the plan that is expected next. Native code
 (serve.ll) does the same as `LaunchFastPath._take`, which is the reference: both have the same effects, byte for byte.
 `NativeServing` is Python's side of serve.ll; it fills the structures of layout.py.
 
-Native code works on the buffer of a connection's `FrameReader` itself, and on nothing else that a tenant can name.
-Whoever fills a structure here keeps alive all that it points to, for as long as native code can be given it.
+Native code works on the buffer of a connection's `FrameReader` itself, and on nothing else that a tenant can name. The
+code that fills a structure here keeps everything alive that it points to, for as long as native code can be given it.
 """
 
 import ctypes
@@ -37,11 +37,11 @@ from gpulease.protocol.limits import MAX_ARGUMENT_BYTES, RETAINED_BUFFER_BYTES
 from gpulease.protocol.opcodes import Opcode
 
 LAUNCHES_PER_CLOCK: Final = 8
-"""Launches done in a row between two looks at the deadline, some 50 us. The worker looks at the revocation word before
-each launch, and the broker sets the word at the deadline too. On some hosts reading the clock takes as long as all
-other checks of a launch. serve.ll repeats this number."""
+"""Launches in a row between two checks of the deadline, some 50 us. The worker checks the revocation word before
+each launch, and the broker sets the word at the deadline too. On some hosts reading the clock takes as long as
+all other checks of a launch. serve.ll repeats this number."""
 
-# Plain integers: looking a member up on its enum costs as much as the rest of a check.
+# Plain integers: looking up a member of its enum costs as much as the rest of a check.
 _LAUNCH: Final = int(Opcode.LAUNCH)
 _LAUNCH_IN: Final = int(Opcode.LAUNCH_IN)
 _OPS: Final = int(Counter.OPS)
@@ -51,17 +51,17 @@ _REQUEST_ID: Final = struct.Struct(">Q")
 
 
 class LaunchFastPath:
-    """Does one session's expected launches.
+    """Serves one session's expected launches.
 
-    The fast path looks at the control page before each launch, as `Session` does before any request, and before a
-    LAUNCH_IN at the regions page. It does not check again what was checked when the plan was made. It leaves a frame
-    where it is if the frame is not the expected one, is incomplete, stands behind a failure, or names another region
-    set than the one in use, or one that may have changed.
+    It checks the control page before each launch, as `Session` does before any request, and the regions page before a
+    LAUNCH_IN. It does not repeat the checks that were made for the plan. It leaves a frame where it is if the frame is
+    not the expected one, is incomplete, follows a failure, or names another region set than the one in use, or one that
+    may have changed.
 
     Args:
         gate: The regions, with the set in use.
         keep_failure: Called with a failed launch's error, operation and request id. The caller takes no more launches
-            until the failure was reported.
+          until the failure was reported.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class LaunchFastPath:
         self._chains: Chains | None = None
 
     def use_native(self, launch: NativeLaunch, ledger: Ledger) -> None:
-        """Let native code do what it can, if this machine has it. To be called before any launch."""
+        """Let native code do what it can, if this machine supports it. Must be called before any launch."""
         code = serving_code()
         if code is not None:
             self._native = NativeServing(code, launch, self._page, self._sync_pattern, self._gate, ledger.records)
@@ -110,12 +110,12 @@ class LaunchFastPath:
         return 0 if self._native is None else self._native.synced
 
     def take(self, reader: FrameReader) -> None:
-        """Do all expected launches at the front of what a connection sent."""
+        """Serve all expected launches at the front of what a connection sent."""
         native = self._native
         if native is None:
             self._take(reader, reader.end - reader.start)
             return
-        # Python does what native code can't launch, one launch at a time: it waits for room, and says what failed.
+        # Python does what native code can't launch, one launch at a time: it can wait for room, and report what failed.
         while (plan := self._planner.expected) is not None and reader.start != reader.end:
             is_for_python = native.take(reader, plan)
             self._resume_after(native)
@@ -123,7 +123,7 @@ class LaunchFastPath:
                 return
 
     def serve(self, reader: FrameReader, ends: RingEnds) -> Outcome | None:
-        """Do launches and syncs from a ring and reply there, until Python has something to do; see serve.ll.
+        """Serve launches and syncs from a ring and reply there, until Python has something to do; see serve.ll.
 
         The reader must be empty. Returns None without native code.
         """
@@ -132,19 +132,20 @@ class LaunchFastPath:
             return None
         outcome = native.serve(reader, self._planner.expected, ends)
         self._resume_after(native)
+        # Enough launches have waited in a row: from now on a chain may serve them.
         if self._chains is not None and native.takes_rows() and self._planner.expected is not None:
             self._chains.add(self._planner.expected)
         return outcome
 
     def _resume_after(self, native: "NativeServing") -> None:
-        """Have the planner go on behind the launch that native code did last, if it did any."""
+        """Let the planner continue after the last launch that native code did, if it did any."""
         if native.latest:
             plan = self._planner.plan_at(native.latest)
             native.launched(plan.kernel)
             self._planner.resume(plan)
 
     def _take(self, reader: FrameReader, most: int) -> bool:
-        """Do at most so many launches in Python; whether all of them were there and launched."""
+        """Serve at most so many launches in Python; return whether all of them had arrived and were launched."""
         plan = self._planner.expected
         if plan is None or reader.start == reader.end:
             return False
@@ -158,6 +159,9 @@ class LaunchFastPath:
             while count < most:
                 pattern = plan.pattern
                 after = start + pattern.frame_bytes
+                # One comparison of bytes replaces the parser: everything but the request id and the arguments must be
+                # the plan's. Then the checks that can change from launch to launch: region set, revocation word, and
+                # now and then the clock.
                 if (
                     after > end
                     or not stands_at(pattern.front, start)
@@ -172,6 +176,7 @@ class LaunchFastPath:
                 if request_id == 0:
                     break
                 args = bytes(buffer[start + pattern.args_at : start + pattern.args_end])
+                # Counted as taken before the launch, so that a launch that fails is not served again by `handle`.
                 start = after
                 count += 1
                 params = args if plan.moves is None else plan.lay_out(args)
@@ -192,7 +197,7 @@ class LaunchFastPath:
 
 
 class ServingCode:
-    """The functions of serve.ll; ctypes lets other Python threads run while they do."""
+    """The functions of serve.ll; ctypes lets other Python threads run during a call."""
 
     def __init__(self) -> None:
         from gpulease.daemon.native.code_cache import load_ir
@@ -207,9 +212,9 @@ class ServingCode:
 
 @cache
 def serving_code() -> ServingCode | None:
-    """Compile serve.ll once per process; the zygote does it for all workers, and it starts no thread.
+    """Compile serve.ll once per process; the zygote does it for all workers, without starting a thread.
 
-    None where serve.ll can't run: Python does the same there.
+    Returns None where serve.ll can't run; Python does the same there.
     """
     if platform.machine() != "x86_64" or importlib.util.find_spec("llvmlite") is None:
         return None
@@ -217,11 +222,11 @@ def serving_code() -> ServingCode | None:
 
 
 SCRATCH_BYTES: Final = 2 * MAX_ARGUMENT_BYTES
-"""Room for one parameter buffer. Python launches what needs more, gaps and all."""
+"""Room for one parameter buffer. Python launches what needs more, including the gaps."""
 
 SMALL_COPY_BYTES: Final = 64 << 10
-"""Largest copy that native code serves: the driver takes so much of ordinary memory with the command, and the receive
-buffer has room for the whole frame. serve.ll repeats this number."""
+"""Largest copy that native code serves: the driver takes so much of ordinary memory with the command, and the
+receive buffer has room for the whole frame. serve.ll repeats this number."""
 
 COPIED_BYTES: Final = SMALL_COPY_BYTES + 64
 """Room for a reply that carries as much."""
@@ -232,7 +237,7 @@ _ALIGNMENT: Final = 16
 class NativeServing:
     """A session's launches and syncs in native code.
 
-    Raises nothing that a tenant can cause: native code leaves what it can't do as it was.
+    Raises nothing that a tenant can cause: native code leaves untouched what it can't do.
     """
 
     def __init__(
@@ -247,7 +252,7 @@ class NativeServing:
         self._code = code
         self._gate = gate
         self._launch = launch
-        # Kept alive: the state below holds the addresses of all these.
+        # Kept alive, because the state below holds the addresses of all these.
         self._page = page
         self._scratch = ctypes.create_string_buffer(SCRATCH_BYTES + _ALIGNMENT)
         self._texts = [ctypes.create_string_buffer(text, len(text)) for text in sync_pattern.texts]
@@ -272,7 +277,7 @@ class NativeServing:
         self._buffer: bytearray | None = None
 
     def _for_copies(self, launch: NativeLaunch, allocations: AllocationRecords) -> dict[str, int]:
-        """The state's fields for small copies."""
+        """Return the state's fields for small copies."""
         self._allocations = allocations
         self._fronts = [ctypes.create_string_buffer(text, len(text)) for text in SMALL_FRONTS]
         fronts = zip(("write_front", "read_front", "data_front", "reuse_front"), self._fronts, strict=True)
@@ -291,7 +296,6 @@ class NativeServing:
         self._state.copied = address_of(self._copied)
 
     def add_record(self, plan: Plan) -> None:
-        """Give a plan its record."""
         pattern, params_bytes = plan.pattern, plan.kernel.parameter_bytes
         args_bytes = pattern.args_end - pattern.args_at
         launch = None
@@ -321,7 +325,7 @@ class NativeServing:
         plan.address = record.follower = ctypes.addressof(record)
 
     def take(self, reader: FrameReader, expected: Plan) -> bool:
-        """Do the expected launches at the front of the reader; whether Python has to launch the next one."""
+        """Serve the expected launches at the front of the reader; return whether Python has to launch the next one."""
         self._prepare(reader, expected)
         is_for_python = self._code.take_launches(self._state_address)
         reader.start = self._state.start
@@ -333,21 +337,21 @@ class NativeServing:
         self._prepare(reader, expected)
         ends.buffer_bytes = len(reader.buffer)
         if (page := self._gate.page) is not None:
-            # Any other epoch than the present one ends the serving after one portion.
+            # Any epoch other than the present one ends the serving after one portion.
             self._state.seen_epoch = NO_EPOCH if self._gate.is_moving() else page.epoch
         outcome = self._code.serve_ring(self._state_address, ctypes.addressof(ends))
         reader.start, reader.end = self._state.start, self._state.end
         return Outcome(outcome)
 
     def takes_rows(self) -> bool:
-        """Return whether GATHER_AFTER launches more have waited in a row since it was last so."""
+        """Return whether another GATHER_AFTER launches have waited in a row since it last returned True."""
         if self._state.in_rows < GATHER_AFTER:
             return False
         self._state.in_rows = 0
         return True
 
     def show_regions(self) -> None:
-        """Show native code the regions page and the set in use. To be called whenever either may have changed."""
+        """Give native code the regions page and the set in use. Must be called whenever either may have changed."""
         state, page, current = self._state, self._gate.page, self._gate.current
         state.epoch = ctypes.addressof(self._no_page) if page is None else address_of(page.epoch_word)
         state.set_epoch = NO_EPOCH if current is None else current.epoch
@@ -361,7 +365,7 @@ class NativeServing:
         return int(self._state.synced)
 
     def launched(self, kernel: Kernel) -> None:
-        """Tell the driver which kernel native code launched last."""
+        """Notify the driver which kernel native code launched last."""
         self._launch.launched(kernel)
 
     @property
@@ -373,7 +377,7 @@ class NativeServing:
         state, buffer = self._state, reader.buffer
         if buffer is not self._buffer:
             state.buffer = address_of(buffer)
-            # A reference kept here would keep a large buffer alive.
+            # A reference here would keep a large buffer alive.
             self._buffer = buffer if len(buffer) <= RETAINED_BUFFER_BYTES else None
         state.start, state.end = reader.start, reader.end
         state.expected = 0 if expected is None else expected.address

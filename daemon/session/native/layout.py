@@ -1,6 +1,6 @@
 """The C structures that Python fills and serve.ll reads and writes; serve.ll repeats their offsets.
 
-All addresses are this process's own. Each field takes eight bytes (u64), so field n lies at offset 8 * n.
+All addresses belong to this process. Each field takes eight bytes (u64), so field n is at offset 8 * n.
 """
 
 import ctypes
@@ -8,14 +8,13 @@ from enum import IntEnum
 
 
 class Outcome(IntEnum):
-    """The reason why `gpulease_serve_ring` returned.
+    """Why `gpulease_serve_ring` returned.
 
-    IDLE: the ring had nothing, for as long as it was to be looked at.
-    FRAMES: the buffer, or the ring's end, holds something that Python has to handle.
-    QUANTUM_OVER: the connection was served for as long as it may before others get their share, or the regions page
-    has changed, so that the broker is about to say something.
-    WAKE_READER: a reply is in the ring, and the client sleeps until one comes: wake it.
-    WAKE_WRITER: the ring has room, and the client sleeps until it has: wake it.
+    IDLE: the ring had nothing, for as long as it was to be polled. FRAMES: the buffer, or the ring's end, holds
+    something that Python has to handle. QUANTUM_OVER: the connection was served for its full time, so others get their
+    share; or the regions page has changed, so that the broker is about to send something. WAKE_READER: a reply is in
+    the ring, and the client sleeps until one comes: wake it. WAKE_WRITER: the ring has room, and the client sleeps
+    until it has: wake it.
     """
 
     IDLE = 0
