@@ -1,9 +1,9 @@
 """Memory that the card has and the driver refuses for a moment.
 
-A request for more memory than the card has makes the driver take all that is free before it refuses, and release it page
-by page afterwards: on a card of 80 GB, cuMemGetInfo showed 6 MB free for 0.1 s after such requests, and 64 MiB were
-refused (H100 and H200, driver 580.159). So a large request is made only once the card shows enough free bytes, and a
-request that was refused is repeated while the card does.
+A request for more memory than the card has makes the driver take all that is free before it refuses, and release it
+page by page afterwards: on a card of 80 GB, cuMemGetInfo showed 6 MB free for 0.1 s after such requests, and 64 MiB
+were refused (H100 and H200, driver 580.159). So a large request is made only once the card shows enough free bytes,
+and a request that was refused is repeated while the card does.
 """
 
 import time
