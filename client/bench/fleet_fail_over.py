@@ -163,14 +163,17 @@ def _run(fault: str, horizon_s: int) -> Figures:
         wait_s = WAIT_S + WAIT_HORIZONS * horizon_s
         first = acquire_name(scene.node.address, NAME, wait_s)
         before = stack.enter_context(_computing(Tenant(first, transform_ptx())))
+        # The first tenant works steadily before the fault.
         before.await_kernels(STEADY_KERNELS)
         fault_s = time.monotonic()
         FAULTS[fault](scene)
+        # The second tenant asks at once, as a client that notices the failure would.
         second = acquire_name(scene.fleet.address, OTHER_NAME if fault == STAYS else NAME, wait_s)
         after = stack.enter_context(_computing(Tenant(second, transform_ptx())))
         after.await_kernels(STEADY_KERNELS)
         if not after.work.spans:
             raise CannotStart(f"the session of the second lease ended at once: {after.work.end}")
+        # The first session must end by itself; only with an intact node is it stopped.
         if fault != STAYS:
             before.join()
         before.stop()

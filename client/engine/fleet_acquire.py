@@ -284,8 +284,8 @@ class _Search(Generic[T]):
         try:
             return (yield from self._ask_surely(candidate, wait_s))
         except GpuLeaseError as error:
-            # An invalid request is refused everywhere. NotFound, which is an InvalidRequest too, only means that this
-            # node lacks the card.
+            # An invalid request is refused everywhere. NotFound, which is an InvalidRequest too, concerns only this
+            # node.
             if isinstance(error, InvalidRequest) and not isinstance(error, NotFound):
                 raise
             holds_name = candidate.node_id == self._last.holder

@@ -596,7 +596,7 @@ class LeaseState:
                 answer = yield from (asking if made is None else self._ask_to_make(asking, op, made))
             except LinkEnded as ended:
                 self.channel.close()
-                # The daemon is stopping. Its goodbye is the answer: another connection would reach nobody.
+                # The daemon is stopping. Its goodbye is the answer: another connection would not be accepted.
                 if self.channel.link.said_goodbye and ended.failure.status is Status.DISCONNECTED:
                     return ended.failure
                 if fresh or op is Opcode.REGION_OPEN:

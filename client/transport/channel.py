@@ -21,7 +21,7 @@ MAX_PARTS_PER_SEND: Final = 16
 
 
 class Asked(Enum):
-    """Outcome of `Channel.ask`."""
+    """What came of a request sent by `Channel.ask`."""
 
     ANSWERED = "exactly the expected reply came"
     UNANSWERED = "the request was sent; the general way receives its reply"
@@ -63,11 +63,9 @@ class _NoWriter(FrameWriter):
     tail = 0
 
     def put_whole(self, first: bytes | memoryview, second: bytes | memoryview = b"") -> bool:
-        """Queue nothing."""
         return False
 
     def put_packed(self, layout: struct.Struct, a: Any, b: Any, c: Any, d: Any, e: Any) -> bool:
-        """Queue nothing."""
         return False
 
 
