@@ -1,4 +1,4 @@
-"""Measures how long nobody serves a name after its node died or was cut off, or after etcd's leader died."""
+"""Measures how long no node serves a name after its own died or was cut off, or after etcd's leader died."""
 
 import contextlib
 import math
@@ -28,8 +28,8 @@ GOAL_S: Final = 45.0
 """Longest time from a fault to the first kernel on another node, in seconds, at the default membership deadline
 (horizon): one and a half of it.
 
-A node is fenced 1.01 horizons after its last heartbeat was seen: its leases have surely ended by then. At a shorter horizon, the parts that don't shrink with it weigh more, such as the tenant's retries and the start of its session.
-"""
+A node is fenced 1.01 horizons after its last heartbeat was seen: its leases have surely ended by then. At a shorter
+horizon, the parts that don't shrink with it weigh more, such as the tenant's retries and the start of its session."""
 
 WAIT_HORIZONS: Final = 4.0
 WAIT_S: Final = 60.0

@@ -72,7 +72,7 @@ def measure_beside_direct_calls(plan: Plan, say: Say, warn: Say) -> dict[str, An
         measured = _measure(address, card, plan, say)
         if running is not None:
             measured.round_trips = _beside_peers(address, card, plan, say)
-    # Warm leases need a pool, which would disturb the figures before: another private daemon has one.
+    # The private daemon so far has no pool of contexts: warm leases are measured on another one.
     if running is None:
         say(f"{plan.leases} leases and submits with warm contexts")
         with private_daemon(plan.driver, warm_contexts=WARM_CONTEXTS) as address:
@@ -159,7 +159,6 @@ def _measure(address: str, card: dict[str, Any], plan: Plan, say: Say) -> _Measu
     bare = _bare(card, count)
     say(f"how soon a worker stops launching, over {plan.flips} flips")
     gate = _gate(card, plan.flips)
-    # Only if the daemon listens there.
     tcp: dict[str, Figures] = {}
     tls: dict[str, Figures] = {}
     if plan.tcp:

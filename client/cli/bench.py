@@ -165,7 +165,7 @@ def bench(
         return
     if core and quick:
         raise click.UsageError("--core takes --leases, not --quick")
-    # Each `--` option below replaces the whole bench by one part of it.
+    # Each option below replaces the whole bench by one part of it.
     if check:
         _run_check(driver, against, to, say, as_json)
     if against is not None:

@@ -166,7 +166,7 @@ def _stack(scene: Scene) -> FaultOutcome:
     module = session.module_load(hungry())
     buffer = session.mem_alloc(4096)
     session.launch(module, "local_64k", ONE, WARP, KernelArgs().push_buffer(buffer).push_u32(5))
-    # The launch needs more stack than the slice has room for; the session must survive that.
+    # The driver would allocate the stacks of all threads itself: the launch must be refused, and the session survive.
     error = _error_of(session.sync)
     session.sync()
     return _free_lease(scene, lease.lease_id, _expected_error(error, LaunchFailed), error)
