@@ -110,7 +110,7 @@ class _Request:
 
 
 class _Heard(DecoderObserver):
-    """Counts what the decoder reports.
+    """Counts of the decoder's reports.
 
     Attributes:
         tokens: Number of tokens, by tenant.

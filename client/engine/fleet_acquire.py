@@ -196,6 +196,7 @@ class _Search(Generic[T]):
         self._make = make
         self._undo = undo
         self._clock = clock
+        # One id for all tries of this call: a node that has granted it already answers with the same lease.
         request_id = LeaseParameter(REQUEST_ID_TAG, secrets.token_bytes(REQUEST_ID_BYTES))
         self._wanted = replace(wanted, parameters=(*wanted.parameters, request_id))
         self._place = _place_of(wanted)

@@ -286,6 +286,7 @@ class Launches(LaunchCommands):
         attachment = self._attachment
         attachment.check_open("launch")
         attachment.require(Opcode.LAUNCH_WITH, "launch")
+        # (0, 0) names no region set.
         named = (0, 0)
         if regions is not None:
             named = regions_named(regions, position, attachment, f"launch of {quoted(kernel)}")
@@ -458,6 +459,7 @@ def dimensions(kernel: str, what: str, given: Any) -> tuple[int, int, int]:
 def _raw(
     kernel: str, args: KernelArgs | bytes | bytearray | memoryview, arg_sizes: Iterable[int] | None
 ) -> tuple[bytes, tuple[ArgumentKind, ...], tuple[Buffer, ...]]:
+    # KernelArgs come here only together with arg_sizes, which contradict their own.
     if isinstance(args, KernelArgs):
         raise InvalidRequest(
             f"launch of {quoted(kernel)}: KernelArgs and lists know their sizes; arg_sizes is for raw bytes"

@@ -161,7 +161,7 @@ class Channel:
                 link.buffer_updated(counts[0])
             else:
                 link.end_of_stream(f"the daemon at {self.address} closed the connection")
-        # Nothing has arrived, which is no end: the peer may just be slow.
+        # Nothing has arrived. The stream has not ended: the peer may just be slow.
         except BlockingIOError:
             return False
         except OSError as error:
@@ -190,7 +190,7 @@ class Channel:
                 counts.append(count)
 
     def drop_descriptors(self) -> None:
-        """Accept no more descriptors, and close those that nobody claimed."""
+        """Accept no more descriptors, and close those that were not claimed."""
         self.takes_descriptors = False
         for fd in self.descriptors:
             with contextlib.suppress(OSError):
