@@ -142,6 +142,7 @@ def checked_shape(shape: Any, item_bytes: int, doing: str) -> tuple[int, ...]:
         raise InvalidRequest(f"{doing}: {len(lengths)} dimensions; an array has at most {MAX_DIMENSIONS}")
     if any(length < 0 for length in lengths):
         raise InvalidRequest(f"{doing}: shape {quoted(lengths)} has a negative length")
+    # A length of 0 makes the product 0, but strides still multiply the other lengths.
     if math.prod(max(length, 1) for length in lengths) * item_bytes > MAX_ARRAY_BYTES:
         raise InvalidRequest(
             f"{doing}: shape {quoted(lengths)} is of over {MAX_ARRAY_BYTES} bytes, the most of an array"

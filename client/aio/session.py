@@ -449,6 +449,7 @@ class GpuSession(SessionView):
     async def __aenter__(self) -> Self:
         if self._closing is None:
             try:
+                # Not `undisturbed`: cancelling the opening closes the connection, which ends the session.
                 await drive(self._session.attach())
             except BaseException:
                 self._session.attachment.give_up()

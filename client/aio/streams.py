@@ -89,6 +89,7 @@ async def fence(streams: Streams, stream: Stream | None = None) -> None:
         return
     lock = streams.attachment.lock
     try:
+        # The lock counts against the limit, too: another task's operation may hold it.
         async with asyncio.timeout(limit.remaining_s()):
             await lock.acquire()
     except TimeoutError:

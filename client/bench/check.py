@@ -61,6 +61,7 @@ def measure_promises(driver: str, say: Say, warn: Say) -> dict[str, Any]:
     bench = measure_beside_direct_calls(Plan(driver, ROUNDS[size], LAUNCHES[size], LEASES, FLIPS, "", ""), say, warn)
     found = bench["driver"]
     report |= {"title": bench["title"], "driver": found, "card": bench["card"], "bench": bench}
+    # Regions and the decode engine share one daemon; the core and the gateway have their own.
     with contextlib.ExitStack() as stack:
         address = running_address() or stack.enter_context(private_daemon(found))
         report["regions"] = measure_regions(address, transform_ptx(), REGION_SAMPLES[found], say)
@@ -76,6 +77,7 @@ def measure_promises(driver: str, say: Say, warn: Say) -> dict[str, Any]:
 def _host() -> Figures:
     """Time of PYTHON_STEPS writes to a dictionary, the best of several: the interpreter's speed on this host."""
     best_s = float("inf")
+    # The best of many short samples: other processes can only make them slower.
     for _ in range(PYTHON_SAMPLES):
         kept: dict[int, int] = {}
         began = time.perf_counter()

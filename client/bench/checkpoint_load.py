@@ -50,6 +50,7 @@ async def measure(address: str, path: Path) -> None:
     """Print the figures of a model's files."""
     checkpoint = open_model(path)
     await _print_copies(address)
+    # Prepare the cache before each round: the load before has filled it.
     for state in ("warm", "cold"):
         for _ in range(ROUNDS):
             for file in _files(path):
@@ -119,6 +120,7 @@ def print_reads(path: Path) -> None:
 
     with path.open("rb", buffering=0) as descriptor:
         for threads in READERS:
+            # Through the mapping, as the loader does, and by preadv(2) for comparison.
             for fill in (mapped, read):
                 windows = [np.ones(WINDOW_BYTES, np.uint8) for _ in range(threads)]
                 places = range(0, size, WINDOW_BYTES)
@@ -161,6 +163,7 @@ def _prepare(path: Path, *, is_cold: bool) -> None:
     """Read a file into the page cache, or ask the kernel to drop it."""
     with path.open("rb", buffering=0) as file:
         if is_cold:
+            # Only clean pages can be dropped.
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             return

@@ -97,6 +97,7 @@ class Churn:
         self._rest.set()
         try:
             async with asyncio.timeout(PATIENCE_S), self._changed:
+                # All leases and the operator have stopped: nothing changes until the block ends.
                 await self._changed.wait_for(lambda: self._resting == self._leases + 1)
             yield
         finally:
@@ -121,6 +122,7 @@ class Churn:
         """Take one lease from its acquire to its end; returns the way in which it ended."""
         ttl_s = max(1.0, EXPIRY_PART * self._life_s) if ending == "expire" else TTL_S
         builder = GpuBuilder(self._address).min_vram(SLICE_BYTES).lease_secs(ttl_s).timeout(30)
+        # Only some acquires at a time: each starts a process.
         async with self._acquiring:
             lease = await self._timed("acquire", builder.acquire())
         if ending == "expire":
@@ -151,6 +153,7 @@ class Churn:
             case "free":
                 await session.close()
                 await self._timed("free", lease.free())
+            # The worker dies without its tenant: the daemon must notice and end the lease.
             case "kill":
                 os.kill(await asyncio.to_thread(worker_pid, lease.lease_id), signal.SIGKILL)
                 with contextlib.suppress(GpuLeaseError):

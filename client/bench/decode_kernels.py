@@ -64,6 +64,7 @@ async def tile_figures(
     }
     target = engine.forward.target
     tried = {kind: list(variants(launches[0], target)) for kind, launches in linears.items()}
+    # Load all variants first, so that no time includes compiling.
     await engine.forward.library.load(*{one.name for others in tried.values() for one in others})
     chosen_us = best_us = 0.0
     for kind, launches in linears.items():
@@ -99,6 +100,7 @@ def variants(launch: KernelLaunch, target: str) -> Iterator[KernelLaunch]:
     rows, count, columns = _whole(launch, "R"), _count(launch), _whole(launch, "K")
     function = kernels[launch.name].kernel
     for name in dict.fromkeys((*tiles_of(function, SM_80), *tiles_of(function, target))):
+        # Skip tiles that read the weights too often, except the one in use.
         if kernels[name].constants["BM"] * MOST_READS < rows and name != launch.name:
             continue
         grid = grid_of(name, rows, count)
@@ -156,6 +158,7 @@ def _kinds(engine: DecodeEngine, batch: int) -> dict[str, list[KernelLaunch]]:
 async def _launch_us(engine: DecodeEngine, launches: Sequence[KernelLaunch]) -> float:
     """Microseconds of one of these launches, in graphs of all of them."""
     session, repeats = engine.session, -(-KERNEL_LAUNCHES // len(launches))
+    # In a graph, so that the client's launches don't limit short kernels.
     async with session.record() as graph:
         for _ in range(repeats):
             for launch in launches:

@@ -101,7 +101,6 @@ class _Service:
         self._vocabulary = decoder.engine.forward.weights.config.vocabulary
 
     def prompt(self, seed: int, length: int) -> list[int]:
-        """A prompt of `length` random tokens."""
         rng = random.Random(seed)
         return [rng.randrange(3, self._vocabulary) for _ in range(length)]
 
@@ -124,6 +123,7 @@ class _Service:
             while True:
                 found = await self.output(tenant, number, length, tokens)
                 counts["outputs"] += 1
+                # The same request must give the same output each time, whatever was revoked meanwhile.
                 counts["wrong_outputs"] += known.setdefault((tenant, number), found) != found
 
         tasks = [asyncio.create_task(repeat(tenant, number)) for tenant in tenants for number in range(each)]
@@ -136,7 +136,6 @@ class _Service:
             counts["errors"] = sum(not isinstance(end, asyncio.CancelledError) for end in ends)
 
     def live(self) -> list[LiveSequence]:
-        """The live sequences of all tenants."""
         return [sequence for tenant in self.decoder.scheduler.tenants.values() for sequence in tenant.live.values()]
 
     async def revoke(self, tenant: str) -> bool:
@@ -196,6 +195,7 @@ async def throughput(service: _Service, names: Sequence[str], batch: int, for_s:
     length, tokens = 16, POSITIONS - 32
     each = max(1, batch // len(names))
     async with service.load(names[: min(batch, len(names))], each, length, tokens):
+        # Wait for the full batch, then for a steady state, before anything is counted.
         await _until(lambda: service.decoder.scheduler.live_sequences == batch)
         await asyncio.sleep(for_s / 4)
         lengths = [sequence.length for sequence in service.live()]
@@ -245,6 +245,7 @@ async def survivors(service: _Service, names: Sequence[str], for_s: float) -> di
     gaps: dict[str, list[float]] = {"quiet": [], "revoking": []}
     async with service.load(names, _eighth(service), 64, POSITIONS - 64) as counts:
         await asyncio.sleep(1)
+        # Quiet and revoking in turn, twice, so that a change of the host's speed affects both.
         for _ in range(2):
             for name, found in gaps.items():
                 service.times.clear()
@@ -271,6 +272,7 @@ async def rebinds(service: _Service, names: Sequence[str], for_s: float) -> dict
     async with service.load(names[1:], _eighth(service), 64, POSITIONS - 64), service.load(names[:1], 1, PROMPT, 64):
         until = time.monotonic() + for_s
         while time.monotonic() < until:
+            # At random times, so that revocations hit every phase of a step.
             await asyncio.sleep(random.uniform(0.1, 0.2))
             await service.revoke(names[0])
     await _quiet(service)

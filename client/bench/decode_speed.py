@@ -142,6 +142,7 @@ def _told_by(module: str, shape: str, target: str, plan: DecodePlan) -> Iterator
     except subprocess.TimeoutExpired:
         yield why | {"skipped": f"no end within {CHILD_TIMEOUT_S} s"}
         return
+    # Libraries print other lines, too.
     for line in done.stdout.splitlines():
         with contextlib.suppress(ValueError):
             if isinstance(figure := json.loads(line), dict):
@@ -158,6 +159,7 @@ async def measure(address: str, shape: str, plan: DecodePlan, tell: Tell = print
     checkpoint, copied = RandomCheckpoint(config, SEED), min(weight_bytes(config), MAX_COPIED_BYTES)
     size_bytes = lease_bytes(checkpoint, limits, [count]) + 2 * copied
     async with GpuBuilder(address).min_vram(size_bytes).lease_secs(LEASE_S).acquire() as lease:
+        # The rate of this card's memory, measured in the same run, is what a step's time is compared with.
         rate = await memory_rate(lease, copied)
         tell({"figure": "memory", "shape": shape, "bytes_per_s": rate})
         engine = await DecodeEngine.open(lease, checkpoint, limits)
@@ -235,6 +237,7 @@ async def memory_rate(lease: GpuLease, size_bytes: int) -> float:
             await session.launch(module, "saxpy", (-(-count // 256),), (256,), args)
             await session.sync()
             samples.append(time.perf_counter() - began)
+        # The best sample; saxpy reads two arrays and writes one.
         return 3 * size_bytes / min(samples)
 
 

@@ -98,6 +98,7 @@ def _rows(blocks: Blocks, count: int) -> Rows:
 
 async def step_time(engine: Stepper, rows: Rows, pools: Iterable[Any]) -> StepTime:
     """The time of a step of these rows, with two in progress."""
+    # Two steps in progress from here on, so that each finish() overlaps with the next step.
     await engine.start(rows, pools)
     for _ in range(WARM_STEPS):
         await engine.start(rows, pools)

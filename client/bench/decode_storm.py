@@ -110,7 +110,7 @@ class _Request:
 
 
 class _Heard(DecoderObserver):
-    """Counts what the decoder reports.
+    """Counts of the decoder's reports.
 
     Attributes:
         tokens: Number of tokens, by tenant.
@@ -124,7 +124,6 @@ class _Heard(DecoderObserver):
         self.finished = array("L")
 
     def on_step(self, report: StepReport) -> None:
-        """Count the step's tokens, by tenant."""
         for event in report.tokens:
             self.tokens[event.request.tenant_id] += 1
 
@@ -160,6 +159,7 @@ class _Storm:
                 return
             try:
                 found = await self._output(request, request.heard)
+            # No error is expected: a revoked region is replaced without the caller's notice.
             except GpuLeaseError as error:
                 self.errors[f"{type(error).__name__}: {error}"] += 1
                 await asyncio.sleep(PAUSE_S)
@@ -174,6 +174,7 @@ class _Storm:
             await asyncio.sleep(REVOKE_EVERY_S)
             tenant = rng.choice(TENANTS)
             pool, tokens = self.decoder.regions.pools.get(tenant), self.heard.tokens[tenant]
+            # Only after another token: revoking a region again before it was used would test nothing.
             if pool is not None and pool.region.is_alive and tokens > at_loss[tenant]:
                 at_loss[tenant] = tokens
                 await pool.region.revoke("bench")
@@ -236,6 +237,7 @@ async def run_storm(address: str, plan: StormPlan, say: Callable[[str], object])
             await stack.enter_async_context(audit.writing(lambda: decoder.engine.lease))
         storm = _Storm(decoder, heard, f"storm-{os.urandom(4).hex()}")
         say("each request while nothing is revoked")
+        # Step 1: the right outputs. Step 2: the storm. Step 3: the audit log, after the decoder has written everything.
         await storm.hear_quiet_outputs()
         say(f"the storm, for {plan.for_s:g} s")
         memory = await _load_and_revoke(storm, each, plan.for_s, address)
@@ -323,6 +325,7 @@ def audited(folder: Path, run: str, finished: Sequence[int], digests: dict[int, 
         note = json.loads(line)["data"]["note"]
         said, _, number = str(note.get("request", "")).rpartition("-")
         whose, _, kind = said.rpartition("-")
+        # Other runs, and other decoders, may write to the same log.
         if whose == run:
             counts[int(number)] += 1
             wrong += note["reason"] in RIGHT_ENDS and note["output"]["sha256"] != digests[int(kind)]

@@ -46,6 +46,7 @@ def timed_us(action: Callable[[], object], count: int) -> list[float]:
 
 def per_call_us(action: Callable[[], object], fence: Callable[[], object], count: int) -> float:
     """Microseconds per call if `count` calls are issued back to back and then waited for by `fence`."""
+    # Nothing is queued when the clock starts, and everything is done when it stops.
     fence()
     started = time.perf_counter()
     for _ in range(count):
@@ -75,6 +76,7 @@ def load_figures(ask: Callable[[], float], at_a_time: int, seconds: float) -> Fi
         try:
             while time.perf_counter() - started < seconds and not errors:
                 took_s.append(ask())
+        # One failure ends all threads, as the rate would be meaningless.
         except BaseException as error:
             errors.append(error)
 
@@ -128,6 +130,7 @@ def figures_of(
         done = subprocess.run(
             command, input=standard_input, capture_output=True, timeout=timeout_s, check=False, env=environment
         )
+        # Only the first line: a library may print more at exit.
         figures: Figures = json.loads(done.stdout.splitlines()[0])
     except (IndexError, ValueError):
         said = (done.stderr.decode(errors="replace").strip() or "no output").splitlines()[-1]

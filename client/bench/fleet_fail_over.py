@@ -1,4 +1,4 @@
-"""Measures how long nobody serves a name after its node died or was cut off, or after etcd's leader died."""
+"""Measures how long no node serves a name after its own died or was cut off, or after etcd's leader died."""
 
 import contextlib
 import math
@@ -28,8 +28,8 @@ GOAL_S: Final = 45.0
 """Longest time from a fault to the first kernel on another node, in seconds, at the default membership deadline
 (horizon): one and a half of it.
 
-A node is fenced 1.01 horizons after its last heartbeat was seen: its leases have surely ended by then. At a shorter horizon, the parts that don't shrink with it weigh more, such as the tenant's retries and the start of its session.
-"""
+A node is fenced 1.01 horizons after its last heartbeat was seen: its leases have surely ended by then. At a shorter
+horizon, the parts that don't shrink with it weigh more, such as the tenant's retries and the start of its session."""
 
 WAIT_HORIZONS: Final = 4.0
 WAIT_S: Final = 60.0
@@ -163,14 +163,17 @@ def _run(fault: str, horizon_s: int) -> Figures:
         wait_s = WAIT_S + WAIT_HORIZONS * horizon_s
         first = acquire_name(scene.node.address, NAME, wait_s)
         before = stack.enter_context(_computing(Tenant(first, transform_ptx())))
+        # The first tenant works steadily before the fault.
         before.await_kernels(STEADY_KERNELS)
         fault_s = time.monotonic()
         FAULTS[fault](scene)
+        # The second tenant asks at once, as a client that notices the failure would.
         second = acquire_name(scene.fleet.address, OTHER_NAME if fault == STAYS else NAME, wait_s)
         after = stack.enter_context(_computing(Tenant(second, transform_ptx())))
         after.await_kernels(STEADY_KERNELS)
         if not after.work.spans:
             raise CannotStart(f"the session of the second lease ended at once: {after.work.end}")
+        # The first session must end by itself; only with an intact node is it stopped.
         if fault != STAYS:
             before.join()
         before.stop()

@@ -127,6 +127,7 @@ def _placements(leases: _Leases, count: int) -> dict[str, Figures]:
     took_s: dict[str, list[float]] = {HOST: [], ANONYMOUS: [], NAMED: []}
     kinds = list(took_s)
     for number in range(count):
+        # Rotate the order, so that each kind is measured equally often right after each other kind.
         first = number % len(kinds)
         for kind in kinds[first:] + kinds[:first]:
             took_s[kind].append(leases.acquire_s(kind))

@@ -88,6 +88,7 @@ def _footprint(pid: int) -> Footprint:
     for look in range(LOOKS):
         time.sleep(LOOK_S if look else 0)
         looks.append((len(os.listdir(_PROC / str(pid) / "fd")), len(os.listdir(_PROC / str(pid) / "task"))))
+    # A descriptor or thread that is just going away is in some samples only.
     fds, threads = map(min, zip(*looks, strict=True))
     return Footprint(rss_kib(pid), _pss_kib(pid), fds, threads)
 
@@ -97,6 +98,7 @@ def _children(parent: int) -> list[tuple[int, str]]:
     for entry in os.listdir(_PROC):
         if entry.isdigit():
             try:
+                # The name is in parentheses and may contain anything, also parentheses (proc_pid_stat(5)).
                 name, _, rest = (_PROC / entry / "stat").read_text().partition("(")[2].rpartition(")")
             except OSError:
                 continue  # The process ended meanwhile.

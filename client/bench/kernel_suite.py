@@ -53,6 +53,7 @@ def outcome_of(case: Case, session: GpuSession) -> dict[str, Any]:
         results = list(case.run(trial))
         if not results:
             outcome, said = "failed", "it compares nothing"
+        # Errors are relative to the largest wanted value, so that values near zero don't dominate.
         for found, wanted in results:
             left, right = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
             scale = max(float(np.abs(right).max(initial=0)), 1e-30)
@@ -65,6 +66,7 @@ def outcome_of(case: Case, session: GpuSession) -> dict[str, Any]:
     except Exception as error:
         # From a compiler, numpy or the case itself: the other cases still run.
         outcome, said = "failed", f"{type(error).__name__}: {error}"
+    # A case that should have been refused and ran is a failure: its table would be wrong.
     else:
         if session.driver in case.refused_by:
             outcome, said = "failed", "it ran, though it should have been refused"

@@ -125,6 +125,7 @@ async def _looks(
     async with churn.going_on():
         for look in range(looks):
             await asyncio.sleep(max(0.0, began + seconds * (look + 1) / looks - time.monotonic()))
+            # Sample only at rest: a lease that is being granted or proved free would blur the figures.
             async with churn.at_rest():
                 seen.append(await asyncio.to_thread(footprints_of, broker))
                 at_s.append(round(time.monotonic() - began, 3))

@@ -146,11 +146,13 @@ def model_figures(address: str, seconds: float, callers: tuple[int, ...]) -> dic
         alone.write_text(re.sub(r"max_batch = \d+", "max_batch = 1", text, count=1), encoding="utf-8")
         with _server(address, together) as (pid, rpc, port):
             figures["right"] = {"rpc": _right(rpc), "http": _right(str(port))}
+            # CPU time of an idle server, after it has settled.
             time.sleep(SETTLE_S)
             before = _cpu_s(pid)
             time.sleep(seconds)
             figures["idle cores"] = (_cpu_s(pid) - before) / seconds
             figures["batches"] = _loads(rpc, port, seconds, callers)
+        # The same models with a batch size of 1 show what batching gains.
         with _server(address, alone) as (_, rpc, port):
             figures["no batches"] = _loads(rpc, port, seconds, callers)
     return figures

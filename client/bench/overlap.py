@@ -79,6 +79,7 @@ def overlap(address: str, driver: str) -> dict[str, float]:
         spans = {}
         for used in (lanes[:1], lanes):
             run = partial(_run, session, module, used, ROUNDS[driver])
+            # The first run is a warm-up.
             run()
             spans[len(used)] = percentile(timed_us(run, SAMPLES), 50) / PIECES / 1e3
         for lane in lanes:
@@ -106,6 +107,7 @@ def _run(session: GpuSession, module: Module, lanes: list[_Lane], rounds: int) -
 
 def _check(lane: _Lane, rounds: int) -> None:
     factor, summand = 1, 0
+    # All rounds together are one multiplication and one addition modulo 2**32.
     for _ in range(rounds):
         factor, summand = factor * _MULTIPLIER % 2**32, (summand * _MULTIPLIER + _INCREMENT) % 2**32
     if not (lane.back == lane.data * np.uint32(factor) + np.uint32(summand)).all():

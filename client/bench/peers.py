@@ -110,6 +110,7 @@ def _in_turn(
     names = list(ready)
     found: dict[str, list[Figures]] = {name: [] for name in names}
     for number in range(rounds):
+        # Each round begins with another caller, so that none is always first on a cold card.
         first = number % len(names)
         for name in names[first:] + names[:first]:
             if name in absent:
@@ -139,6 +140,7 @@ def _peers(
     ready: dict[str, Callable[[], Figures]] = {}
     absent: dict[str, str] = {}
     words = (str(launches), str(samples))
+    # The daemon's card, by its UUID: an index may count in another order.
     variables = {VARIABLE_OF_CARDS: card_uuid}
     try:
         program = compile_direct_calls(folder)
@@ -198,6 +200,7 @@ def report_of(
     Goals are for cards: `has_goals` is False for the embedded driver.
     """
     ours = found[LEASED]
+    # Ratios compare medians; the p99 values are only shown.
     medians_of = {row.stem: row.figure(50) for row in ROWS}
     return {
         "rounds": rounds,

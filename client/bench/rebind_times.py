@@ -85,6 +85,7 @@ async def _times(engine: DecodeEngine, old: BlockPool, new: BlockPool, prompt: i
     await _compute(engine, old, prompt)
     kept = await engine.save_pool(old, used)
     replay_ms = await _median_ms(rounds, lambda: _compute(engine, new, prompt))
+    # Both ways must give the same bits, or their times must not be compared.
     if not np.array_equal(await engine.save_pool(new, used), kept):
         raise AssertionError("what was computed again has other bits")
     out_ms = await _median_ms(rounds, lambda: engine.save_pool(old, used))
@@ -96,6 +97,7 @@ async def _compute(engine: DecodeEngine, pool: BlockPool, prompt: int) -> None:
     """Compute a prompt in chunks, with two steps in progress."""
     most = engine.limits.max_rows
     for begin in range(0, prompt, most):
+        # As in a decoder: the next step is queued while one computes.
         if engine.steps_under_way == MAX_STEPS:
             await engine.finish()
         await engine.start(_rows(engine, pool, range(begin, min(begin + most, prompt))), [pool])

@@ -82,6 +82,7 @@ class _Bench:
             started = time.perf_counter()
             region.revoke("bench")
             returned_us.append((time.perf_counter() - started) * 1e6)
+            # Not timed: closing releases the addresses.
             region.close()
         return _quantiles("open_us", opened_us) | _quantiles("revoke_to_returned_us", returned_us)
 
@@ -160,6 +161,7 @@ class _Bench:
                 names = self._session.region_set([region])
                 launch(names)
                 self._session.sync()
+                # Revoke from another process, and keep launching here until the refusal comes.
                 answer = revoke(region)
                 flipped_ns, told_ns = self._launch_until_refused(partial(launch, names))
                 told_us.append((told_ns - flipped_ns) / 1e3)

@@ -78,6 +78,7 @@ def openssl_stream_rate(size: int = STREAM_BYTES) -> float | None:
             subprocess.Popen([program, *serve], stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere)
         )
         stack.callback(server.kill)
+        # Wait, so that the rate does not include the server's start.
         if not _listens(at):
             return None
         started = time.perf_counter()

@@ -96,6 +96,7 @@ def measure_calls(
 
     Raises WrongResult.
     """
+    # First with no other allocation, then next to others: the driver treats these cases differently.
     timed_us(alloc_and_free, WARM_LAUNCHES)
     figures = _microseconds("alloc_free_alone", timed_us(alloc_and_free, samples))
     calls = open_calls()
@@ -103,6 +104,7 @@ def measure_calls(
     figures |= _microseconds("alloc_free_beside", timed_us(alloc_and_free, samples))
     launched, found = _launch_figures(calls, launches, samples)
     figures |= found
+    # Times of a caller that skipped launches mean nothing: the counters show every one of them.
     counters = calls.read_counters()
     if not (counters == launched * STEP).all():
         raise WrongResult(f"{launched} launches left {counters[0]} in a counter, not {launched * STEP}")
@@ -158,6 +160,7 @@ def _copy_figures(calls: Calls, samples: int) -> dict[str, float]:
     calls.small[:] = PATTERN
     timed_us(write_and_sync, WARM_LAUNCHES)
     figures |= _microseconds("write_4k_sync", timed_us(write_and_sync, samples))
+    # Clear it, so that the check below sees what came back from the card.
     calls.small[:] = 0
     figures |= _microseconds("read_4k", timed_us(calls.read_small, samples))
     calls.pinned[:] = PATTERN

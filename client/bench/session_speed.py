@@ -67,6 +67,7 @@ def hot_path(address: str, ptx: bytes, launches: int, samples: int, *, shared_me
 def _own_share_us(launch: Callable[[], object], sync: Callable[[], object]) -> float:
     """How long a launch occupies its caller while the worker executes earlier ones, in microseconds."""
     bursts = []
+    # Each burst starts with an empty queue, so that no launch waits for room.
     for _ in range(OWN_BURSTS):
         sync()
         started = time.perf_counter()
@@ -147,6 +148,7 @@ def graph_figures(address: str, ptx: bytes, samples: int, *, shared_memory: bool
 
         with session.record() as graph:
             launch()
+        # Another value in each launch, so that rebinding really happens.
         factors = iter(range(1 << 30))
 
         def launch_and_sync() -> None:

@@ -72,6 +72,7 @@ def measure_beside_direct_calls(plan: Plan, say: Say, warn: Say) -> dict[str, An
         measured = _measure(address, card, plan, say)
         if running is not None:
             measured.round_trips = _beside_peers(address, card, plan, say)
+    # The private daemon so far has no pool of contexts: warm leases are measured on another one.
     if running is None:
         say(f"{plan.leases} leases and submits with warm contexts")
         with private_daemon(plan.driver, warm_contexts=WARM_CONTEXTS) as address:
@@ -209,6 +210,7 @@ def _rounds(address: str, driver: str, rounds: int, launches: int, say: Say) -> 
     leased: list[Figures] = []
     by_socket: list[Figures] = []
     direct: list[Figures] = []
+    # Direct and leased in turn, in each round, so that a change of the host's speed affects both.
     for number in range(1, rounds + 1):
         say(f"round {number} of {rounds}: launches and copies, the driver called directly")
         direct.append(_direct(driver, launches))

@@ -54,6 +54,7 @@ def acquire(wanted: WantedLease, as_json: bool) -> None:
     a session with `GpuSession.attach()`. At a fleet's address, GPULEASE_ADDRESS is set to the node that granted the
     lease.
     """
+    # Without an output the id would be lost, and with it the way to free the lease.
     if sys.stdout is None:
         raise CannotStart("there is no output to print the lease to")
     lease = wanted.described_to(_LastingRequest()).acquire()

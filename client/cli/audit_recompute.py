@@ -51,8 +51,10 @@ def recompute(record: BinaryIO, prompt_file: BinaryIO, path: Path | None) -> Non
     said = _record_of(record.read(MAX_RECORD_BYTES))
     checkpoint = open_model(path or TINY_MODEL)
     prompt = _prompt_of(prompt_file.read(MAX_PROMPT_BYTES), checkpoint)
+    # Compare what was given before computing: a different prompt, model or kernel explains any different output.
     _check(said, TokenDigest.of(prompt), asyncio.run(ComputedBy.of(checkpoint)))
     found = TokenDigest.of([])
+    # A request that ended without output needs no computing, and so no daemon.
     if said.output.count:
         with contextlib.ExitStack() as stack:
             address = running_address() or stack.enter_context(private_daemon(EMBEDDED_DRIVER))
@@ -99,6 +101,7 @@ def _check(said: DecodeRecord, prompt: TokenDigest, here: ComputedBy) -> None:
 
 async def _decoded(address: str, checkpoint: Checkpoint, prompt: list[int], said: DecodeRecord) -> list[int]:
     count = said.output.count
+    # As many positions as this request needs; the record says whether weights were packed.
     settings = DecoderSettings(ROWS, ROWS, 1, min(checkpoint.config.context, len(prompt) + count), said.by.packed)
     async with Decoder.open(checkpoint, settings=settings, address=address) as decoder:
         generation = decoder.submit(prompt, max_tokens=count, sampling=said.sampling)

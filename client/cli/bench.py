@@ -165,6 +165,7 @@ def bench(
         return
     if core and quick:
         raise click.UsageError("--core takes --leases, not --quick")
+    # Each option below replaces the whole bench by one part of it.
     if check:
         _run_check(driver, against, to, say, as_json)
     if against is not None:
@@ -246,6 +247,7 @@ def _run_check(driver: str, against: Path | None, to: Path, say: Say, as_json: b
     now = check_promises(report)
     earlier = None if against is None else read_earlier(against, report)
     before = {} if earlier is None else {one.bound.name: one for one in check_promises(earlier)}
+    # False means missed. None means that the host lacks what the figure needs.
     missed = [one for one in now if one.is_kept is False]
     if as_json:
         rows = {

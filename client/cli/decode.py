@@ -110,6 +110,7 @@ def decode(
     options give the same tokens.
     """
     try:
+        # Check the options first: a wrong one should not start a daemon.
         sampling = SamplingParameters(temperature, top_p, top_k, seed)
     except RequestRejected as error:
         raise click.UsageError(str(error)) from None
@@ -172,6 +173,7 @@ async def _continue(address: str, prompt: _Prompt, show: Callable[[str], None]) 
         stream = prompt.tokenizer.stream()
         began = time.monotonic()
         generation = decoder.submit(prompt.tokens, max_tokens=max_tokens, sampling=prompt.sampling)
+        # Measure the first token separately: it includes the prompt's computation.
         async for emitted in generation:
             if not answer.tokens:
                 answer.first_token_s = time.monotonic() - began

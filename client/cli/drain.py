@@ -69,10 +69,12 @@ def drain(ctx: click.Context, within_ms: int, wait: bool, cancel: bool, as_json:
         return
     if not as_json:
         _show(status, [], as_json)
+    # Fenced leases never end by themselves, so they are only reported at the end.
     while _remaining_leases(with_fenced=False):
         _check_drained()
         time.sleep(POLL_S)
     _check_drained()
+    # The node is empty, except for memory that could not be proved free.
     fenced = _remaining_leases(with_fenced=True)
     if as_json:
         _show(status, fenced, as_json)

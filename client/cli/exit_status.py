@@ -36,6 +36,7 @@ def needing(extra: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
+        # An import error inside this package is a bug, and must not be reported as a missing extra.
         if error.name is None or error.name.partition(".")[0] == "gpulease":
             raise  # our own bug
         # If a package is installed in a version that lacks a name, the message names the package.
@@ -50,12 +51,14 @@ def failures_as_sentences() -> Iterator[None]:
         yield
     except (click.ClickException, click.Abort, click.exceptions.Exit):
         raise
+    # Die by the signal itself, so that a shell's loop stops, too.
     except KeyboardInterrupt:
         die_by_signal(signal.SIGINT)
     except BrokenPipeError:
         die_by_signal(signal.SIGPIPE)
     except CannotStart as error:
         fail(str(error), EXIT_FAILED)
+    # Often the output itself: a full disk, for example. Nothing more can be written there.
     except OSError as error:
         _drop_output()
         fail(_about(error), EXIT_CANNOT_WRITE)
@@ -102,6 +105,7 @@ def die_by_signal(number: signal.Signals) -> NoReturn:
         sys.stdout.flush()
     with suppress(OSError):  # SIGKILL has no other handler
         signal.signal(number, signal.SIG_DFL)
+    # The signal may be blocked here, and would then stay pending forever.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
     os.kill(os.getpid(), number)
     sys.exit(128 + number)

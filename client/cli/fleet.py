@@ -140,6 +140,7 @@ def _operators_listing() -> Report:
 def _checked(report: Any) -> Report:
     """Check what a directory sent, and return it. Raises Disconnected if it is not a listing."""
     try:
+        # Check every member that is used below, so that a wrong listing fails here and not while printing.
         texts = [text for node in report["nodes"] for text in (node["node_id"], node["version"], *node["addresses"])]
         texts += [name[key] for name in report["names"] for key in ("name", "node_id", "tenant", "lease_id")]
         texts += [text for node in report["nodes"] for label in node["labels"].items() for text in label]
@@ -173,6 +174,7 @@ def ask_about(lease_id: LeaseId, op: Opcode, body: Body) -> Any:
 
     A directory knows only leases with names. Raises NotFound for a lease without one.
     """
+    # A single daemon is asked directly. In a fleet, a directory first names the node that serves the lease's name.
     if fleet_of(None) is None:
         return ask(op, body)
     node_ids = [name["node_id"] for name in _listing()["names"] if name["lease_id"] == str(lease_id)]

@@ -40,15 +40,18 @@ def run_fleet_demo(ptx: bytes, say: Callable[[str], Any]) -> dict[str, Any]:
 
 
 def _fail_over(nodes: list[PrivateDaemon], ptx: bytes, say: Callable[[str], Any]) -> dict[str, Any]:
+    # Step 1: node-1 serves the name; node-2 refuses it to another tenant.
     first = acquire_name(nodes[0].address, NAME, JOIN_S)
     say(f"Named    node-1 serves {NAME} under epoch {first.epoch}: lease {first.lease_id_text}")
     before = Tenant(first, ptx)
     before.start()
     refused = _refusal(nodes[1].address)
     say(f"Refused  at node-2: {refused}")
+    # Step 2: kill the daemon only. Its worker lives on, but must stop before another node may serve the name.
     nodes[0].kill()
     killed_s = time.monotonic()
     say("Killed   node-1's daemon, by SIGKILL; its session continues until the last horizon that the daemon wrote")
+    # Step 3: acquire the name at node-2, which succeeds once node-1's membership deadline has surely passed.
     second = acquire_name(nodes[1].address, NAME, JOIN_S)
     back_s = time.monotonic() - killed_s
     after = Tenant(second, ptx)
@@ -59,6 +62,7 @@ def _fail_over(nodes: list[PrivateDaemon], ptx: bytes, say: Callable[[str], Any]
     ended_s = before.work.spans[-1][1] - killed_s
     say(f"Ended    node-1's session {ended_s:.1f} s after the kill: {before.work.end}")
     say(f"Back     node-2 serves {NAME} {back_s:.1f} s after the kill under epoch {second.epoch}")
+    # Step 4: the proof. No kernel of the first session may overlap with one of the second.
     count = overlaps(before.work, after.work)
     say(f"Overlaps {count}: {len(before.work.spans)} kernels before, {len(after.work.spans)} after")
     second.free()

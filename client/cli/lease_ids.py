@@ -70,6 +70,7 @@ def _parse_lease_id(ctx: click.Context, param: click.Parameter, value: str | Non
 
 def _lease_with_prefix(prefix: str) -> LeaseId:
     """The only lease with these first digits. Raises NotFound, or InvalidRequest if there are several."""
+    # The list has only leases that this user may see, so a prefix reveals nothing about others'.
     ids = [lease["lease_id"] for lease in leases_of(ask(Opcode.LEASE_LIST_ACTIVE, Empty()).report)]
     found = [text for text in ids if _LEASE_ID.fullmatch(text) and text.startswith(prefix)]
     if not found:
@@ -102,5 +103,6 @@ def _list_leases_into(found: list[CompletionItem], begin: str) -> None:
 
 
 def _item(lease: dict[str, object]) -> CompletionItem:
+    # The tenant's name may contain anything: shown() escapes what a shell's line would interpret.
     about = f"{lease['tenant']}, {lease['state']}, {size_text(int(str(lease['size_bytes'])))}"
     return CompletionItem(str(lease["lease_id"]), help=shown(about))

@@ -34,6 +34,7 @@ def info(shows_sandbox: bool, as_json: bool) -> None:
         return
     cards = cards_of(inventory)
     width = output_width()
+    # A drain concerns the whole node, so every card reports the same time.
     left_ms = next((card.get("drain_left_ms") for card in cards), None)
     if left_ms is not None:
         when = f"what is left ends in {seconds_text(left_ms / 1000)}" if left_ms else "every lease is ended"
@@ -203,6 +204,7 @@ def revoke(lease_id: LeaseId, reason: str, nonce: int | None, as_json: bool) -> 
         click.echo(json.dumps({"lease_id": str(lease_id), "outcome": outcome_word(outcome)}))
     else:
         click.echo(shown(outcome_text(lease_id, outcome)), err=outcome != RevokeOutcome.TORN_DOWN)
+    # Any other outcome means that the memory is not proved free, which a script must notice.
     if outcome != RevokeOutcome.TORN_DOWN:
         sys.exit(EXIT_FAILED)
 

@@ -103,6 +103,7 @@ class PrivateServer:
     def kill_all(self) -> None:
         """Kill the process and all its descendants, as the loss of its host would."""
         if self._process is not None:
+            # Collect all descendants before killing any: after the broker's death they have another parent.
             for pid in processes_of(self._process.pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -159,6 +160,7 @@ def private_daemon(
     with unwound_by_signals(), _folder() as folder:
         daemon = PrivateDaemon(folder, options, settings)
         try:
+            # stop() also runs if start() is interrupted or fails: the process may exist already.
             daemon.start()
             yield daemon.address
         finally:
@@ -185,6 +187,7 @@ def unwound_by_signals() -> Iterator[None]:
     """
     came: list[signal.Signals] = []
 
+    # Only the first signal counts: a second one must not interrupt the clean-up.
     def interrupt(number: int, frame: FrameType | None) -> None:
         if came:
             return
@@ -195,6 +198,7 @@ def unwound_by_signals() -> Iterator[None]:
         handler(signal.SIGINT, frame)
 
     is_main = threading.current_thread() is threading.main_thread()
+    # Leave alone what the program or its parent has set: only default actions are replaced.
     taken = [number for number in UNWINDING if is_main and signal.getsignal(number) is signal.SIG_DFL]
     for number in taken:
         signal.signal(number, interrupt)
@@ -223,6 +227,7 @@ def _wait_until_it_answers(process: "subprocess.Popen[bytes]", path: str, log: P
     until = time.monotonic() + START_TIMEOUT_S
     while not _answers(path):
         if process.poll() is not None or time.monotonic() > until:
+            # The daemon's last line is its reason. A missing module means that the extra is not installed.
             said = log.read_text(errors="replace").strip().splitlines()
             if any("No module named" in line for line in said):
                 raise CannotStart(

@@ -94,6 +94,7 @@ def etcd_program() -> str:
 def private_etcd(folder: Path, count: int = 1) -> Iterator[list[EtcdMember]]:
     """Run an etcd of `count` members with its data in a new folder; yields them. Raises CannotStart."""
     program = etcd_program()
+    # Each member has a port for clients and one for its peers, known to all members in advance.
     ports = _free_ports(2 * count)
     urls = [(f"http://127.0.0.1:{ports[2 * n]}", f"http://127.0.0.1:{ports[2 * n + 1]}") for n in range(count)]
     cluster = ",".join(f"m{number}={peer}" for number, (_, peer) in enumerate(urls))
@@ -118,6 +119,7 @@ def _say_that_it_is_new(members: list[EtcdMember], folder: Path) -> None:
     """Write the fleet's generation as soon as there is a leader."""
     until_s = time.monotonic() + ETCD_START_S
     while (leader := leader_of(members)) is None:
+        # A member that has ended will not start by itself: report its last line now.
         ended = [number for number, member in enumerate(members) if member.process.poll() is not None]
         if ended or time.monotonic() > until_s:
             said = (folder / f"m{ended[0] if ended else 0}" / "log").read_text(errors="replace").splitlines()
@@ -152,6 +154,7 @@ class PrivateFleet:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # Ask all nodes to stop before waiting for any, so that they stop concurrently.
         for node in self.nodes:
             if not node.has_crashed:
                 node.ask_to_stop()
@@ -160,6 +163,7 @@ class PrivateFleet:
     def add(self, count: int, endpoints_of_first: Sequence[str] = ()) -> None:
         """Start further daemons; the first of them may use other endpoints of etcd. Raises CannotStart."""
         new: list[PrivateDaemon] = []
+        # Start all first, then wait for all: they start concurrently.
         for _ in range(count):
             etcd = ",".join((endpoints_of_first if not new else ()) or self._endpoints)
             node_id = f"node-{len(self.nodes) + 1}"

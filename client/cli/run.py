@@ -75,6 +75,7 @@ def run(wanted: WantedLease, command: tuple[str, ...]) -> None:
     CMD opens a session with `GpuSession.attach()`. Exit status: CMD's, or the signal that ended it; 124 if the lease
     ended first, and CMD was therefore ended; 126 if CMD can't be started; 127 if it does not exist.
     """
+    # Step 1: a program that can't be started is found before a lease is acquired for it.
     _check_program(command[0])
     usual = _block()
     # Imported after `_block`: importing numpy starts threads, and they inherit the blocked signals.
@@ -87,6 +88,7 @@ def run(wanted: WantedLease, command: tuple[str, ...]) -> None:
     program = _LeasedProgram(lease)
     try:
         _block()
+        # Step 2: from here on a signal must reach the program, not end this process and leave the lease behind.
         status = program.run(command, usual)
     finally:
         _give_back(lease)
@@ -109,6 +111,7 @@ def _check_program(program: str) -> None:
     """End if the program can't be started; checked before acquiring a lease, as far as possible."""
     if shutil.which(program) is not None:
         return
+    # Find out why, in the shell's words: no such file, a folder, or not executable.
     where = program if os.path.dirname(program) else shutil.which(program, os.F_OK)
     try:
         os.stat(where or "")
@@ -139,6 +142,7 @@ def _give_back(lease: "GpuLease") -> None:
     # In a thread, because freeing waits longer than this for a daemon that keeps leases over its restart.
     leaving = threading.Thread(target=leave, daemon=True)
     leaving.start()
+    # The lease ends at its deadline, or as an orphan, even if this takes longer.
     leaving.join(GIVE_BACK_S)
     if said:
         click.echo(f"gpulease: lease {lease.lease_id_text} was not freed: {said[0]}", err=True)
@@ -166,6 +170,7 @@ class _LeasedProgram:
             command: The program and its arguments.
             mask: The signals that it blocks.
         """
+        # Subscribe before the program starts, so that no end of the lease is missed.
         events = self._lease.events()
         threading.Thread(target=self._watch, args=(events,), daemon=True).start()
         try:
@@ -205,12 +210,14 @@ class _LeasedProgram:
             if pid:
                 return status
             now_s = time.monotonic()
+            # The lease has ended: the program has KILL_AFTER_S to clean up after SIGTERM.
             if self.end_reason:
                 if now_s >= kill_s:
                     self._send(signal.SIGKILL)
                 left_s = max(0.0, kill_s - now_s) or KILL_AFTER_S
             else:
                 left_s = max(0.0, self._deadline_s - now_s) + UNREPORTED_S
+            # All awaited signals are blocked, so each is received here, one at a time, and none is lost between checks.
             found = signal.sigtimedwait(_AWAITED, left_s)
             if found is None or found.si_signo == _LEASE_ENDED:
                 if not self.end_reason:

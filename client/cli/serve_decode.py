@@ -111,6 +111,7 @@ async def _serve(
     traffic: list[DemoTraffic] = []
     names = [tenant.id for tenant in settings.tenants]
 
+    # Page and metrics exist before the decoder: they ask for it when they need it.
     def decoder_now() -> Decoder | None:
         return next(iter(serving), None)
 
@@ -149,6 +150,7 @@ async def _serve(
             await stack.enter_async_context(_going_on(traffic[0].run()))
         servers: list[Any] = []
 
+        # If the decoder ends, a server without it could only refuse: stop it.
         async def stop_with_decoder() -> None:
             await decoder.wait_ended()
             servers[0].should_exit = True

@@ -88,6 +88,7 @@ def this_environment() -> Environment:
         raise CannotStart("no daemon is installed with this client: pip install '.[daemon]' in gpulease's repository")
     package = Path(daemon.origin)
     python = Path(sys.executable)
+    # The service must be able to read all of these: also those behind symbolic links, and a virtual environment's base.
     own = (package.parent, package.resolve().parent, python, python.resolve(), Path(sys.base_prefix))
     script = Path(sys.executable).with_name("gpuleased")
     if script.exists():
@@ -104,6 +105,7 @@ def filled_in(name: str, text: str, environment: Environment) -> str:
     lines = [f"Environment={quoted(variable)}" for variable in environment.variables]
     program, *options = environment.command if name == "gpuleased.service" else environment.client_command
     lines.append(f"ExecStart={' '.join([quoted(program), *(quoted(word, is_option=True) for word in options)])}")
+    # A function as replacement: a path may contain backslashes, which sub() would interpret.
     text = _EXEC_START[name].sub(lambda _: "\n".join(lines), text)
     if environment.under(_HOMES) is not None:
         text = _PROTECT_HOME.sub("# Its Python lies in a home.\nProtectHome=read-only", text)
@@ -184,6 +186,7 @@ def _write(path: Path, text: str, *, is_operators: bool) -> str:
         if is_operators:
             return "is left as it is: it is yours"
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Write to a new file and rename it: a reader sees either the old text or the new one.
     new = path.with_name(f".{path.name}.new")
     new.unlink(missing_ok=True)
     fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)

@@ -82,6 +82,7 @@ def _numbers(text: str, option: str) -> list[int]:
 def _push(submission: Submission, text: str) -> None:
     kind, _, value = text.partition(":")
     try:
+        # KIND:VALUE, where VALUE is a file for inputs, a size for outputs, and a number for the rest.
         if kind == "in":
             submission.arg(Path(value).read_bytes())
         elif kind == "inout":

@@ -80,15 +80,18 @@ def fitted(
     whole = table(head, rows, texts=texts)
     if width is None or _fits(whole, width):
         return whole
+    # First try to wrap the last column.
     if is_text_last and (wrapped := _with_text_wrapped(head, rows, width)):
         return wrapped
     left = list(head)
+    # Then drop columns, the least useful first.
     for name in spared:
         left.remove(name)
         kept = [head.index(one) for one in left]
         narrower = table(left, [[row[index] for index in kept] for row in rows], texts=texts)
         if _fits(narrower, width):
             return narrower
+    # Then stack the rows.
     heading = wrap(shown(head[title]), width) if is_text_last else []
     return "\n".join([*heading, *(_stacked(head, row, width, title, is_text_last=is_text_last) for row in rows)])
 
@@ -162,6 +165,7 @@ def output_width() -> int | None:
             return os.get_terminal_size(sys.stdout.fileno()).columns or None
         except OSError:
             return None
+    # Accept only a plausible number: the variable may contain anything.
     columns = os.environ.get("COLUMNS", "")
     return int(columns) if columns.isascii() and columns.isdigit() and 0 < int(columns) <= MAX_COLUMNS else None
 
@@ -241,6 +245,7 @@ def wrap(text: str, width: int) -> list[str]:
     """
     lines: list[str] = []
     line = ""
+    # Fill the line with words; a word that is wider than a line is cut into pieces.
     for word in text.split():
         if line and width_of(line) + 1 + width_of(word) <= width:
             line += f" {word}"

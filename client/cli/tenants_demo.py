@@ -180,6 +180,7 @@ class Bob:
         module = session.module_load(rule_breakers())
         # The kernel runs until the flag is not 0. New memory is 0, and nobody writes to it.
         memory, flag = self._kept = session.mem_alloc(written_bytes), session.mem_alloc(WORD_BYTES)
+        # A pattern that no other tenant uses, so that any word of it found elsewhere is his.
         fill(session, module, memory, words, PATTERN)
         written = count_set(session, module, memory, words)
         session.launch(module, "endless", ONE, ONE, KernelArgs().push_buffer(flag))
@@ -238,6 +239,7 @@ def run_tenants_demo(
     scene = Scene.at(address)
     with neighbour(address, scene.card_uuid) as process:
         ann = Ann(process, lines)
+        # Step 1: ann alone, as a base for comparison.
         before = first_card(address)
         size = _bob_bytes(before["available_bytes"], is_private=is_private)
         spare = SPARE_BYTES["cuda" if scene.is_card else "cpu"]
@@ -246,6 +248,7 @@ def run_tenants_demo(
         ann.watch_for(BEFORE_S)
 
         ann.begin("while bob writes")
+        # Step 2: bob takes most of the card and never ends. carol is refused as long as he has it.
         with _bob_at_work(scene, size, size - spare, lines) as (bob, written):
             during = first_card(address)
             needs_bobs = size > during["available_bytes"]
@@ -255,6 +258,7 @@ def run_tenants_demo(
                 lines.say(f"carol  asks for {size_text(size)} too, and {free} are free: {refused or 'granted'}")
             ann.begin("next to bob's endless kernel")
             ann.watch(bob.is_told, bob.join, lambda: f"; bob's kernel runs, his lease has {bob.left_s:.1f} s left")
+            # Step 3: his lease expires: his call raises, his process is killed, and his memory is proved free.
             end = bob.end(scene)
             ann.begin("after it, beside carol")
         after = first_card(address)
@@ -283,6 +287,7 @@ def run_tenants_demo(
             "card": scene.card_uuid,
             "tenant": bob.lease.query()["tenant"],
         }
+        # Step 4: carol gets the same bytes and must read zeros.
         with scene.builder(size, CAROL_S).orphan_secs(ORPHAN_S).timeout(END_S).acquire() as carol:
             granted_ms = (time.monotonic() - bob.deadline_s) * 1e3
             if needs_bobs:
@@ -291,6 +296,7 @@ def run_tenants_demo(
             carols_report, carols_claims = _carol(carol, lines, size - spare, written, granted_ms, transform_ptx)
             ann.watch_for(max(0.0, AFTER_S - ann.phases[-1].seconds))
             report |= carols_report | {"remaining_s": round(carol.remaining_s, 3)}
+    # Step 5: ann's claim last, as it covers everything that happened.
     claims = [ann.claim(), *claims, *carols_claims]
     report |= {
         "free_bytes": {name: card["available_bytes"] for name, card in cards.items()},
@@ -406,6 +412,7 @@ def _one_region_revoked(lease: GpuLease, session: GpuSession, module: Module, li
     ):
         words = kept.size_bytes // WORD_BYTES
         in_kept, in_gone = session.region_set([kept]), session.region_set([gone])
+        # Fill both, then revoke one: its launches must be refused, and the other's words must be untouched.
         for region, regions in ((kept, in_kept), (gone, in_gone)):
             fill(session, module, region.address, words, PATTERN, regions)
         session.sync()

@@ -256,6 +256,7 @@ def checked_dtype(dtype: Any, doing: str) -> np.dtype[Any]:
         InvalidRequest: Kernels don't support such elements.
         Unsupported: The dtype's package is not installed.
     """
+    # numpy knows these names only after ml_dtypes was imported.
     if isinstance(dtype, str) and dtype in NARROW_TYPES:
         try:
             import ml_dtypes

@@ -139,6 +139,7 @@ class HeldBuffers:
         if size_bytes not in by_size:
             return None
         buffer, handles = Buffer(None, 0, size_bytes), by_size[size_bytes]
+        # No call from here to the owner: after an interrupt the memory is either still held, or the buffer has it.
         self._count -= 1
         self._held_bytes -= size_bytes
         buffer.handle = handles[-1]

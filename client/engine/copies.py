@@ -175,6 +175,7 @@ class Copies(CopyCommands):
     def read_at_once(self, buffer: Buffer, offset: int, nbytes: int, into: Any) -> Begun[Any]:
         """`read`, tried immediately, under the session's lock; the result is None if `into` was filled."""
         outcome: Outcome[None]
+        # Two requests whose reply is known in advance: a small read, or a copy into the arena.
         if type(nbytes) is int and 0 < nbytes <= SMALL_READ_BYTES:
             outcome = self._ask_small(buffer, offset, nbytes, into)
         else:
@@ -259,6 +260,7 @@ class Copies(CopyCommands):
         ):
             return NotSent()
         try:
+            # Any mistake of the caller is left to the general way, which reports it.
             view = memoryview(data)
             place = arena.offset_of(view)
             size = view.nbytes if nbytes is None else nbytes

@@ -95,6 +95,7 @@ class ElementwiseOperation:
     def _check_kind(self, parameter: Parameter, value: Any, needs_array: bool) -> None:
         if isinstance(value, SessionArray):
             return
+        # A common mistake, with a remedy of its own.
         if isinstance(value, np.ndarray) and value.ndim:
             hint = f"Copy it to the card: {parameter.name} = session.array({parameter.name})"
             raise self._failed(f"{parameter.name} is an array of the host's memory", hint)

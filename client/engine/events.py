@@ -156,7 +156,7 @@ class Subscription(Generic[E]):
         channel = self._channel
         if channel is None:
             return None
-        # Events may have come together with an earlier one; then there is no need to wait.
+        # Events may have arrived together with an earlier one; then no wait is needed.
         while not channel.link.told and channel.link.end is None and not self._is_over:
             yield Wait(channel, False, WAIT_S)
             channel.pump()

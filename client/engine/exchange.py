@@ -97,7 +97,7 @@ def send(channel: Channel, parts: Iterable[bytes | memoryview], limit: Limit) ->
                 yield from _wait(channel, limit, for_room=True)
                 channel.pump()
     except BaseException:
-        # Half a frame was sent, or nobody knows how much of it: anything sent after it would be read as its rest.
+        # Half a frame was sent, or how much is unknown: anything sent after it would be read as its rest.
         if channel.is_torn or 0 < sum(map(len, rest)) < whole_bytes:
             channel.link.break_off(_INTERRUPTED, is_explained=True)
         raise
@@ -368,8 +368,7 @@ def _connect(address: Address, limit: Limit) -> Procedure[Channel]:
 
 def _why(address: Address, code: int) -> str:
     """The system's error text, or more: it refuses a folder in the same words as a socket without a listener."""
-    # ECONNREFUSED means either that no process listens or that the path is no socket at all, which the path itself
-    # shows.
+    # ECONNREFUSED means either that no process listens, or that the path is not a socket, which the path itself shows.
     if code == errno.ECONNREFUSED and isinstance(address, UnixAddress):
         with contextlib.suppress(OSError):
             mode = os.stat(address.path).st_mode

@@ -125,7 +125,6 @@ class _KnownReply:
             channel.feed()
 
     def _receive(self, request_id: int) -> Procedure[Any]:
-        """Wait for a late reply; returns its body."""
         operations = self._operations
         result: Body | Failure = yield from receive(self._attachment.channel, request_id, operations.limit)
         operations.settle(result, doing_of(self._op))

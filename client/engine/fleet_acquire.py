@@ -196,6 +196,7 @@ class _Search(Generic[T]):
         self._make = make
         self._undo = undo
         self._clock = clock
+        # One id for all tries of this call: a node that has granted it already answers with the same lease.
         request_id = LeaseParameter(REQUEST_ID_TAG, secrets.token_bytes(REQUEST_ID_BYTES))
         self._wanted = replace(wanted, parameters=(*wanted.parameters, request_id))
         self._place = _place_of(wanted)
@@ -284,8 +285,8 @@ class _Search(Generic[T]):
         try:
             return (yield from self._ask_surely(candidate, wait_s))
         except GpuLeaseError as error:
-            # An invalid request is refused everywhere. NotFound, which is an InvalidRequest too, only means that this
-            # node lacks the card.
+            # An invalid request is refused everywhere. NotFound, which is an InvalidRequest too, concerns only this
+            # node.
             if isinstance(error, InvalidRequest) and not isinstance(error, NotFound):
                 raise
             holds_name = candidate.node_id == self._last.holder

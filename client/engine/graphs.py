@@ -182,6 +182,7 @@ class Graphs:
     def make(self, graph: GraphHandle, record: GraphRecord) -> Procedure[None]:
         """Send a recording to the worker, which checks and keeps it. Raises InvalidRequest if it is too large."""
         payload = build_body(record.body)
+        # Both the protocol and this daemon limit it; refuse it before it is sent.
         most = min(MAX_GRAPH_BYTES, self.attachment.max_payload_bytes)
         if len(payload) > most:
             raise InvalidRequest(f"record: the graph has {len(payload)} bytes; at most {most} are taken")

@@ -294,7 +294,9 @@ class Launches(LaunchCommands):
         attachment = self._attachment
         attachment.check_open("launch")
         attachment.require(Opcode.LAUNCH_WITH, "launch")
-        doing, named, are_active = f"launch of {quoted(kernel)}", (0, 0), True
+        doing, are_active = f"launch of {quoted(kernel)}", True
+        # (0, 0) names no region set.
+        named = (0, 0)
         if regions is not None:
             named = regions_named(regions, position, attachment, doing)
             are_active = self._refused.check_set(regions, position, kernel, doing)
@@ -468,6 +470,7 @@ def dimensions(kernel: str, what: str, given: Any) -> tuple[int, int, int]:
 def _raw(
     kernel: str, args: KernelArgs | bytes | bytearray | memoryview, arg_sizes: Iterable[int] | None
 ) -> tuple[bytes, tuple[ArgumentKind, ...], tuple[Buffer, ...]]:
+    # KernelArgs come here only together with arg_sizes, which contradict their own.
     if isinstance(args, KernelArgs):
         raise InvalidRequest(
             f"launch of {quoted(kernel)}: KernelArgs and lists know their sizes; arg_sizes is for raw bytes"

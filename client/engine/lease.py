@@ -368,6 +368,7 @@ class LeaseState:
         Returns:
             The failure, with a hint if the daemon sent none.
         """
+        # The lease continues; the region, if it was opened here, records its own end.
         if said.region is not None:
             region = self.regions.get(said.region)
             return said if region is None else region.note_failure(said)
@@ -437,6 +438,7 @@ class LeaseState:
 
     def used(self) -> Procedure[LeaseUse]:
         """Ask how much device memory its session holds and has held at most. Raises Unsupported."""
+        # Buffers held for reuse are freed for the program, so they must not be counted.
         yield from self.give_back()
         report = yield from self.query()
         now, most = report.get("allocated_bytes"), report.get("most_allocated_bytes")
@@ -562,6 +564,7 @@ class LeaseState:
         yield from self._reconnect_if_stale(doing)
         link, limit = self.channel.link, TimeLimit(CONTROL_REPLY_LIMIT_S, doing, self.address, self.clock)
         try:
+            # All requests in one send, then their replies in order.
             asked = {number: link.request(op, body) for number, body in bodies.items()}
             yield from send(self.channel, [frame for _, frame in asked.values()], limit)
             for number, (request_id, _) in asked.items():
@@ -596,7 +599,7 @@ class LeaseState:
                 answer = yield from (asking if made is None else self._ask_to_make(asking, op, made))
             except LinkEnded as ended:
                 self.channel.close()
-                # The daemon is stopping. Its goodbye is the answer: another connection would reach nobody.
+                # The daemon is stopping. Its goodbye is the answer: another connection would not be accepted.
                 if self.channel.link.said_goodbye and ended.failure.status is Status.DISCONNECTED:
                     return ended.failure
                 if fresh or op is Opcode.REGION_OPEN:
@@ -855,6 +858,7 @@ def by_environment(address: Address, lock: Any) -> Procedure[LeaseState]:
 
 def by_id(address: Address, lock: Any, lease_id: int) -> Procedure[LeaseState]:
     """The tenant's own lease with that id. Raises NotFound if there is none."""
+    # The reply's report has the grant and the name's claim; the list keeps it for the latter.
     reports: list[LeaseReport] = []
 
     def grant_of(reply: Any) -> LeaseGrant:
@@ -932,6 +936,7 @@ def _granted(lease_id: int, report: Any) -> LeaseGrant:
     """The grant, as far as a lease's report contains it. Raises Disconnected for anything but a report."""
     try:
         exclusivity = Exclusivity[report["exclusivity"].upper()]
+        # A report has the time that is left, not the original one; that is what this program can rely on.
         times = report["generation"], report["size_bytes"], report["remaining_ms"]
         expires_at_unix_s = int(time.time() + report["remaining_ms"] / 1000)
         return LeaseGrant(lease_id, *times, expires_at_unix_s, exclusivity, report["card_uuid"])

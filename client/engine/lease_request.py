@@ -223,6 +223,7 @@ class LeaseRequest:
                     f"labels: {quoted(key)}={quoted(value)} is not a valid label",
                     f"Its key and its value are each {NAME_RULE}",
                 )
+        # Repeated calls add labels, so count all of them.
         if len(self._labels | labels) > MAX_LABELS:
             raise InvalidRequest(f"labels: a lease asks for {MAX_LABELS} labels at the most")
         self._labels |= labels

@@ -40,8 +40,10 @@ def writable_bytes(into: Any, nbytes: int, doing: str) -> memoryview:
         raise InvalidRequest(f"{doing}: `into` is read-only")
     if view.nbytes < nbytes:
         raise InvalidRequest(f"{doing}: `into` has {view.nbytes} bytes, {nbytes} are to be read")
+    # An empty view can't be cast; nothing will be written to it.
     if not view.nbytes:
         return memoryview(bytearray())
+    # Not contiguous: unlike for a write, a copy would not reach the caller's memory.
     flat = _flat(view)
     if flat is None:
         raise InvalidRequest(

@@ -330,6 +330,7 @@ class Operations:
         `note` itself calls nothing: it can only be interrupted before it has begun.
         """
         writer = self.attachment.writer
+        # The writer's counter shows whether the frames were queued, even if put() was interrupted before it returned.
         before = writer.tail
         try:
             return self.put(frames)

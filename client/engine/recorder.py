@@ -86,6 +86,7 @@ class Recording(LaunchCommands, CopyCommands):
         total_bytes = sum(len(parameter.value) for parameter in self._parameters.values())
         if total_bytes > MAX_ARGUMENT_BYTES:
             raise InvalidRequest(f"record: parameters of {total_bytes} bytes; at most {MAX_ARGUMENT_BYTES} are taken")
+        # Buffers and values differ on the wire: the worker checks a buffer's handle at each launch.
         parameters = tuple(
             GraphParameter(
                 name, ParameterKind.BUFFER if found.kind == "buffer" else ParameterKind.VALUE, found.argument_bytes

@@ -67,6 +67,7 @@ class RegionSets:
             )
         if not 1 <= len(regions) <= MAX_REGIONS:
             raise InvalidRequest(f"region_set: {len(regions)} regions; a set has 1 to {MAX_REGIONS}")
+        # Check here, where the mistake is: a launch with the set could only say that some region is wrong.
         for region in regions:
             if not isinstance(region, RegionView):
                 raise InvalidHandle(f"region_set: {quoted(region)} is not a Region")

@@ -106,6 +106,7 @@ class Staging:
         """Copy bytes to an allocation, from byte `offset` on."""
         yield from self._settle()
         source, slots = _address_of(data), self.slot_address(0)
+        # One piece fits slot 0: copy it there, and ask for it with a single request.
         if len(data) <= ONE_PIECE_BYTES:
             ctypes.memmove(slots, source, len(data))
             yield from self._writes.do(self.request(handle, offset, _Piece(0, 0, len(data))))
@@ -245,6 +246,7 @@ class _StagedCopy:
     def _answered(self) -> list[_Piece]:
         """Pieces that the worker has answered for, without waiting."""
         channel, pieces = self._attachment.channel, []
+        # Replies come in the order of requests, so the first one without a reply ends the search.
         while self._asked:
             result = channel.link.take(self._asked[0][0])
             if result is None and channel.pump():
@@ -272,6 +274,7 @@ class _StagedCopy:
     def _ask_piece(self, op: Opcode, piece: _Piece, group: int, *, is_last: bool) -> Procedure[None]:
         self._quiet.append(piece)
         payload = self._staging.request(self._handle, self._offset, piece)
+        # This request has a reply, which also answers for the quiet pieces before it.
         if is_last or len(self._quiet) >= group:
             request_id = yield from self._ask(op, payload)
             self._asked.append((request_id, self._quiet))
@@ -344,6 +347,7 @@ class Copiers:
             ctypes.memmove(target, source, nbytes)
             self._done.put(token)
             return
+        # Cut it into parts. Each part removes an item from `left` when it is done; the last one gets the token.
         starts = range(0, nbytes, PART_BYTES)
         left = [token] + [None] * (len(starts) - 1)
         for at in starts:

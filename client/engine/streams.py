@@ -164,6 +164,8 @@ class Streams:
     def _record(self, number: int, kind: type[E]) -> Procedure[E]:
         self._last_event += 1
         body = build_body(EventRecord(number, self._last_event))
+        # The client numbers events, so that recording one needs no reply. The event has an owner, and is freed at its
+        # end, only once its frame was queued.
         event = kind(self, self._last_event)
 
         def note() -> None:

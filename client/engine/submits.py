@@ -140,6 +140,7 @@ class SubmissionBase:
     def _add(self, argument: SubmitArgument, output_bytes: int) -> Self:
         if len(self._arguments) >= MAX_SUBMIT_ARGUMENTS:
             raise InvalidRequest(f"a submit takes {MAX_SUBMIT_ARGUMENTS} arguments at most")
+        # Outputs come back in one frame.
         if self._output_bytes + output_bytes > MAX_SUBMIT_OUTPUT_BYTES:
             hint = "Use a session for more: its buffers are read in pieces"
             raise InvalidRequest(f"a submit's outputs have {MAX_SUBMIT_OUTPUT_BYTES} bytes together at most", hint)
@@ -249,7 +250,7 @@ def _end_error(
         is_explained: Whether the peer sent a goodbye with the reason.
     """
     hint = _NOT_RUN if number is None else MAY_HAVE_RUN
-    # A goodbye has the reason. The hint about repeating only makes sense if the lease goes on.
+    # A goodbye has the reason. The hint about repeating makes sense only if the lease has not ended.
     if is_explained:
         said = lease.note_failure(failure)
         is_lease_over = said.status in LEASE_OVER or said.status is Status.TIMED_OUT

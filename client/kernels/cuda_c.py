@@ -70,6 +70,7 @@ def _nvrtc() -> Any:
     except ImportError:
         raise missing("cuda-bindings", "cuda-c") from None
     try:
+        # The bindings import without the library; the first call loads it.
         nvrtc.nvrtcVersion()
     except RuntimeError:
         raise missing("NVRTC", "cuda-c") from None

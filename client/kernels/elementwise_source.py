@@ -97,6 +97,7 @@ class ElementwiseSource:
         self, in_params: Any, out_params: str = "", operation: str = "", name: str = "kernel", preamble: str = ""
     ) -> None:
         """Check what `GpuSession.elementwise` accepts. Raises InvalidRequest."""
+        # A CuPy object instead of texts: take the description from it.
         if not isinstance(in_params, str):
             in_params, out_params, operation, name, preamble = _of_cupy(in_params)
         texts = (in_params, out_params, operation, name, preamble)
@@ -222,6 +223,7 @@ def _fewest_loops(shape: Sequence[int], layouts: Sequence[ArrayLayout]) -> tuple
         The lengths of the loops, outermost first; and for each layout its strides, in bytes, in the same order.
     """
     loops: list[tuple[int, list[int]]] = []
+    # From the last dimension to the first: one that continues the loop inside it in every layout extends that loop.
     for length, *strides in reversed(list(zip(shape, *(layout.strides for layout in layouts), strict=True))):
         if length == 1:
             continue
@@ -242,6 +244,7 @@ def _parameters(text: str) -> tuple[Parameter, ...]:
         if len(words) != 2 + is_raw:
             raise InvalidRequest(f"elementwise: {quoted(declared)} is not a parameter", 'Say "T x", or "raw float32 x"')
         kind, name = words[is_raw:]
+        # Names that begin with an underscore, and `i`, are used by the generated code.
         if not name.isidentifier() or name.startswith("_") or name == "i":
             raise InvalidRequest(
                 f"elementwise: {quoted(name)} is not a valid parameter name", "i and _names are the kernel's"

@@ -168,6 +168,7 @@ class NumbaKernel:
 
     def _kind(self, name: str, value: Any) -> Any:
         """The type that numba gives a value. Raises LaunchFailed for one that a kernel can't take."""
+        # Layout "C" lets numba compile simpler addressing; "A" is right for any strides.
         if isinstance(value, ArrayView):
             layout = "C" if value.is_contiguous else "A"
             return self._types.Array(self._numba.from_dtype(value.dtype), len(value.shape), layout)
@@ -291,6 +292,7 @@ class NumbaKernel:
             return [int(value).to_bytes(kind.bitwidth // 8, "little", signed=kind.signed)]
         if isinstance(kind, types.Float):
             return [struct.pack({16: "<e", 32: "<f", 64: "<d"}[kind.bitwidth], value)]
+        # Complex: two floats of half its width.
         number, part = complex(value), "<f" if kind.bitwidth == 64 else "<d"
         return [struct.pack(part, number.real), struct.pack(part, number.imag)]
 

@@ -69,6 +69,7 @@ class TritonKernel:
             from triton.runtime.jit import JITFunction, create_function_from_signature
         except ImportError:
             raise missing("Triton", "triton") from None
+        # With TRITON_INTERPRET, @triton.jit makes another kind of object, which runs in Python.
         if not isinstance(function, JITFunction):
             is_interpreted = type(function).__name__ == "InterpretedFunction"
             hint = (
@@ -83,6 +84,7 @@ class TritonKernel:
         self._types = dict(types or {})
         self._check_names()
         self._target = GPUTarget("cuda", checked_arch(arch), 32)
+        # Ask for an older PTX version only if the card's driver needs that.
         most = ptx_version_of(cuda)
         self._ptx_version = most if most is not None and most < _own_ptx_version(self._target.arch) else None
         self._backend = make_backend(self._target)
@@ -161,6 +163,7 @@ class TritonKernel:
         Triton's own call does this: the compiled variants, in memory and on disk, are keyed by the first values.
         """
         gone = object()
+        # Triton records the value of each global that a compiled function has used.
         for (name, _), (then, variables) in self.function.used_global_vals.items():
             now = variables.get(name, gone)
             if now is gone or now != then:

@@ -86,6 +86,8 @@ def make(session: "GpuSession", calls: Calls[T]) -> T:
     answer = None
     while True:
         try:
+            # A Call goes through the session's public method, so that it is recorded and locked like a program's own
+            # call.
             step = calls.send(answer)
         except StopIteration as done:
             result: T = done.value

@@ -21,7 +21,7 @@ MAX_PARTS_PER_SEND: Final = 16
 
 
 class Asked(Enum):
-    """Outcome of `Channel.ask`."""
+    """What came of a request sent by `Channel.ask`."""
 
     ANSWERED = "exactly the expected reply came"
     UNANSWERED = "the request was sent; the general way receives its reply"
@@ -63,11 +63,9 @@ class _NoWriter(FrameWriter):
     tail = 0
 
     def put_whole(self, first: bytes | memoryview, second: bytes | memoryview = b"") -> bool:
-        """Queue nothing."""
         return False
 
     def put_packed(self, layout: struct.Struct, a: Any, b: Any, c: Any, d: Any, e: Any) -> bool:
-        """Queue nothing."""
         return False
 
 
@@ -163,7 +161,7 @@ class Channel:
                 link.buffer_updated(counts[0])
             else:
                 link.end_of_stream(f"the daemon at {self.address} closed the connection")
-        # Nothing has arrived, which is no end: the peer may just be slow.
+        # Nothing has arrived. The stream has not ended: the peer may just be slow.
         except BlockingIOError:
             return False
         except OSError as error:
@@ -192,7 +190,7 @@ class Channel:
                 counts.append(count)
 
     def drop_descriptors(self) -> None:
-        """Accept no more descriptors, and close those that nobody claimed."""
+        """Accept no more descriptors, and close those that were not claimed."""
         self.takes_descriptors = False
         for fd in self.descriptors:
             with contextlib.suppress(OSError):

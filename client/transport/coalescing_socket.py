@@ -230,6 +230,7 @@ class CoalescingSocket(Channel):
     def _push_small(self, parts: deque[memoryview], before: int) -> bool:
         has_parts = bool(parts)
         try:
+            # In this order: if an interrupt comes between the two, the request still goes out whole, with the outbox.
             self._outbox.data.extend(b"".join(parts))
             parts.clear()
             self._flush()
@@ -308,6 +309,7 @@ class CoalescingSocket(Channel):
         data = self._settled()
         if not data:
             return True
+        # The call itself stores how much was sent (`_Outbox`), so an interrupt can't lose the number.
         counts = self._outbox.counts
         try:
             counts.extend(map(self.sock.send, (data,)))

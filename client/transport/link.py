@@ -145,7 +145,7 @@ class Link:
 
     @property
     def has_failure(self) -> bool:
-        """True if a reply that nobody has taken reports a failure."""
+        """True if a reply that was not taken reports a failure."""
         return any(isinstance(result, Failure) for result in self._results.values())
 
     def expect_late(
@@ -167,6 +167,7 @@ class Link:
         results = self._results
         if request_id in results:
             result = results[request_id]
+            # A result that brings a new object stays until its handle exists (`claim`).
             if request_id not in self._makes:
                 del results[request_id]
             return result

@@ -250,6 +250,7 @@ class TlsStream:
         return at
 
     def _flush(self) -> bool:
+        # First the encrypted bytes that were read from TLS before, then those that it has produced since.
         while self._unsent or self._outgoing.pending:
             if not self._unsent:
                 self._unsent = memoryview(self._outgoing.read())
@@ -442,6 +443,7 @@ def error_for(error: Exception, address: SecuredAddress) -> GpuLeaseError:
 
 
 def _untrusted(error: ssl.SSLCertVerificationError, address: SecuredAddress) -> Untrusted:
+    # The three usual causes: a wrong name, a wrong time, a wrong CA.
     if error.verify_code in _HOST_MISMATCH:
         why = f"its certificate is not for the name {address.host!r}"
         hint = "Use the name that the node's certificate has"

@@ -75,11 +75,13 @@ def check(name: str, prove: Callable[[], str]) -> ClaimResult:
 def canary(scene: Scene, size_bytes: int) -> str:
     """A lease fills its slice and is killed; the next one of that size counts the words that remain."""
     words = size_bytes // WORD_BYTES
+    # Twice: the second lease gets the memory that the first one filled.
     for _ in range(2):
         with scene.builder(size_bytes).acquire() as lease, GpuSession(lease) as session:
             module = session.module_load(rule_breakers())
             small = session.mem_alloc(WORD_BYTES)
             session.mem_free(small)
+            # And twice in a session: memory that the session itself freed must be zero again, too.
             for reuse in range(2):
                 # Leave room for the counter.
                 buffer = session.mem_alloc(size_bytes - WORD_BYTES)
@@ -115,6 +117,7 @@ def _search(scene: Scene) -> str:
     secret = secrets.token_bytes(SECRET_BYTES)
     with scene.builder(SLICE_BYTES).acquire() as lease, GpuSession(lease) as session:
         kept = send_and_fetch(session, secret)
+        # Show first that the search works: otherwise finding nothing would prove nothing.
         if not count_in_process(worker_pid(lease.lease_id), secret):
             raise Breach("the search does not find a secret in the worker it passed through, so it proves nothing")
         del kept
@@ -137,6 +140,7 @@ def send_and_fetch(session: GpuSession, secret: bytes) -> object:
     array = session.empty(COPY_BYTES, np.uint8)
     array[:] = data
     buffer = session.mem_alloc(COPY_BYTES)
+    # Ordinary memory goes through frames or staging, the array through the arena.
     for source in (data, array):
         session.mem_write(buffer, 0, source)
         if bytes(session.mem_read(buffer, 0, COPY_BYTES)) != data.tobytes():
@@ -152,6 +156,7 @@ def six_and_no_seventh(scene: Scene, slice_bytes: int) -> str:
         for _ in range(TENANTS):
             lease = stack.enter_context(scene.builder(slice_bytes).acquire())
             sessions.append(stack.enter_context(GpuSession(lease)))
+        # All six are open: the card must be full by the daemon's account.
         try:
             scene.builder(slice_bytes).acquire().free()
         except CapacityExceeded as error:
@@ -166,6 +171,7 @@ def six_and_no_seventh(scene: Scene, slice_bytes: int) -> str:
             module = session.module_load(rule_breakers())
             fill(session, module, buffer, words, number + 1)
             work.append((session, buffer, number + 1))
+        # Read only after all have written: a tenant that reaches another's memory has changed it by now.
         for session, buffer, value in work:
             for at in (0, words // 2, words - 1):
                 if session.mem_read(buffer, at * WORD_BYTES, WORD_BYTES) != value.to_bytes(WORD_BYTES, "little"):
@@ -193,6 +199,7 @@ def at_the_same_time(sessions: list[GpuSession]) -> int:
 
     def repeat(number: int) -> None:
         try:
+            # At least one round each, however slow the host is.
             while not done[number] or time.monotonic() < until:
                 rounds[number]()
                 done[number] += 1
@@ -277,6 +284,7 @@ def _gate(scene: Scene) -> float:
             refused.append((time.perf_counter(), error))
 
     flying = threading.Thread(target=launch_for_ever, daemon=True)
+    # Launch for a moment, so that the ring and the card's queue are full when the lease is revoked.
     flying.start()
     time.sleep(FLYING_S)
     started = time.perf_counter()
@@ -285,6 +293,7 @@ def _gate(scene: Scene) -> float:
     if not refused:
         raise Breach(f"a revoked session still launches after {GATE_S:g} s")
     at, error = refused[0]
+    # Refused is not enough: the tenant must learn why.
     if not isinstance(error, Revoked):
         raise Breach(f"a revoked session got {type(error).__name__}: {error}")
     return (at - started) * 1e3
@@ -323,6 +332,7 @@ def submit_beside(scene: Scene) -> str:
         module, buffer = session.module_load(rule_breakers()), session.mem_alloc(OUTPUT_BYTES)
         fill(session, module, buffer, WORDS, PATTERN)
         session.sync()
+        # The second round would find words that the first job left.
         for _ in range(2):
             (written,) = _submit(lease, "fill").out(OUTPUT_BYTES).args(_words().push_u32(PATTERN)).launch()
             if (np.frombuffer(written, np.uint32) != PATTERN).any():
@@ -332,6 +342,7 @@ def submit_beside(scene: Scene) -> str:
                 raise Breach(f"{count} of {WORDS} words of an earlier submit were readable")
         _look_at_the_session(lease, buffer.handle)
         late_ms = _break_rules(lease)
+        # After all rules were broken, the session's memory must be what it wrote, and the session must work.
         if (np.frombuffer(session.mem_read(buffer, 0, OUTPUT_BYTES), np.uint32) != PATTERN).any():
             raise Breach("the session's memory is not what it wrote")
         fill(session, module, buffer, WORDS, 0)
@@ -365,6 +376,7 @@ def _break_rules(lease: GpuLease) -> float:
     stray = lease.submit("stray", rule_breakers()).out(WORD_BYTES).arg(np.uint64(FAR))
     too_much = _submit(lease, "fill").arg(bytes(ROOM_BYTES)).args(_words().push_u32(0)).out(OUTPUT_BYTES)
     endless = lease.submit("endless", rule_breakers()).out(WORD_BYTES).timeout_secs(TIME_S)
+    # Each job must end with its own error, and the next one must run all the same.
     for submission, kind in ((stray, SyncFailed), (too_much, AllocFailed)):
         _expect(submission, kind)
     started = time.perf_counter()

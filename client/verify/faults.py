@@ -129,6 +129,7 @@ def _kernel(scene: Scene, kernel: str) -> FaultOutcome:
     buffer = session.mem_alloc(4096)
     module = session.module_load(rule_breakers())
     args = KernelArgs().push_buffer(buffer)
+    # Some kernels take the address or the offset at which they fault.
     if kernel == "stray":
         args.push_u64(FAR_BYTES)
     elif kernel == "beyond_shared":
@@ -145,6 +146,7 @@ def _over_slice(scene: Scene) -> FaultOutcome:
     lease = scene.builder().acquire()
     session = GpuSession(lease)
     error = _error_of(lambda: session.mem_alloc(SLICE_BYTES + 1))
+    # After the refusal the whole slice must still be available.
     session.mem_free(session.mem_alloc(SLICE_BYTES))
     return _free_lease(scene, lease.lease_id, _expected_error(error, AllocFailed), error)
 
@@ -153,6 +155,7 @@ def _load(scene: Scene, image: bytes) -> FaultOutcome:
     lease = scene.builder().acquire()
     session = GpuSession(lease)
     error = _error_of(lambda: session.module_load(image))
+    # A refused module must not keep memory.
     session.mem_free(session.mem_alloc(SLICE_BYTES))
     return _free_lease(scene, lease.lease_id, _expected_error(error, LoadFailed), error)
 
@@ -163,6 +166,7 @@ def _stack(scene: Scene) -> FaultOutcome:
     module = session.module_load(hungry())
     buffer = session.mem_alloc(4096)
     session.launch(module, "local_64k", ONE, WARP, KernelArgs().push_buffer(buffer).push_u32(5))
+    # The driver would allocate the stacks of all threads itself: the launch must be refused, and the session survive.
     error = _error_of(session.sync)
     session.sync()
     return _free_lease(scene, lease.lease_id, _expected_error(error, LaunchFailed), error)
@@ -249,6 +253,7 @@ def _client_signal(scene: Scene, number: signal.Signals) -> FaultOutcome:
     try:
         if victim.stdout is None:
             raise ValueError("the client's process has no pipe")
+        # The client prints its lease's id after its first copy.
         lease_id = int(victim.stdout.readline().strip() or "0", 16)
         if not lease_id:
             raise Breach("the client's process could not begin")

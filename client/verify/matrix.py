@@ -73,11 +73,13 @@ def run_matrix(driver: str, only: str, on_fault: Callable[[FaultResult], object]
         only: Part of the rows' names; "" for all.
         on_fault: Receives each fault's result.
     """
+    # A private daemon: its figures change only by what is done here.
     with private_daemon(driver, warm_contexts=WARM_CONTEXTS) as address:
         scene = Scene.at(address)
         fault_results = _run_faults(scene, only, on_fault)
         promises = [*claims(scene), *region_claims(scene)]
         proved = [check(claim.name, partial(claim.prove, scene)) for claim in promises if only in claim.name]
+    # These need daemons of their own: one is killed, the other has a card of a defined size.
     if only in BROKER_KILLED:
         proved.append(check(BROKER_KILLED, lambda: broker_killed(scene.driver)))
     if _fits_six(scene) and only in SIX_LEASES:
@@ -117,10 +119,12 @@ def _run_fault(scene: Scene, beside: Neighbour, fault: Check[FaultOutcome], quie
         told = fault.prove(scene)
     except (Breach, GpuLeaseError) as error:
         breach = breach or breach_of(error)
+        # A failed proof may have left its lease: free it, so that the next fault starts clean.
         for lease_id in scene.lease_ids() - leases:
             scene.free(lease_id)
     during = beside.window()
     breach = breach or _breach_in(scene.wait_for_pool)
+    # Three accounts of the memory must agree: the neighbour, the daemon, and the card itself.
     more_mib = scene.card_is_back_to(used_mib)
     if not breach and during.error:
         breach = f"the neighbour: {during.error}"

@@ -62,6 +62,7 @@ class Neighbour:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write("\n")
             self._process.stdin.flush()
+        # A neighbour that hangs counts as an error, like one with wrong results.
         if not select.select([self._process.stdout], [], [], ANSWER_S)[0]:
             return Window(0, 0.0, 0.0, f"it did not answer for {ANSWER_S:g} s", 1)
         line = self._process.stdout.readline()
@@ -95,6 +96,7 @@ def _work(address: str, card_uuid: str) -> None:
         taken_us: list[float] = []
         error, errors = "", 0
         while True:
+            # Other values in each round, so that an old result can't pass for a new one.
             values = np.arange(VALUES, dtype=np.float32) + len(taken_us) % 1000
             try:
                 session.mem_write(buffer, 0, values)

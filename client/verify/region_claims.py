@@ -107,6 +107,7 @@ def beside_another(scene: Scene, size_bytes: int, times: int) -> str:
         hammering = threading.Thread(target=hammer, daemon=True)
         hammering.start()
         until = time.monotonic() + RETURN_S
+        # Step 1: some quiet rounds, for comparison. Step 2: revoke other regions while the work goes on.
         while len(taken_us) < QUIET_ROUNDS and not wrong and time.monotonic() < until:
             time.sleep(0.01)
         quiet, rounds = percentile([*taken_us, 0.0], 99), len(taken_us)
@@ -138,11 +139,13 @@ def stale_pointer(scene: Scene, size_bytes: int) -> str:
         _fill(session, module, kept, PATTERN, both)
         session.sync()
         gone.revoke("the proof")
+        # The first refusal says how the region ended, all later ones that it is fenced.
         for told in (RegionRevoked, RegionFenced, RegionFenced):
             _expect(told, lambda: _fill(session, module, gone, PATTERN, both), session)
         scene.wait_for_end(gone.lease_id, RETURN_S)
         if found := count_set(session, module, gone.address, words, only_kept):
             raise Breach(f"{found} of {words} words of a returned region are readable")
+        # A later region must have other addresses, and must not see writes through the stale pointer.
         with lease.region(size_bytes, ttl_secs=TTL_S) as later:
             if later.address == gone.address:
                 raise Breach("a region's address was given again")
@@ -183,6 +186,7 @@ def churning(scene: Scene, count: int) -> str:
                 session.mem_write(buffer, 0, values)
                 args = KernelArgs().push_buffer(buffer).push_u32(values.size).push_f32(3.0)
                 session.launch(module, "scale", (4, 1, 1), BLOCK, args, stream=stream)
+            # Keep a few regions alive, and end them at random by revoking or freeing.
             while len(live) > 8 or (live and rng.random() < 0.5):
                 gone = live.pop(rng.randrange(len(live)))
                 gone.revoke("the proof") if rng.random() < 0.5 else gone.free()
@@ -219,6 +223,7 @@ def under_a_graph(scene: Scene, size_bytes: int) -> str:
                     session.launch(module, "scale", (1, 1, 1), WARP, args)
             graphs.append(graph)
         in_both, in_kept = graphs
+        # Queue replays first: these started before the revocation and must run to their end.
         for position in range(QUEUED):
             in_both.launch(regions=both, position=position)
         revoking = threading.Thread(target=gone.revoke, args=("the proof",))
@@ -255,6 +260,7 @@ def parent_killed(scene: Scene, size_bytes: int) -> str:
     regions = [lease.region(size_bytes, ttl_secs=TTL_S) for _ in range(3)]
     revoking = threading.Thread(target=_revoke_anyway, args=(regions[0],))
     revoking.start()
+    # Kill the worker while the revocation is in progress, at whatever step it is.
     os.kill(worker_pid(lease.lease_id), signal.SIGKILL)
     cause = scene.wait_for_end(lease.lease_id)
     revoking.join(RETURN_S)
@@ -273,6 +279,7 @@ def expiring_at_once(scene: Scene) -> str:
     with _session(scene, 2 * MAX_REGIONS * 2 * MIB) as (lease, session, module):
         regions, ends_s = _open_all(lease)
         names = session.region_set(regions)
+        # On a slow host some may have expired already.
         with contextlib.suppress(RegionFailed):
             _fill(session, module, regions[0], 1, names)
             session.sync()
@@ -306,6 +313,7 @@ def broker_killed(driver: str) -> str:
         scene = Scene.at(daemon.address)
         steps: list[str] = []
         with _session(scene, 256 * MIB) as (lease, session, module):
+            # Each step leaves the region in another state when the broker dies.
             for step in ("opened", "revoked", "waited for", "returned"):
                 region = lease.region(16 * MIB, ttl_secs=TTL_S)
                 names = session.region_set([region])

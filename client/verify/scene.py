@@ -105,6 +105,7 @@ class Scene:
 
     def free(self, lease_id: int) -> float:
         """Free a lease; returns the milliseconds until its memory is proved free."""
+        # The reply to LEASE_FREE comes after the memory was proved free.
         started = time.perf_counter()
         try:
             ask(Opcode.LEASE_FREE, LeaseRef(lease_id), self.address)

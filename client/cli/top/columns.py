@@ -98,6 +98,7 @@ def fitting(width: int, columns: Sequence[Column]) -> tuple[list[Column], dict[s
     names = {column.title for column in columns}
     chosen: list[str] = []
     used = -GAP
+    # Take columns in order of importance, as long as they fit.
     for title in _KEPT:
         if title in names and used + GAP + BY_TITLE[title].width <= width:
             chosen.append(title)
@@ -108,6 +109,7 @@ def fitting(width: int, columns: Sequence[Column]) -> tuple[list[Column], dict[s
     if not chosen:
         chosen, widths, used = ["LEASE"], {"LEASE": width}, width
     spare = width - used
+    # Spare room goes first to complete ids, then to the bar.
     if spare >= (longer := 32 - SHORT_ID) + GAP + MIN_BAR:
         widths["LEASE"] += longer
         spare -= longer

@@ -53,6 +53,7 @@ def frame(view: View, scene: Scene, address: str, now_s: float, width: int, heig
     """
     is_help = view.mode == Mode.HELP
     body = _help() if is_help else _overview(view, scene, address, now_s, width, height - 1)
+    # The last line is always the question or the hints, so the rest has one line less.
     lines = [_cut(line, width) for line in body[: max(0, height - 1)]]
     lines += [[] for _ in range(height - 1 - len(lines))]
     return [*lines, _bottom(view, scene, width)][:height] if height > 0 else []
@@ -97,6 +98,7 @@ def _title(view: View, scene: Scene, address: str) -> Line:
 def _warnings(view: View, scene: Scene, now_s: float) -> list[Line]:
     found: list[Line] = []
     sample = scene.sample
+    # Old figures are worse than none: say how old they are.
     if scene.trouble:
         age = "" if sample is None else f"what is shown is {seconds_text(max(0.0, now_s - sample.at_s))} old: "
         found.append([(f"{age}{shown(scene.trouble)}", Style.BAD)])
@@ -142,6 +144,7 @@ def _leases(view: View, lines: list[LeaseLine], sample: Sample, width: int, heig
     rows = height - 1 if height > 1 else height
     ids = [line.lease_id for line in lines]
     at = ids.index(view.selected) if view.selected in ids else 0
+    # Scroll so that the chosen lease is in the middle, as far as the list allows.
     first = max(0, min(at - rows // 2, len(lines) - rows))
     shown_rows: list[Line] = []
     for line in lines[first : first + rows]:

@@ -124,9 +124,11 @@ class Poller:
     def _run(self) -> None:
         try:
             while not self._is_over:
+                # Clear before reading: a refresh that is requested meanwhile then causes another reading.
                 self._nudge.clear()
                 self._read()
                 self._wake()
+                # A missing daemon is asked again soon, even if the view is paused or its interval is long.
                 trouble = bool(self._scene.trouble)
                 pause_s = min(self._every_s, RETRY_S) if trouble else self._every_s
                 self._nudge.wait(None if self._is_paused and not trouble else pause_s)

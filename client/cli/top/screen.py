@@ -65,6 +65,7 @@ def watch(address: Address, every_s: float) -> signal.Signals | None:
     with contextlib.suppress(locale.Error):
         locale.setlocale(locale.LC_ALL, "")
     try:
+        # Check the terminal before curses takes it over: afterwards its errors end the program.
         curses.setupterm()
         if not curses.tigetstr("cup"):
             raise curses.error("it can't move its cursor")
@@ -182,6 +183,7 @@ class _Screen:
         """Run until the user leaves or a signal ends it; returns that signal."""
         self._resize()
         while True:
+            # Signals first: a resize changes what is drawn below.
             while self._signals.pending:
                 number = self._signals.pending.pop(0)
                 if number in _ENDING:
@@ -194,6 +196,7 @@ class _Screen:
             if not self._signals.wait(TICK_S):
                 continue
             keys = self._keys()
+            # Ready but without keys: the terminal may have been closed without a SIGHUP.
             if not keys and not _terminal_exists():
                 return signal.SIGHUP
             for key in keys:
@@ -209,6 +212,7 @@ class _Screen:
 
     def _handle_signal(self, number: signal.Signals) -> None:
         if number == signal.SIGTSTP:
+            # Save curses' mode and restore the shell's before stopping, as any full-screen program must.
             curses.def_prog_mode()
             curses.endwin()
             self._signals.stop_here()

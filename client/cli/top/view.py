@@ -113,6 +113,7 @@ def press(view: View, key: str, scene: Scene) -> Pressed:
         return _leave_mode(view, "It was not revoked" if view.mode in (Mode.REASON, Mode.CONFIRM) else ""), None
     if key == "backspace":
         return replace(view, typed=view.typed[:-1]), None
+    # What an entered line means depends on the question that was asked.
     if key == "enter":
         return _ENTERED[view.mode](view)
     if len(key) == 1 and key.isprintable() and len(view.typed) < MAX_TYPED:
@@ -138,6 +139,7 @@ def _move_selection(view: View, key: str, lines: Sequence[LeaseLine]) -> View:
     if not lines:
         return view
     ids = [line.lease_id for line in lines]
+    # The selected lease may have ended or be filtered out.
     at = ids.index(view.selected) if view.selected in ids else -1
     step = _MOVES[key]
     # Without a selection, the first step selects the top line.
@@ -191,6 +193,7 @@ def _enter_reason(view: View) -> Pressed:
 
 
 def _enter_confirmation(view: View) -> Pressed:
+    # Compare with the target, which stays the same even if the selection moves meanwhile.
     if view.typed.strip().lower() != view.target[:CONFIRMING_DIGITS]:
         return _leave_mode(view, "It was not revoked: what was typed is not how its id begins"), None
     return _leave_mode(view, f"Revoking {view.target} ..."), Revoke(view.target, view.reason)
