@@ -164,8 +164,8 @@ class GpuLease(LeaseView):
 
         Args:
             size: Bytes, or a string such as "64MiB"; rounded up to `GpuSession.region_granule_bytes`, 2 MiB on a card.
-            tenant: The tenant that may renew and free the region besides this lease's tenant, who may always renew and
-                revoke it; None for this lease's tenant alone.
+            tenant: The tenant that may renew and free the region, in addition to this lease's tenant, who may always
+                renew and revoke it; None for this lease's tenant alone.
             ttl_secs: Its lifetime in seconds, never beyond the lease's deadline; None for the time that the lease was
                 last granted.
 

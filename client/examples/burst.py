@@ -1,7 +1,7 @@
 """Send bursts of launches for one caller, who may hang up between them: `python -m gpulease.client.examples.burst`.
 
-The caller's data is a region. A burst names it, so that the first launch behind the caller's end is refused, and all of
-the burst behind that is skipped; other callers' bursts go on.
+The caller's data is a region. A burst names it, so the first launch after the region's end is refused, and the rest of
+the burst is skipped; other callers' bursts continue.
 """
 
 import numpy as np
@@ -17,7 +17,7 @@ extern "C" __global__ void add_one(float *x, int n) {
 
 
 def run(bursts: int = 5, launches: int = 20) -> tuple[float, int]:
-    """Return what the caller that stayed has, and how many bursts the other got before it hung up."""
+    """Return the remaining caller's value, and how many bursts the other completed before it hung up."""
     n, done = 1024, 0
     with GpuBuilder().min_vram("32MiB").acquire() as lease, GpuSession(lease) as session:
         module = session.compile(SOURCE)

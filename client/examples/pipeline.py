@@ -1,7 +1,7 @@
-"""Two modules in two streams, one behind the other, batch after batch: `python -m gpulease.client.examples.pipeline`.
+"""Two modules in two streams, one feeding the other by batches: `python -m gpulease.client.examples.pipeline`.
 
 The first stream copies a batch in and filters it; the second sums what the first has filtered. While the second works
-on a batch, the first has the next one.
+on a batch, the first already prepares the next one.
 """
 
 import numpy as np

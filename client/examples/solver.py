@@ -1,7 +1,7 @@
 """Solve a linear system by conjugate gradients, its matrix resident: `python -m gpulease.client.examples.solver`.
 
-All vectors stay on the card, and each step is one launch of a recorded graph. The host looks at the residual now and
-then.
+All vectors stay on the card, and each step is one launch of a recorded graph. The host reads the residual back
+only now and then.
 """
 
 import numpy as np

@@ -48,7 +48,7 @@ def wanted_of(address: Address) -> Wanted:
 
 
 class Shared(NamedTuple):
-    """A session's channel, and the memory shared besides it, as far as the worker provides it."""
+    """A session's channel, and the shared memory in addition to it, as far as the worker provides any."""
 
     channel: Channel
     arena: Arena | None
