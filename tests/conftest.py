@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -11,6 +12,11 @@ from typing import Any, Final
 # OpenBLAS ends its threads as a process forks, and the next large product starts others: a test that multiplies behind
 # one that forks would have started threads that stay. And tests run beside one another, not each on all cores.
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
+
+# Where bytecode is not to be written, each process of this run would compile all tests, and each daemon the product:
+# that takes longer than the tests do.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import pytest
 
