@@ -15,11 +15,6 @@ from typing import Any, Final
 # one that forks would have started threads that stay. And tests run beside one another, not each on all cores.
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
-# Where bytecode is not to be written, each process of this run would compile all tests, and each daemon the product:
-# that takes longer than the tests do.
-sys.dont_write_bytecode = False
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-
 import hypothesis
 import pytest
 
@@ -29,6 +24,11 @@ from helpers.forms_met import FormsMet, is_whole
 from helpers.kernels import Neighbour
 from helpers.lasting import LastingDaemon
 from helpers.leaks import Holdings, check_for_leaks
+
+# Where bytecode is not to be written, each process of this run would compile all tests, and each daemon the product:
+# that takes longer than the tests do.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 with suppress(ImportError):
     import uvloop

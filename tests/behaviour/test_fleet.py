@@ -226,6 +226,7 @@ def test_a_node_without_an_address_for_other_hosts_says_so_and_tells_none(tmp_pa
             node.stop()
 
 
+@pytest.mark.exhaustive
 def test_a_node_with_another_horizon_stays_out_and_says_why(tmp_path: Path) -> None:
     with fleet(tmp_path, nodes=1) as (cluster, _):
         other = FleetNode(cluster, "other", horizon_s=HORIZON_S + 1)
@@ -239,6 +240,7 @@ def test_a_node_with_another_horizon_stays_out_and_says_why(tmp_path: Path) -> N
             other.stop()
 
 
+@pytest.mark.exhaustive
 def test_a_second_daemon_of_one_node_id_stays_out(tmp_path: Path) -> None:
     with fleet(tmp_path, nodes=1) as (cluster, (node,)):
         lease = node.acquire(NAME)
@@ -259,6 +261,7 @@ def test_a_second_daemon_of_one_node_id_stays_out(tmp_path: Path) -> None:
         lease.free()
 
 
+@pytest.mark.exhaustive
 def test_a_node_that_lost_its_journal_serves_no_name_that_may_live(tmp_path: Path) -> None:
     with fleet(tmp_path, nodes=1) as (cluster, (node,)):
         before = Worker(node.acquire(NAME))

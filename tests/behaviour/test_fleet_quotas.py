@@ -59,6 +59,7 @@ def test_a_quota_holds_over_two_nodes_and_comes_back_with_the_lease(tmp_path: Pa
         assert cluster.control("get", "--prefix", "--keys-only", "/gpulease/v1/held/").strip() == ""
 
 
+@pytest.mark.exhaustive
 def test_restarts_lose_no_bytes_and_count_none_twice(tmp_path: Path) -> None:
     """A process that goes on waits for a horizon before it gives back what it does not know; daemons start sooner."""
     with fleet(tmp_path, nodes=1, horizon_s=30, tenants=COUNTED) as (cluster, (node,)):

@@ -111,6 +111,7 @@ def test_goals(horizon_s: int, changes: dict[str, Any], is_good: bool) -> None:
     assert reaches_fleet_goals({"refusals": [refused], "fail_over": fail_over}) == is_good
 
 
+@pytest.mark.exhaustive
 def test_the_command_prints_tables_or_json(monkeypatch: pytest.MonkeyPatch) -> None:
     small = replace(QUICK, beat_nodes=(10,), beats_for_s=1.0, load_s=SECONDS, faults=("leader",))
     monkeypatch.setattr(fleet_scale, "QUICK", small)
@@ -146,6 +147,7 @@ def test_an_etcd_that_is_missing_is_told_at_once() -> None:
     assert "etcd is not installed: install it, as by `apt install etcd-server`" in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-m", "gpulease.client.cli", "bench", "--fleet", "--quick"]
     variables = os.environ | {"TMPDIR": str(tmp_path)}
