@@ -76,10 +76,8 @@ def check_leases(found: dict[str, Any]) -> None:
     assert all(all_positive(figures) for figures in launches.values())
 
 
-OTHERS = [pytest.param(fault, marks=pytest.mark.exhaustive) for fault in FAULTS if fault not in ("cut", "leader")]
-
-
-@pytest.mark.parametrize("fault", ["cut", *OTHERS])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "leader"])
 def test_a_name_is_served_again_and_never_twice(fault: str) -> None:
     found = measure_fail_over([fault], QUICK.horizon_s, 1, silent)
     (one,) = found["faults"]
