@@ -3,14 +3,18 @@
 import gc
 import os
 import signal
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any, Final
 
 # one that forks would have started threads that remain; and tests run concurrently, not each on all cores
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
+import hypothesis
 import pytest
 
 from gpulease.client import GpuSession
@@ -20,6 +24,11 @@ from helpers.kernels import Neighbour
 from helpers.lasting import LastingDaemon
 from helpers.leaks import Holdings, check_for_leaks
 
+# Where bytecode is not to be written, each process of this run would compile all tests, and each daemon the product:
+# that takes longer than the tests do.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 with suppress(ImportError):
     import uvloop
 
@@ -27,11 +36,14 @@ with suppress(ImportError):
     uvloop.new_event_loop().close()
 
 
-DEFAULT_MINUTES: Final = 5
+DEFAULT_MINUTES: Final = 4
 EVERYTHING_MINUTES: Final = 15
 BUSY_LOAD_PER_CORE: Final = 0.5
 PROCESSES_PER_CORE: Final = 3
 """Many tests wait for a deadline or another process: others run then."""
+
+DEFAULT_EXAMPLES: Final = 30
+"""Of a property whose test does not say how many it needs; --everything tries hypothesis' own number."""
 
 MOST_WAITING_PROCESSES: Final = 24
 """`-n auto` starts no more than this, or one for each core: each collects all tests first."""
@@ -49,6 +61,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_xdist_auto_num_workers() -> int:
     cores = len(os.sched_getaffinity(0))
     return max(cores, min(PROCESSES_PER_CORE * cores, MOST_WAITING_PROCESSES))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    """Compile the tests of a fresh checkout once: its processes, which collect them at the same time, each would."""
+    folders = [Path(argument) for argument in config.args]
+    compiled = f"__pycache__/test_*.{sys.implementation.cache_tag}-pytest-*.pyc"
+    if not is_default(config) or any(any(folder.rglob(compiled)) for folder in folders):
+        return
+    paths = [str(path) for folder in folders for path in folder.rglob("test_*.py")]
+    cores = min(len(os.sched_getaffinity(0)), len(paths))
+    collect = [sys.executable, "-m", "pytest", "--collect-only", "-qq", "-p", "no:cacheprovider"]
+    # What can't be collected is reported by those who do it next.
+    compilers = [
+        subprocess.Popen([*collect, *paths[core::cores]], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for core in range(cores)
+    ]
+    for compiler in compilers:
+        compiler.wait()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -119,6 +150,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # would pass that on.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    hypothesis.settings.register_profile("default_run", max_examples=DEFAULT_EXAMPLES)
+    if is_default(config) and not config.option.everything:
+        hypothesis.settings.load_profile("default_run")
     if is_whole(config):
         config.pluginmanager.register(FormsMet())
 

@@ -96,6 +96,7 @@ def test_who_has_no_name_feels_nothing_while_etcd_is_away(tmp_path: Path) -> Non
         wait_until(lambda: not claims(cluster), "no claim is orphaned")
 
 
+@pytest.mark.exhaustive
 def test_an_operator_may_have_leases_without_a_name_granted_meanwhile(tmp_path: Path) -> None:
     with fleet(tmp_path, nodes=1, isolated="serve") as (cluster, (node,)):
         cluster.pause(cluster.members[0])
@@ -108,6 +109,7 @@ def test_an_operator_may_have_leases_without_a_name_granted_meanwhile(tmp_path: 
         node.wait_until_joined()
 
 
+@pytest.mark.exhaustive
 def test_nothing_is_granted_on_a_claim_whose_result_is_unknown(tmp_path: Path) -> None:
     with fleet(tmp_path) as (cluster, (first, second)):
         cluster.pause(cluster.members[0])
@@ -157,7 +159,7 @@ def test_a_restarted_daemon_goes_on_with_its_names(tmp_path: Path) -> None:
 
 def test_a_node_that_is_stopped_gives_its_names_to_the_others_at_once(tmp_path: Path) -> None:
     with fleet(tmp_path) as (cluster, (first, second)):
-        names = [f"model-{number}" for number in range(12)]
+        names = [f"model-{number}" for number in range(3)]
         leases = [first.builder(name).acquire() for name in names]
         # An operator at the terminal: sessions end.
         first.now.process.send_signal(signal.SIGINT)
@@ -194,6 +196,7 @@ def test_leases_that_go_on_without_their_daemon_stay_claimed(tmp_path: Path) -> 
         lease.free()
 
 
+@pytest.mark.exhaustive
 def test_a_node_that_is_cut_off_knows_its_request_ids(tmp_path: Path) -> None:
     """Also when it was just started, and has not joined: whoever takes its refusal as final places a second lease."""
     with fleet(tmp_path, nodes=1) as (cluster, (node,)):
@@ -226,6 +229,7 @@ def test_a_node_without_an_address_for_other_hosts_says_so_and_tells_none(tmp_pa
             node.stop()
 
 
+@pytest.mark.exhaustive
 def test_a_node_with_another_horizon_stays_out_and_says_why(tmp_path: Path) -> None:
     with fleet(tmp_path, nodes=1) as (cluster, _):
         other = FleetNode(cluster, "other", horizon_s=HORIZON_S + 1)
@@ -239,6 +243,7 @@ def test_a_node_with_another_horizon_stays_out_and_says_why(tmp_path: Path) -> N
             other.stop()
 
 
+@pytest.mark.exhaustive
 def test_a_second_daemon_of_one_node_id_stays_out(tmp_path: Path) -> None:
     with fleet(tmp_path, nodes=1) as (cluster, (node,)):
         lease = node.acquire(NAME)
@@ -259,6 +264,7 @@ def test_a_second_daemon_of_one_node_id_stays_out(tmp_path: Path) -> None:
         lease.free()
 
 
+@pytest.mark.exhaustive
 def test_a_node_that_lost_its_journal_serves_no_name_that_may_live(tmp_path: Path) -> None:
     with fleet(tmp_path, nodes=1) as (cluster, (node,)):
         before = Worker(node.acquire(NAME))

@@ -133,6 +133,7 @@ def test_a_node_that_is_full_drains_or_is_gone_is_not_the_end(
     ask(Opcode.DRAIN_CANCEL, Empty(), draining.address)
 
 
+@pytest.mark.exhaustive
 def test_room_that_comes_free_elsewhere_ends_the_wait(
     cluster: EtcdCluster, directory: Directory, start_daemon: Start
 ) -> None:
@@ -148,6 +149,7 @@ def test_room_that_comes_free_elsewhere_ends_the_wait(
         assert lease.address == daemons[1].address
 
 
+@pytest.mark.exhaustive
 def test_who_waits_at_a_daemon_that_is_stopped_goes_on_at_another(
     cluster: EtcdCluster, directory: Directory, start_daemon: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

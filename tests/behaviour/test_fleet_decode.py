@@ -67,6 +67,7 @@ def kill_node(node: FleetNode) -> None:
     node.kill()
 
 
+@pytest.mark.exhaustive
 def test_a_drained_node_is_left_for_another_before_its_leases_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,6 +32,7 @@ def make_room(cluster: EtcdCluster) -> None:
     cluster.control("alarm", "disarm")
 
 
+@pytest.mark.exhaustive
 def test_without_space_in_etcd_names_end_and_the_rest_goes_on(tmp_path: Path) -> None:
     with ExitStack() as stack:
         cluster = stack.enter_context(EtcdCluster(tmp_path, quota_bytes=SMALLEST_QUOTA_BYTES))

@@ -59,6 +59,7 @@ def test_a_quota_holds_over_two_nodes_and_comes_back_with_the_lease(tmp_path: Pa
         assert cluster.control("get", "--prefix", "--keys-only", "/gpulease/v1/held/").strip() == ""
 
 
+@pytest.mark.exhaustive
 def test_restarts_lose_no_bytes_and_count_none_twice(tmp_path: Path) -> None:
     """A process that goes on waits for a horizon before it gives back what it does not know; daemons start sooner."""
     with fleet(tmp_path, nodes=1, horizon_s=30, tenants=COUNTED) as (cluster, (node,)):
@@ -88,6 +89,7 @@ def test_restarts_lose_no_bytes_and_count_none_twice(tmp_path: Path) -> None:
         wait_until(lambda: not counted_bytes(cluster), "all bytes came back")
 
 
+@pytest.mark.exhaustive
 def test_a_dead_nodes_bytes_come_back_when_its_leases_have_ended(tmp_path: Path) -> None:
     with fleet(tmp_path, tenants=COUNTED) as (cluster, (first, second)):
         quota(cluster, "default", "1MiB")
@@ -120,6 +122,7 @@ def test_a_node_that_is_cut_off_ends_counted_leases_and_grants_none(tmp_path: Pa
             lease.free()
 
 
+@pytest.mark.exhaustive
 def test_a_name_that_was_claimed_before_a_fence_is_not_served_once_bytes_come_free(tmp_path: Path) -> None:
     with fleet(tmp_path, nodes=1, tenants=COUNTED) as (cluster, (node,)):
         node.now.allowed_trouble.append("the fleet has declared this node dead")

@@ -11,6 +11,7 @@ from helpers.fleet_rig import Worker, fleet
 NAME = "model-a"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("tool", ["etcdctl", "etcdutl"])
 def test_etcd_is_restored_by_the_words_of_the_manual(tmp_path: Path, tool: str) -> None:
     """The backup is older than the claim, and etcd is back before the claim's lease has ended."""

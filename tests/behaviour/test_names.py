@@ -121,7 +121,9 @@ def test_claims_that_are_lost_end_the_leases_with_names(lasting: LastingDaemon, 
     lasting.check_idle()
 
 
-@pytest.mark.parametrize("broker", ["runs", "stopped", "killed"])
+@pytest.mark.parametrize(
+    "broker", ["killed", *(pytest.param(state, marks=pytest.mark.exhaustive) for state in ("runs", "stopped"))]
+)
 def test_an_endless_kernel_of_a_named_lease_ends_at_the_horizon(
     lasting: LastingDaemon, folder: Path, broker: str
 ) -> None:

@@ -56,8 +56,8 @@ def test_launches_go_on_while_no_daemon_is_there(lasting: LastingDaemon) -> None
     ("end", "error"),
     [
         (lambda scene, region: scene.daemon.revoke(region.lease_id), RegionRevoked),
-        (lambda scene, region: region.free(), RegionFreed),
-        (lambda scene, region: region.renew(60), None),
+        pytest.param(lambda scene, region: region.free(), RegionFreed, marks=pytest.mark.exhaustive),
+        pytest.param(lambda scene, region: region.renew(60), None, marks=pytest.mark.exhaustive),
     ],
     ids=["revoke", "free", "renew"],
 )

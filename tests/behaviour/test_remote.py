@@ -336,6 +336,7 @@ def test_a_relay_that_waits_has_two_sockets_and_goes_with_the_files(pki: Pki, st
         wait_until(lambda: not any(is_running(info.pid) for info in waiting), "theirs are gone")
 
 
+@pytest.mark.exhaustive
 def test_relays_that_were_killed_while_they_waited_are_not_missed(pki: Pki, start_daemon: Any) -> None:
     daemon = start_daemon(tls=True, config=pki.settings())
     waiting = spares(daemon)

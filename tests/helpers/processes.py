@@ -5,9 +5,9 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
-_PROC = Path("/proc")
+_HAS_CHILDREN_FILES = os.path.exists(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
+"""Whether /proc/PID/task/TID/children (proc(5)) is there, as some kernels and sandboxes have it not."""
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,15 @@ class ProcessInfo:
 
 
 def processes() -> list[ProcessInfo]:
-    found = (process_info(int(entry)) for entry in os.listdir(_PROC) if entry.isdigit())
+    found = (process_info(int(entry)) for entry in os.listdir("/proc") if entry.isdigit())
     return [info for info in found if info is not None]
 
 
 def process_info(pid: int) -> ProcessInfo | None:
+    # No Path: to make one takes longer than to read the file, and all processes of the host are read again and again.
     try:
-        text = (_PROC / str(pid) / "stat").read_text()
+        with open(f"/proc/{pid}/stat") as file:
+            text = file.read()
     except (FileNotFoundError, ProcessLookupError):
         return None
     name, _, rest = text.partition("(")[2].rpartition(")")
@@ -46,35 +48,36 @@ def is_running(pid: int) -> bool:
 
 def descendants(pid: int) -> list[ProcessInfo]:
     """Children, their children and so on, zombies too."""
-    everybody = processes()
-    found: list[ProcessInfo] = []
-    parents = {pid}
-    while children := [info for info in everybody if info.parent in parents]:
-        found += children
-        parents = {info.pid for info in children}
-    return found
+    found = (process_info(child) for child in _descendant_ids(pid))
+    return [info for info in found if info is not None]
 
 
 def own_descendants() -> frozenset[int]:
-    """This process's children, their children and so on, zombies too, by id.
+    """This process's children, their children and so on, zombies too, by id."""
+    return _descendant_ids(os.getpid())
 
-    /proc/PID/task/TID/children (proc(5)) costs a read a thread; without it, as in some kernels and sandboxes, every
-    process of the host is looked at.
-    """
+
+def _descendant_ids(pid: int) -> frozenset[int]:
+    """Without the files of children, every process of the host is read."""
     found: set[int] = set()
-    unread = [os.getpid()]
-    try:
-        while unread:
-            pid = unread.pop()
-            with suppress(ProcessLookupError):
-                for thread in os.listdir(f"/proc/{pid}/task"):
-                    with open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
-                        children = [int(child) for child in file.read().split()]
-                    found.update(children)
-                    unread += children
-    except FileNotFoundError:
-        return frozenset(info.pid for info in descendants(os.getpid()))
+    everybody = [] if _HAS_CHILDREN_FILES else processes()
+    unread = [pid]
+    while unread:
+        pid = unread.pop()
+        children = _children(pid) if _HAS_CHILDREN_FILES else [info.pid for info in everybody if info.parent == pid]
+        found.update(children)
+        unread += children
     return frozenset(found)
+
+
+def _children(pid: int) -> list[int]:
+    """Children of a process; none of one that is gone."""
+    found: list[int] = []
+    with suppress(FileNotFoundError, ProcessLookupError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
+                found += map(int, file.read().split())
+    return found
 
 
 def marked(mark: str) -> list[ProcessInfo]:
@@ -90,7 +93,8 @@ def marked(mark: str) -> list[ProcessInfo]:
 
 def _environment(pid: int) -> list[bytes]:
     try:
-        return (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return file.read().split(b"\0")
     except OSError:
         return []
 

@@ -146,7 +146,7 @@ def test_unknown_parameters_and_tlvs_are_skipped_not_refused() -> None:
     assert Failure.from_body(Status.BUSY, error) == Failure(Status.BUSY, "x", hint="y")
 
 
-@pytest.mark.parametrize("flag", range(2, 256))
-def test_a_present_flag_is_0_or_1(flag: int) -> None:
-    with pytest.raises(BodyError):
-        parse_body(m.FenceClear, bytes([flag]) + bytes(4))
+def test_a_present_flag_is_0_or_1() -> None:
+    for flag in range(2, 256):
+        with pytest.raises(BodyError):
+            parse_body(m.FenceClear, bytes([flag]) + bytes(4))

@@ -182,14 +182,18 @@ def receiver_of(case: dict[str, Any]) -> Connection:
 
 
 @pytest.mark.parametrize(("path", "case"), INVALID)
-@pytest.mark.parametrize("way", [0, 1, 2], ids=["whole", "with a tail", "byte by byte"])
-def test_an_invalid_frame_is_refused_as_the_vector_says(path: Path, case: dict[str, Any], way: int) -> None:
+def test_an_invalid_frame_is_refused_as_the_vector_says(path: Path, case: dict[str, Any]) -> None:
+    wire = bytes_from_json(case["wire"])
+    whole, with_tail, in_pieces = ways_to_feed(wire)
+    # Nothing comes behind the end.
+    for chunks in [whole, in_pieces] if case["then_eof"] else [whole, with_tail, in_pieces]:
+        check_refusal(case, chunks)
+
+
+def check_refusal(case: dict[str, Any], chunks: list[bytes]) -> None:
     connection = receiver_of(case)
     state, in_flight = connection.state, connection.in_flight
-    wire = bytes_from_json(case["wire"])
-    # Nothing comes behind the end.
-    ways = [[wire]] * 2 + ways_to_feed(wire)[2:] if case["then_eof"] else ways_to_feed(wire)
-    for chunk in ways[way]:
+    for chunk in chunks:
         connection.receive_data(chunk)
     if case["then_eof"]:
         connection.receive_eof()

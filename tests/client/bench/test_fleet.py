@@ -76,10 +76,8 @@ def check_leases(found: dict[str, Any]) -> None:
     assert all(all_positive(figures) for figures in launches.values())
 
 
-OTHERS = [pytest.param(fault, marks=pytest.mark.exhaustive) for fault in FAULTS if fault not in ("cut", "leader")]
-
-
-@pytest.mark.parametrize("fault", ["cut", *OTHERS])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "leader"])
 def test_a_name_is_served_again_and_never_twice(fault: str) -> None:
     found = measure_fail_over([fault], QUICK.horizon_s, 1, silent)
     (one,) = found["faults"]
@@ -111,6 +109,7 @@ def test_goals(horizon_s: int, changes: dict[str, Any], is_good: bool) -> None:
     assert reaches_fleet_goals({"refusals": [refused], "fail_over": fail_over}) == is_good
 
 
+@pytest.mark.exhaustive
 def test_the_command_prints_tables_or_json(monkeypatch: pytest.MonkeyPatch) -> None:
     small = replace(QUICK, beat_nodes=(10,), beats_for_s=1.0, load_s=SECONDS, faults=("leader",))
     monkeypatch.setattr(fleet_scale, "QUICK", small)
@@ -146,6 +145,7 @@ def test_an_etcd_that_is_missing_is_told_at_once() -> None:
     assert "etcd is not installed: install it, as by `apt install etcd-server`" in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-m", "gpulease.client.cli", "bench", "--fleet", "--quick"]
     variables = os.environ | {"TMPDIR": str(tmp_path)}

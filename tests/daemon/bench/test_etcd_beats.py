@@ -5,12 +5,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from helpers.daemon import python_environment
 from helpers.etcd_cluster import EtcdCluster
 
 NODES = 20
 
 
+@pytest.mark.exhaustive
 def test_every_node_beats_and_no_write_fails(tmp_path: Path) -> None:
     with EtcdCluster(tmp_path) as cluster:
         (member,) = cluster.members

@@ -148,6 +148,7 @@ def cluster(tmp_path: Path) -> Iterator[EtcdCluster]:
         yield cluster
 
 
+@pytest.mark.exhaustive
 def test_a_database_does_not_grow_while_members_compact(cluster: EtcdCluster) -> None:
     growth = Growth(cluster).pass_hours(3)
     assert growth.beats >= 3 * 3_600 // BEAT_S

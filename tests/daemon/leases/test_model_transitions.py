@@ -36,18 +36,18 @@ def region_in(state: RegionState) -> Region:
     return region
 
 
-@pytest.mark.parametrize("trigger", TRIGGERS)
 @pytest.mark.parametrize("state", LeaseState)
-def test_a_step_missing_from_the_table_raises_and_changes_nothing(state: LeaseState, trigger: Trigger | Cause) -> None:
-    lease = lease_in(state)
-    finish = TRANSITIONS.get((state, trigger))
-    if finish is None:
-        with pytest.raises(InvalidTransition, match=trigger.value):
+def test_a_step_missing_from_the_table_raises_and_changes_nothing(state: LeaseState) -> None:
+    for trigger in TRIGGERS:
+        lease = lease_in(state)
+        finish = TRANSITIONS.get((state, trigger))
+        if finish is None:
+            with pytest.raises(InvalidTransition, match=trigger.value):
+                lease.move(trigger, 5)
+            assert (lease.state, lease.history) == (state, [])
+        else:
             lease.move(trigger, 5)
-        assert (lease.state, lease.history) == (state, [])
-    else:
-        lease.move(trigger, 5)
-        assert (lease.state, len(lease.history)) == (finish, 1)
+            assert (lease.state, len(lease.history)) == (finish, 1), trigger
 
 
 def test_no_step_leads_back() -> None:
@@ -65,18 +65,18 @@ def test_every_cause_can_end_a_lease() -> None:
     assert {trigger for _, trigger in TRANSITIONS if isinstance(trigger, Cause)} == set(Cause)
 
 
-@pytest.mark.parametrize("trigger", TRIGGERS)
 @pytest.mark.parametrize("state", RegionState)
-def test_a_region_takes_no_step_that_is_missing_from_its_table(state: RegionState, trigger: Trigger | Cause) -> None:
-    region = region_in(state)
-    finish = REGION_TRANSITIONS.get((state, trigger))
-    if finish is None:
-        with pytest.raises(InvalidTransition, match=trigger.value):
+def test_a_region_takes_no_step_that_is_missing_from_its_table(state: RegionState) -> None:
+    for trigger in TRIGGERS:
+        region = region_in(state)
+        finish = REGION_TRANSITIONS.get((state, trigger))
+        if finish is None:
+            with pytest.raises(InvalidTransition, match=trigger.value):
+                region.move(trigger, 5)
+            assert (region.state, region.history) == (state, [])
+        else:
             region.move(trigger, 5)
-        assert (region.state, region.history) == (state, [])
-    else:
-        region.move(trigger, 5)
-        assert (region.state, len(region.history)) == (finish, 1)
+            assert (region.state, len(region.history)) == (finish, 1), trigger
 
 
 def test_no_step_of_a_region_leads_back() -> None:

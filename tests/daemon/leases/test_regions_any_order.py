@@ -46,7 +46,7 @@ class RegionsInAnyOrder(LeaseRules):
         assert all(card.held_bytes == 0 for card in shell.table.cards())
 
 
-FEW = settings(max_examples=40, stateful_step_count=60, deadline=None)
+FEW = settings(max_examples=20, stateful_step_count=60, deadline=None)
 RegionsInAnyOrder.TestCase.settings = FEW
 TestRegionsInAnyOrder = RegionsInAnyOrder.TestCase
 

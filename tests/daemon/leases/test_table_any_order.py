@@ -333,7 +333,7 @@ class AnyOrder(LeaseRules):
         assert not shell.table.regions.snapshots()
 
 
-FEW = settings(max_examples=40, stateful_step_count=80, deadline=None)
+FEW = settings(max_examples=20, stateful_step_count=80, deadline=None)
 AnyOrder.TestCase.settings = FEW
 TestAnyOrder = AnyOrder.TestCase
 

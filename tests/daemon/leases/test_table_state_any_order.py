@@ -196,7 +196,7 @@ class Line(RuleBasedStateMachine):
         self.judge_line()
 
 
-FEW = settings(max_examples=40, stateful_step_count=60, deadline=None)
+FEW = settings(max_examples=20, stateful_step_count=60, deadline=None)
 Line.TestCase.settings = FEW
 TestLine = Line.TestCase
 

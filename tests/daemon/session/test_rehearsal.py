@@ -33,6 +33,8 @@ def _thaw() -> Iterator[None]:
     yield
     gc.unfreeze()
     gc.collect()
+    # As the tests' start left it: no later collection walks through all tests.
+    gc.freeze()
 
 
 @pytest.mark.exhaustive

@@ -141,7 +141,9 @@ def test_what_can_t_fit_is_refused_before_it_is_cut() -> None:
     play(scene)
 
 
-@pytest.mark.parametrize(("ways", "limit"), [(MEMORY, "memory"), (PROCESSOR, "processor")])
+@pytest.mark.parametrize(
+    ("ways", "limit"), [(MEMORY, "memory"), pytest.param(PROCESSOR, "processor", marks=pytest.mark.exhaustive)]
+)
 def test_a_template_that_explodes_costs_its_own_request_alone(ways: dict[str, str], limit: str) -> None:
     words = {"memory": "needs more than 96 MiB of memory", "processor": "takes more than 1 s of CPU time"}
 

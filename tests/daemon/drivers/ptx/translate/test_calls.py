@@ -258,6 +258,7 @@ def test_addresses_in_initialisers(context: CpuContext) -> None:
     assert run(context, module, body, threads=1) == [1243]
 
 
+@pytest.mark.exhaustive
 def test_many_kernels_and_functions_take_little_time(context: CpuContext) -> None:
     chain = "".join(f".func f{k}() {{ call f{k + 1}; ret; }}\n" for k in range(2000))
     declared = "".join(f".func f{k}();\n" for k in range(2001)) + ".func f2000() { ret; }\n"
