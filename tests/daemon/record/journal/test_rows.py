@@ -1,6 +1,7 @@
 """Rows of versions before this one, and of none."""
 
 import json
+from dataclasses import asdict
 from enum import Enum
 from typing import Any
 
@@ -35,7 +36,7 @@ def by_names(content: KeptLease | LeaseSnapshot) -> bytes:
     """What a value is: its members by their names, without those that came later and mean nothing."""
     members = content._asdict()
     if isinstance(content, KeptLease):
-        members |= content.terms._asdict()
+        members |= asdict(content.terms)
         members = {name: members[name] for name in LEASE_ROW}
     values = {name: value.value if isinstance(value, Enum) else value for name, value in members.items()}
     for later in (*LEASE_ROW[-8:], "parent_id"):
