@@ -24,6 +24,7 @@ from gpulease.daemon.leases import (
     WorkerFailed,
     WorkerReady,
 )
+from gpulease.protocol.opcodes import Exclusivity
 
 from .scenario import MS, OVERHEAD, S, Scenario, armed, denied, kinds, one
 
