@@ -42,7 +42,7 @@ _WITH_OPTION: Final[dict[str, dict[str, object]]] = {
 }
 """Members that came after a lease option, with the values that they have where a row lacks them."""
 
-_LATER_OPTIONS: Final[dict[str, object]] = {
+_LATER_OPTIONS: Final[dict[str, Any]] = {
     name: option.before for name, option in KEPT_OPTIONS.items() if not isinstance(option.before, Row)
 }
 
