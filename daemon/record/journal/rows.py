@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from enum import Enum, IntEnum
 from functools import cache, lru_cache
 from hashlib import blake2b
+from operator import attrgetter
 from typing import Any, Final, NamedTuple, TypeVar
 
 from gpulease.daemon.leases import (
@@ -66,8 +67,11 @@ _TERMS: Final = frozenset(item.name for item in fields(LeaseTerms))
 _LEASE_NAMES: Final = frozenset(KeptLease._fields) - {"terms"} | _TERMS
 """Members of a lease's row: its terms lie among the others."""
 
-_LATER_OF_LEASE: Final = tuple((name, name in _TERMS) for name in _LATER if name in _LEASE_NAMES)
-"""The later members of a lease's row, in their order, and whether each is one of its terms."""
+_LATER_OF_LEASE: Final = {name: before for name, before in _LATER.items() if name in _LEASE_NAMES}
+"""The later members of a lease's row, in their order."""
+
+_later_values = attrgetter(*(f"terms.{name}" if name in _TERMS else name for name in _LATER_OF_LEASE))
+_BEFORE: Final = tuple(_LATER_OF_LEASE.values())
 
 _WARM_ID_BYTES: Final = 24
 _NUMBER_BYTES: Final = 8
@@ -205,7 +209,8 @@ def encode(content: Kept) -> bytes:
 def _lease(kept: KeptLease) -> bytes:
     """Encode by hand: most rows are leases and tombstones, and `json` takes five times as long."""
     terms = kept.terms
-    later = "".join([_later(name, getattr(terms if is_term else kept, name)) for name, is_term in _LATER_OF_LEASE])
+    values = _later_values(kept)
+    later = "" if values == _BEFORE else "".join(map(_later, _LATER_OF_LEASE, values))
     return (
         f'{{"lease_id":{kept.lease_id},"tenant":{_text(kept.tenant)},"card_uuid":{_text(kept.card_uuid)},'
         f'"size_bytes":{terms.size_bytes},"charge_bytes":{kept.charge_bytes},"exclusivity":{terms.exclusivity:d},'
