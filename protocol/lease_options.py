@@ -181,9 +181,10 @@ class ChoiceOption(LeaseOption[Choice, Default], Generic[Choice, Default]):
             raise OptionRefused(Failure(Status.UNSUPPORTED, message, hint=f"Use {known}.")) from None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FlagOption(LeaseOption[bool, bool]):
     """One byte, 0 or 1."""
+
+    __slots__ = ()
 
     def _length(self) -> str:
         return "1"
@@ -197,9 +198,10 @@ class FlagOption(LeaseOption[bool, bool]):
         return data == b"\1"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class NameOption(LeaseOption[str, str]):
     """A name, by the rule of `lease_names`."""
+
+    __slots__ = ()
 
     def _length(self) -> str:
         return f"1 to {MAX_NAME_CHARS}"
@@ -216,9 +218,10 @@ class NameOption(LeaseOption[str, str]):
         return name
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LabelsOption(LeaseOption[Mapping[str, str], Mapping[str, str]]):
     """Labels, `KEY=VALUE,KEY=VALUE`: at most MAX_LABELS, each key once, both parts a name."""
+
+    __slots__ = ()
 
     def _length(self) -> str:
         return "…"
@@ -239,9 +242,10 @@ class LabelsOption(LeaseOption[Mapping[str, str], Mapping[str, str]]):
         return labels
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RequestIdOption(LeaseOption[str, str]):
     """A request id: 16 bytes, not all zero; its value is their hexadecimal digits."""
+
+    __slots__ = ()
 
     def _length(self) -> str:
         return str(REQUEST_ID_BYTES)

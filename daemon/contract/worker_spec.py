@@ -18,7 +18,9 @@ from gpulease.protocol.lease_options import WorkerOptions
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec(WorkerOptions, Message):
-    """A worker. To the zygote: fork it. To a warm worker: take this lease, or this submit. With the lease's options.
+    """A worker. To the zygote: fork it. To a warm worker: take this lease, or this submit.
+
+    It carries the options of the lease that the worker obeys.
 
     Attributes:
         lease_id: The lease, and the session's id; the number of a warm context for a worker made ahead; the submit's
