@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from gpulease.daemon.leases import KeptLease, KeptRegion, LeaseSnapshot, LeaseTerms
 from gpulease.daemon.record.journal.rows import encode, read_lease, read_region, read_tombstone
+from gpulease.protocol.lease_options import KEPT_OPTIONS
 
 from .scenes import kept
 
@@ -52,12 +53,10 @@ def by_names(content: KeptLease | LeaseSnapshot) -> bytes:
         lease_id=st.integers(0, 2**128 - 1),
         terms=st.builds(
             LeaseTerms,
-            submit_bytes=st.integers(0, 3),
-            orphan_ms=st.integers(0, 3),
-            name=st.sampled_from(["", "model-a"]),
             epoch=st.integers(0, 3),
-            request_id=st.sampled_from(["", "0f" * 16]),
             fleet_bytes=st.integers(0, 3),
+            # Whatever their types allow; placement leaves no `orphan_ms` of None.
+            **(dict.fromkeys(KEPT_OPTIONS, ...) | {"orphan_ms": st.integers(0, 3)}),
         ),
         region_number=st.integers(0, 3),
     )
