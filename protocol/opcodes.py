@@ -6,33 +6,6 @@ from typing import Final
 GPU_RESOURCE_TYPE: Final = 0x0005
 """The resource type of a GPU in LEASE_ALLOC and in an inventory entry."""
 
-EXCLUSIVITY_TAG: Final = 0x0903
-"""The lease parameter TLV that carries the exclusivity class, one byte."""
-
-MAX_KERNEL_TAG: Final = 0x0904
-"""The lease parameter TLV that carries the longest time of one kernel, in milliseconds, as a u32."""
-
-WAITING_TAG: Final = 0x0905
-"""The lease parameter TLV that carries a `Waiting`, one byte."""
-
-SUBMIT_TAG: Final = 0x0906
-"""The lease parameter TLV that carries the lease's bytes kept for submits, as a u64."""
-
-ORPHAN_TAG: Final = 0x0907
-"""The lease parameter TLV that carries the longest time without a connection, in milliseconds, as a u32."""
-
-REGIONS_REQUIRED_TAG: Final = 0x0908
-"""The lease parameter TLV, one byte: 1 refuses every launch of the session that names no region set."""
-
-NAME_TAG: Final = 0x0909
-"""The lease parameter TLV that carries the lease's name in its fleet, as UTF-8."""
-
-LABELS_TAG: Final = 0x090A
-"""The lease parameter TLV that carries a label that the node must have, `KEY=VALUE`; one TLV for each label."""
-
-REQUEST_ID_TAG: Final = 0x090B
-"""The lease parameter TLV that carries 16 bytes by which a request is known again that was sent twice."""
-
 
 class Opcode(IntEnum):
     """The operations. 0x0200, 0x020A and 0x0601-0x0607 are public numbers; the others are this product's."""

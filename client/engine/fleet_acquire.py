@@ -47,10 +47,11 @@ from gpulease.client.errors import (
 from gpulease.client.transport.channel import Channel
 from gpulease.client.transport.credentials import TlsFiles, with_files
 from gpulease.client.transport.link import LinkEnded
-from gpulease.protocol import Exclusivity, Failure, Opcode, Status
+from gpulease.protocol import Failure, Opcode, Status
 from gpulease.protocol.address import Address, FleetAddress, parse_address
 from gpulease.protocol.counts import counted
-from gpulease.protocol.limits import MAX_LABELS, MAX_TRIED
+from gpulease.protocol.lease_options import EXCLUSIVITY, LABELS, LEASE_NAME, REQUEST_ID, REQUEST_ID_BYTES
+from gpulease.protocol.limits import MAX_TRIED
 from gpulease.protocol.messages import (
     Body,
     Candidate,
@@ -60,8 +61,6 @@ from gpulease.protocol.messages import (
     Place,
     Placement,
 )
-from gpulease.protocol.opcodes import EXCLUSIVITY_TAG, LABELS_TAG, NAME_TAG, REQUEST_ID_TAG
-from gpulease.protocol.primitives import LeaseParameter
 
 T = TypeVar("T")
 
@@ -102,8 +101,6 @@ enough."""
 
 MAX_TOLD: Final = 8
 """Most refusing nodes that an error message lists."""
-
-REQUEST_ID_BYTES: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +194,7 @@ class _Search(Generic[T]):
         self._undo = undo
         self._clock = clock
         # One id for all tries of this call: a node that has granted it already answers with the same lease.
-        request_id = LeaseParameter(REQUEST_ID_TAG, secrets.token_bytes(REQUEST_ID_BYTES))
+        request_id = REQUEST_ID.parameter(secrets.token_hex(REQUEST_ID_BYTES))
         self._wanted = replace(wanted, parameters=(*wanted.parameters, request_id))
         self._place = _place_of(wanted)
         self._end = clock() + wanted.wait_ms / 1000
@@ -405,11 +402,7 @@ def _short(error: GpuLeaseError) -> str:
 
 
 def _place_of(wanted: LeaseAlloc) -> Place:
-    """The request to a directory that corresponds to a request for a lease. Raises InvalidRequest."""
-    parameters = {parameter.tag: parameter.value for parameter in wanted.parameters}
-    exclusivity = parameters.get(EXCLUSIVITY_TAG, bytes([Exclusivity.SESSION_EXCLUSIVE]))[0]
-    name = parameters.get(NAME_TAG, b"").decode()
-    labels = tuple(parameters[LABELS_TAG].decode().split(",")) if LABELS_TAG in parameters else ()
-    if len(labels) > MAX_LABELS:
-        raise InvalidRequest(f"acquire: {len(labels)} labels; {MAX_LABELS} are the most")
+    """The request to a directory that corresponds to a request for a lease."""
+    exclusivity, name = EXCLUSIVITY.read(wanted.parameters), LEASE_NAME.read(wanted.parameters)
+    labels = tuple(f"{key}={value}" for key, value in LABELS.read(wanted.parameters).items())
     return Place(wanted.size_bytes, exclusivity, name, labels, wanted.device, ())

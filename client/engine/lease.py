@@ -63,6 +63,7 @@ from gpulease.protocol.back_off import back_off_s
 from gpulease.protocol.capabilities import Permission
 from gpulease.protocol.failures import KILLED, LEASE_ENDS
 from gpulease.protocol.lease_ids import LeaseId, lease_id_of
+from gpulease.protocol.lease_options import LEASE_NAME, WAITING
 from gpulease.protocol.limits import MAX_NOTE_BYTES
 from gpulease.protocol.messages import (
     Body,
@@ -81,7 +82,7 @@ from gpulease.protocol.messages import (
     LeaseResize,
     RegionGrant,
 )
-from gpulease.protocol.opcodes import NAME_TAG, WAITING_TAG, HelloOption
+from gpulease.protocol.opcodes import HelloOption
 
 
 class SubmitReport(TypedDict):
@@ -783,9 +784,9 @@ def acquire(where: Address | Fleet, wanted: LeaseAlloc, lock: Any) -> Procedure[
             limit_s = ACQUIRE_REPLY_LIMIT_S + wanted.wait_ms / 1000
             opening = Opcode.LEASE_ALLOC, wanted, limit_s, lambda grant: grant, free_of
             lease = yield from _open(where, lock, *opening)
-        lease.waiting, lease.asked = _waiting_of(wanted), wanted
+        lease.waiting, lease.asked = WAITING.read(wanted.parameters), wanted
         # The grant does not carry the name's epoch: ask for it.
-        if name := _name_of(wanted):
+        if name := LEASE_NAME.read(wanted.parameters):
             yield from _take_name(lease, name)
     except BaseException:
         if lease is not None:
@@ -943,15 +944,6 @@ def _granted(lease_id: int, report: Any) -> LeaseGrant:
     except (AttributeError, KeyError, TypeError):
         failure = Failure(Status.DISCONNECTED, "the daemon's report of the lease can't be read")
         raise error_of(failure, doing_of(Opcode.LEASE_QUERY)) from None
-
-
-def _waiting_of(wanted: LeaseAlloc) -> Waiting | None:
-    chosen = [parameter.value for parameter in wanted.parameters if parameter.tag == WAITING_TAG]
-    return Waiting(chosen[0][0]) if chosen else None
-
-
-def _name_of(wanted: LeaseAlloc) -> str:
-    return next((parameter.value.decode() for parameter in wanted.parameters if parameter.tag == NAME_TAG), "")
 
 
 def free_silently(state: LeaseState) -> None:

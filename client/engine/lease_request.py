@@ -3,7 +3,7 @@
 import math
 import os
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, TypeVar
 
 from gpulease.client.engine.fleet_acquire import Fleet
 from gpulease.client.errors import InvalidRequest
@@ -19,19 +19,22 @@ from gpulease.protocol.address import (
     parse_fleet_address,
 )
 from gpulease.protocol.lease_names import NAME, NAME_RULE
+from gpulease.protocol.lease_options import (
+    EXCLUSIVITY,
+    LABELS,
+    LEASE_NAME,
+    MAX_KERNEL,
+    OPTIONS,
+    ORPHAN,
+    REGIONS_REQUIRED,
+    SUBMIT,
+    WAITING,
+    LeaseOption,
+    NumberOption,
+)
 from gpulease.protocol.limits import MAX_LABELS, MAX_TEXT_BYTES
 from gpulease.protocol.messages import LeaseAlloc
-from gpulease.protocol.opcodes import (
-    EXCLUSIVITY_TAG,
-    GPU_RESOURCE_TYPE,
-    LABELS_TAG,
-    MAX_KERNEL_TAG,
-    NAME_TAG,
-    ORPHAN_TAG,
-    REGIONS_REQUIRED_TAG,
-    SUBMIT_TAG,
-    WAITING_TAG,
-)
+from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE
 from gpulease.protocol.primitives import LeaseParameter
 from gpulease.protocol.sizes import parse_size
 
@@ -51,6 +54,8 @@ MAX_CARD_INDEX: Final = 2**32 - 1
 MAX_WIRE_BYTES: Final = 2**64 - 1
 """Largest size that fits the wire's u64."""
 
+Value = TypeVar("Value")
+Member = TypeVar("Member", bound=IntEnum)
 
 ASK_FIRST: Final = "Ask for one: lease = GpuBuilder().min_vram(...).acquire()"
 """Hint for a program that uses a builder, or nothing, as a lease."""
@@ -116,7 +121,7 @@ class LeaseRequest:
         self._ttl_ms = milliseconds(DEFAULT_LEASE_S, "lease_secs", least_ms=1)
         self._wait_ms = 0
         self._device: str | None = None
-        self._parameters: dict[int, bytes] = {}
+        self._parameters: dict[int, LeaseParameter] = {}
         self._labels: dict[str, str] = {}
         self._tls_files = TlsFiles()
 
@@ -161,8 +166,7 @@ class LeaseRequest:
             size_bytes: Bytes, or a string such as "64MiB".
         """
         self._submit_bytes = size_of(size_bytes, "submits")
-        self._parameters[SUBMIT_TAG] = self._submit_bytes.to_bytes(8, "big")
-        return self
+        return self._give(SUBMIT, self._submit_bytes)
 
     def lease_secs(self, seconds: float) -> Self:
         """Set how many seconds the lease lasts unless it is renewed; the daemon has a maximum. The default is 60."""
@@ -171,22 +175,18 @@ class LeaseRequest:
 
     def exclusivity(self, exclusivity: Exclusivity | int) -> Self:
         """Set which other leases may be on the same card."""
-        self._parameters[EXCLUSIVITY_TAG] = bytes([_member(Exclusivity, exclusivity, "exclusivity")])
-        return self
+        return self._give(EXCLUSIVITY, _member(Exclusivity, exclusivity, "exclusivity"))
 
     def waiting(self, waiting: Waiting | int) -> Self:
         """Set how session and worker wait: SPIN for the fastest replies, YIELD on a busy host, BLOCK to sleep at once.
 
         If this is not called, they spin for a bounded time where the host has cores for both of them.
         """
-        self._parameters[WAITING_TAG] = bytes([_member(Waiting, waiting, "waiting")])
-        return self
+        return self._give(WAITING, _member(Waiting, waiting, "waiting"))
 
     def max_kernel_secs(self, seconds: float) -> Self:
         """Set how many seconds one kernel may run; a longer one ends the lease. Unlimited if this is not called."""
-        value = milliseconds(seconds, "max_kernel_secs", least_ms=1)
-        self._parameters[MAX_KERNEL_TAG] = value.to_bytes(4, "big")
-        return self
+        return self._give_time(MAX_KERNEL, seconds)
 
     def orphan_secs(self, seconds: float) -> Self:
         """End the lease when it has had no connection for `seconds`; 0: never for this reason.
@@ -194,13 +194,11 @@ class LeaseRequest:
         Its connections are the lease object's own, those of its sessions, including sessions by token, and those of its
         jobs. A renewal restarts the time. If this is not called, the daemon operator's default applies.
         """
-        self._parameters[ORPHAN_TAG] = milliseconds(seconds, "orphan_secs", least_ms=0).to_bytes(4, "big")
-        return self
+        return self._give_time(ORPHAN, seconds)
 
     def regions_required(self) -> Self:
         """Make the session refuse every launch that names no region set, so that no launch can forget it."""
-        self._parameters[REGIONS_REQUIRED_TAG] = b"\x01"
-        return self
+        return self._give(REGIONS_REQUIRED, value=True)
 
     def name(self, name: str) -> Self:
         """Set a name that is unique in the daemon's fleet: while this lease lives, no other lease has it.
@@ -208,11 +206,10 @@ class LeaseRequest:
         The lease's `epoch` distinguishes it from every earlier lease of that name. A node that is cut off from its
         fleet ends the lease.
         """
-        encoded = utf8(name, "name")
+        utf8(name, "name")
         if not NAME.fullmatch(name):
             raise InvalidRequest(f"name: {quoted(name)} is not a valid name", f"A name is {NAME_RULE}")
-        self._parameters[NAME_TAG] = encoded
-        return self
+        return self._give(LEASE_NAME, name)
 
     def labels(self, **labels: str) -> Self:
         """Set labels that the node must have, such as zone="a"; its operator assigns them."""
@@ -227,9 +224,7 @@ class LeaseRequest:
         if len(self._labels | labels) > MAX_LABELS:
             raise InvalidRequest(f"labels: a lease asks for {MAX_LABELS} labels at the most")
         self._labels |= labels
-        if self._labels:
-            self._parameters[LABELS_TAG] = ",".join(f"{key}={value}" for key, value in self._labels.items()).encode()
-        return self
+        return self._give(LABELS, self._labels) if self._labels else self
 
     def device(self, uuid_or_index: str | int) -> Self:
         """Choose the card, by its UUID or its index. If this is not called, any card that fits."""
@@ -244,18 +239,30 @@ class LeaseRequest:
         self._wait_ms = milliseconds(seconds, "timeout", least_ms=0)
         return self
 
+    def _give(self, option: LeaseOption[Value, Any], value: Value) -> Self:
+        self._parameters[option.tag] = option.parameter(value)
+        return self
+
+    def _give_time(self, option: NumberOption[Any], seconds: float) -> Self:
+        return self._give(option, milliseconds(seconds, option.method, least_ms=option.least))
+
     def _where(self) -> Address | Fleet:
         return fleet_of(self._address, self._tls_files) or address_of(self._address, self._tls_files)
 
     def _request(self) -> LeaseAlloc:
         if not self._min_vram_bytes:
             raise InvalidRequest("acquire: the lease's size is missing", 'Set it with GpuBuilder().min_vram("4GiB")')
-        parameters = tuple(LeaseParameter(tag, value) for tag, value in self._parameters.items())
         size_bytes = self._min_vram_bytes + self._submit_bytes
-        return LeaseAlloc(GPU_RESOURCE_TYPE, size_bytes, self._ttl_ms, self._wait_ms, self._device, parameters)
+        return LeaseAlloc(
+            GPU_RESOURCE_TYPE, size_bytes, self._ttl_ms, self._wait_ms, self._device, tuple(self._parameters.values())
+        )
 
 
-def _member(kind: type[IntEnum], given: int, what: str) -> int:
+if _missing := [option.method for option in OPTIONS if option.method and option.method not in vars(LeaseRequest)]:
+    raise TypeError(f"LeaseRequest must have the method of each lease option: {', '.join(_missing)}")
+
+
+def _member(kind: type[Member], given: int, what: str) -> Member:
     try:
         return kind(given)
     except ValueError:

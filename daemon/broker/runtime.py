@@ -83,6 +83,7 @@ from gpulease.daemon.workers.monitors import CardWatch, KernelWatchdog, MemoryMo
 from gpulease.daemon.workers.region_orders import RegionOrders
 from gpulease.daemon.workers.registry import Workers
 from gpulease.daemon.workers.revocation_word import submit_word_for, word_for
+from gpulease.protocol.lease_options import options_for_worker
 from gpulease.protocol.messages import RegionEvent
 from gpulease.protocol.opcodes import Exclusivity, Status
 
@@ -531,9 +532,7 @@ def lease_worker_spec(effect: SpawnWorker, allowance_bytes: int) -> WorkerSpec:
         effect.terms.session_bytes,
         is_shared=effect.terms.exclusivity is Exclusivity.SHARED,
         allowance_bytes=allowance_bytes,
-        max_kernel_ms=effect.terms.max_kernel_ms,
-        waiting=effect.terms.waiting,
-        regions_required=effect.terms.regions_required,
+        **options_for_worker(effect.terms, is_submit=False),
     )
 
 
@@ -545,8 +544,7 @@ def submit_worker_spec(effect: SpawnSubmit, allowance_bytes: int) -> WorkerSpec:
         effect.size_bytes,
         is_shared=False,
         allowance_bytes=allowance_bytes,
-        max_kernel_ms=effect.terms.max_kernel_ms,
-        waiting=effect.terms.waiting,
         submit_of=effect.lease_id,
         timeout_ms=effect.timeout_ms,
+        **options_for_worker(effect.terms, is_submit=True),
     )

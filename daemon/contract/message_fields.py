@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Annotated, Any, ClassVar, Final, NamedTuple, Self, get_type_hints
 
+from gpulease.protocol.lease_options import ChoiceOption, FlagOption, LeaseOption, NumberOption
+
 U64_MAX: Final = 2**64 - 1
 
 MAX_PID: Final = 1 << 22
@@ -150,10 +152,15 @@ class _Field(NamedTuple):
 
 
 class Message:
-    """A message. Subclasses are frozen dataclasses and set `OP`, the value of the key "op"."""
+    """A message. Subclasses are frozen dataclasses and set `OP`, the value of the key "op".
+
+    Attributes:
+        ORDER: The first fields of the map, if they are not the first of the class. Bytes of versions are compared.
+    """
 
     __slots__ = ()
     OP: ClassVar[str]
+    ORDER: ClassVar[tuple[str, ...]] = ()
 
     def to_map(self) -> dict[str, Any]:
         """Return the map to be packed and sent; its keys are in the order of the fields."""
@@ -192,13 +199,28 @@ def _fields_of(message: type[Any]) -> tuple[_Field, ...]:
     if (known := _FIELDS.get(message)) is not None:
         return known
     hints = get_type_hints(message, include_extras=True)
-    _FIELDS[message] = tuple(_field_of(field.name, hints[field.name], field.default) for field in fields(message))
+    found = {field.name: _field_of(field.name, hints[field.name], field.default) for field in fields(message)}
+    _FIELDS[message] = tuple(found[name] for name in dict.fromkeys((*message.ORDER, *found)))
     return _FIELDS[message]
 
 
 def _field_of(name: str, hint: Any, default: Any) -> _Field:
     (kind,) = hint.__metadata__
+    if isinstance(kind, LeaseOption):
+        kind = _kind_of(kind)
     return _Field(name, kind.key or name, kind, default)
+
+
+def _kind_of(option: LeaseOption[Any, Any]) -> Kind:
+    """Return the kind of a lease option that a worker obeys. Raises TypeError for a value that no message has yet."""
+    match option:
+        case NumberOption():
+            return U64
+        case FlagOption():
+            return FLAG
+        case ChoiceOption():
+            return converted(option.kind).or_nil()
+    raise TypeError(f"{type(option).__name__} has no kind here: add one for the worker's messages")
 
 
 def by_op(*messages: type[Message]) -> Mapping[str, type[Message]]:

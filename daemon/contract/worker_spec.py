@@ -12,14 +12,15 @@ from gpulease.daemon.contract.message_fields import (
     U64_MAX,
     LeaseNumber,
     Message,
-    converted,
 )
-from gpulease.protocol.opcodes import Waiting
+from gpulease.protocol.lease_options import WorkerOptions
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerSpec(Message):
+class WorkerSpec(WorkerOptions, Message):
     """A worker. To the zygote: fork it. To a warm worker: take this lease, or this submit.
+
+    It carries the options of the lease that the worker obeys.
 
     Attributes:
         lease_id: The lease, and the session's id; the number of a warm context for a worker made ahead of its lease;
@@ -29,26 +30,23 @@ class WorkerSpec(Message):
         size_bytes: The lease's slice; 0 for a worker made ahead of its lease, which gets the lease later.
         is_shared: Whether several connections may be attached at a time.
         allowance_bytes: Bytes of the card that the worker may take in addition to its slice, charged to the node.
-        max_kernel_ms: How long one kernel may run; 0 for no bound.
-        waiting: How calls that wait for the session wait; None to choose by this host's cores.
         submit_of: The lease for which the worker runs one kernel; 0 if it is not a submit. Zygotes from before there
-          were
-          submits leave it out.
+            were submits leave it out.
         timeout_ms: How long the submit may take. The zygote keeps it for the next broker.
-        regions_required: Whether the session refuses a launch that names no region set.
     """
 
     OP: ClassVar[str] = "spawn"
+    ORDER: ClassVar[tuple[str, ...]] = (
+        *("lease_id", "card_uuid", "size_bytes", "is_shared", "allowance_bytes"),
+        *("max_kernel_ms", "waiting", "submit_of", "timeout_ms"),
+    )
     lease_id: LeaseNumber
     card_uuid: Annotated[str, TEXT.named("card")]
     size_bytes: Annotated[int, U64.named("size")]
     is_shared: Annotated[bool, FLAG.named("shared")]
     allowance_bytes: Annotated[int, U64.named("allowance")] = 0
-    max_kernel_ms: Annotated[int, U64] = 0
-    waiting: Annotated[Waiting | None, converted(Waiting).or_nil()] = None
     submit_of: Annotated[int, LEASE_NUMBER] = 0
     timeout_ms: Annotated[int, U64] = 0
-    regions_required: Annotated[bool, FLAG] = False
 
     @property
     def is_warm(self) -> bool:

@@ -147,7 +147,7 @@ class Admission:
             lease_id=event.lease_id,
             tenant=event.tenant,
             card_uuid=account.card.uuid,
-            terms=event.terms._replace(orphan_ms=orphan_ms),
+            terms=replace(event.terms, orphan_ms=orphan_ms),
             charge_bytes=account.charge_bytes(event.terms),
             request=event.request,
             created_ns=now_ns,

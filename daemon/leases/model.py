@@ -16,7 +16,8 @@ from enum import Enum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
-from gpulease.protocol.opcodes import Exclusivity, Waiting
+from gpulease.protocol.lease_options import LeaseOptions
+from gpulease.protocol.opcodes import Exclusivity
 from gpulease.protocol.session_words import RegionWord
 from gpulease.protocol.time_units import NS_PER_MS
 
@@ -259,39 +260,24 @@ def _follow(
 ALONE: Final = frozenset({Exclusivity.DEVICE_EXCLUSIVE, Exclusivity.PARTITION_EXCLUSIVE})
 
 
-class LeaseTerms(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class LeaseTerms(LeaseOptions):
     """The terms of one lease, carried by the request, the lease, the journal's row and the order to start a worker.
+
+    `LeaseOptions` describes what the tenant may choose besides size and time. Placement fills in the node's default for
+    an `orphan_ms` of None.
 
     Attributes:
         size_bytes: Bytes the tenant may allocate. Each context's overhead is charged on top.
         ttl_ms: Time to live last asked for, counted from the moment the worker is ready, or from the renewal.
-        exclusivity: Which other leases the card may have at the same time.
-        max_kernel_ms: Longest run of one kernel; 0: as long as the lease lives.
-        waiting: How both ends of the session wait for each other; None: as the host allows.
-        submit_bytes: Part of `size_bytes` kept for submits. With 0, a submit runs in place of a session that was never
-          opened.
-        orphan_ms: Longest time without a connection before the lease ends; 0: no bound; None: the node's default,
-          which placement fills in.
-        regions_required: The session refuses a launch that names no region set.
-        name: Name that exists once in the node's fleet; "": a lease without a name, which the fleet does not know.
         epoch: Number of the name's claim; 0 without a name.
-        request_id: The tenant's number for this acquire, the same in all its tries, in 32 hexadecimal digits; "" if it
-          has none.
         fleet_bytes: Bytes claimed for it from the tenant's quota in the fleet; 0: it counts against no quota.
     """
 
     size_bytes: int
     ttl_ms: int
-    exclusivity: Exclusivity = Exclusivity.SHARED
-    max_kernel_ms: int = 0
-    waiting: Waiting | None = None
-    submit_bytes: int = 0
-    orphan_ms: int | None = None
-    regions_required: bool = False
-    name: str = ""
-    epoch: int = 0
-    request_id: str = ""
-    fleet_bytes: int = 0
+    epoch: int = field(default=0, kw_only=True)
+    fleet_bytes: int = field(default=0, kw_only=True)
 
     @property
     def is_claimed(self) -> bool:

@@ -33,6 +33,7 @@ from gpulease.daemon.leases.persisted import Past, revive
 from gpulease.daemon.leases.table_state import LeaseStore, RevokedIds
 from gpulease.daemon.leases.teardown import Teardown
 from gpulease.daemon.leases.warm_pool import WarmPool
+from gpulease.protocol.opcodes import Exclusivity
 
 
 class Restoration:
@@ -97,7 +98,7 @@ class Restoration:
                 lease_id=event.worker_id,
                 tenant="",
                 card_uuid=event.card_uuid,
-                terms=LeaseTerms(event.charge_bytes, ttl_ms=0, orphan_ms=0),
+                terms=LeaseTerms(event.charge_bytes, ttl_ms=0, exclusivity=Exclusivity.SHARED, orphan_ms=0),
                 charge_bytes=event.charge_bytes,
                 request=0,
                 created_ns=now_ns,

@@ -6,6 +6,7 @@ bounded.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Final, get_args
 
 from gpulease.daemon.leases import denials, devices, events, horizon_events, invariants
@@ -380,7 +381,7 @@ class LeaseTable:
             return
         lease.generation += 1
         lease.move(Trigger.RENEWED, now_ns)
-        lease.terms = lease.terms._replace(ttl_ms=event.ttl_ms)
+        lease.terms = replace(lease.terms, ttl_ms=event.ttl_ms)
         # A renewal never shortens the time granted before, which had the same maximum.
         deadline_ns = renewed_until(now_ns, event.ttl_ms, self._store.drain_ns)
         # A renewal shows that the tenant is alive, so the wait for a connection starts again from now.

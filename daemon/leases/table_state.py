@@ -7,7 +7,7 @@ from array import array
 from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final
 
@@ -302,7 +302,7 @@ class LeaseStore:
     def change_size(self, lease: Lease, size_bytes: int) -> None:
         """Change the size of an active lease, and charge its card accordingly."""
         more_bytes = size_bytes - lease.terms.size_bytes
-        lease.terms = lease.terms._replace(size_bytes=size_bytes)
+        lease.terms = replace(lease.terms, size_bytes=size_bytes)
         lease.charge_bytes += more_bytes
         self.account_by_uuid[lease.card_uuid].held_bytes += more_bytes
         self.bytes_by_tenant[lease.tenant] += more_bytes

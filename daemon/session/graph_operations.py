@@ -127,9 +127,6 @@ class _SessionGraph:
 class GraphOperations(Operations):
     """The GRAPH operations.
 
-    Args:
-        needs_set: Refuse GRAPH_LAUNCH: each launch must name a region set.
-
     Attributes:
         recent_replays: Request ids of the latest replays.
     """
@@ -140,12 +137,10 @@ class GraphOperations(Operations):
         planner: Planner,
         arena: ArenaOperations,
         gate: RegionGate,
-        *,
-        needs_set: bool,
     ) -> None:
         super().__init__(resources)
         self._planner = planner
-        self._gate, self._needs_set = gate, needs_set
+        self._gate, self._needs_set = gate, resources.options.regions_required
         self._arena = arena
         self.recent_replays: deque[int] = deque(maxlen=MAX_RECENT_REPLAYS)
         self._graphs: dict[int, _SessionGraph] = {}

@@ -49,15 +49,12 @@ _LAUNCHES: Final = int(Counter.LAUNCHES)
 
 
 class LaunchOperations(Operations):
-    """LAUNCH, LAUNCH_IN and LAUNCH_WITH, and SYNC, which waits for all launches.
+    """LAUNCH, LAUNCH_IN and LAUNCH_WITH, and SYNC, which waits for all launches."""
 
-    Args:
-        needs_set: Refuse LAUNCH: each launch must name a region set.
-    """
-
-    def __init__(self, resources: SessionResources, planner: "Planner", gate: RegionGate, *, needs_set: bool) -> None:
+    def __init__(self, resources: SessionResources, planner: "Planner", gate: RegionGate) -> None:
         super().__init__(resources)
-        self._planner, self._gate, self._needs_set = planner, gate, needs_set
+        self._planner, self._gate = planner, gate
+        self._needs_set = resources.options.regions_required
 
     @serves(Opcode.LAUNCH)
     def launch(self, frame: Frame) -> bytes:

@@ -180,7 +180,7 @@ def _serve(
         if spec.submit_of:
             number = Tlv(SubmitOption.NUMBER, spec.submit_number.to_bytes(8, "big"))
             welcome = replace(welcome, options=(number, Tlv(SubmitOption.TYPED_VALUES, b"")))
-            session = Session(spec.submit_of, context, ledger, page, spec.max_kernel_ms, is_submit=True)
+            session = Session(spec.submit_of, context, ledger, page, spec, is_submit=True)
             SubmitServer(channel, session, welcome).run()
             return WorkerExit.OK
         session = Session(
@@ -188,9 +188,8 @@ def _serve(
             context,
             ledger,
             page,
-            spec.max_kernel_ms,
+            spec,
             context.native(),
-            regions_required=spec.regions_required,
             take_printed=output.take,
         )
         server = Server(channel, session, welcome, is_shared=spec.is_shared, spin_policy=spin_policy)

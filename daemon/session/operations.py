@@ -10,6 +10,7 @@ from gpulease.daemon.contract.control_page import Counter
 from gpulease.daemon.drivers.interface import Context, Kernel, KernelFault, keep_waiting
 from gpulease.daemon.session.ledger import Ledger
 from gpulease.protocol.framing import Frame
+from gpulease.protocol.lease_options import WorkerOptions
 from gpulease.protocol.opcodes import Opcode
 
 # Plain integers: looking up a member of its enum costs as much as the rest of an increment.
@@ -20,6 +21,10 @@ _COPIED_BYTES: Final = int(Counter.COPIED_BYTES)
 _COMPILING_SINCE_NS: Final = int(Counter.COMPILING_SINCE_NS)
 
 _Result = TypeVar("_Result")
+
+
+NO_OPTIONS: Final = WorkerOptions()
+"""Of a lease that gives no option."""
 
 
 class LeaseOver(Exception):
@@ -35,6 +40,7 @@ class SessionResources:
         context: The driver's context.
         check_lease: The `Poll` for every call that may wait; raises LeaseOver once the lease is over.
         counters: The control page's counters.
+        options: The options of its lease.
         check_sync: The `Poll` of a wait for all launches of a stream or of the session: it also serves the broker.
         stream: The driver's number of the stream that launches and copies go into now.
         keep_fault: Called with a kernel's fault that a call met without a tenant's request, to report it to the tenant.
@@ -46,6 +52,7 @@ class SessionResources:
     context: Context
     check_lease: Callable[[], None]
     counters: memoryview
+    options: WorkerOptions
     may_have_grown: bool = False
     stream: int = 0
     check_sync: Callable[[], None] = keep_waiting

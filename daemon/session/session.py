@@ -36,7 +36,7 @@ from gpulease.daemon.session.memory_operations import ArenaOperations, MemoryOpe
 from gpulease.daemon.session.modules import ModuleOperations
 from gpulease.daemon.session.native.launch_fast_path import LaunchFastPath
 from gpulease.daemon.session.native.layout import Outcome, RingEnds
-from gpulease.daemon.session.operations import LeaseOver, Operation, Operations, SessionResources
+from gpulease.daemon.session.operations import NO_OPTIONS, LeaseOver, Operation, Operations, SessionResources
 from gpulease.daemon.session.region_memory import RegionMemory
 from gpulease.daemon.session.region_operations import RegionGate, RegionOperations
 from gpulease.daemon.session.replies import NO_NUMBER, SyncPattern, done, failed, failure_of, refusal_of, refused
@@ -46,6 +46,7 @@ from gpulease.protocol.codec import parse_body
 from gpulease.protocol.errors import BodyError, FramingError
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.framing import HEADER_BYTES, Frame, FrameReader
+from gpulease.protocol.lease_options import WorkerOptions
 from gpulease.protocol.messages import Ping
 from gpulease.protocol.opcodes import Flag, Opcode, Status
 
@@ -76,11 +77,10 @@ class Session:
         context: The driver's context; nothing else uses it.
         ledger: The session's empty ledger.
         page: The control page; the session shows its counters there.
-        max_kernel_ms: How long a kernel may run, 0 for no bound.
+        options: The options of its lease.
         native: How native code launches in the context; None leaves all launches to Python. Ignored where kernels'
-          times are bounded, because Python checks after every launch then.
+            times are bounded, because Python checks after every launch then.
         is_submit: The session serves one SUBMIT_RUN and nothing else.
-        regions_required: Refuse launches that name no region set.
         take_printed: Takes what kernels have printed, and returns it and whether some of it is lost.
 
     Attributes:
@@ -101,11 +101,10 @@ class Session:
         context: Context,
         ledger: Ledger,
         page: WorkerPage,
-        max_kernel_ms: int = 0,
+        options: WorkerOptions = NO_OPTIONS,
         native: NativeLaunch | None = None,
         *,
         is_submit: bool = False,
-        regions_required: bool = False,
         take_printed: Callable[[], tuple[bytes, bool]] = lambda: (b"", False),
     ) -> None:
         self.lease_id = lease_id
@@ -121,11 +120,11 @@ class Session:
         self.on_wait: Callable[[], None] = keep_waiting
         self._context, self._ledger, self._page = context, ledger, page
         self._counters = page.counters
-        self.watch = KernelWatch(context, page.counters, max_kernel_ms)
+        self.watch = KernelWatch(context, page.counters, options.max_kernel_ms)
         if self.watch.is_on:
             context.watch(self._check_lease)
         ledger.make_room = lambda most_bytes: context.trim(most_bytes, self._check_lease)
-        self._resources = resources = SessionResources(ledger, context, self._check_lease, page.counters)
+        self._resources = resources = SessionResources(ledger, context, self._check_lease, page.counters, options)
         resources.check_sync, resources.keep_fault = self._check_sync, self._keep_fault
         self._planner = planner = Planner(ledger, lease_id, resources.compile_kernel)
         self._memory = MemoryOperations(resources)
@@ -137,9 +136,9 @@ class Session:
         self.regions = RegionMemory(resources, gate, lambda: self.streams.live, lambda: self.keeps_failure)
         self._region_sets = RegionOperations(resources, gate, self.regions.forget)
         self.streams.on_select, self.streams.on_destroy = gate.forget_current, self.regions.leave_stream
-        self._launches = LaunchOperations(resources, planner, gate, needs_set=regions_required)
+        self._launches = LaunchOperations(resources, planner, gate)
         self._printed = PrintedOperations(resources, take_printed)
-        self._graphs = GraphOperations(resources, planner, self.arena, gate, needs_set=regions_required)
+        self._graphs = GraphOperations(resources, planner, self.arena, gate)
         self.submit = SubmitOperations(resources, planner, self._modules)
         self._keeper = KeepOperations(resources)
         parts = (self._keeper, self._modules, self._graphs, self._region_sets)

@@ -7,8 +7,9 @@ import pytest
 
 from gpulease.client import Busy, CapacityExceeded, GpuExclusivityClass, GpuSession, InvalidRequest, Unsupported
 from gpulease.protocol import Failure, Opcode, Status
+from gpulease.protocol.lease_options import EXCLUSIVITY
 from gpulease.protocol.messages import LeaseAlloc, Ping
-from gpulease.protocol.opcodes import EXCLUSIVITY_TAG, GPU_RESOURCE_TYPE
+from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE
 from gpulease.protocol.primitives import LeaseParameter
 from helpers.daemon import Daemon
 from helpers.kernels import check_main_job
@@ -89,13 +90,13 @@ def test_class_255_is_never_valid(peer: RawPeer) -> None:
 
 @pytest.mark.parametrize("values", [[b""], [b"\0\0"], [b"\0", b"\0"]])
 def test_malformed_classes(peer: RawPeer, values: list[bytes]) -> None:
-    parameters = tuple(LeaseParameter(EXCLUSIVITY_TAG, value) for value in values)
+    parameters = tuple(LeaseParameter(EXCLUSIVITY.tag, value) for value in values)
     failure = peer.refused(Opcode.LEASE_ALLOC, LeaseAlloc(GPU_RESOURCE_TYPE, 1, 1000, 0, None, parameters))
     assert failure.status is Status.INVALID_REQUEST
 
 
 def test_unknown_lease_parameters_are_skipped(peer: RawPeer) -> None:
-    parameters = (LeaseParameter(0x7777, b"what is this"), LeaseParameter(EXCLUSIVITY_TAG, b"\0"))
+    parameters = (LeaseParameter(0x7777, b"what is this"), LeaseParameter(EXCLUSIVITY.tag, b"\0"))
     grant = peer.acquire(LeaseAlloc(GPU_RESOURCE_TYPE, 1, 1000, 0, None, parameters))
     assert grant.exclusivity == GpuExclusivityClass.SHARED
     peer.free(grant.lease_id)

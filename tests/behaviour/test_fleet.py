@@ -12,8 +12,9 @@ from gpulease.client import GpuLeaseError, GpuSession, Revoked
 from gpulease.client.sync.driver import ask
 from gpulease.daemon.fleet.fleet_records import read_inventory
 from gpulease.protocol import Opcode
+from gpulease.protocol.lease_options import REQUEST_ID
 from gpulease.protocol.messages import LeaseAlloc
-from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, REQUEST_ID_TAG
+from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE
 from gpulease.protocol.primitives import LeaseParameter
 from helpers.fleet_rig import HORIZON_S, FleetNode, Worker, claims, fleet
 from helpers.readable import readable
@@ -200,7 +201,7 @@ def test_leases_that_go_on_without_their_daemon_stay_claimed(tmp_path: Path) -> 
 def test_a_node_that_is_cut_off_knows_its_request_ids(tmp_path: Path) -> None:
     """Also when it was just started, and has not joined: whoever takes its refusal as final places a second lease."""
     with fleet(tmp_path, nodes=1) as (cluster, (node,)):
-        request_id = LeaseParameter(REQUEST_ID_TAG, secrets.token_bytes(16))
+        request_id = LeaseParameter(REQUEST_ID.tag, secrets.token_bytes(16))
         wanted = LeaseAlloc(GPU_RESOURCE_TYPE, 1 << 20, 600_000, 0, None, (request_id,))
         first = ask(Opcode.LEASE_ALLOC, wanted, node.address)
         cluster.pause(cluster.members[0])

@@ -12,8 +12,9 @@ import pytest
 from gpulease.client import Busy, GpuBuilder, GpuSession, Revoked, Unsupported
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
+from gpulease.protocol.lease_options import LEASE_NAME, REQUEST_ID
 from gpulease.protocol.messages import LeaseAlloc, LeaseGrant
-from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, NAME_TAG, REQUEST_ID_TAG
+from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE
 from gpulease.protocol.primitives import LeaseParameter
 from helpers.daemon import Daemon, Faults
 from helpers.kernels import check_main_job, start_endless
@@ -197,7 +198,7 @@ def test_a_restarted_broker_keeps_the_horizon_and_the_epochs(lasting: LastingDae
 @beyond_restarts
 def test_one_request_id_places_once(lasting: LastingDaemon, folder: Path) -> None:
     request_id = secrets.token_bytes(16)
-    parameters = (LeaseParameter(REQUEST_ID_TAG, request_id), LeaseParameter(NAME_TAG, b"model-a"))
+    parameters = (LeaseParameter(REQUEST_ID.tag, request_id), LeaseParameter(LEASE_NAME.tag, b"model-a"))
     wanted = LeaseAlloc(GPU_RESOURCE_TYPE, SIZE, 60_000, 0, None, parameters)
 
     def place() -> LeaseGrant:

@@ -9,6 +9,7 @@ import pytest
 from gpulease.client import Denied, GpuLease, Permission, my_audience, submit_by
 from gpulease.protocol import Failure, Opcode, Reply, Status
 from gpulease.protocol.capabilities import AttachOption
+from gpulease.protocol.lease_options import SUBMIT
 from gpulease.protocol.limits import MAX_SUBMIT_OUTPUT_BYTES
 from gpulease.protocol.messages import (
     AttachReply,
@@ -23,7 +24,7 @@ from gpulease.protocol.messages import (
     SubmitDone,
     SubmitRun,
 )
-from gpulease.protocol.opcodes import SUBMIT_TAG, ArgumentKind, Flag
+from gpulease.protocol.opcodes import ArgumentKind, Flag
 from gpulease.protocol.primitives import LeaseParameter, Tlv
 from helpers.daemon import Daemon
 from helpers.kernels import FAULTS, Neighbour
@@ -175,7 +176,7 @@ def test_who_may_ask(daemon: Daemon, gpu: GpuLease) -> None:
 @pytest.mark.parametrize("value", [b"", bytes(8), bytes(4), bytes(7) + b"\x01" + b"\x00"])
 def test_what_is_kept_for_submits_is_a_number(daemon: Daemon, value: bytes) -> None:
     with RawPeer(daemon.address).hello() as peer:
-        wanted = replace(lease_alloc(), parameters=(LeaseParameter(SUBMIT_TAG, value),))
+        wanted = replace(lease_alloc(), parameters=(LeaseParameter(SUBMIT.tag, value),))
         assert peer.refused(Opcode.LEASE_ALLOC, wanted).status is Status.INVALID_REQUEST
 
 

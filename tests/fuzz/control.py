@@ -21,7 +21,8 @@ from gpulease.daemon.record.metrics import families
 from gpulease.protocol import Opcode
 from gpulease.protocol import messages as m
 from gpulease.protocol.capabilities import AttachOption, Permission
-from gpulease.protocol.opcodes import EXCLUSIVITY_TAG, GPU_RESOURCE_TYPE
+from gpulease.protocol.lease_options import EXCLUSIVITY
+from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE
 from gpulease.protocol.primitives import LeaseParameter, Tlv
 
 from .draws import Draws
@@ -43,7 +44,7 @@ DRAIN_S = 60.0
 def alloc(scene: Scene, draws: Draws) -> m.LeaseAlloc:
     device = draws.pick((None, None, None, "0", "1", CARDS[0].uuid, "nope"))
     values = [bytes([draws.pick((0, 0, 1, 2, 3, 4, 255))])] * draws.pick((0, 1, 1, 1, 2))
-    parameters = tuple(LeaseParameter(EXCLUSIVITY_TAG, value) for value in values)
+    parameters = tuple(LeaseParameter(EXCLUSIVITY.tag, value) for value in values)
     kind = GPU_RESOURCE_TYPE if not draws.chance(16) else 6
     size, ttl_ms = draws.pick((100, 1, 300, 380, 700, 980, 0, 1 << 40)), draws.pick((1000, 8000, 100, 3000, 8001, 0))
     return m.LeaseAlloc(kind, size, ttl_ms, draws.pick((0, 0, 1000, 6000, 6001)), device, parameters)

@@ -9,9 +9,10 @@ from gpulease.protocol import Connection, EndOfStream, Event, Failure, Goodbye, 
 from gpulease.protocol.address import UnixAddress, parse_address
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.framing import build_frame
+from gpulease.protocol.lease_options import EXCLUSIVITY
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
 from gpulease.protocol.messages import Attach, Body, Hello, LeaseAlloc, LeaseGrant, LeaseRef
-from gpulease.protocol.opcodes import EXCLUSIVITY_TAG, GPU_RESOURCE_TYPE
+from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE
 from gpulease.protocol.primitives import LeaseParameter
 
 T = TypeVar("T", bound=Body)
@@ -151,7 +152,7 @@ class RawPeer:
 def lease_alloc(size_bytes: int = 1 << 20, ttl_ms: int = 60_000, *, wait_ms: int = 0, **special: Any) -> LeaseAlloc:
     """A small LEASE_ALLOC; `device` and `exclusivity` (a byte) are what may be special."""
     exclusivity = special.get("exclusivity")
-    parameters = () if exclusivity is None else (LeaseParameter(EXCLUSIVITY_TAG, bytes([exclusivity])),)
+    parameters = () if exclusivity is None else (LeaseParameter(EXCLUSIVITY.tag, bytes([exclusivity])),)
     return LeaseAlloc(GPU_RESOURCE_TYPE, size_bytes, ttl_ms, wait_ms, special.get("device"), parameters)
 
 

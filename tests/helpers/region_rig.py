@@ -18,6 +18,7 @@ from gpulease.daemon.session.session import Session
 from gpulease.protocol.codec import build_body, parse_body, reply_body
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.framing import Frame, FrameReader, build_frame
+from gpulease.protocol.lease_options import WorkerOptions
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
 from gpulease.protocol.messages import Body, ErrorBody, Handle, LaunchIn, RegionRef, RegionSet
 from gpulease.protocol.opcodes import Flag, Opcode
@@ -258,7 +259,8 @@ def region_rig(*, is_native: bool = False, regions_required: bool = False) -> It
     context = RegionCard(CpuDriver().open_context("GPU-0", SLICE))
     ledger = Ledger(SLICE)
     native = context.native() if is_native else None
-    session = Session(LEASE, context, ledger, view, native=native, regions_required=regions_required)  # type: ignore[arg-type]
+    options = WorkerOptions(regions_required=regions_required)
+    session = Session(LEASE, context, ledger, view, options=options, native=native)  # type: ignore[arg-type]
     writer = PageWriter()
     fd = writer.reading_fd()
     session.regions.use_page(fd)

@@ -1,4 +1,6 @@
-"""Writes tables of `protocol/README.md` from the code: `PYTHONPATH=.dev python -m tests.protocol.generate_readme`.
+"""Writes tables of `protocol/README.md` and `client/README.md` from the code.
+
+`PYTHONPATH=.dev python -m tests.protocol.generate_readme` writes them.
 
 Each stands between `<!-- name -->` and `<!-- end of name -->`. A test compares.
 """
@@ -9,12 +11,14 @@ from typing import Final
 
 from gpulease.protocol.capabilities import ALL_PERMISSIONS, names_of
 from gpulease.protocol.connection_states import TRANSITIONS
+from gpulease.protocol.lease_options import OPTIONS
 from gpulease.protocol.opcodes import SessionOption
 from gpulease.protocol.operations import SPECS, OperationSpec, Trait
 
 from .vector_json import VECTORS
 
-README: Final = VECTORS.parent / "protocol" / "README.md"
+SPECIFICATION: Final = VECTORS.parent / "protocol" / "README.md"
+GUIDE: Final = VECTORS.parent / "client" / "README.md"
 
 SHOWN_TRAITS: Final = {
     Trait.READ_ONLY: "read-only",
@@ -55,8 +59,14 @@ def operation_row(spec: OperationSpec) -> list[str]:
     ]
 
 
-def tables() -> dict[str, str]:
-    """Return the tables by the names of their places."""
+def guide_tables() -> dict[str, str]:
+    """Return the guide's tables by the names of their places."""
+    rows = [[f"`.{option.call}`", option.effect] for option in OPTIONS if option.call]
+    return {"lease options": table(["method", "effect"], rows)}
+
+
+def specification_tables() -> dict[str, str]:
+    """Return the specification's tables by the names of their places."""
     titles = ["number", "operation", "asked in", "quiet", "request", "reply", "permission", "option", "traits"]
     return {
         "operations": table([*titles, "what it does"], [operation_row(spec) for spec in SPECS.values()]),
@@ -71,6 +81,7 @@ def tables() -> dict[str, str]:
                 for option in SessionOption
             ],
         ),
+        "lease options": table(["tag", "length", "value"], [option.row for option in OPTIONS]),
         "states": table(
             ["state", "trigger", "next state"],
             [[state.name, trigger.name, after.name] for (state, trigger), after in TRANSITIONS.items()],
@@ -78,20 +89,26 @@ def tables() -> dict[str, str]:
     }
 
 
-def with_tables(text: str) -> str:
-    """Return the specification with its generated tables. Raises ValueError if a table has no place in it."""
-    for name, made in tables().items():
+TABLES: Final = {SPECIFICATION: specification_tables, GUIDE: guide_tables}
+"""The documents, and what makes the tables of each."""
+
+
+def with_tables(path: Path) -> str:
+    """Return a document with its generated tables. Raises ValueError if a table has no place in it."""
+    text = path.read_text(encoding="utf-8")
+    for name, made in TABLES[path]().items():
         begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
         before, found, rest = text.partition(begin)
         _, closed, after = rest.partition(end)
         if not (found and closed):
-            raise ValueError(f"the specification must have {begin.strip()} and {end}")
+            raise ValueError(f"{path.name} must have {begin.strip()} and {end}")
         text = f"{before}{begin}\n{made}\n\n{end}{after}"
     return text
 
 
-def main(path: Path = README) -> None:
-    path.write_text(with_tables(path.read_text(encoding="utf-8")), encoding="utf-8")
+def main() -> None:
+    for path in TABLES:
+        path.write_text(with_tables(path), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -6,13 +6,8 @@ from gpulease.protocol import BodyError, Exclusivity, Failure, Opcode, RevokeOut
 from gpulease.protocol import messages as m
 from gpulease.protocol.codec import build_body, parse_body
 from gpulease.protocol.framing import build_frame
-from gpulease.protocol.opcodes import (
-    EXCLUSIVITY_TAG,
-    GPU_RESOURCE_TYPE,
-    KNOWN_FLAGS,
-    Flag,
-    InventoryFlag,
-)
+from gpulease.protocol.lease_options import EXCLUSIVITY
+from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, KNOWN_FLAGS, Flag, InventoryFlag
 from gpulease.protocol.operations import SESSION_OPCODES
 from gpulease.protocol.primitives import LeaseParameter, Tlv
 
@@ -127,7 +122,7 @@ def test_the_gpu_resource_type() -> None:
 @pytest.mark.parametrize(("name", "number"), list(zip(Exclusivity, range(4), strict=True)))
 def test_the_exclusivity_parameter_byte_for_byte(name: Exclusivity, number: int) -> None:
     assert name == number
-    parameter = LeaseParameter(EXCLUSIVITY_TAG, bytes([name]))
+    parameter = LeaseParameter(EXCLUSIVITY.tag, bytes([name]))
     payload = build_body(m.LeaseAlloc(5, 0, 0, 0, None, (parameter,)))
     assert payload[-5:].hex(" ") == f"09 03 00 01 0{number}"
 

@@ -6,15 +6,8 @@ from gpulease.protocol import Exclusivity, Failure, Opcode, RevokeOutcome, Statu
 from gpulease.protocol import messages as m
 from gpulease.protocol.capabilities import AttachOption, Permission
 from gpulease.protocol.codec import build_body
-from gpulease.protocol.opcodes import (
-    GPU_RESOURCE_TYPE,
-    ORPHAN_TAG,
-    HelloOption,
-    ParameterKind,
-    ParameterType,
-    Phase,
-    SessionOption,
-)
+from gpulease.protocol.lease_options import ORPHAN
+from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, HelloOption, ParameterKind, ParameterType, Phase, SessionOption
 from gpulease.protocol.primitives import LeaseParameter, Tlv
 from gpulease.protocol.ring import Given, Wanted
 
@@ -456,7 +449,7 @@ def orphaned() -> Script:
     )
     for connection in ("control", "control again"):
         script.hello(connection)
-    parameters = (LeaseParameter(ORPHAN_TAG, (30_000).to_bytes(4, "big")),)
+    parameters = (LeaseParameter(ORPHAN.tag, (30_000).to_bytes(4, "big")),)
     grant = m.LeaseGrant(LEASE, 1, SLICE, 120_000, EXPIRES, Exclusivity.SESSION_EXCLUSIVE, CARD_UUID)
     wanted = m.LeaseAlloc(GPU_RESOURCE_TYPE, SLICE, 120_000, 0, None, parameters)
     script.call("control", Opcode.LEASE_ALLOC, wanted, grant)

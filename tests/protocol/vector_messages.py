@@ -6,14 +6,9 @@ from gpulease.protocol import Exclusivity, Opcode, Status, limits
 from gpulease.protocol import messages as m
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.framing import HEADER
+from gpulease.protocol.lease_options import EXCLUSIVITY, LABELS, LEASE_NAME, MAX_KERNEL, REQUEST_ID, WAITING
 from gpulease.protocol.opcodes import (
-    EXCLUSIVITY_TAG,
     GPU_RESOURCE_TYPE,
-    LABELS_TAG,
-    MAX_KERNEL_TAG,
-    NAME_TAG,
-    REQUEST_ID_TAG,
-    WAITING_TAG,
     ArgumentKind,
     ErrorTlv,
     Flag,
@@ -39,13 +34,13 @@ U32, U64, U128 = 2**32 - 1, 2**64 - 1, 2**128 - 1
 AUDIENCE = bytes(range(limits.AUDIENCE_BYTES))
 POINTER = 0x7F8C_2000_0000
 NAMED = (
-    LeaseParameter(NAME_TAG, b"model-a"),
-    LeaseParameter(LABELS_TAG, b"zone=a,tier=gold"),
-    LeaseParameter(REQUEST_ID_TAG, bytes(range(16))),
+    LeaseParameter(LEASE_NAME.tag, b"model-a"),
+    LeaseParameter(LABELS.tag, b"zone=a,tier=gold"),
+    LeaseParameter(REQUEST_ID.tag, bytes(range(16))),
 )
-SHARED = LeaseParameter(EXCLUSIVITY_TAG, bytes([Exclusivity.SHARED]))
-BOUNDED = LeaseParameter(MAX_KERNEL_TAG, (2500).to_bytes(4, "big"))
-BLOCKING = LeaseParameter(WAITING_TAG, bytes([Waiting.BLOCK]))
+SHARED = LeaseParameter(EXCLUSIVITY.tag, bytes([Exclusivity.SHARED]))
+BOUNDED = LeaseParameter(MAX_KERNEL.tag, (2500).to_bytes(4, "big"))
+BLOCKING = LeaseParameter(WAITING.tag, bytes([Waiting.BLOCK]))
 LONG_TEXT = "x" * limits.MAX_TEXT_BYTES
 ALL_TLVS = (Tlv(255, b""),) * limits.MAX_TLVS
 CARD_DETAILS = {"name": "Embedded", "uuid": CARD_UUID, "index": 0, "leases": 1, "fenced_bytes": 0}

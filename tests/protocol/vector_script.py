@@ -5,8 +5,9 @@ from typing import Any
 
 from gpulease.protocol import Exclusivity, Failure, Opcode
 from gpulease.protocol import messages as m
+from gpulease.protocol.lease_options import EXCLUSIVITY
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
-from gpulease.protocol.opcodes import EXCLUSIVITY_TAG, GPU_RESOURCE_TYPE, Flag
+from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, Flag
 from gpulease.protocol.primitives import LeaseParameter, Tlv
 from gpulease.protocol.ring import Given, Wanted
 
@@ -117,7 +118,7 @@ class Script:
 
 
 def alloc(size_bytes: int, ttl_ms: int = 120_000, exclusivity: int = 0, wait_ms: int = 0) -> m.LeaseAlloc:
-    parameters = (LeaseParameter(EXCLUSIVITY_TAG, bytes([exclusivity])),)
+    parameters = (LeaseParameter(EXCLUSIVITY.tag, bytes([exclusivity])),)
     return m.LeaseAlloc(GPU_RESOURCE_TYPE, size_bytes, ttl_ms, wait_ms, None, parameters)
 
 

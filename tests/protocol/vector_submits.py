@@ -4,14 +4,8 @@ from dataclasses import replace
 
 from gpulease.protocol import Exclusivity, Failure, Opcode, Status
 from gpulease.protocol import messages as m
-from gpulease.protocol.opcodes import (
-    GPU_RESOURCE_TYPE,
-    SUBMIT_TAG,
-    TYPED_VALUE,
-    ArgumentKind,
-    ParameterType,
-    SubmitOption,
-)
+from gpulease.protocol.lease_options import SUBMIT
+from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, TYPED_VALUE, ArgumentKind, ParameterType, SubmitOption
 from gpulease.protocol.primitives import LeaseParameter, Tlv
 
 from .vector_messages import CARD_UUID, EXPIRES, LEASE
@@ -24,7 +18,7 @@ def submit() -> Script:
         "answered without outputs. The lease goes on."
     )
     script.hello("control")
-    parameters = (LeaseParameter(SUBMIT_TAG, (16 << 20).to_bytes(8, "big")),)
+    parameters = (LeaseParameter(SUBMIT.tag, (16 << 20).to_bytes(8, "big")),)
     grant = m.LeaseGrant(LEASE, 1, SLICE, 120_000, EXPIRES, Exclusivity.SESSION_EXCLUSIVE, CARD_UUID)
     script.call(
         "control", Opcode.LEASE_ALLOC, m.LeaseAlloc(GPU_RESOURCE_TYPE, SLICE, 120_000, 0, None, parameters), grant

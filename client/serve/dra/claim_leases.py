@@ -39,9 +39,9 @@ from gpulease.client.sync.driver import ask
 from gpulease.protocol import Exclusivity, Opcode
 from gpulease.protocol.capabilities import Permission
 from gpulease.protocol.lease_ids import LeaseId, lease_id_of
+from gpulease.protocol.lease_options import EXCLUSIVITY, ORPHAN, REQUEST_ID
 from gpulease.protocol.messages import Empty, LeaseAlloc, LeaseRenew
-from gpulease.protocol.opcodes import EXCLUSIVITY_TAG, GPU_RESOURCE_TYPE, ORPHAN_TAG, REQUEST_ID_TAG
-from gpulease.protocol.primitives import LeaseParameter
+from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE
 
 FIRST_LEASE_S: Final = 30.0
 """Life of a lease until its record is on the disk: a driver that is killed between the two forgets it."""
@@ -67,8 +67,8 @@ _POD_PERMISSIONS: Final = (
 """A pod uses its lease. It can't renew, free or revoke it: that is the driver's."""
 
 _PARAMETERS: Final = (
-    LeaseParameter(EXCLUSIVITY_TAG, bytes([Exclusivity.SHARED])),  # containers of a pod, and pods, may share a claim
-    LeaseParameter(ORPHAN_TAG, bytes(4)),  # no connection stays open between the pod's
+    EXCLUSIVITY.parameter(Exclusivity.SHARED),  # containers of a pod, and pods, may share a claim
+    ORPHAN.parameter(0),  # no connection stays open between the pod's
 )
 
 
@@ -208,7 +208,7 @@ class ClaimLeases:
         size_bytes = card["capacity_bytes"] if device.size_bytes is None else device.size_bytes
         first_ms = milliseconds(FIRST_LEASE_S, "the first time", least_ms=1)
         # Without a wait: a kubelet asks again, and would ask beside a wait.
-        parameters = (*_PARAMETERS, LeaseParameter(REQUEST_ID_TAG, request))
+        parameters = (*_PARAMETERS, REQUEST_ID.parameter(request.hex()))
         wanted = LeaseAlloc(GPU_RESOURCE_TYPE, size_bytes, first_ms, 0, card["uuid"], parameters)
         given = ask(Opcode.LEASE_ALLOC, wanted, self._address)
         return HeldLease(device.request, device.pool, device.device, device.share_id, str(LeaseId(given.lease_id)))

@@ -26,9 +26,9 @@ from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.address import ADDRESS_VARIABLE, DEFAULT_ADDRESS
 from gpulease.protocol.lease_ids import LeaseId, lease_id_of
+from gpulease.protocol.lease_options import ORPHAN, REQUEST_ID
 from gpulease.protocol.messages import LeaseAlloc, LeaseRenew
-from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, ORPHAN_TAG, REQUEST_ID_TAG
-from gpulease.protocol.primitives import LeaseParameter
+from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE
 
 GRES: Final = "vram"
 MIB: Final = 1 << 20
@@ -87,8 +87,8 @@ def prolog(folder: Path, address: str) -> None:
         _end(path, record)
     first_ms = milliseconds(FIRST_LEASE_S, "the first time", least_ms=1)
     wait_ms = milliseconds(WAIT_S, "the wait", least_ms=0)
-    again = LeaseParameter(REQUEST_ID_TAG, request_id(os.environ, job, restarts))
-    parameters = (LeaseParameter(ORPHAN_TAG, bytes(4)), again)
+    again = REQUEST_ID.parameter(request_id(os.environ, job, restarts).hex())
+    parameters = (ORPHAN.parameter(0), again)
     request = LeaseAlloc(GPU_RESOURCE_TYPE, size_bytes, first_ms, wait_ms, None, parameters)
     lease_id = as_user(user, lambda: str(LeaseId(ask(Opcode.LEASE_ALLOC, request, address).lease_id)))
     record = {"lease_id": lease_id, "user": user, "address": address, "restarts": restarts, "is_ready": False}

@@ -110,7 +110,7 @@ class Acquire:
         if isinstance(answer, Failure):
             self._refuse(answer)
             return
-        self._event = replace(self._event, terms=self._event.terms._replace(epoch=answer.epoch))
+        self._event = replace(self._event, terms=replace(self._event.terms, epoch=answer.epoch))
         self._count()
 
     def _claim(self) -> None:
@@ -136,7 +136,7 @@ class Acquire:
             self._refuse(answer)
             return
         terms = self._event.terms
-        self._event = replace(self._event, terms=terms._replace(fleet_bytes=terms.size_bytes))
+        self._event = replace(self._event, terms=replace(terms, fleet_bytes=terms.size_bytes))
         self._ask(self._event)
 
     def _left_ms(self) -> int:

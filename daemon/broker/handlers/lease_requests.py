@@ -3,7 +3,6 @@
 import secrets
 import time
 from collections.abc import Mapping
-from typing import Final
 
 from gpulease.daemon.broker.caller import Caller
 from gpulease.daemon.broker.handlers.acquires import OpenAcquires
@@ -28,36 +27,13 @@ from gpulease.protocol import messages
 from gpulease.protocol.capabilities import NODE_LEASE
 from gpulease.protocol.connection import Request
 from gpulease.protocol.failures import Failure
-from gpulease.protocol.lease_names import NAME, NAME_RULE
-from gpulease.protocol.limits import MAX_LABELS
-from gpulease.protocol.opcodes import (
-    EXCLUSIVITY_TAG,
-    GPU_RESOURCE_TYPE,
-    LABELS_TAG,
-    MAX_KERNEL_TAG,
-    NAME_TAG,
-    ORPHAN_TAG,
-    REGIONS_REQUIRED_TAG,
-    REQUEST_ID_TAG,
-    SUBMIT_TAG,
-    WAITING_TAG,
-    Exclusivity,
-    Opcode,
-    Status,
-    Waiting,
-)
+from gpulease.protocol.lease_options import LABELS, read_options
+from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, Opcode, Status
 from gpulease.protocol.operations import SPECS
-from gpulease.protocol.primitives import LeaseParameter
-
-U32_BYTES: Final = 4
-U64_BYTES: Final = 8
-U128_BYTES: Final = 16
-
-_CLASSES: Final = {int(member): member for member in Exclusivity}
 
 
 class LeaseHandler:
-    """Serves one caller's requests about its leases. Every method may raise Refused."""
+    """Serves one caller's requests about its leases. Every method may raise Refused or OptionRefused."""
 
     def __init__(self, caller: Caller) -> None:
         self._caller = caller
@@ -103,7 +79,7 @@ class LeaseHandler:
             raise Refused(failure_of(denial))
         if (refusal := self._runtime.claims.refusal()) is not None:
             raise Refused(refusal)
-        check_labels(labels_of(body.parameters), self._runtime.claims.labels)
+        check_labels(LABELS.read(body.parameters), self._runtime.claims.labels)
 
     def lease_renew(self, request: Request, body: messages.LeaseRenew) -> None:
         """Serve LEASE_RENEW: of a lease by its tenant, of a region by its tenant or its lease's tenant.
@@ -167,19 +143,7 @@ class LeaseHandler:
 
     def _acquire_event(self, body: messages.LeaseAlloc) -> AcquireRequested:
         """Return the acquire without its number, and without the epoch of a name."""
-        parameters = body.parameters
-        terms = LeaseTerms(
-            body.size_bytes,
-            body.ttl_ms,
-            exclusivity_of(parameters),
-            max_kernel_ms_of(parameters),
-            waiting_of(parameters),
-            submit_bytes_of(parameters),
-            orphan_ms_of(parameters),
-            regions_required_of(parameters),
-            name=name_of(parameters),
-            request_id=request_id_of(parameters),
-        )
+        terms = LeaseTerms(body.size_bytes, body.ttl_ms, **read_options(body.parameters))
         return AcquireRequested(
             request=0,
             tenant=self._peer.tenant,
@@ -210,100 +174,6 @@ class LeaseHandler:
         self._caller.answer(request, grant)
 
 
-# --- lease parameters of LEASE_ALLOC ---
-
-
-def exclusivity_of(parameters: tuple[LeaseParameter, ...]) -> Exclusivity:
-    """Return the exclusivity class, SESSION_EXCLUSIVE if none is given.
-
-    Raises Refused for classes that are unknown (4-254) or never valid (255), or if the class is given twice.
-    """
-    values = _values(parameters, EXCLUSIVITY_TAG)
-    if not values:
-        return Exclusivity.SESSION_EXCLUSIVE
-    if len(values) > 1 or len(values[0]) != 1:
-        raise _invalid("the exclusivity class is one byte, given once")
-    number = values[0][0]
-    if number == 255:
-        raise _invalid("exclusivity class 255 is never valid")
-    if number not in _CLASSES:
-        raise Refused(
-            Failure(Status.UNSUPPORTED, f"exclusivity class {number} is not known here", hint="Use 0, 1 or 2.")
-        )
-    return _CLASSES[number]
-
-
-def max_kernel_ms_of(parameters: tuple[LeaseParameter, ...]) -> int:
-    """Return how long one kernel may run, 0 for as long as the lease. Raises Refused for a malformed value."""
-    values = _values(parameters, MAX_KERNEL_TAG)
-    if not values:
-        return 0
-    if len(values) > 1 or len(values[0]) != U32_BYTES or not any(values[0]):
-        raise _invalid("a kernel's longest time is a u32 of milliseconds, at least 1, given once")
-    return int.from_bytes(values[0], "big")
-
-
-def submit_bytes_of(parameters: tuple[LeaseParameter, ...]) -> int:
-    """Return how much of the lease is for submits, 0 if nothing is. Raises Refused for a malformed value."""
-    values = _values(parameters, SUBMIT_TAG)
-    if not values:
-        return 0
-    if len(values) > 1 or len(values[0]) != U64_BYTES or not any(values[0]):
-        raise _invalid("what is kept for submits is a u64 of bytes, at least 1, given once")
-    return int.from_bytes(values[0], "big")
-
-
-def orphan_ms_of(parameters: tuple[LeaseParameter, ...]) -> int | None:
-    """Return how long the lease may be without a connection; None if its tenant does not say.
-
-    0 stands for as long as the lease lasts. Raises Refused for a malformed value.
-    """
-    values = _values(parameters, ORPHAN_TAG)
-    if not values:
-        return None
-    if len(values) > 1 or len(values[0]) != U32_BYTES:
-        raise _invalid("how long a lease may be without a connection is a u32 of milliseconds, given once")
-    return int.from_bytes(values[0], "big")
-
-
-def regions_required_of(parameters: tuple[LeaseParameter, ...]) -> bool:
-    """Return whether the session refuses launches that name no region set. Raises Refused for a malformed value."""
-    values = _values(parameters, REGIONS_REQUIRED_TAG)
-    if not values:
-        return False
-    if len(values) > 1 or values[0] not in (b"\0", b"\1"):
-        raise _invalid("whether launches must name regions is one byte, 0 or 1, given once")
-    return values[0] == b"\1"
-
-
-def name_of(parameters: tuple[LeaseParameter, ...]) -> str:
-    """Return the name that the fleet is to serve once, "" for none. Raises Refused for a malformed value."""
-    values = _values(parameters, NAME_TAG)
-    if not values:
-        return ""
-    name = values[0].decode(errors="replace")
-    if len(values) > 1 or not NAME.fullmatch(name):
-        raise _invalid(f"a lease's name is given once, and is {NAME_RULE}")
-    return name
-
-
-def labels_of(parameters: tuple[LeaseParameter, ...]) -> dict[str, str]:
-    """Return the labels that the node must have. Raises Refused for a malformed value."""
-    values = _values(parameters, LABELS_TAG)
-    if len(values) > 1:
-        raise _invalid("the labels that the node must have are given once")
-    pairs = values[0].decode(errors="replace").split(",", MAX_LABELS) if values else []
-    if len(pairs) > MAX_LABELS:
-        raise _invalid(f"a lease asks for more than {MAX_LABELS} labels")
-    labels: dict[str, str] = {}
-    for pair in pairs:
-        key, equals, wanted = pair.partition("=")
-        if not equals or key in labels or not NAME.fullmatch(key) or not NAME.fullmatch(wanted):
-            raise _invalid(f"a label is KEY=VALUE, each key once, and key and value are {NAME_RULE}")
-        labels[key] = wanted
-    return labels
-
-
 def check_labels(wanted: Mapping[str, str], own: Mapping[str, str]) -> None:
     """Raise Refused if the node lacks a label that a lease asks for."""
     for key, value in wanted.items():
@@ -311,39 +181,3 @@ def check_labels(wanted: Mapping[str, str], own: Mapping[str, str]) -> None:
             has = f"it has {key}={own[key]}" if key in own else "it has no such label"
             hint = "Ask a directory of the fleet for nodes with that label, or leave it out."
             raise Refused(Failure(Status.UNSUPPORTED, f"this node is not labelled {key}={value}: {has}", hint=hint))
-
-
-def request_id_of(parameters: tuple[LeaseParameter, ...]) -> str:
-    """Return the request id in hexadecimal digits, "" for none. Raises Refused for a malformed value."""
-    values = _values(parameters, REQUEST_ID_TAG)
-    if not values:
-        return ""
-    if len(values) > 1 or len(values[0]) != U128_BYTES or not any(values[0]):
-        raise _invalid("a request id must be 16 bytes, not all zero, and given once")
-    return values[0].hex()
-
-
-def waiting_of(parameters: tuple[LeaseParameter, ...]) -> Waiting | None:
-    """Return how the session's ends wait, None if the tenant leaves it to the daemon.
-
-    Raises Refused for a malformed or unknown value.
-    """
-    values = _values(parameters, WAITING_TAG)
-    if not values:
-        return None
-    if len(values) > 1 or len(values[0]) != 1:
-        raise _invalid("the way of waiting is one byte, given once")
-    try:
-        return Waiting(values[0][0])
-    except ValueError:
-        known = ", ".join(f"{item.value} ({item.name.lower()})" for item in Waiting)
-        failure = Failure(Status.UNSUPPORTED, f"way of waiting {values[0][0]} is not known here", hint=f"Use {known}.")
-        raise Refused(failure) from None
-
-
-def _values(parameters: tuple[LeaseParameter, ...], tag: int) -> list[bytes]:
-    return [parameter.value for parameter in parameters if parameter.tag == tag]
-
-
-def _invalid(message: str) -> Refused:
-    return Refused(Failure(Status.INVALID_REQUEST, message))

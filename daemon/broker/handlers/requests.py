@@ -15,6 +15,7 @@ from gpulease.daemon.broker.runtime import Runtime
 from gpulease.daemon.broker.token_service import ConnectionTokens
 from gpulease.protocol.connection import Request
 from gpulease.protocol.failures import Failure
+from gpulease.protocol.lease_options import OptionRefused
 from gpulease.protocol.opcodes import Opcode
 from gpulease.protocol.operations import HANDING_OVER
 
@@ -88,7 +89,7 @@ class RequestDispatcher:
             if request.op in NEEDS_MEMORY:
                 self._caller.need_memory()
             handle(request, request.body)
-        except Refused as refused:
+        except (Refused, OptionRefused) as refused:
             lease_id = getattr(request.body, "lease_id", 0)
             peer, failure = self._caller.peer, refused.failure
             self._runtime.recorder.refused(request.op.name, peer.tenant, lease_id, failure.message)

@@ -8,10 +8,11 @@ import sqlite3
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum, IntEnum
 from functools import cache, lru_cache
 from hashlib import blake2b
+from operator import attrgetter
 from typing import Any, Final, NamedTuple, TypeVar
 
 from gpulease.daemon.leases import (
@@ -26,7 +27,7 @@ from gpulease.daemon.leases import (
     Past,
     RegionState,
 )
-from gpulease.protocol.opcodes import Exclusivity, Waiting
+from gpulease.protocol.lease_options import KEPT_OPTIONS, ChoiceOption, Row
 
 LEASE_ID_BYTES: Final = 16
 DRAIN_KEY: Final = b""
@@ -35,16 +36,23 @@ DRAIN_KEY: Final = b""
 MEMBERSHIP_KEY: Final = b""
 """The key of the only row about the node's membership of its fleet."""
 
+_WITH_OPTION: Final[dict[str, dict[str, object]]] = {
+    "regions_required": {"region_number": 0, "parent_id": 0},
+    "name": {"epoch": 0},
+    "request_id": {"fleet_bytes": 0},
+}
+"""Members that came after a lease option, with the values that they have where a row lacks them."""
+
+_LATER_OPTIONS: Final[dict[str, Any]] = {
+    name: option.before for name, option in KEPT_OPTIONS.items() if not isinstance(option.before, Row)
+}
+
 _LATER: Final[dict[str, object]] = {
-    "submit_bytes": 0,
-    "orphan_ms": 0,
-    "regions_required": False,
-    "region_number": 0,
-    "parent_id": 0,
-    "name": "",
-    "epoch": 0,
-    "request_id": "",
-    "fleet_bytes": 0,
+    **{
+        member: before
+        for name, value in _LATER_OPTIONS.items()
+        for member, before in ({name: value} | _WITH_OPTION.get(name, {})).items()
+    },
     "epoch_base": 0,
     "is_restored": False,
     "beat": 0,
@@ -54,8 +62,16 @@ _LATER: Final[dict[str, object]] = {
 }
 """Members that were added later, and their values where a row lacks them. A row leaves out these values."""
 
-_LEASE_NAMES: Final = frozenset(KeptLease._fields) - {"terms"} | frozenset(LeaseTerms._fields)
+_TERMS: Final = frozenset(item.name for item in fields(LeaseTerms))
+
+_LEASE_NAMES: Final = frozenset(KeptLease._fields) - {"terms"} | _TERMS
 """Members of a lease's row: its terms are among the others."""
+
+_LATER_OF_LEASE: Final = {name: before for name, before in _LATER.items() if name in _LEASE_NAMES}
+"""The later members of a lease's row, in their order."""
+
+_later_values = attrgetter(*(f"terms.{name}" if name in _TERMS else name for name in _LATER_OF_LEASE))
+_BEFORE: Final = tuple(_LATER_OF_LEASE.values())
 
 _WARM_ID_BYTES: Final = 24
 _NUMBER_BYTES: Final = 8
@@ -192,6 +208,8 @@ def encode(content: Kept) -> bytes:
 def _lease(kept: KeptLease) -> bytes:
     """Encode by hand, because most rows are leases and tombstones, and `json` takes five times as long."""
     terms = kept.terms
+    values = _later_values(kept)
+    later = "" if values == _BEFORE else "".join(map(_later, _LATER_OF_LEASE, values))
     return (
         f'{{"lease_id":{kept.lease_id},"tenant":{_text(kept.tenant)},"card_uuid":{_text(kept.card_uuid)},'
         f'"size_bytes":{terms.size_bytes},"charge_bytes":{kept.charge_bytes},"exclusivity":{terms.exclusivity:d},'
@@ -199,10 +217,7 @@ def _lease(kept: KeptLease) -> bytes:
         f'"reason":{_text(kept.reason)},"fault":{_text(kept.fault)},"created_ns":{kept.created_ns},'
         f'"deadline_ns":{_number(kept.deadline_ns)},"ended_ns":{_number(kept.ended_ns)},"ttl_ms":{terms.ttl_ms},'
         f'"max_kernel_ms":{terms.max_kernel_ms},"waiting":{_number(terms.waiting)},"worker_pid":{kept.worker_pid}'
-        f"{_later('submit_bytes', terms.submit_bytes)}{_later('orphan_ms', terms.orphan_ms or 0)}"
-        f"{_later('regions_required', terms.regions_required)}{_later('region_number', kept.region_number)}"
-        f"{_later('name', terms.name)}{_later('epoch', terms.epoch)}{_later('request_id', terms.request_id)}"
-        f"{_later('fleet_bytes', terms.fleet_bytes)}}}"
+        f"{later}}}"
     ).encode()
 
 
@@ -217,8 +232,9 @@ def _tombstone(lease: LeaseSnapshot) -> bytes:
     ).encode()
 
 
-def _later(name: str, value: int | str) -> str:
-    return "" if value == _LATER[name] else f',"{name}":{json.dumps(value)}'
+def _later(name: str, value: int | str | None) -> str:
+    # Only an `orphan_ms` may be None, of a lease that placement has not seen: as long as it lasts.
+    return "" if value is None or value == _LATER[name] else f',"{name}":{json.dumps(value)}'
 
 
 def _number(number: int | None) -> str:
@@ -233,9 +249,8 @@ def _member(member: Enum | None) -> str:
 def read_lease(value: bytes) -> KeptLease:
     """Read a lease. Raises ValueError, KeyError or TypeError for bytes that `encode` did not write."""
     members = _members(value, _LEASE_NAMES, KeptLease.__name__)
-    terms = {name: members.pop(name) for name in LeaseTerms._fields if name in members}
-    later = {name: value for name, value in _LATER.items() if name in LeaseTerms._fields}
-    return KeptLease(terms=LeaseTerms(**{**later, **terms}), **members)
+    terms = {name: members.pop(name) for name in _TERMS if name in members}
+    return KeptLease(terms=LeaseTerms(**(_LATER_OPTIONS | terms)), **members)
 
 
 def read_region(value: bytes) -> KeptRegion:
@@ -251,10 +266,9 @@ def read_tombstone(value: bytes) -> LeaseSnapshot:
 Shape = TypeVar("Shape", KeptMembership, KeptWarm, KeptCard, KeptRelay, LeaseSnapshot)
 
 _ENUMS: Final[dict[str, Callable[[Any], Enum]]] = {
-    "exclusivity": Exclusivity,
     "state": LeaseState,
     "cause": Cause,
-    "waiting": Waiting,
+    **{name: option.kind for name, option in KEPT_OPTIONS.items() if isinstance(option, ChoiceOption)},
 }
 _REGION_ENUMS: Final[dict[str, Callable[[Any], Enum]]] = {"state": RegionState, "cause": Cause}
 

@@ -20,8 +20,8 @@ from gpulease.client import (
 from gpulease.client.engine import exchange, fleet_acquire, lease
 from gpulease.client.engine.fleet_acquire import ROUND_PAUSE_S, WAIT_SLICE_S
 from gpulease.protocol import Exclusivity, Failure, Opcode, Request, Status
+from gpulease.protocol.lease_options import LABELS, LEASE_NAME, REQUEST_ID
 from gpulease.protocol.messages import Body, Candidate, LeaseAlloc, Place, Placement
-from gpulease.protocol.opcodes import LABELS_TAG, NAME_TAG, REQUEST_ID_TAG
 from helpers.client_faces import Face, Scenario
 from helpers.scripted_peer import HangUp, Refusal, SayGoodbye, ScriptedPeer, Silence, scripted_peer
 
@@ -85,7 +85,7 @@ def named(wish: GpuBuilder | aio.GpuBuilder) -> GpuBuilder | aio.GpuBuilder:
 
 
 def request_ids(*asked: LeaseAlloc) -> set[bytes]:
-    found = [one.value for body in asked for one in body.parameters if one.tag == REQUEST_ID_TAG]
+    found = [one.value for body in asked for one in body.parameters if one.tag == REQUEST_ID.tag]
     assert len(found) == len(asked)
     assert all(len(value) == 16 and any(value) for value in found)
     return set(found)
@@ -377,7 +377,7 @@ def test_a_name_is_waited_for_at_the_node_that_serves_it(run: Run, fleet: MadeFl
         assert hasty.wait_ms == 0
         assert 0 < patient.wait_ms <= 50_000
         tags = [parameter.tag for parameter in patient.parameters]
-        assert {NAME_TAG, LABELS_TAG, REQUEST_ID_TAG} <= set(tags)
+        assert {LEASE_NAME.tag, LABELS.tag, REQUEST_ID.tag} <= set(tags)
         assert (fleet.places[-1].name, fleet.places[-1].labels) == ("model-a", ("zone=a",))
         assert fleet.asked("n2") == []
         await lease.free()

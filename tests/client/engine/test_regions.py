@@ -33,6 +33,7 @@ from gpulease.protocol import Failure, Opcode, Request, RevokeOutcome, Status
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.framing import build_frame
 from gpulease.protocol.lease_ids import LeaseId
+from gpulease.protocol.lease_options import REGIONS_REQUIRED
 from gpulease.protocol.limits import MAX_NOTE_BYTES
 from gpulease.protocol.messages import (
     Body,
@@ -46,7 +47,7 @@ from gpulease.protocol.messages import (
     RegionOpen,
     Report,
 )
-from gpulease.protocol.opcodes import REGIONS_REQUIRED_TAG, Flag
+from gpulease.protocol.opcodes import Flag
 from helpers.client_faces import Face, Scenario, entered, real
 from helpers.scripted_peer import GRANULE, LEASE_ID, REGION_ID, HangUp, Refusal, ScriptedPeer, SendRaw
 
@@ -307,7 +308,7 @@ async def an_old_daemon_says_what_it_lacks(face: Face) -> None:
 async def regions_can_be_required(face: Face) -> None:
     await face.acquire(face.builder().regions_required())
     (asked,) = heard(face, Opcode.LEASE_ALLOC)
-    assert [(parameter.tag, parameter.value) for parameter in asked.parameters] == [(REGIONS_REQUIRED_TAG, b"\1")]
+    assert [(parameter.tag, parameter.value) for parameter in asked.parameters] == [(REGIONS_REQUIRED.tag, b"\1")]
 
 
 SCENARIOS: list[Scenario] = [

@@ -10,9 +10,10 @@ from gpulease.client.engine.submits import SubmissionBase
 from gpulease.client.engine.waits import Procedure
 from gpulease.client.handles import Buffer, HandleOwner
 from gpulease.protocol.codec import build_body
+from gpulease.protocol.lease_options import SUBMIT
 from gpulease.protocol.limits import MAX_SUBMIT_ARGUMENTS, MAX_SUBMIT_OUTPUT_BYTES
 from gpulease.protocol.messages import SubmitArgument
-from gpulease.protocol.opcodes import SUBMIT_TAG, TYPED_VALUE, ArgumentKind
+from gpulease.protocol.opcodes import TYPED_VALUE, ArgumentKind
 from gpulease.protocol.opcodes import ParameterType as T
 
 
@@ -89,6 +90,6 @@ def test_what_makes_no_sense_is_told_at_once(submission: Any, say: Any) -> None:
 def test_a_lease_is_asked_for_with_room_for_submits() -> None:
     wanted = GpuBuilder("unix:/nowhere").min_vram(10).submits(5)._request()
     assert wanted.size_bytes == 15
-    assert [(one.tag, one.value) for one in wanted.parameters] == [(SUBMIT_TAG, bytes(7) + b"\x05")]
+    assert [(one.tag, one.value) for one in wanted.parameters] == [(SUBMIT.tag, bytes(7) + b"\x05")]
     with pytest.raises(InvalidRequest, match="submits"):
         GpuBuilder("unix:/nowhere").submits(0)

@@ -10,8 +10,9 @@ from gpulease.client.serve.proved_end import REVOKED, NotProvedFree, free_and_pr
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.lease_ids import LeaseId
+from gpulease.protocol.lease_options import ORPHAN
 from gpulease.protocol.messages import LeaseAlloc
-from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, ORPHAN_TAG
+from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE
 from gpulease.protocol.primitives import LeaseParameter
 from helpers.daemon import Daemon, Faults
 from helpers.waiting import wait_until
@@ -19,7 +20,7 @@ from helpers.waiting import wait_until
 
 def lease_of(daemon: Daemon) -> LeaseId:
     """A lease that outlives the connection that asked for it."""
-    parameters = (LeaseParameter(ORPHAN_TAG, bytes(4)),)
+    parameters = (LeaseParameter(ORPHAN.tag, bytes(4)),)
     wanted = LeaseAlloc(GPU_RESOURCE_TYPE, 1 << 20, 600_000, 0, None, parameters)
     return LeaseId(ask(Opcode.LEASE_ALLOC, wanted, daemon.address).lease_id)
 

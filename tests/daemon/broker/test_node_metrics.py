@@ -39,7 +39,10 @@ class Scene:
         limits = CoreLimits(max_leases=leases + 1, max_leases_per_tenant=leases + 1)
         table = LeaseTable([Card("GPU-a", 0, "Test", 100 + 11 * leases, 10)], limits)
         for number in range(1, leases + 1):
-            table.handle(AcquireRequested(number, "ann", number, LeaseTerms(1, 10_000, Exclusivity.SHARED), None, 0), 0)
+            table.handle(
+                AcquireRequested(number, "ann", number, LeaseTerms(1, 10_000, exclusivity=Exclusivity.SHARED), None, 0),
+                0,
+            )
             table.handle(WorkerReady(number), 0)
         workers = Workers("cpu")
         reserve = MemoryReserve()

@@ -7,14 +7,11 @@ from typing import Any
 import pytest
 
 from gpulease.daemon.broker.handlers import query_requests
-from gpulease.daemon.broker.handlers.lease_requests import regions_required_of
-from gpulease.daemon.broker.refusal import Refused
 from gpulease.daemon.capabilities.claims import Demand
 from gpulease.daemon.contract import messages as told
 from gpulease.protocol import messages as m
 from gpulease.protocol.capabilities import Permission
-from gpulease.protocol.opcodes import REGIONS_REQUIRED_TAG, Opcode, Phase, RevokeOutcome, Status
-from gpulease.protocol.primitives import LeaseParameter
+from gpulease.protocol.opcodes import Opcode, Phase, RevokeOutcome, Status
 from gpulease.protocol.session_words import RegionWord
 
 from helpers.region_broker import FIRST_ADDRESS, MIB, Broker, Caller, with_broker  # isort: skip
@@ -392,19 +389,3 @@ def test_a_token_that_revokes_a_region_or_its_lease_revokes_the_region(is_of_lea
         assert done == m.LeaseRevoked(int(RevokeOutcome.TORN_DOWN))
 
     story()
-
-
-# --- the lease option ---
-
-
-@pytest.mark.parametrize(("value", "is_required"), [(None, False), (b"\0", False), (b"\1", True)])
-def test_whether_launches_must_name_regions(value: bytes | None, is_required: bool) -> None:
-    said = () if value is None else (LeaseParameter(REGIONS_REQUIRED_TAG, value),)
-    assert regions_required_of(said) is is_required
-
-
-@pytest.mark.parametrize("values", [(b"",), (b"\2",), (b"\0\1",), (b"\1", b"\1")])
-def test_what_is_no_such_choice(values: tuple[bytes, ...]) -> None:
-    with pytest.raises(Refused) as caught:
-        regions_required_of(tuple(LeaseParameter(REGIONS_REQUIRED_TAG, value) for value in values))
-    assert caught.value.failure.status is Status.INVALID_REQUEST

@@ -24,7 +24,9 @@ from gpulease.protocol.capabilities import Permission
 from gpulease.protocol.opcodes import Status, Waiting
 
 LEASE = "0000000000000000000000000000000a"
-SPEC = WorkerSpec(10, "GPU-a", 1 << 30, True, 1 << 20, 2500, Waiting.BLOCK, 11, 900, True)
+SPEC = WorkerSpec(
+    10, "GPU-a", 1 << 30, True, 1 << 20, 11, 900, max_kernel_ms=2500, waiting=Waiting.BLOCK, regions_required=True
+)
 SPEC_MAP = {
     "op": "spawn",
     "lease": LEASE,

@@ -22,7 +22,7 @@ def test_whose_lease_it_is_there_for(spec: WorkerSpec, lease_id: int) -> None:
 
 @pytest.mark.parametrize("waiting", [None, *Waiting])
 def test_a_worker_hears_all_that_was_said(waiting: Waiting | None) -> None:
-    spec = WorkerSpec((1 << 128) - 1, "GPU-a", 1 << 36, True, 1 << 20, 2500, waiting)
+    spec = WorkerSpec((1 << 128) - 1, "GPU-a", 1 << 36, True, 1 << 20, max_kernel_ms=2500, waiting=waiting)
     ours, theirs = channel_pair()
     with ours, theirs:
         send_message(ours, spec.to_map())

@@ -82,7 +82,7 @@ class Scenario:
         """Ask for a lease; the request's number is the lease's id plus 1000."""
         return self.do(
             AcquireRequested(
-                lease_id + 1000, tenant, lease_id, LeaseTerms(size, ttl_ms, exclusivity), selector, wait_ms
+                lease_id + 1000, tenant, lease_id, LeaseTerms(size, ttl_ms, exclusivity=exclusivity), selector, wait_ms
             )
         )
 

@@ -1,5 +1,6 @@
 """Restoring an earlier table, case by case; `test_table_any_order` covers any order."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -49,14 +50,14 @@ from .scenario import MS, OVERHEAD, S, Scenario, armed, card, denied, end, kinds
 
 DEADLINE = 1005 * S
 WARM = FIRST_WARM_ID
-TERMS = LeaseTerms(20, 10_000, Exclusivity.SHARED, 7, Waiting.BLOCK, orphan_ms=0)
+TERMS = LeaseTerms(20, 10_000, exclusivity=Exclusivity.SHARED, max_kernel_ms=7, waiting=Waiting.BLOCK, orphan_ms=0)
 
 
 def kept(lease_id: int = 1, size: int = 20, state: LeaseState = LeaseState.ACTIVE, **more: object) -> KeptLease:
     """Return a lease of tenant ann on the first card, with five seconds to go."""
     cause = None if state is LeaseState.ACTIVE else Cause.REVOKED
     lease = KeptLease(
-        lease_id, "ann", "GPU-a", TERMS._replace(size_bytes=size), size + OVERHEAD, 3, state, cause, "", "", 990 * S,
+        lease_id, "ann", "GPU-a", replace(TERMS, size_bytes=size), size + OVERHEAD, 3, state, cause, "", "", 990 * S,
         DEADLINE, 995 * S if state is LeaseState.FENCED else None,
     )  # fmt: skip
     return lease._replace(**more)  # type: ignore[arg-type]
@@ -89,7 +90,7 @@ def test_a_lease_whose_worker_lives_goes_on() -> None:
     renewed = one(s.do(RenewRequested(9, 1, "ann", 8000)), Renewed).lease
     assert (renewed.generation, renewed.deadline_ns) == (4, s.now_ns + 8 * S)
     again = s.table.keep(1)
-    assert again == kept(generation=4, deadline_ns=s.now_ns + 8 * S, terms=TERMS._replace(ttl_ms=8000))
+    assert again == kept(generation=4, deadline_ns=s.now_ns + 8 * S, terms=replace(TERMS, ttl_ms=8000))
 
 
 def test_a_lease_whose_time_is_over_is_expired() -> None:
@@ -269,7 +270,7 @@ def test_leases_over_the_capacity_go_on_and_nothing_more_is_granted() -> None:
 
 
 def test_a_lease_to_be_alone_stays_alone() -> None:
-    s = Restored(kept(terms=TERMS._replace(exclusivity=Exclusivity.DEVICE_EXCLUSIVE)))
+    s = Restored(kept(terms=replace(TERMS, exclusivity=Exclusivity.DEVICE_EXCLUSIVE)))
     assert denied(s.acquire(2)).reason is DenialReason.CAPACITY_EXCEEDED
 
 

@@ -106,7 +106,7 @@ def test_memory_for_submits_is_refused_like_any_other() -> None:
     s = Scenario(card(capacity=100))
     wanted = AcquireRequested(9, "ann", LEASE, LeaseTerms(85, 10_000, submit_bytes=5))
     assert "80 bytes" in denied(s.do(wanted)).message
-    fitting = replace(wanted, request=10, lease_id=2, terms=wanted.terms._replace(size_bytes=80))
+    fitting = replace(wanted, request=10, lease_id=2, terms=replace(wanted.terms, size_bytes=80))
     assert kinds(s.do(fitting))[0] is SpawnWorker
 
 

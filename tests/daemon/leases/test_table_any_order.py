@@ -4,6 +4,8 @@ Timers fire early, late, twice or never. Orders to workers get lost, and workers
 comes back with its disk; see `simulated`.
 """
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -88,7 +90,9 @@ class AnyOrder(LeaseRules):
                 number,
                 tenant,
                 lease_id,
-                LeaseTerms(size, ttl_ms, exclusivity, submit_bytes=for_submits, orphan_ms=(0, 400)[lease_id % 2]),
+                LeaseTerms(
+                    size, ttl_ms, exclusivity=exclusivity, submit_bytes=for_submits, orphan_ms=(0, 400)[lease_id % 2]
+                ),
                 selector,
                 wait_ms,
             )
@@ -131,7 +135,7 @@ class AnyOrder(LeaseRules):
         self.shell.exclusivity[lease_id] = Exclusivity.SHARED
         request_id = f"{lease_id:032x}"
         terms = LeaseTerms(20, 5000, submit_bytes=5 * (pick % 2), name=name, epoch=epoch, request_id=request_id)
-        terms = terms._replace(fleet_bytes=fleet_bytes)
+        terms = replace(terms, fleet_bytes=fleet_bytes)
         self.ask(lambda number: AcquireRequested(number, tenant, lease_id, terms, None, wait_ms))
         for job in [job for job in self.shell.jobs if isinstance(job, SpawnWorker | WarmUp) and is_started]:
             if job in self.shell.jobs:

@@ -35,7 +35,7 @@ KEPT = KeptLease(
     lease_id=5,
     tenant="ann",
     card_uuid=CARD,
-    terms=LeaseTerms(100, 60_000, Exclusivity.SHARED, orphan_ms=0),
+    terms=LeaseTerms(100, 60_000, exclusivity=Exclusivity.SHARED, orphan_ms=0),
     charge_bytes=107,
     generation=3,
     state=LeaseState.ACTIVE,

@@ -73,7 +73,7 @@ def test_a_whole_life() -> None:
     life = Life()
     assert life.do(AcquireRequested(1, "t", 5, LeaseTerms(100, 60_000)), 1) == []
     ((kind, told),) = life.do(WorkerReady(5), 2)
-    grant = {"exclusivity": "shared", "generation": 1, "ttl_ms": 60_000, "waited_us": 2000}
+    grant = {"exclusivity": "session_exclusive", "generation": 1, "ttl_ms": 60_000, "waited_us": 2000}
     assert (kind.value, told) == ("grant", WHO | grant)
     ((kind, told),) = life.do(RenewRequested(2, 5, "t", 5000), 1)
     assert (kind.value, told) == ("renew", WHO | {"generation": 2, "ttl_ms": 5000, "by": "t"})

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from dataclasses import fields
 from pathlib import Path
 
 from gpulease.daemon.leases import Cause, KeptLease, LeaseSnapshot, LeaseState, LeaseTerms
@@ -41,8 +42,9 @@ def kept(lease_id: int, state: LeaseState = LeaseState.ACTIVE, **more: object) -
         "ended_ns": ended_ns,
         "worker_pid": 77,
     }
-    terms = LeaseTerms(100, 50, Exclusivity.SHARED, 3, Waiting.BLOCK, orphan_ms=0)
-    terms = terms._replace(**{name: more.pop(name) for name in LeaseTerms._fields if name in more})  # type: ignore[arg-type]
+    special = {item.name: more.pop(item.name) for item in fields(LeaseTerms) if item.name in more}
+    chosen = {"exclusivity": Exclusivity.SHARED, "max_kernel_ms": 3, "waiting": Waiting.BLOCK, "orphan_ms": 0}
+    terms = LeaseTerms(100, 50, **(chosen | special))  # type: ignore[arg-type]
     return KeptLease(terms=terms, **(values | more))  # type: ignore[arg-type]
 
 

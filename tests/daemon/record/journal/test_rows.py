@@ -1,6 +1,7 @@
 """Rows of versions before this one, and of none."""
 
 import json
+from dataclasses import asdict
 from enum import Enum
 from typing import Any
 
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from gpulease.daemon.leases import KeptLease, KeptRegion, LeaseSnapshot, LeaseTerms
 from gpulease.daemon.record.journal.rows import encode, read_lease, read_region, read_tombstone
+from gpulease.protocol.lease_options import KEPT_OPTIONS
 
 from .scenes import kept
 
@@ -35,7 +37,7 @@ def by_names(content: KeptLease | LeaseSnapshot) -> bytes:
     """What a value is: its members by their names, without those that came later and mean nothing."""
     members = content._asdict()
     if isinstance(content, KeptLease):
-        members |= content.terms._asdict()
+        members |= asdict(content.terms)
         members = {name: members[name] for name in LEASE_ROW}
     values = {name: value.value if isinstance(value, Enum) else value for name, value in members.items()}
     for later in (*LEASE_ROW[-8:], "parent_id"):
@@ -51,12 +53,10 @@ def by_names(content: KeptLease | LeaseSnapshot) -> bytes:
         lease_id=st.integers(0, 2**128 - 1),
         terms=st.builds(
             LeaseTerms,
-            submit_bytes=st.integers(0, 3),
-            orphan_ms=st.integers(0, 3),
-            name=st.sampled_from(["", "model-a"]),
             epoch=st.integers(0, 3),
-            request_id=st.sampled_from(["", "0f" * 16]),
             fleet_bytes=st.integers(0, 3),
+            # Whatever their types allow; placement leaves no `orphan_ms` of None.
+            **(dict.fromkeys(KEPT_OPTIONS, ...) | {"orphan_ms": st.integers(0, 3)}),
         ),
         region_number=st.integers(0, 3),
     )

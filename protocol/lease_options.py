@@ -1,0 +1,481 @@
+"""The options of a lease: one `LeaseOption` for each tag, with every fact about it that more than one place needs.
+
+A tenant gives options in LEASE_ALLOC, as lease parameters. Whatever says such a fact elsewhere is derived from these
+declarations or compared with them: the builder's setters, the broker's parser, a lease's terms and its row in the
+journal, the worker's terms, and the tables of `README.md` and of the client's guide. A new option begins here, with its
+constant and its field; a fact left out is an error when this module, or the client's builder, is imported.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from enum import Enum, IntEnum, auto
+from types import MappingProxyType
+from typing import Annotated, Any, Final, Generic, TypeVar, get_type_hints
+
+from gpulease.protocol.failures import Failure
+from gpulease.protocol.lease_names import MAX_NAME_CHARS, NAME, NAME_RULE
+from gpulease.protocol.limits import MAX_LABELS
+from gpulease.protocol.opcodes import Exclusivity, Status, Waiting
+from gpulease.protocol.primitives import LeaseParameter
+
+Value = TypeVar("Value")
+Default = TypeVar("Default")
+Choice = TypeVar("Choice", bound=IntEnum)
+
+REQUEST_ID_BYTES: Final = 16
+
+
+class OptionRefused(Exception):
+    """A request's option is malformed, or has a value that is not known here.
+
+    Attributes:
+        failure: The answer to the request.
+    """
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+class Row(Enum):
+    """How a lease's row in the journal has an option, where no value of an earlier row says it."""
+
+    ALWAYS = auto()
+    """Every row has it, those of the first version too."""
+
+    NEVER = auto()
+    """No row has it: it decides whether the node grants the lease, and nothing afterwards."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LeaseOption(Generic[Value, Default]):
+    """The facts about one option; each kind of value has a subclass with the value's encoding and its bounds.
+
+    Attributes:
+        tag: Its number in LEASE_ALLOC.
+        default: What a request without it means.
+        rule: What is said of a malformed value, or of an option given twice.
+        wire: Its value, for a cell of the specification's table.
+        call: The builder's method and its arguments, such as "max_kernel_secs(seconds)". "" for an option that the
+            client gives by itself.
+        effect: What the method does, for a cell of the guide's table.
+        in_submits: Whether a submit's worker obeys it too; None for an option that no worker receives.
+        before: What a row means that lacks it, because its daemon did not know it; a row with this value leaves it out.
+            A `Row` if there are no such rows.
+        report_key: Its key in a lease's report; "" if no report has it.
+    """
+
+    tag: int
+    default: Default
+    rule: str
+    wire: str
+    call: str
+    effect: str
+    in_submits: bool | None
+    before: Value | Row
+    report_key: str
+
+    @abstractmethod
+    def _length(self) -> str:
+        """Return the bytes of its value, for a cell."""
+
+    @abstractmethod
+    def _encode(self, value: Value) -> bytes:
+        """Return the value's bytes. Raises ValueError if it is out of bounds."""
+
+    @abstractmethod
+    def _decode(self, data: bytes) -> Value:
+        """Return the value of bytes from a peer. Raises OptionRefused."""
+
+    @property
+    def row(self) -> list[str]:
+        """Its row in the specification's table."""
+        return [f"0x{self.tag:04X}", self._length(), self.wire]
+
+    @property
+    def method(self) -> str:
+        """The name of the builder's method; "" without one."""
+        return self.call.partition("(")[0]
+
+    def parameter(self, value: Value) -> LeaseParameter:
+        """Return the lease parameter that gives a value. Raises ValueError if it is out of bounds."""
+        return LeaseParameter(self.tag, self._encode(value))
+
+    def read(self, parameters: Sequence[LeaseParameter]) -> Value | Default:
+        """Return the value that a request gives, or the default. Raises OptionRefused."""
+        values = [parameter.value for parameter in parameters if parameter.tag == self.tag]
+        if not values:
+            return self.default
+        if len(values) > 1:
+            raise self._malformed()
+        return self._decode(values[0])
+
+    def _malformed(self, message: str = "") -> OptionRefused:
+        return OptionRefused(Failure(Status.INVALID_REQUEST, message or self.rule))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class NumberOption(LeaseOption[int, Default]):
+    """An unsigned integer, big-endian.
+
+    Attributes:
+        size_bytes: Its width.
+        least: The smallest one allowed; the width bounds the largest.
+    """
+
+    size_bytes: int
+    least: int
+
+    @property
+    def most(self) -> int:
+        """The largest one allowed."""
+        return (1 << 8 * self.size_bytes) - 1
+
+    def _length(self) -> str:
+        return str(self.size_bytes)
+
+    def _encode(self, value: int) -> bytes:
+        if not self.least <= value <= self.most:
+            raise ValueError(f"{self.rule}: not {value}")
+        return value.to_bytes(self.size_bytes, "big")
+
+    def _decode(self, data: bytes) -> int:
+        value = int.from_bytes(data, "big")
+        if len(data) != self.size_bytes or value < self.least:
+            raise self._malformed()
+        return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ChoiceOption(LeaseOption[Choice, Default], Generic[Choice, Default]):
+    """One byte, a member of an enumeration. Others are refused as unknown, because a later version may know them.
+
+    Attributes:
+        kind: The enumeration.
+        noun: What a member is called in refusals.
+        never: A byte that no version will know; None without one.
+    """
+
+    kind: type[Choice]
+    noun: str
+    never: int | None
+
+    def _length(self) -> str:
+        return "1"
+
+    def _encode(self, value: Choice) -> bytes:
+        return bytes([value])
+
+    def _decode(self, data: bytes) -> Choice:
+        if len(data) != 1:
+            raise self._malformed()
+        number = data[0]
+        if number == self.never:
+            raise self._malformed(f"{self.noun} {number} is never valid")
+        try:
+            return self.kind(number)
+        except ValueError:
+            known = ", ".join(f"{member.value} ({member.name.lower()})" for member in self.kind)
+            message = f"{self.noun} {number} is not known here"
+            raise OptionRefused(Failure(Status.UNSUPPORTED, message, hint=f"Use {known}.")) from None
+
+
+class FlagOption(LeaseOption[bool, bool]):
+    """One byte, 0 or 1."""
+
+    __slots__ = ()
+
+    def _length(self) -> str:
+        return "1"
+
+    def _encode(self, value: bool) -> bytes:
+        return bytes([value])
+
+    def _decode(self, data: bytes) -> bool:
+        if data not in (b"\0", b"\1"):
+            raise self._malformed()
+        return data == b"\1"
+
+
+class NameOption(LeaseOption[str, str]):
+    """A name, by the rule of `lease_names`."""
+
+    __slots__ = ()
+
+    def _length(self) -> str:
+        return f"1 to {MAX_NAME_CHARS}"
+
+    def _encode(self, value: str) -> bytes:
+        if not NAME.fullmatch(value):
+            raise ValueError(f"{self.rule}: not {value!r}")
+        return value.encode()
+
+    def _decode(self, data: bytes) -> str:
+        name = data.decode(errors="replace")
+        if not NAME.fullmatch(name):
+            raise self._malformed()
+        return name
+
+
+class LabelsOption(LeaseOption[Mapping[str, str], Mapping[str, str]]):
+    """Labels, `KEY=VALUE,KEY=VALUE`: at most MAX_LABELS, each key once, both parts a name."""
+
+    __slots__ = ()
+
+    def _length(self) -> str:
+        return "…"
+
+    def _encode(self, value: Mapping[str, str]) -> bytes:
+        return ",".join(f"{key}={one}" for key, one in value.items()).encode()
+
+    def _decode(self, data: bytes) -> dict[str, str]:
+        pairs = data.decode(errors="replace").split(",", MAX_LABELS)
+        if len(pairs) > MAX_LABELS:
+            raise self._malformed(f"a lease asks for more than {MAX_LABELS} labels")
+        labels: dict[str, str] = {}
+        for pair in pairs:
+            key, equals, value = pair.partition("=")
+            if not equals or key in labels or not NAME.fullmatch(key) or not NAME.fullmatch(value):
+                raise self._malformed(f"a label is KEY=VALUE, each key once, and key and value are {NAME_RULE}")
+            labels[key] = value
+        return labels
+
+
+class RequestIdOption(LeaseOption[str, str]):
+    """A request id: 16 bytes, not all zero; its value is their hexadecimal digits."""
+
+    __slots__ = ()
+
+    def _length(self) -> str:
+        return str(REQUEST_ID_BYTES)
+
+    def _encode(self, value: str) -> bytes:
+        data = bytes.fromhex(value)
+        if len(data) != REQUEST_ID_BYTES or not any(data):
+            raise ValueError(f"{self.rule}: not {value!r}")
+        return data
+
+    def _decode(self, data: bytes) -> str:
+        if len(data) != REQUEST_ID_BYTES or not any(data):
+            raise self._malformed()
+        return data.hex()
+
+
+EXCLUSIVITY: Final = ChoiceOption(
+    tag=0x0903,
+    kind=Exclusivity,
+    noun="exclusivity class",
+    never=255,
+    default=Exclusivity.SESSION_EXCLUSIVE,
+    rule="the exclusivity class is one byte, given once",
+    wire="the exclusivity class, so `09 03 00 01 <class>`; absent: 1",
+    call="exclusivity(GpuExclusivityClass...)",
+    effect="share the session, or take the card alone",
+    in_submits=None,
+    before=Row.ALWAYS,
+    report_key="exclusivity",
+)
+
+MAX_KERNEL: Final = NumberOption(
+    tag=0x0904,
+    size_bytes=4,
+    least=1,
+    default=0,
+    rule="a kernel's longest time is a u32 of milliseconds, at least 1, given once",
+    wire="how many milliseconds one kernel may run, a `u32` of at least 1; absent: until the lease ends",
+    call="max_kernel_secs(seconds)",
+    effect="end the lease if one of its kernels runs for longer; without it a kernel may run until the lease ends",
+    in_submits=True,
+    before=Row.ALWAYS,
+    report_key="",
+)
+
+WAITING: Final = ChoiceOption(
+    tag=0x0905,
+    kind=Waiting,
+    noun="way of waiting",
+    never=None,
+    default=None,
+    rule="the way of waiting is one byte, given once",
+    wire="how the session's ends wait: 0 spin, 1 yield, 2 block; others: UNSUPPORTED; absent: the daemon chooses",
+    call="waiting(GpuWaiting.SPIN)",
+    effect="how session and worker wait for each other. `SPIN` polls for a bounded time before it sleeps, `YIELD` lets "
+    "other threads run between polls, `BLOCK` sleeps at once. By default they spin where the host has at least four "
+    "cores. Idle sessions use no CPU either way",
+    in_submits=True,
+    before=Row.ALWAYS,
+    report_key="",
+)
+
+SUBMIT: Final = NumberOption(
+    tag=0x0906,
+    size_bytes=8,
+    least=1,
+    default=0,
+    rule="what is kept for submits is a u64 of bytes, at least 1, given once",
+    wire="how many of the lease's bytes are reserved for [submits](#submits), a `u64` of at least 1, less than "
+    "`size_bytes`; absent: none",
+    call="submits(size_bytes)",
+    effect="reserve that much memory for [submits](#submits)",
+    in_submits=None,
+    before=0,
+    report_key="",
+)
+
+ORPHAN: Final = NumberOption(
+    tag=0x0907,
+    size_bytes=4,
+    least=0,
+    default=None,
+    rule="how long a lease may be without a connection is a u32 of milliseconds, given once",
+    wire="how many milliseconds the lease may be without a connection before it ends, a `u32`; 0: no limit; absent: "
+    "the daemon's default",
+    call="orphan_secs(seconds)",
+    effect="end the lease this many seconds after its last connection closes without a free, for example when the "
+    "client was killed. An attach or a renewal before then keeps it. The cause is `orphaned`. The operator sets a "
+    "default (`orphan_s`); 0 means never",
+    in_submits=None,
+    before=0,
+    report_key="orphan_ms",
+)
+
+REGIONS_REQUIRED: Final = FlagOption(
+    tag=0x0908,
+    default=False,
+    rule="whether launches must name regions is one byte, 0 or 1, given once",
+    wire="1: the session refuses LAUNCH, LAUNCH_WITH and GRAPH_LAUNCH that name no [region set](#regions); 0 or "
+    "absent: it accepts them",
+    call="regions_required()",
+    effect="refuse every launch that names no [regions](#regions)",
+    in_submits=False,
+    before=False,
+    report_key="",
+)
+
+LEASE_NAME: Final = NameOption(
+    tag=0x0909,
+    default="",
+    rule=f"a lease's name is given once, and is {NAME_RULE}",
+    wire="the lease's [name](#fleets): letters, digits, dots, dashes and underscores, the first a letter or digit; "
+    "absent: none",
+    call='name("model-a")',
+    effect="the name that the daemon's [fleet](#names) serves once",
+    in_submits=None,
+    before="",
+    report_key="name",
+)
+
+LABELS: Final = LabelsOption(
+    tag=0x090A,
+    default=MappingProxyType({}),
+    rule="the labels that the node must have are given once",
+    wire=f"labels that the node must have, `KEY=VALUE,KEY=VALUE`, {MAX_LABELS} at most, both parts as a name; a node "
+    "without them answers UNSUPPORTED",
+    call='labels(zone="a")',
+    effect="lease on a node that has these labels from its operator",
+    in_submits=None,
+    before=Row.NEVER,
+    report_key="",
+)
+
+REQUEST_ID: Final = RequestIdOption(
+    tag=0x090B,
+    default="",
+    rule="a request id must be 16 bytes, not all zero, and given once",
+    wire="the request id: the tenant's number for this acquire, the same in all its attempts, not 0; absent: none",
+    call="",
+    effect="",
+    in_submits=None,
+    before="",
+    report_key="",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerOptions:
+    """The options that the session's worker obeys.
+
+    Attributes:
+        max_kernel_ms: Longest run of one kernel; 0: as long as the lease lives.
+        waiting: How both ends of the session wait for each other; None: as the host allows.
+        regions_required: The session refuses a launch that names no region set.
+    """
+
+    max_kernel_ms: Annotated[int, MAX_KERNEL] = MAX_KERNEL.default
+    waiting: Annotated[Waiting | None, WAITING] = WAITING.default
+    regions_required: Annotated[bool, REGIONS_REQUIRED] = REGIONS_REQUIRED.default
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseOptions(WorkerOptions):
+    """The options that a lease keeps.
+
+    Attributes:
+        exclusivity: Other leases that the card may have beside this one.
+        submit_bytes: Part of the lease's bytes kept for submits. With 0, a submit runs in place of a session that was
+            never opened.
+        orphan_ms: Longest time without a connection before the lease ends; 0: no bound; None: the node's default.
+        name: Name that the node's fleet serves once; "": a lease without a name, which no fleet knows of.
+        request_id: The tenant's number of this acquire over all its tries, in 32 hexadecimal digits; "" if it has none.
+    """
+
+    exclusivity: Annotated[Exclusivity, EXCLUSIVITY] = EXCLUSIVITY.default
+    submit_bytes: Annotated[int, SUBMIT] = SUBMIT.default
+    orphan_ms: Annotated[int | None, ORPHAN] = ORPHAN.default
+    name: Annotated[str, LEASE_NAME] = LEASE_NAME.default
+    request_id: Annotated[str, REQUEST_ID] = REQUEST_ID.default
+
+
+def _by_field(options: type[WorkerOptions]) -> Mapping[str, LeaseOption[Any, Any]]:
+    hints = get_type_hints(options, include_extras=True)
+    found = {item.name: hints[item.name].__metadata__[0] for item in fields(options)}
+    return dict(sorted(found.items(), key=lambda item: item[1].tag))
+
+
+WORKER_OPTIONS: Final = _by_field(WorkerOptions)
+"""The options that a worker obeys, by their fields, in the order of their tags."""
+
+KEPT_OPTIONS: Final = _by_field(LeaseOptions)
+"""The options that a lease keeps, by their fields, in the order of their tags."""
+
+OPTIONS: Final[tuple[LeaseOption[Any, Any], ...]] = tuple(
+    sorted((value for value in list(globals().values()) if isinstance(value, LeaseOption)), key=lambda one: one.tag)
+)
+"""All options, in the order of their tags."""
+
+
+def _mistakes() -> Iterator[str]:
+    """Yield what contradicts itself in the declarations above."""
+    if len({option.tag for option in OPTIONS}) < len(OPTIONS):
+        yield "each option must have a tag of its own"
+    kept = list(KEPT_OPTIONS.values())
+    for option in OPTIONS:
+        where = f"option 0x{option.tag:04x}"
+        if kept.count(option) != (option.before is not Row.NEVER):
+            yield f"{where} must be in one field of LeaseOptions, or have before=Row.NEVER"
+        if (option in WORKER_OPTIONS.values()) != (option.in_submits is not None):
+            yield f"{where} must say with in_submits whether a submit's worker obeys it, if it is in WorkerOptions"
+        if (
+            not option.wire
+            or "|" in option.wire + option.call + option.effect
+            or bool(option.call) != bool(option.effect)
+        ):
+            yield f"{where}: what it does must be a sentence for a table's cell"
+    for item in fields(LeaseOptions):
+        if item.default != KEPT_OPTIONS[item.name].default:
+            yield f"{item.name} must have the default of its option, {KEPT_OPTIONS[item.name].default!r}"
+
+
+if _found := list(_mistakes()):
+    raise TypeError("; ".join(_found))
+
+
+def read_options(parameters: Sequence[LeaseParameter]) -> dict[str, Any]:
+    """Return the arguments of `LeaseOptions` that a request gives. Raises OptionRefused."""
+    return {name: option.read(parameters) for name, option in KEPT_OPTIONS.items()}
+
+
+def options_for_worker(lease: WorkerOptions, *, is_submit: bool) -> dict[str, Any]:
+    """Return the arguments of `WorkerOptions` for the worker of a lease's session, or of one of its submits."""
+    return {name: getattr(lease, name) for name, option in WORKER_OPTIONS.items() if option.in_submits or not is_submit}
