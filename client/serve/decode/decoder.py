@@ -36,7 +36,7 @@ from gpulease.client.serve.decode.decode_requests import (
     TenantConfig,
 )
 from gpulease.client.serve.decode.engine import MAX_STEPS, BlockPool, DecodeEngine, lease_bytes
-from gpulease.client.serve.decode.engine_losses import Suspects
+from gpulease.client.serve.decode.fault_isolation import FaultIsolation
 from gpulease.client.serve.decode.forward_pass import StepLimits
 from gpulease.client.serve.decode.generation import Generation
 from gpulease.client.serve.decode.model_config import ModelConfig
@@ -163,7 +163,7 @@ class Decoder:
         self._starting: StepPlan | None = None
         self._losses = 0
         self._outage_began = self._adopted_at = 0.0
-        self._suspects = Suspects()
+        self._suspects = FaultIsolation()
         self._cleared_at: dict[str, int] = {}
         self._successor: ServingEngine | None = None
         self._adopted: asyncio.Future[None] | None = None
@@ -747,7 +747,7 @@ class Decoder:
         No step is under way.
         """
         now, suspects = time.monotonic(), self._suspects
-        suspects.put_off(name for name in suspects.current if self._is_in_doubt(name))
+        suspects.defer(name for name in suspects.current if self._is_in_doubt(name))
         was_isolated = bool(self._cleared_at)
         group = suspects.next(self._is_ready)
         while group and not any(map(self._ledger.find, group)):
