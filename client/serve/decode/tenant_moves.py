@@ -52,8 +52,8 @@ class MovesUser(Protocol):
     def moved(self, tenant_id: str, pool: BlockPool) -> None:
         """Compute the tenant's sequences in this pool from now on."""
 
-    def region_lost(self, tenant_id: str, error: BaseException) -> None:
-        """Take the region as gone, and have its sequences replayed."""
+    def abort_tenant(self, tenant_id: str, error: BaseException) -> None:
+        """End the tenant's sequences, whose region is gone; they are replayed in another one."""
 
     def wake(self) -> None:
         """Look for what there is to compute."""
@@ -171,7 +171,7 @@ class TenantMoves:
                 except CapacityExceeded:
                     await asyncio.sleep(REGION_RETRY_S)
         except BaseException as error:
-            self._lose(tenant_id, saved, error)
+            self._abort(tenant_id, saved, error)
             raise
         await self._go_on(tenant_id, pool, saved)
 
@@ -234,7 +234,7 @@ class TenantMoves:
             yield
         except RegionFailed as error:
             if self._user.regions is regions and regions.tenant_of(error.lease_id) == tenant_id:
-                self._user.region_lost(tenant_id, error)
+                self._user.abort_tenant(tenant_id, error)
             raise
         finally:
             if tenant_id not in self._saved:
@@ -264,7 +264,7 @@ class TenantMoves:
             await self._user.engine.load_pool(pool, saved.blocks, saved.contents)
             self._check_current(tenant_id, saved)
         except BaseException as error:
-            self._lose(tenant_id, saved, error)
+            self._abort(tenant_id, saved, error)
             raise
         self._moved(tenant_id, pool)
 
@@ -272,7 +272,7 @@ class TenantMoves:
         self._user.moved(tenant_id, pool)
         self.count += 1
 
-    def _lose(self, tenant_id: str, saved: _Saved, error: BaseException) -> None:
+    def _abort(self, tenant_id: str, saved: _Saved, error: BaseException) -> None:
         """Have sequences replayed that have lost one region, and have no other yet."""
         if self._is_current(tenant_id, saved):
-            self._user.region_lost(tenant_id, error)
+            self._user.abort_tenant(tenant_id, error)

@@ -1,7 +1,6 @@
 """The tenants' regions of one engine: opened, renewed, and opened anew in the place of those that end."""
 
 import asyncio
-import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from itertools import count
@@ -148,7 +147,8 @@ class TenantRegions:
         try:
             if lost is not None:
                 await self._close(lost, self._renewals.pop(tenant_id, None))
-            await asyncio.sleep(self._scheduler.rebind_delay_s(tenant_id, time.monotonic()))
+            now = asyncio.get_running_loop().time()
+            await asyncio.sleep(self._scheduler.rebind_delay_s(tenant_id, now))
             pool = await self._reopened(tenant)
         except Exception as error:
             self._on_failure(error)
