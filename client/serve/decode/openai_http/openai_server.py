@@ -40,12 +40,14 @@ from gpulease.client.serve.decode.openai_http.api_errors import (
     too_long,
 )
 from gpulease.client.serve.decode.openai_http.api_keys import ApiKeys
-from gpulease.client.serve.decode.openai_http.completion_replies import COMMENT, DONE, ReplyHead, event
+from gpulease.client.serve.decode.openai_http.completion_replies import DONE, ReplyHead
 from gpulease.client.serve.decode.openai_http.completion_request import CompletionRequest, check_model
 from gpulease.client.serve.decode.openai_http.decode_settings import DEFAULT_CHAT_TOKENS, DEFAULT_WAIT_S
 from gpulease.client.serve.decode.openai_http.prompt_job import completion_of, read_completion
 from gpulease.client.serve.decode.row_records import PAGE
 from gpulease.client.serve.http.application import read_body
+from gpulease.client.serve.http.event_stream import COMMENT, json_event
+from gpulease.client.serve.http.event_stream import MEDIA_TYPE as EVENT_STREAM
 from gpulease.client.texts import quoted
 
 MAX_BODY_BYTES: Final = 4 << 20
@@ -65,7 +67,6 @@ SANE_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 """X-Request-Id that is taken: it goes to logs, the audit log and replies."""
 
 JSON: Final = "application/json"
-EVENTS: Final = "text/event-stream"
 
 
 def make_openai_application(
@@ -300,7 +301,7 @@ class _Reply:
             give_up: Called if the caller takes no comment; the block is to end then.
         """
         # nginx would keep what comes until its buffer is full.
-        await self._begin(200, {"Content-Type": EVENTS, "Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        await self._begin(200, {"Content-Type": EVENT_STREAM, "Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         await self._put(COMMENT)
 
         async def comment() -> None:
@@ -323,7 +324,7 @@ class _Reply:
     async def event(self, body: dict[str, Any]) -> None:
         """Send one event of a stream."""
         self._is_silent = False
-        await self._put(event(body))
+        await self._put(json_event(body))
 
     async def end(self, data: bytes) -> None:
         """End a stream."""
@@ -332,7 +333,7 @@ class _Reply:
     async def refuse(self, error: ApiError) -> None:
         """Tell an error: as the reply, or as a stream's last event."""
         if self.is_begun:
-            await self.end(event(error.event_body()))
+            await self.end(json_event(error.event_body()))
             return
         data = json.dumps(error.body()).encode()
         headers = error.headers() | {"Content-Type": JSON, "Content-Length": str(len(data))}
