@@ -89,7 +89,7 @@ MAX_TENANTS: Final = 64
 """Tenants that are shown, the first of the settings. A state grows by each, and so does the page."""
 
 REVOKED_BY: Final = "revoked on the decode server's page"
-"""The reason that the audit log and the tenant are told."""
+"""The reason in the audit log and in the tenant's error."""
 
 RETRY_S: Final = 5
 
@@ -135,7 +135,7 @@ class PageFeed(DecoderObserver):
         self._events.add(self._clock(), report.tenant_id, EventKind.STEP_REFUSED, seconds=seconds)
 
     def on_rebind(self, report: RebindReport) -> None:
-        """Add the event of a request that goes on."""
+        """Add the event of a request that continues after a loss."""
         tenant_id, latency_s = report.tenant_id, report.latency_s
         self._rebinds[tenant_id] += 1
         self._latency_s[tenant_id] = latency_s
@@ -237,11 +237,11 @@ class _Stream(StreamingResponse):
 
 
 class DecodePage:
-    """The page's answers. `observer` is to hear the decoder.
+    """The page's answers. The decoder must have `observer` as an observer.
 
     Args:
         decoder: Returns the decoder; None while there is none.
-        operator_digest: The sha256 of the key of who may see and press.
+        operator_digest: The sha256 of the operator's key, which the page requires.
         model: The model's name in requests.
         demo: Returns the demonstration's traffic; None if there is none.
 

@@ -1,11 +1,14 @@
-"""Serves prompts from one model on a lease of its own: a scheduler decides, an engine computes, one task drives both.
+"""Serves prompts from one model on a lease of its own. `Decoder` is what callers use.
+
+A scheduler decides what is computed (`scheduler`), an engine computes it (`engine`), one task drives both
+(`step_loop`), and a supervisor replaces the engine when it is lost (`engine_supervisor`).
 
     async with Decoder.open("model.gguf") as decoder:
         async for piece in decoder.generate("The capital of France is", max_tokens=32):
             print(piece, end="", flush=True)
 
-A tenant's region that ends takes the tenant's sequences with it, and nobody else's. The decoder opens a new one, and
-replays the prompts and what was emitted: their next tokens are those that would have come.
+The end of a tenant's region ends that tenant's sequences and no others. The decoder opens a new region, and replays
+the prompts with the tokens already emitted: the next tokens are the same as without the loss.
 """
 
 import asyncio
@@ -44,39 +47,40 @@ if TYPE_CHECKING:
     from gpulease.client.serve.decode.text.tokenizer import Tokenizer
 
 MAX_POSITIONS: Final = 4096
-"""Positions of a sequence where the caller does not say: of a model's 131,072, blocks for few would fill a card."""
+"""Default positions of a sequence, if the context has as many: with 131,072, the blocks of few would fill a card."""
 
 MIN_REGION_LIFE_S: Final = 0.1
-"""Shortest life of a region: in less, moves would take the time of steps."""
+"""Shortest life of a region: with less, moves would take most of the time."""
 
 DEFAULT_TEXT_PROCESSES: Final = 2
-"""Processes that read prompts' texts: one for whom a tenant's large texts keep the other one busy."""
+"""Default number of processes that parse prompts: one is free while a tenant's large texts keep the other busy."""
 
 MAX_TEXT_PROCESSES: Final = 64
-"""Most processes that read texts: each may take the memory of TextLimits, half a GiB."""
+"""Most processes that parse texts: each may take the memory of TextLimits, half a GiB."""
 
 DEFAULT_TENANT: Final = "default"
 
 DEFAULT_SEQUENCES: Final = 4
-"""Sequences of full length that the blocks of a decoder's only tenant are enough for."""
+"""Sequences of full length for which a decoder's only tenant has blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderSettings:
-    """Limits of a decoder, which makes room for them at its start.
+    """Limits of a decoder, which reserves memory for them at its start.
 
     Attributes:
         max_rows: Rows of a step.
-        prefill_rows: Rows of prompts beside decoding sequences.
+        prefill_rows: Rows of prompts in a step that also has rows of decoding sequences.
         max_sequences: Live sequences.
         positions: Positions of a sequence, the model's context at most; None: that, 4,096 at most.
         packed: Whether quantised weights stay packed.
-        rebinds_at_once: How often a tenant's region may be opened anew at once; each time, its replays take rows.
+        rebinds_at_once: How often a tenant's region may be opened again at once; each time, its replays take rows.
         rebind_interval_s: Seconds after which it may be opened one more time.
         preempts: Whether tenants of a higher weight get the room of those of a lower one (SchedulerSettings).
-        text_processes: Processes that read prompts' texts, 1 to 64. With one, every text waits for those before it.
-        region_life_s: Seconds of a tenant's region, for operators who let no grant get older: the tenant's sequences
-            move into a fresh one before. The lease has room for one region more. None: regions are renewed.
+        text_processes: Processes that parse prompts, 1 to 64. With one, every text waits for those before it.
+        region_life_s: Longest life of a tenant's region in seconds, for operators who limit the age of grants: before,
+            the tenant's sequences move into a new one. The lease has room for one more region. None: regions are
+            renewed.
     """
 
     max_rows: int = 64
@@ -115,7 +119,6 @@ class Decoder:
         text_processes: int = DEFAULT_TEXT_PROCESSES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Use `open`."""
         self.scheduler = scheduler
         self._clock = clock
         self.log = DecodeLog()
@@ -153,7 +156,7 @@ class Decoder:
             settings: What to make room for.
             address: The daemon's or the fleet's address, as `GpuBuilder` takes it.
             progress: Called with the bytes loaded and the bytes in all.
-            observers: Who hears what the decoder does.
+            observers: Get the decoder's reports.
 
         Raises ModelRejected, InvalidRequest for more positions than the model's context, CapacityExceeded if no card
         has the room, and what `GpuBuilder.acquire` raises.
@@ -196,17 +199,17 @@ class Decoder:
 
     @property
     def is_serving(self) -> bool:
-        """Return whether there is an engine: False from its loss until another serves, and once the decoder ended."""
+        """Whether there is an engine: False from its loss until another serves, and once the decoder has ended."""
         return self._supervisor.life.is_serving
 
     @property
     def outage(self) -> Outage | None:
-        """What is known of the time without an engine; None while there is one, and once the decoder ended."""
+        """The time without an engine so far; None while there is one, and once the decoder has ended."""
         return self._supervisor.outage
 
     @property
     def steps(self) -> int:
-        """Steps that were computed."""
+        """Number of steps that were computed."""
         return self._steps.computed
 
     @property
@@ -216,7 +219,7 @@ class Decoder:
 
     @property
     def rebinds(self) -> int:
-        """Regions that were opened in the place of others: of those that had ended, and of those left in time."""
+        """Number of regions that replaced others: those that had ended, and those that sequences left before."""
         return self._supervisor.reopened + self.moves.count
 
     @property
@@ -242,12 +245,12 @@ class Decoder:
             token_ids: The prompt.
             max_tokens: Tokens to emit at most.
             sampling: How they are chosen.
-            tenant_id: Whose it is.
+            tenant_id: Its tenant.
             wait_s: Seconds for which it may wait for room; 0 refuses it at once.
-            request_id: Its id, of no other request that goes on; without one it gets one.
+            request_id: Its id, which no other request in progress may have; None: it is assigned one.
 
-        Without an engine it waits for the next one. Raises RequestRejected for what can't be taken, NoModelLoaded if
-        the decoder is closed, EngineDecodeFailed if a fault of its own ended it.
+        Without an engine it waits for the next one. Raises RequestRejected for an invalid request, NoModelLoaded if the
+        decoder is closed, EngineDecodeFailed if a fault of its own ended it.
         """
         self._supervisor.check_alive()
         ledger, now = self._ledger, self._clock()
@@ -271,10 +274,10 @@ class Decoder:
         sampling: SamplingParameters = SamplingParameters(),  # noqa: B008  # it can't be changed
         tenant_id: str = DEFAULT_TENANT,
     ) -> AsyncGenerator[str, None]:
-        """Continue a text. Yields what comes behind it, in pieces of whole characters, as they are computed.
+        """Continue a text. Yields the continuation in pieces of whole characters, as they are computed.
 
-        Closing the generator ends the sequence. Arguments are those of `submit`. The text is read in another process,
-        and counts meanwhile as a request of its tenant's that waits.
+        Closing the generator ends the sequence. Arguments are those of `submit`. The text is tokenized in another
+        process, and counts meanwhile as a waiting request of its tenant.
 
         Raises ModelRejected for a model without a tokenizer, TextNotRead for a text that takes more than a text may,
         and what `submit` and the generation's iterator raise.
@@ -296,16 +299,16 @@ class Decoder:
     async def tokenizer(self) -> "Tokenizer":
         """Return the model's tokenizer. Raises ModelRejected where it has none, or a broken one.
 
-        It turns tokens into text, and cuts texts of your own. While it cuts one, nothing else of this process runs,
-        and nothing bounds what that takes: `prompts` cuts those of tenants. The first call makes it, in a thread: that
-        of a large vocabulary takes a second.
+        It decodes tokens, and tokenizes texts of your own. While it tokenizes, no other Python of this process runs,
+        and no limit applies: use `prompts` for tenants' texts. The first call loads it in a thread, which takes a
+        second for a large vocabulary.
         """
         if self._tokenizer is None:
             self._tokenizer = asyncio.ensure_future(asyncio.to_thread(self._checkpoint.tokenizer))
         return await asyncio.shield(self._tokenizer)
 
     def cancel(self, generation: Generation) -> None:
-        """End a generation; one that has ended stays as it is, though another may have its id now."""
+        """End a generation. One that has ended stays as it is, even if another has its id now."""
         if generation.reason is None:
             self._ledger.tell(self.scheduler.cancel(generation.request.request_id))
             self._steps.wake()
@@ -315,8 +318,8 @@ class Decoder:
     async def suspend(self, tenant_id: str) -> None:
         """Copy a tenant's keys and values to the host's memory and close its region: its bytes are free for others.
 
-        Its requests wait until `resume`, as long as they may. Other tenants go on. If the engine is lost meanwhile,
-        the tenant's sequences are replayed behind `resume`, in a region of the next engine.
+        Its requests wait until `resume`, for as long as they may. Other tenants continue. If the engine is lost
+        meanwhile, the tenant's sequences are replayed after `resume`, in a region of the next engine.
 
         Raises RequestRejected if it is suspended or has no region now, RegionFailed if that ends before it is copied:
         its sequences are replayed then.
@@ -324,14 +327,14 @@ class Decoder:
         await self.moves.suspend(tenant_id)
 
     async def resume(self, tenant_id: str) -> None:
-        """Open a region for a suspended tenant, and go on with the very same tokens.
+        """Open a region for a suspended tenant, and continue with the same tokens.
 
         Raises RequestRejected if it is not suspended, CapacityExceeded while the lease has no room: try again then.
         """
         await self.moves.resume(tenant_id)
 
     async def move_tenant(self, tenant_id: str) -> None:
-        """Move a tenant's sequences into a new region, whose time begins now, and end the old one.
+        """Move a tenant's sequences into a new region, and end the old one.
 
         Raises RequestRejected if it is suspended or has no region now, RegionFailed if that ends before it is copied:
         its sequences are replayed then.
@@ -359,7 +362,7 @@ class Decoder:
         self._supervisor.check_alive()
 
     async def wait_ended(self) -> None:
-        """Wait until the decoder serves nobody any more: it is closed, or a fault of its own ended it.
+        """Wait until the decoder has ended: it is closed, or a fault of its own ended it.
 
         A lost engine does not end it. Raises nothing; `check_alive` raises what ended it.
         """
@@ -367,7 +370,7 @@ class Decoder:
 
 
 def _engine_spec(checkpoint: Checkpoint, tenants: tuple[TenantConfig, ...], settings: DecoderSettings) -> EngineSpec:
-    """Sum up what an engine of these settings needs."""
+    """Return what to open: the settings' limits, with the lease's size. Raises what `lease_bytes` raises."""
     positions = settings.positions or min(checkpoint.config.context, MAX_POSITIONS)
     limits = StepLimits(settings.max_rows, settings.max_sequences, positions)
     tenants = tenants or (_only_tenant(limits),)
@@ -379,7 +382,6 @@ def _engine_spec(checkpoint: Checkpoint, tenants: tuple[TenantConfig, ...], sett
 
 
 def _only_tenant(limits: StepLimits) -> TenantConfig:
-    """The tenant of a decoder that serves one."""
     return TenantConfig(DEFAULT_TENANT, limits.tables, DEFAULT_SEQUENCES * limits.table_blocks)
 
 

@@ -55,7 +55,7 @@ class Serving(Generic[EngineT]):
 
 @dataclass(frozen=True, slots=True)
 class Isolating(Generic[EngineT]):
-    """An engine computes one group of suspects, `FaultIsolation.current`, and nobody else.
+    """An engine computes one group of suspects, `FaultIsolation.current`, alone.
 
     Attributes:
         engine: The engine.
@@ -111,7 +111,7 @@ class Adopting(Generic[EngineT]):
 
     @property
     def engine(self) -> EngineT:
-        """The engine whose steps are under way."""
+        """The engine that has the steps under way."""
         return self.before.engine
 
     @property
@@ -122,7 +122,7 @@ class Adopting(Generic[EngineT]):
 
 @dataclass(frozen=True, slots=True)
 class Closed(Generic[EngineT]):
-    """The decoder serves nobody any more. Nothing follows.
+    """The decoder has ended. No other phase follows.
 
     Attributes:
         engine: The last engine.
@@ -186,7 +186,7 @@ class RequestEngine(Generic[EngineT]):
 
 @dataclass(frozen=True, slots=True)
 class HandOver:
-    """Tell the task that offered the successor that it has taken over."""
+    """Notify the task that offered the successor: it has taken over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,7 @@ class RestartSequences:
 
 @dataclass(frozen=True, slots=True)
 class Isolate:
-    """Admit these requests and nobody else; None: everybody."""
+    """Admit only these requests; None: all."""
 
     group: frozenset[str] | None
 
@@ -256,7 +256,6 @@ class EngineLifecycle(Generic[EngineT]):
     """
 
     def __init__(self, engine: EngineT, now: float, requests: RequestsInProgress) -> None:
-        """Begin with the first engine."""
         self.phase: Phase[EngineT] = Serving(engine, now)
         self.isolation = FaultIsolation()
         self._requests = requests
@@ -284,7 +283,7 @@ class EngineLifecycle(Generic[EngineT]):
 
     @property
     def is_serving(self) -> bool:
-        """Return whether there is an engine whose loss was not reported."""
+        """Return whether there is an engine, and no loss of it was reported."""
         return self.has_engine and self.phase.pending_loss is None
 
     def is_engaged(self, engine: EngineT) -> bool:
@@ -331,7 +330,7 @@ class EngineLifecycle(Generic[EngineT]):
         return [Wake(), AwaitAnswers(engine, error)]
 
     def answers_overdue(self, engine: EngineT, error: Exception) -> list[Effect[EngineT]]:
-        """Abort an engine's steps if they have not ended: nothing else tells that its host is dead."""
+        """Abort an engine's steps if they have not ended: no other sign shows that its host is dead."""
         pending = self.phase.pending_loss
         if not self.is_engaged(engine) or (pending is not None and pending.is_aborting):
             return []

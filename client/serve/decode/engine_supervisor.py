@@ -255,7 +255,7 @@ class EngineSupervisor:
             self._ledger.tell(self.scheduler.cancel(generation.request.request_id, CompletionReason.ENGINE_ERROR))
 
     async def _await_answers(self, serving: ServingEngine, error: Exception) -> None:
-        """Give an engine's steps ANSWER_S to end; nothing else tells that their host is dead."""
+        """Give an engine's steps ANSWER_S to end; those of a dead host never do."""
         await asyncio.sleep(ANSWER_S)
         self._apply(self._life.answers_overdue(serving, error))
 
@@ -365,7 +365,7 @@ class EngineSupervisor:
         self._steps.release_waiters()
         if self._hand_over is not None and not self._hand_over.done():
             self._hand_over.set_exception(failure)
-            # Nobody may wait for it: asyncio would log it, and keep all that its frames have.
+            # Mark it as retrieved: if no task waits for it, asyncio would log it, and keep what its frames hold.
             self._hand_over.exception()
         self._steps.wake()
 

@@ -13,7 +13,7 @@ class FaultIsolation:
     """Requests that may have ended an engine, by their callers' ids, in groups that are computed one after another.
 
     Attributes:
-        current: The group that is computed now, and nobody else; empty if there is none.
+        current: The group that is computed alone now; empty if there is none.
     """
 
     def __init__(self) -> None:

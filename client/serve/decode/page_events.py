@@ -33,7 +33,7 @@ class PageEvent:
     Attributes:
         number: Its number, which no other event has.
         at: When the last of them happened, in the page's seconds.
-        tenant_id: Whose it is; "" for the whole server's.
+        tenant_id: Its tenant; "" for the whole server.
         kind: What happened.
         count: How often.
         seconds: The longest time that it took; 0 if it has none.

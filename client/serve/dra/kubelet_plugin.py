@@ -175,7 +175,7 @@ class KubeletPlugin:
         self._servers = [grpc.server(ThreadPoolExecutor(SERVICE_THREADS), options=options) for _ in range(2)]
         self._servers[0].add_generic_rpc_handlers(tuple(map(self._dra_handlers, DRA_VERSIONS)))
         self._servers[1].add_generic_rpc_handlers((self._registration_handlers(),))
-        # The service answers before the kubelet can hear of it.
+        # The service answers before the kubelet can learn of it.
         for server, path in zip(self._servers, (self.socket, self.registration_socket), strict=True):
             remove_abandoned(str(path))
             mask = os.umask(0o177)

@@ -75,7 +75,7 @@ class InferenceRequest:
         return operation_key(self.request_id)
 
     def operation(self) -> bytes:
-        """Return the hash that tells it from any other."""
+        """Return the hash that identifies the operation."""
         return operation_hash(self.request_id, self.model_id, self.output_len, self.input)
 
 

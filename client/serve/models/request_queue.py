@@ -257,7 +257,7 @@ class RequestIntake:
         if request.timer is not None:
             request.timer.cancel()
         if request.answer.cancelled():
-            # The caller hung up: do not compute for nobody.
+            # The caller hung up: do not compute what no one will read.
             if self.queue.remove(request):
                 self.changed()
             self._metrics.answered("cancelled")

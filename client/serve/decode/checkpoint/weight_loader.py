@@ -3,7 +3,7 @@
 Theory of operation. First every tensor is looked at and the sizes are added up, then all buffers are allocated, then
 rows are copied in chunks. Threads make the next few chunks while one is copied. Rows that are bf16 in a file are
 copied to windows, arrays of the session's arena, which the card reads itself. Rows of other types are computed. So a
-few chunks of the model are in the host's memory at a time, beside the page cache, and its faults are several threads'.
+few chunks of the model are in the host's memory at a time, besides the page cache, and its faults are several threads'.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ class _Target:
 
     Attributes:
         row_bytes: Bytes of a row in each buffer.
-        tensors: Whose rows they are.
+        tensors: The tensors that the rows belong to.
         planes: Gives a tensor's rows [begin, end) as each buffer's values.
         is_as_read: Whether these are the bytes that the tensors' files have.
     """

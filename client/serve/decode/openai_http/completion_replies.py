@@ -22,7 +22,7 @@ class ReplyHead:
         created: Seconds since 1970.
         is_chat: Whether it answers a chat.
         has_logprobs: Whether log-probabilities are asked for.
-        has_usage: Whether a stream's end tells the tokens' counts.
+        has_usage: Whether a stream ends with the tokens' counts.
         seed: The seed that the server chose; None if the caller did.
     """
 
@@ -35,7 +35,7 @@ class ReplyHead:
     seed: int | None
 
     def whole(self, piece: Piece, prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
-        """Return a reply that is no stream, of the answer as one piece."""
+        """Return a reply without a stream, with the answer as one piece."""
         choice: dict[str, Any] = {"index": 0, "finish_reason": piece.finish, "logprobs": self._logprobs(piece.tokens)}
         if self.is_chat:
             choice["message"] = {"role": "assistant", "content": piece.text, "refusal": None}

@@ -87,7 +87,7 @@ def make_openai_application(
         keys: Who may ask.
         model: The model's name.
         wait_s: Seconds that a request may wait for its admission.
-        chat_tokens: Tokens of a chat's answer whose request does not say.
+        chat_tokens: Default tokens of a chat's answer.
         routes: Further routes.
         metrics: Renders the metrics.
         health: Further members of the health report.
@@ -138,7 +138,7 @@ class OpenAiFace:
         return self._told(request, told)
 
     async def complete(self, request: Request, send: Send, *, is_chat: bool) -> None:
-        """Serve one request. Every failure is told in OpenAI's shape."""
+        """Serve one request. Every failure is answered in OpenAI's format."""
         reply = _Reply(send, _request_id(request))
         try:
             try:
@@ -152,7 +152,7 @@ class OpenAiFace:
             log.warning("caller_took_nothing", tenant=reply.tenant, request=reply.request_id, after_s=SEND_LIMIT_S)
 
     def _known(self, error: Exception, reply: "_Reply") -> ApiError:
-        """Return what the caller is told of an error; the log has what the caller is not told."""
+        """Return an error as the caller may see it; the log has the rest."""
         if isinstance(error, ClientDisconnect):
             return ApiError(CLOSED_REQUEST, "closed", "The caller hung up.")
         known = api_error_of(error)
@@ -183,7 +183,7 @@ class OpenAiFace:
                 sampling=asked.sampling,
                 tenant_id=tenant,
                 wait_s=self._wait_s,
-                # Two tenants may use one id, and can't tell that the other does.
+                # Two tenants may use the same id, and neither learns that the other does.
                 request_id=f"{tenant}/{reply.request_id}",
             )
         async with _ended_with(generation, request.receive):
@@ -262,7 +262,7 @@ class OpenAiFace:
 
 
 class _Endpoint:
-    """The ASGI application of one path: it hears when the caller hangs up, which a function of Starlette does not."""
+    """The ASGI application of one path: it notices when the caller hangs up, which a function of Starlette does not."""
 
     def __init__(self, face: OpenAiFace, *, is_chat: bool) -> None:
         self._face, self._is_chat = face, is_chat
@@ -288,7 +288,7 @@ class _Reply:
         self._is_silent = False
 
     async def whole(self, body: Mapping[str, Any]) -> None:
-        """Send a reply that is no stream."""
+        """Send a reply without a stream, and end it."""
         data = json.dumps(body, ensure_ascii=False).encode()
         await self._begin(200, {"Content-Type": JSON, "Content-Length": str(len(data))})
         await self._put(data, is_last=True)
@@ -331,7 +331,7 @@ class _Reply:
         await self._put(data, is_last=True)
 
     async def refuse(self, error: ApiError) -> None:
-        """Tell an error: as the reply, or as a stream's last event."""
+        """Send an error: as the reply, or as a stream's last event."""
         if self.is_begun:
             await self.end(json_event(error.event_body()))
             return

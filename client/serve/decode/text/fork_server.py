@@ -86,7 +86,7 @@ class ForkServer:
         Raises OSError, TextProcessesFailed, or ModelRejected for a tokenizer that it can't make.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # Opened anew, for an offset of its own.
+        # Opened again, for an offset of its own.
         again = os.open(f"/proc/self/fd/{tokenizer_fd}", os.O_RDONLY)
         try:
             # It returns once the program is replaced, which takes no longer than the loop may.
