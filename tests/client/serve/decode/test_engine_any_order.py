@@ -167,7 +167,7 @@ class SimulatedServing:
         assert number >= self.world.computing
         self.world.computing = number
         await asyncio.sleep(0)
-        regions = {pool.region.lease_id for pool in pools}
+        regions = {int(pool.region.lease_id) for pool in pools}
         if revoked := [pool for pool in pools if pool.region.revoked]:
             raise refused(revoked[0].region.lease_id)
         self.steps.append((rows.copy(), regions))

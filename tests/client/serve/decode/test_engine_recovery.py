@@ -669,3 +669,27 @@ def test_leaving_the_block_while_the_load_is_about_to_move_leaves_nothing(
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(part())
+
+
+def test_a_move_that_is_cancelled_at_the_hand_over_frees_the_old_lease(
+    daemon: Daemon, alone: Outputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scene(decoder: Decoder) -> None:
+        supervisor = decoder._supervisor
+        old, change = supervisor.serving, supervisor.change
+        move = asyncio.create_task(decoder.move())
+
+        def change_and_cancel() -> None:
+            change()
+            if supervisor.serving is not old:
+                # As if the caller had given up a moment ago: `move` cancels its task now, before that task runs again.
+                (moving,) = (task for task in supervisor._tasks._tasks if "EngineSupervisor._move" in str(task))
+                moving.cancel()
+
+        monkeypatch.setattr(supervisor, "change", change_and_cancel)
+        with pytest.raises(asyncio.CancelledError):
+            await move
+        assert not old.lease.is_alive
+        assert await read(submit(decoder, "a")) == alone["a"]
+
+    play(daemon, scene)
