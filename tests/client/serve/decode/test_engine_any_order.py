@@ -385,6 +385,14 @@ class EnginesInAnyOrder(RuleBasedStateMachine):
         assert all(task.done() for task in self.moves)
         assert self.decoder.is_serving
         assert self.world.open_engines == 1
+        # Every tenant is served again.
+        place = len(self.generations)
+        for tenant in TENANTS:
+            self.submit(tenant.id, 5, 9, 1, 20.0, None)
+        self.do(lambda: asyncio.sleep(30.0))
+        self.no_token_is_lost_or_doubled()
+        reasons = {generation.reason for generation in self.generations[place:]}
+        assert reasons == {CompletionReason.MAX_TOKENS_REACHED}
         # What runs is answered by the decoder's end, and nothing begins any more.
         running = self.do(lambda: self.decoder.submit([1, 2, 3], max_tokens=40, tenant_id="a"))
         self.do(lambda: self.context.__aexit__(None, None, None))
