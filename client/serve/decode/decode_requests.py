@@ -27,7 +27,7 @@ MAX_REQUEST_ID_CHARACTERS: Final = 256
 """Longest id of a request: ids are logged, audited and sent back, so a longer one would fill disks."""
 
 MAX_WAIT_S: Final = 3600.0
-"""Longest time in seconds that a request may wait: a place in a queue must not be held for ever."""
+"""Longest time in seconds that a request may wait: a place in a queue must not be held forever."""
 
 MAX_BLOCKS_PER_TENANT: Final = 2**20
 """Most blocks of a region: their free list is made at once, 8 bytes each."""

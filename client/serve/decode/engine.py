@@ -1,4 +1,4 @@
-"""The decode engine: a model on a lease, whose steps compute rows of many tenants' sequences in one pass.
+"""The decode engine: a model on a lease. A step computes rows of many tenants' sequences in one pass.
 
 A step is one graph launch that names the regions of its rows' tenants: it begins while all of them are valid, or not at
 all. Two steps may be under way, so that the host plans the next while the card computes: a row whose token the host

@@ -52,7 +52,7 @@ class PageEvent:
 
     @property
     def text(self) -> str:
-        """Return it as a sentence, behind the tenant's name."""
+        """Return it as a sentence that follows the tenant's name."""
         took, n = duration(self.seconds), self.count
         match self.kind:
             case EventKind.REVOKED_HERE:

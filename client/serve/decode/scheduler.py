@@ -232,7 +232,7 @@ class ContinuousBatchScheduler:
         if len(self._unanswered) >= MAX_UNANSWERED_STEPS:
             raise ValueError(f"step {self._unanswered[0].number} is to be answered first")
         events = self._expire(now) if now >= self._next_deadline else []
-        # Emitted tokens change whose turn it is, and so who may preempt.
+        # Emitted tokens change the order of turns, and so which tenant may preempt.
         self._has_room |= self.settings.preempts
         events += self._admit()
         if self._has_ended:
@@ -401,7 +401,7 @@ class ContinuousBatchScheduler:
     def _limited(
         self, tenant: TenantState, request: PromptRequest, wait_s: float, now: float
     ) -> SchedulerEvent.AdmissionRejected | None:
-        """Refuse a request whose tenant gets no region in the time that the request may wait."""
+        """Refuse a request if its tenant gets no region in the time that the request may wait."""
         delay_s = self.rebind_delay_s(tenant.config.id, now)
         if delay_s <= wait_s:
             return None
@@ -508,7 +508,7 @@ class ContinuousBatchScheduler:
         return [self._finish(victim, CompletionReason.PREEMPTED, replay.request_id)]
 
     def _contenders(self) -> list[TenantState]:
-        """Return the tenants whose first request their own limits let in; lift those that were not among them."""
+        """Return the tenants that only the engine's lack of room keeps out; lift those that newly are."""
         old: list[TenantState] = []
         new: list[TenantState] = []
         for tenant in self.tenants.values():

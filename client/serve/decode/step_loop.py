@@ -241,7 +241,7 @@ class StepLoop:
         self.abort_tenant(tenant_id, error)
 
     def abort_tenant(self, tenant_id: str, error: BaseException) -> None:
-        """End a tenant's sequences, whose region is gone; their replays wait for a new region."""
+        """End a tenant's sequences after the loss of their region; their replays wait for a new one."""
         reason = _REASONS.get(type(error), CompletionReason.REVOKED)
         pool = self.regions.pools.get(tenant_id)
         region = 0 if pool is None else pool.region.lease_id

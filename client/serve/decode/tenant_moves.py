@@ -53,7 +53,7 @@ class MovesUser(Protocol):
         """Compute the tenant's sequences in this pool from now on."""
 
     def abort_tenant(self, tenant_id: str, error: BaseException) -> None:
-        """End the tenant's sequences, whose region is gone; they are replayed in another one."""
+        """End the tenant's sequences after the loss of their region; they are replayed in another one."""
 
     def wake(self) -> None:
         """Look for what there is to compute."""

@@ -193,7 +193,7 @@ class KubeletPlugin:
         remove_path(str(self.socket))
 
     def lost_sockets(self) -> list[Path]:
-        """Return the sockets whose files were removed: the kubelet can't reach them."""
+        """Return the sockets that the kubelet can't reach, because their files were removed."""
         return [path for path in (self.socket, self.registration_socket) if file_at(str(path)) is None]
 
     def _dra_handlers(self, version: str) -> "grpc.GenericRpcHandler[Any, Any]":

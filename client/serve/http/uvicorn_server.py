@@ -43,7 +43,7 @@ KEEP_ALIVE_S: Final = 5
 
 HEAD_LIMIT_S: Final = 10.0
 """Seconds for a connection's next line and headers to arrive; then it is closed. Stops a peer from holding all of
-MAX_CONNECTIONS by sending nothing, or a byte at a time: uvicorn's own limit begins behind the first answer."""
+MAX_CONNECTIONS by sending nothing, or a byte at a time: uvicorn's own limit begins after the first answer."""
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from gpulease.client.serve.rpc import Answer, Outcome
 from gpulease.protocol.rpc import CallError, CallErrorCode
 
 MAX_ATTEMPTS: Final = 2
-"""Most attempts at a request of a pure model: a request that ends every lease must not be tried for ever."""
+"""Most attempts at a request of a pure model: a request that ends every lease must not be tried forever."""
 
 
 @dataclass(eq=False, slots=True)

@@ -58,10 +58,10 @@ class CallTimedOut(Disconnected):
 
 
 SPIN_NS: Final = 200_000
-"""Nanoseconds for which a caller looks for its reply before it sleeps, where the host has cores to spare."""
+"""Nanoseconds for which a caller polls for its reply before it sleeps, where the host has cores to spare."""
 
 LOOKS_PER_CLOCK: Final = 16
-"""Looks at the reply between two looks at the clock, which on some hosts takes as long."""
+"""Polls between two readings of the clock, which on some hosts take as long as a poll."""
 
 FIRST_BACKOFF_S: Final = 0.02
 """Seconds before the second try to connect. They double with each further try, and half of them is random."""

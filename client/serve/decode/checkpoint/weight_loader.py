@@ -167,7 +167,7 @@ async def load_weights(
 
 
 class _Loader:
-    """A load under way: what was allocated, and what is to be copied."""
+    """A load in progress: what was allocated, and what must be copied."""
 
     def __init__(self, session: GpuSession, progress: Callable[[int, int], None] | None) -> None:
         self._session = session
@@ -179,7 +179,7 @@ class _Loader:
         self._total_bytes = self._done_bytes = 0
 
     async def load(self, checkpoint: Checkpoint, packed: bool, positions: int, size: int) -> ModelWeights:
-        """Allocate everything, and note what is to be copied."""
+        """Allocate everything, and note what must be copied."""
         config = checkpoint.config
         embedding = (await self._make(_bf16_of(checkpoint.tensor(EMBEDDING))))[0]
         layers = tuple([await self._layer(checkpoint, layer, packed) for layer in range(config.layers)])

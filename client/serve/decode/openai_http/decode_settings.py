@@ -1,4 +1,4 @@
-"""The settings of a decode server: a TOML file, read once. The example beside this module explains each."""
+"""The settings of a decode server: a TOML file, read once. The example next to this module explains each."""
 
 import os
 import re

@@ -24,7 +24,7 @@ STOP_LIMIT_S: Final = 5.0
 """Seconds in which the fork server ends its workers and itself, before it is killed."""
 
 POLL_S: Final = 0.005
-"""Seconds between two looks whether the fork server has ended: it does within some milliseconds."""
+"""Seconds between two checks whether the fork server has ended, which takes some milliseconds."""
 
 _ENVIRONMENT: Final = {
     # Threads would make forks unsafe: neither of these libraries starts any then.

@@ -166,7 +166,7 @@ def _work(jobs: socket.socket, reader: PromptReader, limits: TextLimits, server:
 
 
 def _confine(limits: TextLimits) -> int:
-    """Set the limits that hold for a worker's life. Returns the memory with which it may go on behind a job."""
+    """Set the limits that hold for a worker's life. Returns the memory that it may hold after a job and continue."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "wb", buffering=0) as score:
         score.write(OUT_OF_MEMORY_SCORE)
     own_bytes = _memory_bytes()

@@ -100,7 +100,7 @@ class Tokenizer:
         return text.removeprefix(" ") if self._begins_with_space else text
 
     def stream(self) -> "TextStream":
-        """Begin a text that grows by tokens, behind a prompt: a space at its begin is its own."""
+        """Begin a text that grows by tokens, after a prompt: a space at its beginning belongs to it."""
         return TextStream(self.bytes_of)
 
     def bytes_of(self, token: int) -> bytes:
