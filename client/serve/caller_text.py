@@ -1,4 +1,4 @@
-"""What the callers of a server read of an error that is the host's: nothing of its sockets, paths and peers."""
+"""Errors of the host as a server's callers may read them: without its sockets, paths and peers."""
 
 from typing import Final
 
@@ -8,9 +8,8 @@ NO_DAEMON: Final = "the GPU's daemon does not answer"
 
 
 def text_for_callers(error: GpuLeaseError) -> str:
-    """Return an error's text for somebody to whom the host is foreign.
+    """Return an error's text for a caller who must not learn about the host.
 
-    Hints are left out: they are for whoever runs the server, as is the address that nobody answered at. The server's
-    log is to have all of it.
+    Hints and addresses are left out: they are for the operator, who finds them in the server's log.
     """
     return NO_DAEMON if isinstance(error, Disconnected) else error.message

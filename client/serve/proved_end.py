@@ -17,7 +17,7 @@ _LOOK_S: Final = 0.05
 
 
 class NotProvedFree(GpuLeaseError):
-    """A lease's memory is not proved free; nobody gets it until then."""
+    """A lease's memory is not proved free. It is lent to no one until then."""
 
     default_hint = "Ask again. If the lease is fenced, an operator must clear it: gpulease fence clear"
 
@@ -27,10 +27,10 @@ def report_of(lease_id: LeaseId, address: str) -> dict[str, Any]:
     try:
         return dict(ask(Opcode.LEASE_QUERY, LeaseRef(lease_id), address).report)
     except NotFound:
-        # A daemon that keeps no journal began anew: it ended its workers, and looked at the cards.
+        # A daemon without a journal was restarted: it ended its workers, and checked the cards.
         return {"state": "torndown", "cause": None}
     except Revoked:
-        # That an operator ended it is remembered for longer than the lease is.
+        # The daemon remembers a revocation for longer than the lease itself.
         return {"state": "torndown", "cause": REVOKED}
 
 
@@ -51,7 +51,7 @@ def free_and_prove(lease_id: LeaseId, address: str, limit_s: float, on_message: 
         except Disconnected:
             raise
         except GpuLeaseError as error:
-            # Its state tells of its memory.
+            # The lease's state, polled below, says whether its memory is free.
             on_message(f"freeing {lease_id}: {error}")
     while (state := report_of(lease_id, address)["state"]) != "torndown":
         if state == "fenced" or time.monotonic() > until_s:

@@ -1,8 +1,8 @@
 """The path of a Unix socket that a server listens at.
 
-Clean-up of a folder may remove a socket's file under a living server. So nobody takes a path without having tried to
-connect there, a server removes no other one's socket, and makes its own anew. There is no lock: of two servers that
-start in the same moment, one finds that the other has the path, and logs it.
+Cleaning a folder may remove the socket file of a running server. So a server tries to connect to a path before it
+takes it, never removes another server's socket, and makes its own again. There is no lock: of two servers that start
+at the same moment, one finds that the other has the path, and logs it.
 """
 
 import asyncio
@@ -21,14 +21,14 @@ from gpulease.protocol.peer_credentials import UCRED_BYTES, parse_ucred
 BACKLOG: Final = 128
 
 LOOK_S: Final = 5.0
-"""Seconds between two looks at a socket's file: how long clients may find none."""
+"""Seconds between two checks of a socket's file: how long clients may find none."""
 
 _MODE: Final = 0o660
 _log: Final = logging.getLogger("gpulease.socket")
 
 
 def bound_to_path(path: str) -> socket.socket:
-    """Return a socket that listens at a path. The file of one that nobody listens at is replaced. Raises OSError."""
+    """Return a socket that listens at a path. An abandoned socket's file is replaced. Raises OSError."""
     remove_abandoned(path)
     sock = socket.socket(socket.AF_UNIX)
     try:
@@ -43,7 +43,7 @@ def bound_to_path(path: str) -> socket.socket:
 
 
 def remove_abandoned(path: str) -> None:
-    """Remove a socket's file if nobody listens behind it; what is no socket stays. Raises OSError if somebody does."""
+    """Remove a socket's file if no process listens there; other files stay. Raises OSError if one listens."""
     with suppress(FileNotFoundError):
         if stat.S_ISSOCK(os.lstat(path).st_mode):
             if _listener_at(path) is not None:
@@ -59,11 +59,11 @@ def remove_path(path: str) -> None:
 
 
 async def keep_path(sock: socket.socket, replace: Callable[[socket.socket], Awaitable[None]]) -> None:
-    """Watch the path of a listening socket for ever, and make the socket anew when its file was removed.
+    """Watch the path of a listening socket forever, and make the socket again when its file was removed.
 
     Args:
         sock: The socket. One that has no path is not watched.
-        replace: Gets each new socket. Nobody can reach the one before; connections that it accepted go on.
+        replace: Gets each new socket. The one before can't be reached any more; connections that it accepted continue.
     """
     path = sock.getsockname() if sock.family == socket.AF_UNIX else ""
     if not path:
@@ -86,7 +86,7 @@ async def keep_path(sock: socket.socket, replace: Callable[[socket.socket], Awai
 
 
 def _listener_at(path: str) -> int | None:
-    """Return the process that listens at a path; None if none does. Raises OSError if nobody can tell."""
+    """Return the process that listens at a path; None if none does. Raises OSError if that can't be learned."""
     with socket.socket(socket.AF_UNIX) as probe:
         # A full backlog must not make this wait.
         probe.setblocking(False)

@@ -115,7 +115,7 @@ async def abandoned(decoder: Decoder, node: FleetNode) -> None:
         os.kill(info.pid, signal.SIGKILL)
     await asyncio.to_thread(node.now.process.wait)
     await asyncio.to_thread(node.start)
-    while len(decoder._tasks._tasks) > 1:  # noqa: ASYNC110  # nothing tells of it
+    while len(decoder._supervisor._tasks._tasks) > 1:  # noqa: ASYNC110  # nothing tells of it
         await asyncio.sleep(0.01)
 
 

@@ -29,7 +29,7 @@ def quoted_value(value: Any) -> str:
 
 @contextmanager
 def rejected(kind: type[DecodeError], message: str) -> Iterator[None]:
-    """Turn whatever a library raises into an error of ours, but a lack of memory: its panics are no Exception."""
+    """Turn whatever a library raises into an error of ours, except a lack of memory. Its panics are BaseExceptions."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError, DecodeError):

@@ -149,7 +149,7 @@ class DecodeRecord:
 
     @classmethod
     def read(cls, note: Mapping[str, Any]) -> Self:
-        """Read a note. Raises ValueError for one that is no request's record."""
+        """Read a note. Raises ValueError if it is not the record of a request."""
         if note.get("event") != EVENT:
             raise ValueError("it describes no request")
         try:
@@ -169,11 +169,10 @@ class DecodeAudit(DecoderObserver):
     Attributes:
         server: A random name, in all of its records.
         written: Records that are in the audit log.
-        lost: Records that will never be: there was no room for them, or the daemon refused them for good.
+        lost: Records that will never be written: there was no room for them, or the daemon refused them for good.
     """
 
     def __init__(self, by: ComputedBy) -> None:
-        """Use `of`."""
         self.by = by
         self.server = os.urandom(SERVER_BYTES).hex()
         self.written = self.lost = self._finished = 0
@@ -243,7 +242,7 @@ class DecodeAudit(DecoderObserver):
             outcomes = [error] * len(batch)
         undone = []
         for note, failure in zip(batch, outcomes, strict=True):
-            # Its subclasses tell of leases that ended, and the decoder gets another.
+            # Its subclasses mean that the lease ended; the decoder acquires another.
             if type(failure) is InvalidRequest:
                 self._lose(1, str(failure))
             elif failure is None:

@@ -5,7 +5,7 @@ GpuLeaseError
     ├── ModelRejected       a model's file is broken, or not one that the engine computes
     ├── NoModelLoaded       the engine has no model, or no longer
     ├── RequestRejected     a prompt or its sampling can't be taken
-    │   ├── RequestIdInUse    a request with its id goes on
+    │   ├── RequestIdInUse    a request with its id is in progress
     │   ├── TextNotRead       its text can't be read within the limits of a text (`limit`)
     │   └── AdmissionRefused  there is no room for it (`reason`, `retry_after_s`)
     │       └── WaitedTooLong   it waited as long as it may, and there was no room
@@ -41,7 +41,7 @@ class RequestRejected(DecodeError):
 
 
 class RequestIdInUse(RequestRejected):
-    """A request with this id lives or waits: two would be told apart by nobody. Give another id."""
+    """A request with this id is in progress. Give another id."""
 
 
 class AdmissionRefused(RequestRejected):
@@ -49,7 +49,7 @@ class AdmissionRefused(RequestRejected):
 
     Attributes:
         reason: Why.
-        retry_after_s: Seconds after which it may be sent again; None if that can't be told.
+        retry_after_s: Seconds after which it may be sent again; None if that is unknown.
     """
 
     def __init__(self, reason: "AdmissionReason", detail: str, retry_after_s: float | None) -> None:
@@ -78,7 +78,7 @@ class TextProcessesFailed(DecodeError):
 
 
 class RebindLimited(DecodeError):
-    """A tenant's region was rebuilt too often of late, so it gets none yet.
+    """A tenant's region was rebuilt too often recently, so it gets none yet.
 
     Attributes:
         retry_after_s: Seconds after which it may have one.
@@ -90,7 +90,7 @@ class RebindLimited(DecodeError):
 
 
 class SequenceEnded(DecodeError):
-    """A sequence was ended before its answer was complete, and no replay goes on.
+    """A sequence was ended before its answer was complete, and it is not replayed.
 
     Attributes:
         reason: Why.

@@ -1,4 +1,4 @@
-"""The log of what a decoder loses and gets back: a line an event, with its fields, bounded by event and tenant.
+"""The log of a decoder's losses and recoveries: one line per event, rate-limited by event and tenant.
 
 A line is `event key=value ...`, as logfmt has it: texts with other characters than a word's are JSON strings, so that
 no tenant's text ends a line or begins another. A record of `logging` has event and fields as its attribute `gpulease`,
@@ -23,7 +23,7 @@ LINES_AT_ONCE: Final = 64
 """Lines of one event and tenant that may come together: the replays of one lost region, most often."""
 
 LINE_EVERY_S: Final = 1.0
-"""Seconds from one line to the next behind those. Stops a tenant who loses regions all the time from filling a disk."""
+"""Seconds between lines after those. Stops a tenant that loses regions all the time from filling a disk."""
 
 MAX_TEXT_CHARACTERS: Final = 500
 """Characters of a text in a line: request ids are their callers', and messages may repeat them."""
@@ -46,19 +46,19 @@ class DecodeLog:
         self._budgets: dict[tuple[str, str], LogBudget] = {}
 
     def info(self, event: str, *, tenant: str = "", **fields: Field) -> None:
-        """Write what goes as it should."""
+        """Write an expected event, such as a recovery."""
         self._write(logging.INFO, event, tenant, fields)
 
     def warning(self, event: str, *, tenant: str = "", **fields: Field) -> None:
-        """Write what an operator may want to mend, and the decoder gets over."""
+        """Write an event that an operator may want to look into; the decoder recovers by itself."""
         self._write(logging.WARNING, event, tenant, fields)
 
     def error(self, event: str, *, tenant: str = "", **fields: Field) -> None:
-        """Write what will not be mended by itself."""
+        """Write an event that the decoder does not recover from by itself."""
         self._write(logging.ERROR, event, tenant, fields)
 
     def failure(self, event: str, error: BaseException, *, tenant: str = "", **fields: Field) -> None:
-        """Write an error that was met: a warning, or an error with its traceback if it is none of the library's."""
+        """Write an error: as a warning if it is the library's own, else as an error with its traceback."""
         fields = {"cause": cause_of(error), **fields}
         if isinstance(error, GpuLeaseError):
             self._write(logging.WARNING, event, tenant, fields)
@@ -87,7 +87,7 @@ class DecodeLog:
 
 
 def cause_of(error: BaseException) -> str:
-    """Return an error as a line tells it: its kind and its words."""
+    """Return an error as a line shows it: its kind and its text."""
     return f"{type(error).__name__}: {error}"
 
 

@@ -3,7 +3,7 @@
     gpulease_decode_tokens_total{tenant, kind}             counter: tokens computed; kind: prompt, emitted, replayed
     gpulease_decode_rows_total{kind}                       counter: rows of steps; kind: decode, prompt
     gpulease_decode_step_seconds                           histogram: a step; its count is that of the steps
-    gpulease_decode_first_token_seconds{tenant}            histogram: from a request to its first token, told at its end
+    gpulease_decode_first_token_seconds{tenant}            histogram: a request's time to its first token, at its end
     gpulease_decode_inter_token_seconds{tenant}            histogram: between two tokens of a sequence, replays and all
     gpulease_decode_rebind_seconds{tenant, scope}          histogram: from a request's loss to its next token
     gpulease_decode_forward_revoked_seconds                histogram: from a region's flip to the refused step's report
@@ -11,7 +11,7 @@
     gpulease_decode_requests_total{tenant, reason}         counter: requests that ended or were refused, by reason
     gpulease_decode_engine_rebuild_seconds{kind}           histogram: without an engine; kind: planned, known, unknown
     gpulease_decode_waiting{tenant}                        gauge: requests that wait for their admission
-    gpulease_decode_coming{tenant}                         gauge: requests whose prompts are being read
+    gpulease_decode_coming{tenant}                         gauge: requests with prompts that are being read
     gpulease_decode_text_processes_replaced                gauge: processes that read texts and were replaced so far
     gpulease_decode_live_sequences{tenant}                 gauge: sequences that are computed
     gpulease_decode_live_tenants                           gauge: tenants with a live sequence
@@ -53,7 +53,7 @@ UNKNOWN_TENANT: Final = "other"
 """The label of tenants that the settings don't name: a label's values are bounded by the settings."""
 
 MAX_FOLLOWED: Final = 65_536
-"""Sequences whose last token's time is kept. Stops memory from growing by ends that were never reported."""
+"""Sequences of which the last token's time is kept. Stops memory from growing if ends are not reported."""
 
 
 class GapHistogram(Collector):
@@ -119,7 +119,7 @@ class TenantGauges(Collector):
 
 
 class DecodeMetrics(ServerMetrics, DecoderObserver):
-    """The metrics of one decode server; hears its decoder.
+    """The metrics of one decode server; an observer of its decoder.
 
     Args:
         tenants: The tenants of the settings.
@@ -195,7 +195,7 @@ class DecodeMetrics(ServerMetrics, DecoderObserver):
             self._flip.observe(report.flip_to_report_s)
 
     def on_rebind(self, report: RebindReport) -> None:
-        """Count a request that goes on."""
+        """Count a request that continues after a loss."""
         scope = "engine" if report.is_engine_scoped else "region"
         self._rebind[self._label(report.tenant_id), scope].observe(report.latency_s)
 

@@ -14,7 +14,6 @@ which no browser sends. Texts are shown of the demonstration's own requests alon
 
 import asyncio
 import hmac
-import json
 import socket
 import time
 from collections import Counter, deque
@@ -44,6 +43,8 @@ from gpulease.client.serve.decode.openai_http.api_keys import bearer_digest
 from gpulease.client.serve.decode.page_events import EventKind, PageEvents
 from gpulease.client.serve.decode.page_history import PageHistory, milliseconds
 from gpulease.client.serve.decode.tenant_state import TenantState
+from gpulease.client.serve.http.event_stream import MEDIA_TYPE as EVENT_STREAM
+from gpulease.client.serve.http.event_stream import json_event
 
 FILES: Final = {
     "page.css": "text/css; charset=utf-8",
@@ -88,7 +89,7 @@ MAX_TENANTS: Final = 64
 """Tenants that are shown, the first of the settings. A state grows by each, and so does the page."""
 
 REVOKED_BY: Final = "revoked on the decode server's page"
-"""The reason that the audit log and the tenant are told."""
+"""The reason in the audit log and in the tenant's error."""
 
 RETRY_S: Final = 5
 
@@ -134,7 +135,7 @@ class PageFeed(DecoderObserver):
         self._events.add(self._clock(), report.tenant_id, EventKind.STEP_REFUSED, seconds=seconds)
 
     def on_rebind(self, report: RebindReport) -> None:
-        """Add the event of a request that goes on."""
+        """Add the event of a request that continues after a loss."""
         tenant_id, latency_s = report.tenant_id, report.latency_s
         self._rebinds[tenant_id] += 1
         self._latency_s[tenant_id] = latency_s
@@ -225,7 +226,7 @@ class _Stream(StreamingResponse):
     """A streamed answer that calls `on_end` when it is over, even before its first bytes."""
 
     def __init__(self, content: AsyncIterator[bytes], on_end: Callable[[], None]) -> None:
-        super().__init__(content, headers=HEADERS, media_type="text/event-stream")
+        super().__init__(content, headers=HEADERS, media_type=EVENT_STREAM)
         self._on_end = on_end
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -236,11 +237,11 @@ class _Stream(StreamingResponse):
 
 
 class DecodePage:
-    """The page's answers. `observer` is to hear the decoder.
+    """The page's answers. The decoder must have `observer` as an observer.
 
     Args:
         decoder: Returns the decoder; None while there is none.
-        operator_digest: The sha256 of the key of who may see and press.
+        operator_digest: The sha256 of the operator's key, which the page requires.
         model: The model's name in requests.
         demo: Returns the demonstration's traffic; None if there is none.
 
@@ -290,7 +291,7 @@ class DecodePage:
             text = f"{self._streams} pages are open, the most."
             return _problem(503, text, {"Retry-After": str(RETRY_S)})
         if request.method == "HEAD":
-            return Response(headers=HEADERS, media_type="text/event-stream")
+            return Response(headers=HEADERS, media_type=EVENT_STREAM)
         # Counted now, not at its first bytes: several requests may come before the loop runs the first stream.
         self._streams += 1
         return _Stream(self._stream(), self._stream_ended)
@@ -312,7 +313,7 @@ class DecodePage:
         at, encoded = self._encoded
         now = time.monotonic()
         if now - at >= SNAPSHOT_S / 2:
-            encoded = b"data: " + json.dumps(self.observer.state(), separators=(",", ":")).encode("ascii") + b"\n\n"
+            encoded = json_event(self.observer.state())
             self._encoded = now, encoded
         return encoded
 

@@ -1,4 +1,4 @@
-"""Reports of a decoder on its own work: what metrics, the audit log and pages of a server are made of.
+"""Reports of a decoder on its own work, from which a server makes metrics, audit records and pages.
 
 Times are seconds of `time.monotonic`.
 """
@@ -15,11 +15,11 @@ from gpulease.client.serve.decode.decode_requests import (
 
 @dataclass(frozen=True, slots=True)
 class ForwardRevoked:
-    """A step that did not begin, because a region that it names was gone.
+    """A step that did not begin, because a region that it names had ended.
 
     Attributes:
         lease_id: The region's id.
-        tenant_id: Whose it was.
+        tenant_id: Its tenant.
         kernel_site: The place in the graph of the launch that was refused; None if the refusal names none.
         kv_position: The number of the step.
         flip_to_report_s: Seconds from the flip of the region's word to this report; None if the refusal says nothing
@@ -35,11 +35,11 @@ class ForwardRevoked:
 
 @dataclass(frozen=True, slots=True)
 class RebindReport:
-    """A request that goes on, or starts anew, after the loss of its region or engine: its first token came.
+    """A request that continues, or starts again, after the loss of its region or engine; its first token came.
 
     Attributes:
-        tenant_id: Whose it is.
-        old_request_id, new_request_id: The scheduler's ids of the request that ended and of the one that goes on.
+        tenant_id: Its tenant.
+        old_request_id, new_request_id: The scheduler's ids of the request that ended and of its replay.
         prompt_tokens: Tokens that were computed again: the prompt's, and those emitted before.
         reason: Why the old one ended.
         is_engine_scoped: Whether the whole engine was lost, and not the tenant's region alone.
@@ -57,16 +57,16 @@ class RebindReport:
 
 @dataclass(frozen=True, slots=True)
 class FinishedRequest:
-    """A caller's request at its end, whatever that was; its replays are told as one with it.
+    """A caller's request at its end, however it ended; its replays are part of it.
 
     Attributes:
-        tenant_id: Whose it was.
+        tenant_id: Its tenant.
         request_id: Its id, as `submit` returned it.
         prompt: The prompt's tokens.
         emitted: The tokens that were emitted.
         sampling: How they were chosen.
         reason: Why it ended.
-        detail: More on that; "" if there is no more.
+        detail: More on that; "" without more.
         submitted_at, ended_at: When it came, and when it ended.
         first_token_at: When its first token came; None if none did.
         compute_s: Seconds, by the wall clock, of the steps that had a row of it.
@@ -94,7 +94,7 @@ class PromptRefused:
     """A request that was refused before it had tokens.
 
     Attributes:
-        tenant_id: Whose it was.
+        tenant_id: Its tenant.
         reason: Why: an AdmissionReason, or the name of an error's class, as a text.
         detail: More on that.
     """
@@ -139,22 +139,22 @@ class EngineRebuilt:
 
 
 class DecoderObserver:
-    """Base of those who hear what a decoder does. Its methods are called in the decoder's loop and must not wait."""
+    """Base of observers. Their methods are called in the decoder's loop and must not wait."""
 
     def on_step(self, report: StepReport) -> None:
-        """Hear of a step that was computed."""
+        """Called after each step that was computed."""
 
     def on_forward_revoked(self, report: ForwardRevoked) -> None:
-        """Hear of a step that a region's end kept from beginning."""
+        """Called when a region's end kept a step from beginning."""
 
     def on_rebind(self, report: RebindReport) -> None:
-        """Hear of a request that goes on after a loss."""
+        """Called at the first token after a loss of a request's region or engine."""
 
     def on_finished(self, report: FinishedRequest) -> None:
-        """Hear of a request's end."""
+        """Called when a caller's request has ended."""
 
     def on_prompt_refused(self, report: PromptRefused) -> None:
-        """Take the report of a request that was refused before it had tokens."""
+        """Called when a request is refused before it has tokens."""
 
     def on_engine_rebuilt(self, report: EngineRebuilt) -> None:
-        """Hear of another engine."""
+        """Called when another engine has taken over."""

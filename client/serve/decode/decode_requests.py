@@ -27,7 +27,7 @@ MAX_REQUEST_ID_CHARACTERS: Final = 256
 """Longest id of a request: ids are logged, audited and sent back, so a longer one would fill disks."""
 
 MAX_WAIT_S: Final = 3600.0
-"""Longest time in seconds that a request may wait: a place in a queue must not be held for ever."""
+"""Longest time in seconds that a request may wait: a place in a queue must not be held forever."""
 
 MAX_BLOCKS_PER_TENANT: Final = 2**20
 """Most blocks of a region: their free list is made at once, 8 bytes each."""
@@ -77,7 +77,7 @@ class TenantConfig:
         id: The tenant's name.
         max_concurrent: Most live sequences at a time.
         max_blocks: Most blocks of its region, of PAGE positions each.
-        weight: Its share of the engine beside other tenants that wait.
+        weight: Its share of the engine while other tenants wait, too.
         max_waiting: Most requests that wait for their admission; one more is refused at once.
     """
 
@@ -105,7 +105,7 @@ class PromptRequest:
     """A prompt to be continued. Raises RequestRejected if it can't be one, for any model.
 
     Attributes:
-        tenant_id: Whose it is.
+        tenant_id: Its tenant.
         request_id: Its id, of no other request that lives or waits.
         token_ids: The prompt, one token at least.
         sampling: How tokens are chosen.
@@ -170,7 +170,7 @@ class AdmissionReason(StrEnum):
 
 
 class SchedulerEvent:
-    """Namespace of what the scheduler tells. Each request ends by one Completed or one AdmissionRejected."""
+    """Namespace of the scheduler's events. Each request ends with one Completed or one AdmissionRejected."""
 
     @dataclass(slots=True)
     class Token:
@@ -178,9 +178,9 @@ class SchedulerEvent:
 
         Attributes:
             request: The request.
-            token: The token; one that ends sequences is told, too.
+            token: The token, also if it ends the sequence.
             position: Its place in the sequence, counted from the prompt's first token as 0.
-            row: The row of the completed step whose result it is.
+            row: The row of the completed step that it is the result of.
         """
 
         request: PromptRequest
@@ -214,7 +214,7 @@ class SchedulerEvent:
             request: The request.
             reason: Why it was refused.
             detail: What was asked and what there is, with what to do.
-            retry_after_s: Seconds after which it may be sent again; None if that can't be told.
+            retry_after_s: Seconds after which it may be sent again; None if that is unknown.
         """
 
         request: PromptRequest
@@ -224,7 +224,7 @@ class SchedulerEvent:
 
 
 AnyEvent = SchedulerEvent.Token | SchedulerEvent.Completed | SchedulerEvent.AdmissionRejected
-"""What the scheduler tells, in the order in which it happened."""
+"""An event of the scheduler. Lists of them are in the order in which they happened."""
 
 
 def _is_number(value: object) -> bool:

@@ -1,6 +1,6 @@
-"""The decode engine: a model on a lease, whose steps compute rows of many tenants' sequences in one pass.
+"""The decode engine: a model on a lease. A step computes rows of many tenants' sequences in one pass.
 
-A step is one graph launch that names the regions of its rows' tenants: it begins while all of them go on, or not at
+A step is one graph launch that names the regions of its rows' tenants: it begins while all of them are valid, or not at
 all. Two steps may be under way, so that the host plans the next while the card computes: a row whose token the host
 does not know yet takes it from the step before, on the card.
 """
@@ -33,11 +33,11 @@ from gpulease.client.serve.decode.model_config import check_positions
 from gpulease.client.serve.decode.row_records import NOBODY, RESULT, ROW, Results, Rows
 
 MAX_STEPS: Final = 2
-"""Steps under way at most: one computes, one waits behind it. On another host there is one: without shared memory the
+"""Most steps under way: one is computed, one waits behind it. On another host there is one: without shared memory the
 step's graph can't copy rows and results, and requests of their own do."""
 
 MAX_REGION_SETS: Final = 256
-"""Compositions of tenants whose region sets are kept; a worker has room for more, and older ones are made anew."""
+"""Compositions of tenants whose region sets are kept; a worker has room for more, and older ones are made again."""
 
 COPY_BYTES: Final = 8 << 20
 """Bytes of blocks that are copied at once: the next step waits for one such copy at most, 0.2 ms on a card's bus."""
@@ -86,7 +86,7 @@ class _Step:
 
 
 class DecodeEngine:
-    """A model on a lease. `await DecodeEngine.open(...)` makes it; `close` ends its session, and the lease goes on.
+    """A model on a lease. `await DecodeEngine.open(...)` makes it; `close` ends its session, not the lease.
 
     Attributes:
         lease: The lease that it is on.
@@ -96,7 +96,6 @@ class DecodeEngine:
     """
 
     def __init__(self, lease: GpuLease, session: GpuSession, forward: ForwardPass) -> None:
-        """Use `open`."""
         self.session = session
         self.max_steps = MAX_STEPS if session.shares_memory else 1
         self.limits = forward.limits
@@ -192,14 +191,14 @@ class DecodeEngine:
         return BlockPool(region, blocks)
 
     async def close_pool(self, pool: BlockPool) -> None:
-        """End a pool's region and let go of its addresses. No step under way may name it."""
+        """End a pool's region and release its addresses. No step under way may name it."""
         for pools in [pools for pools in self._sets if pool in pools]:
             del self._sets[pools]
         for _ in range(MAX_COPY_TRIES):
             try:
                 await pool.region.close()
             except RegionFailed as error:
-                # A step's refusal, which the step hears of in its turn; the region is not closed yet.
+                # A step's refusal, which is reported in that step's turn; the region is not closed yet.
                 if not self._keep(error):
                     raise
             else:
@@ -208,8 +207,8 @@ class DecodeEngine:
     async def save_pool(self, pool: BlockPool, blocks: Sequence[int]) -> NDArray[np.uint8]:
         """Copy blocks of a pool to the host's memory. Returns them as [blocks, bytes of a block].
 
-        Steps that name other pools go on meanwhile; none that names this one may be under way. Raises RegionFailed if
-        the pool ended, RequestRejected for a block that it has not, EngineDecodeFailed if other pools end again and
+        Steps that name other pools continue meanwhile; none that names this one may be under way. Raises RegionFailed
+        if the pool ended, RequestRejected for a block outside of it, EngineDecodeFailed if other pools end again and
         again meanwhile, and what a session's end raises.
         """
         kept = np.empty((len(blocks), block_bytes(self.forward.weights.config)), np.uint8)
@@ -244,8 +243,8 @@ class DecodeEngine:
     ) -> None:
         """Copy blocks, in runs of those that lie together.
 
-        The worker skips quiet requests from a step's refusal on until somebody is told of it. So if any refusal is
-        heard meanwhile, all is copied again.
+        After a step's refusal the worker skips requests without replies until the refusal is reported. So if any
+        refusal is reported meanwhile, all is copied again.
         """
         if blocks and not 0 <= min(blocks) <= max(blocks) < pool.blocks:
             raise RequestRejected(f"A block is not one of the pool's {pool.blocks}", "Give blocks from 0 on")
@@ -294,7 +293,7 @@ class DecodeEngine:
         given[:count] = rows
         given["position"][count:bucket] = NOBODY
         given["source"][count:bucket] = NOBODY
-        # Under way from here on: a copy of blocks in another task may be told of its refusal.
+        # Under way from here on: a copy of blocks in another task may receive its refusal.
         self._steps.append(_Step(number, count))
         try:
             named = await self._region_set(frozenset(pools))
@@ -347,13 +346,13 @@ class DecodeEngine:
             self._keep(error)
             if self._refused is None:
                 raise
-            # The first wait hears of a refusal, whichever step's it is; what began before that one ends.
+            # The first wait receives a refusal, of whichever step; steps that began before that one still end.
             await self._streams[parity].sync()
 
     def _keep(self, error: RegionFailed) -> bool:
         """Remember the refusal of a step under way until its turn to finish. Returns whether it is one.
 
-        Of two, the earlier step's counts: once that was told of, to whomever, the step behind it is refused for itself.
+        Of two, the earlier step's counts: after it was reported, the step behind it gets a refusal of its own.
         """
         self._refusals += 1
         number = error.position
@@ -377,7 +376,7 @@ class DecodeEngine:
         return total
 
     async def close(self) -> None:
-        """End the engine's session, with the model in it. The lease goes on."""
+        """End the engine's session, with the model in it, but not the lease."""
         if self._forward is not None:
             self._forward = None
             self._steps.clear()

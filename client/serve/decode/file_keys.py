@@ -53,7 +53,7 @@ class Key:
     why: str = ""
 
     def is_neutral(self, value: Any) -> bool:
-        """Whether a value changes nothing. Types count: a text is no number, a number no flag."""
+        """Whether a value changes nothing. Types count: a text is not a number, nor a number a flag."""
         values = value if isinstance(value, list) else [] if value is None or value == {} else [value]
         neutral = {(_kind(one), one) for one in self.neutral}
         return all(isinstance(one, Hashable) and (_kind(one), one) in neutral for one in values)
@@ -87,7 +87,7 @@ def judged(said: Members, table: KeyTable) -> Members:
     """Return the members that the table says are used.
 
     Logs once, in a line each, the keys that the table does not have and the advice that is not neutral. Raises
-    ModelRejected for a key whose value asks for what the engine does not compute.
+    ModelRejected for a key that asks for something that the engine does not compute.
     """
     kept: dict[str, Any] = {}
     unknown, advised = [], []

@@ -29,19 +29,18 @@ class Emitted:
 
 
 class Generation:
-    """A prompt being continued: iterate over its tokens as they come.
+    """A prompt being continued, from `Decoder.submit`: iterate over its tokens as they come.
 
     Attributes:
         request_id: Its id.
         request: The request; that of its last replay if it was replayed.
-        reason: Why it ended; None while it goes on.
-        error: What the iterator raises behind the last token; None if it goes on, or just ends.
+        reason: Why it ended; None while it is in progress.
+        error: What the iterator raises after the last token; None if it is in progress, or just ends.
         replays: How often it was replayed, because its tenant's region or the engine was lost.
         tokens: All tokens that it has emitted.
     """
 
     def __init__(self, request: PromptRequest, cancel: Callable[["Generation"], None]) -> None:
-        """Use `Decoder.submit`."""
         self.request_id = request.request_id
         self.request = request
         self.reason: CompletionReason | None = None
@@ -88,12 +87,12 @@ class Generation:
         self._wake()
 
     def replay(self, request_id: str) -> None:
-        """Go on as another request of the scheduler."""
+        """Continue as another request of the scheduler."""
         self.request = replace(self.request, request_id=request_id)
         self.replays += 1
 
     def end(self, reason: CompletionReason, error: GpuLeaseError | None = None) -> None:
-        """End: the iterator stops behind the last token, or raises the error there."""
+        """End: the iterator stops after the last token, or raises the error there."""
         self.reason, self.error = reason, error
         self._wake()
 

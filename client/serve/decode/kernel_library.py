@@ -19,7 +19,7 @@ _SCRATCH_PARAMETERS: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class KernelFacts:
-    """Facts that the manifest tells of a kernel.
+    """Facts of the manifest about a kernel.
 
     Attributes:
         kernel: Its name in the PTX.

@@ -33,7 +33,7 @@ class PageEvent:
     Attributes:
         number: Its number, which no other event has.
         at: When the last of them happened, in the page's seconds.
-        tenant_id: Whose it is; "" for the whole server's.
+        tenant_id: Its tenant; "" for the whole server.
         kind: What happened.
         count: How often.
         seconds: The longest time that it took; 0 if it has none.
@@ -52,7 +52,7 @@ class PageEvent:
 
     @property
     def text(self) -> str:
-        """Return it as a sentence, behind the tenant's name."""
+        """Return it as a sentence that follows the tenant's name."""
         took, n = duration(self.seconds), self.count
         match self.kind:
             case EventKind.REVOKED_HERE:

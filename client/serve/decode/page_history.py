@@ -33,7 +33,6 @@ class PageHistory:
     """The last hour. Times are monotonic seconds, never less than before."""
 
     def __init__(self, now: float) -> None:
-        """Begin a history."""
         self._began_at = now
         self._slots = deque[_Slot](maxlen=round(SPAN_S / SLOT_S) + 1)
 

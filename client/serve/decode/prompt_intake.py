@@ -1,4 +1,4 @@
-"""Prompts on their way to the scheduler: each tenant's are bounded before any work is done for them.
+"""Prompts before they reach the scheduler: their number is limited by tenant before any work is done for them.
 
 A text costs the host before its request is admitted: it is read, put into a template, cut into tokens. Such work counts
 as waiting does, against the tenant's `max_waiting`, and is done in processes of its own (text/text_processes.py).
@@ -50,7 +50,7 @@ class PromptIntake:
         """Make it.
 
         Args:
-            scheduler: Whose tenants' they are.
+            scheduler: Has the tenants and their limits.
             tokenizer: Gives the model's tokenizer.
             processes: How many processes read texts.
             report: Takes the report of each request that is refused here.
@@ -155,7 +155,7 @@ class PromptIntake:
         starting = self._starting
         if starting is None or (starting.done() and starting.exception() is not None):
             starting = self._starting = asyncio.create_task(self._start())
-        # One caller may give up and the others go on; the end of the intake ends all of them.
+        # One caller may give up while the others continue; the end of the intake ends all of them.
         await asyncio.wait((starting,))
         if self._is_stopped:
             raise decoder_closed()

@@ -42,7 +42,7 @@ class _Loss:
 
 
 class _Entry:
-    """A caller's request that goes on."""
+    """A caller's request in progress."""
 
     __slots__ = ("compute_s", "first_token_at", "generation", "loss", "prompt", "region_id", "submitted_at")
 
@@ -57,7 +57,7 @@ class _Entry:
 
 
 class RequestLedger:
-    """Requests that go on. Tells generations and observers what becomes of them, each end exactly once.
+    """Requests in progress. Reports to generations and observers what becomes of them, each end exactly once.
 
     What becomes of those that lost their region or engine is logged, too.
     """
@@ -72,7 +72,7 @@ class RequestLedger:
         return len(self._entries)
 
     def find(self, request_id: str) -> Generation | None:
-        """Return the generation that goes on with this id, as its caller knows it; None if none does."""
+        """Return the generation in progress with this id, the one its caller knows; None if there is none."""
         return self._generations.get(request_id)
 
     def open(self, request: PromptRequest, cancel: Callable[[Generation], None], now: float) -> Generation:
@@ -90,12 +90,12 @@ class RequestLedger:
         self._generations.pop(generation.request_id, None)
 
     def admitted(self, sequence: LiveSequence, region_id: int) -> None:
-        """Note the region of a sequence whose first rows are about to be computed."""
+        """Note the region of a sequence before its first rows are computed."""
         if entry := self._entries.get(sequence.request.request_id):
             entry.region_id = region_id
 
     def report(self, tell: Callable[[DecoderObserver], None]) -> None:
-        """Tell every observer. An observer that fails is logged: no request depends on it."""
+        """Call every observer. An observer that fails is logged: no request depends on it."""
         for observer in self.observers:
             try:
                 tell(observer)
@@ -129,7 +129,7 @@ class RequestLedger:
         self.tell(ends)
 
     def tell(self, events: Iterable[AnyEvent], *, is_engine_scoped: bool = False) -> None:
-        """Pass on events that are no tokens.
+        """Pass on events other than tokens.
 
         Args:
             events: The events.
@@ -160,7 +160,7 @@ class RequestLedger:
                 self._end(entry, reason, failure, reason, str(failure or ""), now)
 
     def end_all(self, error: GpuLeaseError) -> None:
-        """End every request: there is no engine any more."""
+        """End every request: the decoder has ended."""
         now = time.monotonic()
         entries, self._entries = self._entries, {}
         for entry in entries.values():
@@ -221,7 +221,7 @@ class RequestLedger:
         self.report(lambda observer: observer.on_rebind(report))
 
     def _log_lost(self, entry: _Entry, reason: CompletionReason | AdmissionReason) -> None:
-        """Log that a request will not go on behind a loss, if that is what ends it."""
+        """Log that a request will not continue after a loss, if that is what ends it."""
         if entry.loss is not None:
             request = entry.generation.request
             lost = "engine" if entry.loss.is_engine_scoped else "region"
@@ -230,14 +230,14 @@ class RequestLedger:
 
 
 def _unserved(entry: _Entry, waited_s: float) -> EngineDecodeFailed:
-    """The error of a request whose engine was lost, and that waited too long for another."""
+    """The error of a request that lost its engine, and waited too long for another."""
     name = entry.generation.request_id
     text = f"The engine that computed request {name} is gone, and none took its place within {waited_s:.0f} s"
     return EngineDecodeFailed(text, "Send it again; the server keeps requesting an engine")
 
 
 def error_of(end: SchedulerEvent.Completed) -> DecodeError | None:
-    """Return what the iterator of a request raises that nobody replays; None if it just ends."""
+    """Return what the iterator of a request raises that is not replayed; None if it just ends."""
     match end.reason:
         case CompletionReason.END_OF_SEQUENCE | CompletionReason.MAX_TOKENS_REACHED:
             return None

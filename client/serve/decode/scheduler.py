@@ -32,7 +32,7 @@ PREFILL_GRAIN: Final = PAGE
 
 MAX_PREEMPTIONS: Final = 2
 """How often a request makes room for others at most: one more time, and a stream of heavier tenants' requests could
-keep it from its end for ever."""
+keep it from ending forever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class SchedulerSettings:
         context: Most positions of a sequence.
         vocabulary: Number of tokens.
         end_tokens: Tokens that end a sequence.
-        replays: Whether a revoked request goes on behind the tokens that it emitted; otherwise it starts anew.
+        replays: Whether a revoked request continues after the tokens that it emitted; otherwise it starts again.
         replay_wait_s: Seconds for which a replay may wait for its region and its admission, at least.
         rebinds_at_once: How often a tenant's region may be rebuilt at once.
         rebind_interval_s: Seconds after which it may be rebuilt one more time.
@@ -103,7 +103,7 @@ class ContinuousBatchScheduler:
     **Preemption**, if the settings say so. Where the one whose turn it is finds no table, the youngest sequence of the
     tenant with the least weight ends, if that weight is less than its own. A replay waits in its place: first in its
     tenant's queue, without a deadline, and it is not charged again. Turns stay as they are, so the service bound holds.
-    Nobody starves: a request is preempted MAX_PREEMPTIONS times at most, and then keeps its table to its end.
+    No request starves: it is preempted MAX_PREEMPTIONS times at most, and then keeps its table to its end.
 
     **Rebinds.** A revoked tenant's sequences end. Each is replayed by a request of its own, first in the tenant's
     queue, that waits for the new region.
@@ -131,7 +131,7 @@ class ContinuousBatchScheduler:
         for tenant in tenants:
             self.add_tenant(tenant)
 
-    # --- What the harness asks. ---
+    # --- queries ---
 
     @property
     def live_sequences(self) -> int:
@@ -201,7 +201,7 @@ class ContinuousBatchScheduler:
         events = self._admit()
         if request.request_id not in self._waiting:
             return events  # It was admitted, and perhaps made room for another at once.
-        # A replay of what was preempted just now joins the queue, but takes nobody's place in it.
+        # A replay of what was preempted just now joins the queue, but takes no other request's place in it.
         is_queue_full = was_queue_full and len(tenant.waiting) > tenant.config.max_waiting
         if request.wait_s and not is_queue_full:
             self._next_deadline = min(self._next_deadline, now + request.wait_s)
@@ -232,7 +232,7 @@ class ContinuousBatchScheduler:
         if len(self._unanswered) >= MAX_UNANSWERED_STEPS:
             raise ValueError(f"step {self._unanswered[0].number} is to be answered first")
         events = self._expire(now) if now >= self._next_deadline else []
-        # Emitted tokens change whose turn it is, and so who may preempt.
+        # Emitted tokens change the order of turns, and so which tenant may preempt.
         self._has_room |= self.settings.preempts
         events += self._admit()
         if self._has_ended:
@@ -332,7 +332,7 @@ class ContinuousBatchScheduler:
         return events
 
     def isolate(self, request_ids: Set[str] | None) -> None:
-        """Admit nobody but these requests, by their callers' ids, until `isolate(None)`. Who lives goes on."""
+        """Admit only these requests, by their callers' ids, until `isolate(None)`. Live sequences continue."""
         self._isolated = request_ids
         self._has_room = True
         for tenant in self.tenants.values():
@@ -401,7 +401,7 @@ class ContinuousBatchScheduler:
     def _limited(
         self, tenant: TenantState, request: PromptRequest, wait_s: float, now: float
     ) -> SchedulerEvent.AdmissionRejected | None:
-        """Refuse a request whose tenant gets no region in the time that the request may wait."""
+        """Refuse a request if its tenant gets no region in the time that the request may wait."""
         delay_s = self.rebind_delay_s(tenant.config.id, now)
         if delay_s <= wait_s:
             return None
@@ -411,7 +411,7 @@ class ContinuousBatchScheduler:
     def _refusal(
         self, tenant: TenantState, request: PromptRequest, is_queue_full: bool
     ) -> SchedulerEvent.AdmissionRejected:
-        """Say what kept a request out."""
+        """Return the refusal that says what kept a request out."""
         config = tenant.config
         if is_queue_full:
             reason, detail = AdmissionReason.QUOTA_EXCEEDED, f"{config.max_waiting} of its requests wait already"
@@ -508,7 +508,7 @@ class ContinuousBatchScheduler:
         return [self._finish(victim, CompletionReason.PREEMPTED, replay.request_id)]
 
     def _contenders(self) -> list[TenantState]:
-        """Return the tenants whose first request their own limits let in; lift those that were not among them."""
+        """Return the tenants that only the engine's lack of room keeps out; lift those that newly are."""
         old: list[TenantState] = []
         new: list[TenantState] = []
         for tenant in self.tenants.values():
@@ -671,7 +671,7 @@ class ContinuousBatchScheduler:
         return events
 
     def _replay_of(self, sequence: LiveSequence, taken: Set[str]) -> PromptRequest:
-        """Return the request that goes on where a sequence ends, or starts anew if replays are off.
+        """Return the request that continues where a sequence ends, or starts again if replays are off.
 
         Its id is none of the `taken`.
         """

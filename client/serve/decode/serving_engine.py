@@ -29,28 +29,28 @@ LEASE_S: Final = 120.0
 """Seconds of the lease; renewed in time for as long as the engine is open."""
 
 FLEET_LEASE_S: Final = 40.0
-"""Seconds of a fleet's lease. A host that falls silent is given up when they are over, for another node."""
+"""Seconds of a fleet's lease. When they are over without a renewal, a silent host is left for another node."""
 
 AWAY_S: Final = 10.0
-"""Seconds for which a fleet's daemon may be away before its engine is left; one that restarts is back sooner."""
+"""Seconds for which a fleet's daemon may be away before the load leaves it; a restart takes less."""
 
 LOOK_S: Final = 0.5
-"""Pause between two looks at whether the lease goes on, each of them a load of memory."""
+"""Pause between two checks of the lease, each of them one load from shared memory."""
 
 WATCH_PAUSE_S: Final = 5.0
-"""Pause before a lease's events are asked for anew, and so between two tries of the load to leave."""
+"""Pause before a lease's events are requested again, and so between two attempts of the load to leave."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EngineSpec:
-    """An engine to open, as often as it takes.
+    """What every engine of a decoder is opened with.
 
     Attributes:
         checkpoint: The model.
         limits: Rows, sequences and positions to make room for.
         packed: Whether quantised weights stay packed.
         size_bytes: Memory of the lease.
-        tenants: Whose regions to open.
+        tenants: The tenants, each with a region.
         region_life_s: Seconds of a region; None: regions are renewed.
     """
 
@@ -63,10 +63,10 @@ class EngineSpec:
 
 
 class EngineUser(Protocol):
-    """A decoder, as its engine calls it back.
+    """The callbacks of an engine.
 
     Attributes:
-        scheduler: Asked for the limits of rebinds, and never told anything.
+        scheduler: Read for the limits of rebinds, and never changed.
         log: Where refusals are written.
     """
 
@@ -77,10 +77,10 @@ class EngineUser(Protocol):
         """Take a region in the place of one that ended."""
 
     def engine_failed(self, serving: "ServingEngine", error: Exception) -> None:
-        """Hear, outside of any step, that the lease is lost, or is about to be."""
+        """Take the report, outside of any step, that the lease is lost or is about to be."""
 
     def lease_warned(self, serving: "ServingEngine", warning: GpuLeaseError) -> None:
-        """Hear, again and again, that a fleet's lease will end: Drained, or Disconnected if the daemon stays away."""
+        """Take the repeated report that a fleet's lease will end: Drained, or Disconnected if the daemon stays away."""
 
 
 class ServingEngine:
@@ -104,7 +104,6 @@ class ServingEngine:
         *,
         is_of_fleet: bool = False,
     ) -> None:
-        """Use `open`."""
         self.lease, self.engine, self.is_of_fleet = lease, engine, is_of_fleet
         self.regions = TenantRegions(
             engine,
@@ -159,7 +158,7 @@ class ServingEngine:
         return opened
 
     async def _look(self, user: EngineUser) -> None:
-        """Report the lease's end where the daemon writes that into memory that is shared with it."""
+        """Report the lease's end, which the daemon writes into memory shared with this process."""
         while not self.lease.revoked:  # noqa: ASYNC110  # nothing wakes who waits for memory
             await asyncio.sleep(LOOK_S)
         await self._report_end(user)
@@ -172,7 +171,7 @@ class ServingEngine:
             user.engine_failed(self, error)
 
     async def _watch(self, user: EngineUser) -> None:
-        """Report the lease's end, by its daemon's word or because its time is over and nobody answered a renewal.
+        """Report the lease's end: the daemon reports it, or its time is over and no renewal was answered.
 
         In a fleet report as well that it is about to end.
         """

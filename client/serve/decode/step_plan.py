@@ -24,7 +24,7 @@ class LiveSequence:
         last: The last position that can have a row: the token that it yields is the last one to be emitted.
         filled: Positions of the prompt that answered steps have computed.
         next: The first position that no step has a row for yet.
-        row: The row, in the last step that has one of this sequence, whose result is the token at `next`.
+        row: Its row in the last step that has one: that row's result is the token at `next`.
         preemptions: How often it made room for others.
         is_ended: Whether the request ended; rows of it that are under way count for nothing.
     """
@@ -71,18 +71,18 @@ class StepPlan:
 
     Attributes:
         number: The step's number, from 0. A step that is planned in place of a failed one has the failed one's number.
-        sequences: Whose row it is.
+        sequences: The row's sequence.
         positions: The row's position.
         tokens: The row's token; 0 where it is not known yet.
-        sources: The row of the step before whose result is the row's token, or NOBODY if the token is known.
+        sources: The row of the step before that yields the row's token, or NOBODY if the token is known.
         blocks: The index, within the tenant's region, of the block that has the position.
         tables: The sequence's row of the block tables.
         decode_rows: How many rows are of sequences that decode.
         chunks: A chunk each: its sequence, its first row, its number of rows.
-        joined: Sequences whose first position is in this step: what is constant of a sequence can be set up now.
+        joined: Sequences with their first position in this step: what is constant of a sequence can be set up now.
         sampled: Sequences to which this step gives a token.
-        sampled_rows: The row of each of `sampled` whose result is that token; other results mean nothing.
-        events: What happened as the step was planned: requests whose time to wait was over.
+        sampled_rows: For each of `sampled`, the row that yields that token; other results mean nothing.
+        events: What happened while the step was planned: requests that had waited too long.
         is_void: Whether the step counts for nothing, because it or the one before it failed.
     """
 

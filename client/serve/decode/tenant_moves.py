@@ -21,17 +21,17 @@ from gpulease.client.serve.decode.scheduler import ContinuousBatchScheduler
 from gpulease.client.serve.decode.tenant_regions import REGION_RETRY_S, TenantRegions
 
 LOOK_S: Final = 1.0
-"""Longest pause in seconds between two looks at the regions' ends."""
+"""Longest pause in seconds between two checks of the regions' ends."""
 
 SHORTEST_LOOK_S: Final = 0.02
-"""Shortest such pause: a move that fails must not be tried without one."""
+"""Shortest such pause: a failed move must not be retried without one."""
 
 
 class MovesUser(Protocol):
     """A decoder, as its tenants' moves use it.
 
     Attributes:
-        scheduler: Told who is held.
+        scheduler: Holds and resumes tenants.
         log: Where moves that fail are written.
     """
 
@@ -52,8 +52,8 @@ class MovesUser(Protocol):
     def moved(self, tenant_id: str, pool: BlockPool) -> None:
         """Compute the tenant's sequences in this pool from now on."""
 
-    def region_lost(self, tenant_id: str, error: BaseException) -> None:
-        """Take the region as gone, and have its sequences replayed."""
+    def abort_tenant(self, tenant_id: str, error: BaseException) -> None:
+        """End the tenant's sequences after the loss of their region; they are replayed in another one."""
 
     def wake(self) -> None:
         """Look for what there is to compute."""
@@ -98,7 +98,7 @@ class TenantMoves:
         return tenant_id in self._saved
 
     def step_answered(self) -> None:
-        """Hear that a step was answered, or that there will be no answer."""
+        """Called when a step was answered, or when there will be no answer."""
         self._answered.set()
 
     async def suspend(self, tenant_id: str) -> None:
@@ -113,7 +113,7 @@ class TenantMoves:
             await saved.regions.release(tenant_id)
 
     async def resume(self, tenant_id: str) -> None:
-        """Open a region for a suspended tenant, and go on with its sequences where they were.
+        """Open a region for a suspended tenant, and continue its sequences where they were.
 
         Raises RequestRejected if it is not suspended, CapacityExceeded while the lease has no room: it stays suspended.
         """
@@ -171,12 +171,12 @@ class TenantMoves:
                 except CapacityExceeded:
                     await asyncio.sleep(REGION_RETRY_S)
         except BaseException as error:
-            self._lose(tenant_id, saved, error)
+            self._abort(tenant_id, saved, error)
             raise
         await self._go_on(tenant_id, pool, saved)
 
     async def watch(self) -> None:
-        """Move every tenant whose region is about to end, and replace an idle one's that has ended.
+        """Move tenants before their regions end, and replace ended regions of idle tenants.
 
         It does so as long as this task runs.
         """
@@ -191,7 +191,7 @@ class TenantMoves:
                 except GpuLeaseError as error:
                     self._user.log.failure("region_not_moved", error, tenant=tenant_id)
             for tenant_id in regions.ended():
-                # A tenant with something to compute hears of it by its next step.
+                # A tenant with something to compute learns of it by its next step.
                 if self._user.scheduler.tenants[tenant_id].is_idle:
                     with suppress(GpuLeaseError):
                         await self._replace_if_ended(tenant_id)
@@ -234,7 +234,7 @@ class TenantMoves:
             yield
         except RegionFailed as error:
             if self._user.regions is regions and regions.tenant_of(error.lease_id) == tenant_id:
-                self._user.region_lost(tenant_id, error)
+                self._user.abort_tenant(tenant_id, error)
             raise
         finally:
             if tenant_id not in self._saved:
@@ -259,12 +259,12 @@ class TenantMoves:
         return saved
 
     async def _go_on(self, tenant_id: str, pool: BlockPool, saved: _Saved) -> None:
-        """Fill the only region that a held tenant has, and have its sequences go on there."""
+        """Fill the only region of a held tenant, and continue its sequences there."""
         try:
             await self._user.engine.load_pool(pool, saved.blocks, saved.contents)
             self._check_current(tenant_id, saved)
         except BaseException as error:
-            self._lose(tenant_id, saved, error)
+            self._abort(tenant_id, saved, error)
             raise
         self._moved(tenant_id, pool)
 
@@ -272,7 +272,7 @@ class TenantMoves:
         self._user.moved(tenant_id, pool)
         self.count += 1
 
-    def _lose(self, tenant_id: str, saved: _Saved, error: BaseException) -> None:
-        """Have sequences replayed that have lost one region, and have no other yet."""
+    def _abort(self, tenant_id: str, saved: _Saved, error: BaseException) -> None:
+        """Abort sequences that have lost one region and have no other yet; they are replayed."""
         if self._is_current(tenant_id, saved):
-            self._user.region_lost(tenant_id, error)
+            self._user.abort_tenant(tenant_id, error)

@@ -1,7 +1,6 @@
-"""The tenants' regions of one engine: opened, renewed, and opened anew in the place of those that end."""
+"""The tenants' regions of one engine: opened, renewed, and replaced when they end."""
 
 import asyncio
-import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from itertools import count
@@ -32,7 +31,7 @@ lasts for longer is a refusal like any other: the pauses grow, and it is logged.
 
 
 async def stop_renewal(renewal: KeepAlive) -> None:
-    """Renew no more. What ended the renewals was reported as it happened, so it is not raised again."""
+    """Stop renewing. The error that ended the renewals was reported when it happened, so it is not raised again."""
     with suppress(GpuLeaseError):
         await renewal.stop()
 
@@ -41,8 +40,8 @@ class TenantRegions:
     """The regions of one engine.
 
     Attributes:
-        pools: The tenants' blocks by the tenants' ids; a tenant that is suspended, or whose region is being opened
-            anew, has none.
+        pools: The tenants' blocks by the tenants' ids; a tenant that is suspended, or waits for its next region, has
+            none.
         move_before_s: Seconds before a region's end at which its tenant is to move on.
     """
 
@@ -58,8 +57,8 @@ class TenantRegions:
         """Serve a decoder, which calls `open` for each tenant.
 
         Args:
-            engine: Whose lease has the regions.
-            scheduler: Asked for limits, and never told anything.
+            engine: The engine; its lease has the regions.
+            scheduler: Read for limits, and never changed.
             log: Where refused renewals and regions are written.
             on_opened: Called when a lost region has its successor.
             on_failure: Called when one can't be had, because the engine is lost.
@@ -74,7 +73,7 @@ class TenantRegions:
         self._rebinding = BackgroundTasks()
 
     async def open(self, tenant: TenantConfig) -> BlockPool:
-        """Open a tenant's region, and renew it in time for as long as it goes on.
+        """Open a tenant's region, and renew it for as long as it exists.
 
         Raises CapacityExceeded while the lease has no room, and what `GpuLease.region` raises.
         """
@@ -102,13 +101,13 @@ class TenantRegions:
         await self._close(pool, renewal)
 
     def ending(self) -> list[str]:
-        """Return the tenants whose regions are about to end, while their lease goes on."""
+        """Return the tenants with regions that are about to end, if their lease is not."""
         if self._engine.remaining_s <= self.move_before_s:
             return []
         return [name for name, pool in self.pools.items() if 0 < pool.region.remaining_s <= self.move_before_s]
 
     def ended(self) -> list[str]:
-        """Return the tenants whose regions refuse launches by now, while their lease goes on: by a load each."""
+        """Return the tenants with regions that have ended, if their lease has not: one load from shared memory each."""
         if self._engine.lease.revoked:
             return []
         return [name for name, pool in self.pools.items() if pool.region.revoked]
@@ -136,11 +135,11 @@ class TenantRegions:
         await self._engine.close_pool(pool)
 
     def tenant_of(self, lease_id: int | None) -> str | None:
-        """Return the tenant whose region has this id; None if no tenant's has."""
+        """Return the tenant of the region with this id; None if there is none."""
         return next((name for name, pool in self.pools.items() if pool.region.lease_id == lease_id), None)
 
     def replace(self, tenant_id: str) -> None:
-        """Take a tenant's region as gone, and begin to open another: as soon as limiter and lease let it."""
+        """Take a tenant's region as gone, and begin to open another, as soon as the limiter and the lease allow it."""
         self._rebinding.start(self._rebind(tenant_id, self.pools.pop(tenant_id, None)))
 
     async def _rebind(self, tenant_id: str, lost: BlockPool | None) -> None:
@@ -148,7 +147,8 @@ class TenantRegions:
         try:
             if lost is not None:
                 await self._close(lost, self._renewals.pop(tenant_id, None))
-            await asyncio.sleep(self._scheduler.rebind_delay_s(tenant_id, time.monotonic()))
+            now = asyncio.get_running_loop().time()
+            await asyncio.sleep(self._scheduler.rebind_delay_s(tenant_id, now))
             pool = await self._reopened(tenant)
         except Exception as error:
             self._on_failure(error)
@@ -158,7 +158,7 @@ class TenantRegions:
     async def _reopened(self, tenant: TenantConfig) -> BlockPool:
         """Open a region as soon as it is granted. Raises what says that the lease, or its session, is lost.
 
-        A refusal that is this tenant's alone keeps nobody else from being served, so it is tried again.
+        A refusal that concerns this tenant alone does not keep others from being served, so it is tried again.
         """
         for tries in count(1):
             try:
@@ -178,7 +178,7 @@ class TenantRegions:
         raise AssertionError("unreachable")
 
     async def close(self) -> None:
-        """Stop to renew and to open regions, even if this is cancelled in the midst; they end with their lease."""
+        """Stop renewing and opening regions, even if this is cancelled halfway. The regions end with their lease."""
         self.pools.clear()
         async with AsyncExitStack() as stack:
             for renewal in self._renewals.values():

@@ -1,4 +1,4 @@
-"""`gpulease-dra`: a driver of Kubernetes' Dynamic Resource Allocation whose devices are leases."""
+"""`gpulease-dra`: a driver of Kubernetes' Dynamic Resource Allocation, with leases as its devices."""
 
 import os
 import signal

@@ -145,7 +145,7 @@ class ClaimLeases:
     # --- tokens ---
 
     def refresh_tokens(self) -> None:
-        """Give every pod a new token; what fails for one claim or lease is told and tried again with the next call.
+        """Give every pod a new token; a failure for one claim or lease is reported, and tried again at the next call.
 
         A claim that is being prepared or unprepared is left out: its wait for a proof must not hold up the others.
         """
@@ -207,7 +207,7 @@ class ClaimLeases:
     def _lease(self, device: DeviceWant, card: Any, request: bytes) -> HeldLease:
         size_bytes = card["capacity_bytes"] if device.size_bytes is None else device.size_bytes
         first_ms = milliseconds(FIRST_LEASE_S, "the first time", least_ms=1)
-        # Without a wait: a kubelet asks again, and would ask beside a wait.
+        # Without a wait: a kubelet asks again, and would also do so during a wait.
         parameters = (*_PARAMETERS, REQUEST_ID.parameter(request.hex()))
         wanted = LeaseAlloc(GPU_RESOURCE_TYPE, size_bytes, first_ms, 0, card["uuid"], parameters)
         given = ask(Opcode.LEASE_ALLOC, wanted, self._address)
@@ -225,7 +225,7 @@ class ClaimLeases:
         return report_of(lease_id_of(lease.lease_id), self._address)
 
     def _is_whole(self, record: ClaimRecord) -> bool:
-        """Return whether a claim has all of its leases, so that it is not to be prepared anew. Raises LeaseOver.
+        """Return whether a claim has all of its leases, so that it need not be prepared again. Raises LeaseOver.
 
         The kubelet asks before it makes a pod's sandbox: containers that used a lease that is over are gone.
         """

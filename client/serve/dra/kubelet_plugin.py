@@ -175,7 +175,7 @@ class KubeletPlugin:
         self._servers = [grpc.server(ThreadPoolExecutor(SERVICE_THREADS), options=options) for _ in range(2)]
         self._servers[0].add_generic_rpc_handlers(tuple(map(self._dra_handlers, DRA_VERSIONS)))
         self._servers[1].add_generic_rpc_handlers((self._registration_handlers(),))
-        # The service answers before the kubelet can hear of it.
+        # The service answers before the kubelet can learn of it.
         for server, path in zip(self._servers, (self.socket, self.registration_socket), strict=True):
             remove_abandoned(str(path))
             mask = os.umask(0o177)
@@ -193,7 +193,7 @@ class KubeletPlugin:
         remove_path(str(self.socket))
 
     def lost_sockets(self) -> list[Path]:
-        """Return the sockets whose files were removed: the kubelet can't reach them."""
+        """Return the sockets that the kubelet can't reach, because their files were removed."""
         return [path for path in (self.socket, self.registration_socket) if file_at(str(path)) is None]
 
     def _dra_handlers(self, version: str) -> "grpc.GenericRpcHandler[Any, Any]":

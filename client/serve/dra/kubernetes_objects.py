@@ -20,7 +20,7 @@ from gpulease.client.errors import GpuLeaseError
 from gpulease.client.serve.dra.kubelet_plugin import ClaimRef
 
 DRIVER: Final = "dra.gpulease.internal"
-"""The driver's name. `internal` is the top-level domain that nobody else can have."""
+"""The driver's name. No one can register a domain under the top-level domain `internal`."""
 
 API: Final = "resource.k8s.io/v1"
 PARAMETERS_API: Final = "gpulease.internal/v1"

@@ -1,7 +1,7 @@
 """Files of the driver on its node: what it prepared, tokens for pods, and CDI specifications.
 
 Each claim has a record, a folder with its tokens, and a specification. Every file is replaced whole. The record is on
-the disk before anything is told to the kubelet.
+the disk before anything is reported to the kubelet.
 """
 
 import json
@@ -28,7 +28,7 @@ TOKEN_VARIABLE: Final = "GPULEASE_TOKEN_FILE"
 """Environment variable by which a container finds its token; with _REQUEST behind it, that of a claim's request."""
 
 MAX_RECORD_BYTES: Final = 1 << 20
-"""Largest record: one of 32 devices has some 10 KiB. More is no record of this driver's."""
+"""Largest record: one of 32 devices has some 10 KiB. A larger one is not this driver's."""
 
 _RECORD_VERSION: Final = 1
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
@@ -61,7 +61,7 @@ class ClaimRecord:
         user: The user id that its pods run as.
         audience: The user's audience on the node, in hex digits.
         leases: The leases that were made for it so far.
-        is_ready: True once all of them last for the claim's time; the kubelet was told no sooner.
+        is_ready: True once all of them last for the claim's time; the kubelet is told only then.
     """
 
     uid: str
@@ -80,7 +80,7 @@ class NodeFiles:
     """The driver's files in two folders, its own and the one in which container runtimes look for CDI."""
 
     def __init__(self, state: Path, cdi: Path) -> None:
-        """Make the folders. Nobody else reads the own one: tokens lie there."""
+        """Make the folders. Only this user can read the driver's own one: it holds tokens."""
         self._records, self._tokens, self._cdi = state / "claims", state / "tokens", cdi
         state.mkdir(mode=0o700, parents=True, exist_ok=True)
         for folder in (self._records, self._tokens):
@@ -167,7 +167,7 @@ def boot_id() -> str:
 
 
 def cdi_id(uid: str, number: int) -> str:
-    """Return the name by which the kubelet tells a container runtime to add a claim's device."""
+    """Return the name by which the kubelet has a container runtime add a claim's device."""
     return f"{CDI_KIND}={uid}-{number}"
 
 

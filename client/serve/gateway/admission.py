@@ -18,7 +18,7 @@ class Bounds:
 
     Attributes:
         max_in_flight: Requests served at the same time, each on a lease of its own.
-        max_queue: Requests that wait beside them. They hold no lease and no reservation.
+        max_queue: Requests that may wait in addition. They hold no lease and no reservation.
         queue_s: Seconds that a request waits, here and in the daemon's queue together.
         body_s: Seconds in which a request's body must arrive.
         join_s: Seconds that a request waits for another attempt at the same one.

@@ -7,7 +7,7 @@ The order of the steps, and why:
 2. Acquire the lease, issue a grant of exactly SUBMISSION, and validate it: all before any work on the card.
 3. As the lease's owner, copy the input in. The grant permits no copies: the memory stays its owner's.
 4. By the grant, load the module. Then record in the store, under the reservation's epoch, that the effect may begin.
-   An attempt whose place was taken learns it here, and stops. Then launch and wait.
+   An attempt that was replaced by another learns it here, and stops. Then launch and wait.
 5. As the owner again, read the output. (The lease is SESSION_EXCLUSIVE: one connection at a time. Owner and grant
    alternate, and no third connection can come between.)
 6. Record the outcome, free the lease and with it all of its memory, answer.
@@ -290,7 +290,7 @@ def _copy_in(effects: Effects, request: InferenceRequest, kernel: InferenceKerne
         if request.input:
             owner.mem_write(into, 0, request.input)
         if owner.owns_memory:
-            # The guest needs them behind this session's end.
+            # The guest needs them after this session's end.
             owner.keep(into, "in")
             if out_of is not into:
                 owner.keep(out_of, "out")

@@ -16,7 +16,7 @@ A request that is not served is answered by a problem (RFC 9457):
 | 409 | in_progress | another attempt at the same request has not ended | yes |
 | 413 | too_large | the body is larger than any input | |
 | 415 | unsupported_media_type | neither application/json nor application/octet-stream | |
-| 421 | unknown_host | the Host header is no name of this gateway: see `--host-name` | |
+| 421 | unknown_host | the Host header does not name this gateway: see `--host-name` | |
 | 422 | key_conflict | the Idempotency-Key was used for another request | |
 | 429 | queue_full | too many requests wait already | yes |
 | 500 | operation_failed | the request was attempted and failed (`kind`); it is not done again | |
@@ -259,7 +259,7 @@ _BY_KIND: Final[tuple[tuple[type[Exception], int, str, float | None], ...]] = (
 
 
 def problem_of(error: BaseException) -> Problem:
-    """Return the problem that tells a client of this error."""
+    """Return the problem that reports this error to a client."""
     text, kind = str(error), type(error).__name__
     match error:
         case RequestRefused(problem=problem):

@@ -1,4 +1,4 @@
-"""Errors between a request and its effect, beside a lease's own (`gpulease.client.errors`).
+"""Errors between a request and its effect, in addition to a lease's own (`gpulease.client.errors`).
 
 GatewayError
 ├── OperationConflict   the id was used for another operation

@@ -75,7 +75,7 @@ class InferenceRequest:
         return operation_key(self.request_id)
 
     def operation(self) -> bytes:
-        """Return the hash that tells it from any other."""
+        """Return the hash that identifies the operation."""
         return operation_hash(self.request_id, self.model_id, self.output_len, self.input)
 
 
@@ -146,7 +146,7 @@ class InferenceResponse:
 
 
 def response_to_outcome(response: InferenceResponse) -> bytes:
-    """Encode a response for the store: a JSON head behind its length (u32, big-endian), then the output."""
+    """Encode a response for the store: the length of a JSON head (u32, big-endian), the head, the output."""
     head = {"lease_id": str(response.lease_id), "token_expires_at": response.token_expires_at_unix_secs}
     return _outcome({"version": 1, "ok": head}, response.output)
 

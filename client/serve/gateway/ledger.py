@@ -7,15 +7,15 @@
                              RELEASED            UNKNOWN
 
 An entry is RESERVED while an attempt prepares: whatever happens to that attempt, it has had no effect. It is STARTED
-from just before the effect may begin. An attempt that dies leaves its claim to run out. If it was RESERVED then,
-the next to reserve takes it over with a higher epoch, which the store demands for every later step. The earlier
-attempt, if it was only slow, can then begin nothing any more. If the entry was STARTED, nobody can know whether the
-effect happened: the entry is UNKNOWN for ever, and the operation is not done again.
+from just before the effect may begin. The claim of an attempt that dies expires. If the entry was RESERVED then, the
+next attempt to reserve takes it over with a higher epoch, which the store requires for every later step. The earlier
+attempt, if it was only slow, can begin nothing after that. If the entry was STARTED, it can't be known whether the
+effect happened: the entry stays UNKNOWN forever, and the operation is not done again.
 
-Every rule can be applied twice with the same claim id: a store may repeat a transaction whose end it did not learn.
+Every rule can be applied twice with the same claim id: a store may repeat a transaction if its end was not reported.
 
-The key of an operation is `inference:` and the request's id. Its hash tells it from any other: SHA-256 (FIPS 180-4)
-over five fields in this order, each behind its length in bytes as a big-endian u32:
+The key of an operation is `inference:` and the request's id. Its hash identifies it: SHA-256 (FIPS 180-4) over
+five fields in this order, each preceded by its length in bytes as a big-endian u32:
 
     logical resource name   "gpu"
     kind                    "inference"
@@ -46,7 +46,7 @@ VERB: Final = "serve"
 SCHEMA_ID: Final = "gpulease.inference.v1"
 
 MAX_ID_BYTES: Final = 200
-"""Longest request or model id in UTF-8. Stops keys that no store can index, and log lines that nobody can read."""
+"""Longest request or model id in UTF-8. Stops keys that no store can index, and unreadable log lines."""
 
 MAX_OUTPUT_WIRE: Final = 2**64 - 1
 
@@ -60,7 +60,7 @@ def operation_key(request_id: str) -> str:
 
 
 def operation_hash(request_id: str, model_id: str, output_len: int, input_bytes: bytes) -> bytes:
-    """Return the 32 bytes that tell this operation from any other. Raises InvalidRequest."""
+    """Return the 32 bytes that identify this operation. Raises InvalidRequest."""
     payload = operation_payload(request_id, model_id, output_len, input_bytes)
     digest = hashlib.sha256()
     for field in (RESOURCE.encode(), KIND.encode(), VERB.encode(), SCHEMA_ID.encode(), payload):

@@ -4,18 +4,18 @@ Every method is one transaction, at READ COMMITTED. It makes its key's row if th
 looks: `INSERT ... ON CONFLICT DO NOTHING`, then `SELECT ... FOR UPDATE` (PostgreSQL documentation, 13.2.1 and 13.3.2).
 So of two gateways that reserve the same operation, the second sees what the first did.
 
-If the server goes away in the middle, nobody knows whether the transaction was committed. The store then repeats it
-from the start, on a new connection, for up to `patience_s`. The claim id, drawn once for each call, lets the rules tell
-that the row is this call's own. A standby is not written to: `target_session_attrs` finds the primary among the hosts
-of the connection string (libpq, 34.1.2), and TCP notices within seconds that a host is gone without a word.
+If the server disconnects during a transaction, it is unknown whether the transaction was committed. The store then
+repeats it from the start, on a new connection, for up to `patience_s`. By the claim id, drawn once for each call, the
+rules recognise the row as this call's own. A standby is not written to: `target_session_attrs` finds the primary among
+the hosts of the connection string (libpq, 34.1.2), and TCP notices within seconds that a host is gone.
 
-A commit must be on the disk before a caller is told: `synchronous_commit` is turned on where the server has less.
+A commit must be on the disk before it is reported: `synchronous_commit` is turned on where the server has less.
 Operations survive the loss of the primary only if `synchronous_standby_names` is set there. Each commit then waits
 until a standby has it on its disk, too, and the promoted standby knows every claim that a caller got. A server that
 gives up that wait commits all the same, and says so by a warning alone (documentation, 27.2.8.2; syncrep.c); the commit
 would be lost with the primary. So the store does not trust a transaction with a warning, and repeats it. The store also
-gives up after `commit_s`: while there is no standby, no attempt begins. A primary that lives on beside the promoted one
-can end no commit, since no standby follows it.
+gives up after `commit_s`: while there is no standby, no attempt begins. A primary that still runs next to the promoted
+one can complete no commit, since no standby follows it.
 
 Claims run out by the primary's clock, which all gateways share. If somebody sets it, attempts are taken for dead
 sooner or later than they should; that never makes an effect happen twice.
@@ -287,7 +287,7 @@ class PostgresStore:
         return float(row[0])
 
     def _transact(self, job: Callable[[Connection], T]) -> T:
-        """Run one transaction, and repeat it for as long as nobody knows whether it was committed."""
+        """Run one transaction, and repeat it for as long as it is unknown whether it was committed."""
         until = time.monotonic() + self._patience_s
         failures = 0
         while True:

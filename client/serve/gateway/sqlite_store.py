@@ -5,8 +5,8 @@ the disk ("group commit"). The write-ahead log with `synchronous=FULL` (sqlite.o
 through a crash of the host. Other processes may use the same file: `BEGIN IMMEDIATE` makes each transaction the only
 writer before it reads. The file must not lie on a network: SQLite's locks do not hold there.
 
-Claims run out by CLOCK_BOOTTIME (clock_gettime(2)). All processes of a host share that clock, nobody can set it, and it
-goes on while the host sleeps. A claim from before the host's last boot is over.
+Claims run out by CLOCK_BOOTTIME (clock_gettime(2)). All processes of a host share that clock, it can't be set, and it
+continues while the host sleeps. A claim from before the host's last boot has expired.
 """
 
 import os

@@ -18,12 +18,12 @@ class ReplicatedIdempotencyStore(Protocol):
     def reserve(self, key: str, request_hash: bytes, claim_ttl_s: float) -> ReserveResult:
         """Reserve an operation, or say why that is not needed or not allowed.
 
-        An operation can be reserved again, with a higher epoch, once its attempt was released. So can one whose claim
-        ran out before the attempt began the effect.
+        An operation can be reserved again, with a higher epoch, once its attempt was released. So can one if its
+        claim expired before the attempt began the effect.
 
         Args:
             key: The operation's key.
-            request_hash: The hash that tells the operation from any other.
+            request_hash: The operation's hash.
             claim_ttl_s: Seconds after which the attempt is presumed dead. Longer than the effect can last.
 
         Raises:

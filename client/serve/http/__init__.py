@@ -1,1 +1,1 @@
-"""The HTTP face that the gateway and the model server share."""
+"""HTTP for all servers of `client.serve`: sockets, connection limits, the guard, problems, event streams."""

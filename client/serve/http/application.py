@@ -38,7 +38,7 @@ def make_application(
     Args:
         infer: Serves one request and turns every failure into a reply.
         models: Describes each model, by name.
-        health: Members of the health report beside `status`.
+        health: Members of the health report in addition to `status`.
         metrics: Renders the metrics.
         lifespan: Holds what the server needs while it runs.
     """

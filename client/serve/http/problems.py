@@ -37,7 +37,7 @@ class Problem:
 
 
 class RequestRefused(Exception):
-    """The HTTP face itself refuses a request."""
+    """The server refuses a request before any model sees it."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem.detail)

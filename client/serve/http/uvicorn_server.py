@@ -43,7 +43,7 @@ KEEP_ALIVE_S: Final = 5
 
 HEAD_LIMIT_S: Final = 10.0
 """Seconds for a connection's next line and headers to arrive; then it is closed. Stops a peer from holding all of
-MAX_CONNECTIONS by sending nothing, or a byte at a time: uvicorn's own limit begins behind the first answer."""
+MAX_CONNECTIONS by sending nothing, or a byte at a time: uvicorn's own limit begins after the first answer."""
 
 
 @contextmanager
@@ -106,7 +106,7 @@ def _url(sock: socket.socket, where: UnixAddress | TcpAddress) -> str:
 
 
 class TimelyProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1, which closes a connection whose next request does not begin in HEAD_LIMIT_S.
+    """uvicorn's HTTP/1.1, which closes a connection if its next request does not begin in HEAD_LIMIT_S.
 
     What is not HTTP ends the connection likewise: behind an answer, within one, or within a request's body.
     """
@@ -152,7 +152,7 @@ class TimelyProtocol(H11Protocol):
 
 
 class KeepingServer(uvicorn.Server):
-    """uvicorn's server, which makes a Unix socket anew when its file was removed."""
+    """uvicorn's server, which makes a Unix socket again when its file was removed."""
 
     _keeping: tuple[asyncio.Task[None], ...] = ()
 
@@ -197,7 +197,7 @@ class GuardedApp:
             if refused is not None:
                 await _send_refusal(send, *refused)
                 return
-        # An application that reads a body from a peer who is gone has nobody to answer.
+        # The peer hung up while the application read its body: there is no one to answer.
         with suppress(ClientDisconnect):
             await self._app(scope, receive, send)
 

@@ -244,7 +244,7 @@ class Instance:
         """Learn of the lease's end at once, rather than from the next batch or renewal.
 
         A lost event stream proves nothing: a lease and its session may outlast the daemon's restart. `_serve` therefore
-        checks the session between two batches; a check during a batch could be told the batch's own failure.
+        checks the session between two batches; a check during a batch could receive the batch's own failure.
         """
         pause = RestartPause()
         while lease.remaining_s > 0:
@@ -342,7 +342,7 @@ class Instance:
         is_kernels = isinstance(error, GpuSessionFailed | OperationFailed)
         again = []
         for request in batch:
-            # Another request of the batch may have made it fail. A revoked lease is told to the caller, not hidden.
+            # Another request of the batch may have made it fail. A revoked lease is reported to the caller, not hidden.
             is_cured = isinstance(error, Disconnected) or (is_kernels and len(batch) > 1)
             if self.settings.is_pure and is_cured and request.attempts < MAX_ATTEMPTS and not request.answer.done():
                 request.is_alone = is_kernels
@@ -352,7 +352,7 @@ class Instance:
         self._intake.put_back(again)
 
     async def _recover(self, error: GpuLeaseError) -> None:
-        """After the lease ended or was refused: pause, so that repeated failures take nobody's time."""
+        """After the lease ended or was refused: pause, so that repeated failures do not take time from others."""
         intake = self._intake
         intake.trouble, pause_s = error, self._pause.after(error)
         _log.warning("%s: has no lease, retries in %.2f s: %s", self.settings.name, pause_s, error)

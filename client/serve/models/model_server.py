@@ -57,7 +57,7 @@ BODY_LIMIT_S: Final = 10.0
 MAX_DEADLINE_MS: Final = 3_600_000
 
 _JSON_ROOM: Final = 256
-"""Bytes of a JSON body beside the base64 or the numbers."""
+"""Bytes of a JSON body in addition to the base64 or the numbers."""
 
 
 class _Form(Enum):

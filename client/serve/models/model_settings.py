@@ -61,8 +61,8 @@ class ModelSettings:
         name: The name in URLs.
         module, weights: The files' bytes.
         input_type, output_type: Types of an item's numbers (see `json_numbers`); "" refuses requests in numbers.
-        is_pure: Whether a request may be computed again after a failure that its caller was not told of. Otherwise a
-            request that was begun is answered with the failure.
+        is_pure: Whether a request may be computed again after a failure that was not reported to its caller. Otherwise
+            a request that was begun is answered with the failure.
 
     The module's example explains the other attributes; their names say the units.
     """

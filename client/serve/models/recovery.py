@@ -1,4 +1,4 @@
-"""After a lease or a batch failed: the pause before the next lease, and the error that requests are told. No I/O."""
+"""After a lease or a batch failed: the pause before the next lease, and the error that requests get. No I/O."""
 
 import random
 from collections.abc import Callable

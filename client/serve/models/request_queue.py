@@ -16,7 +16,7 @@ from gpulease.client.serve.rpc import Answer, Outcome
 from gpulease.protocol.rpc import CallError, CallErrorCode
 
 MAX_ATTEMPTS: Final = 2
-"""Most attempts at a request of a pure model: a request that ends every lease must not be tried for ever."""
+"""Most attempts at a request of a pure model: a request that ends every lease must not be tried forever."""
 
 
 @dataclass(eq=False, slots=True)
@@ -257,7 +257,7 @@ class RequestIntake:
         if request.timer is not None:
             request.timer.cancel()
         if request.answer.cancelled():
-            # The caller hung up: do not compute for nobody.
+            # The caller hung up: do not compute what no one will read.
             if self.queue.remove(request):
                 self.changed()
             self._metrics.answered("cancelled")

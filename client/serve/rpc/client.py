@@ -58,10 +58,10 @@ class CallTimedOut(Disconnected):
 
 
 SPIN_NS: Final = 200_000
-"""Nanoseconds for which a caller looks for its reply before it sleeps, where the host has cores to spare."""
+"""Nanoseconds for which a caller polls for its reply before it sleeps, where the host has cores to spare."""
 
 LOOKS_PER_CLOCK: Final = 16
-"""Looks at the reply between two looks at the clock, which on some hosts takes as long."""
+"""Polls between two readings of the clock, which on some hosts take as long as a poll."""
 
 FIRST_BACKOFF_S: Final = 0.02
 """Seconds before the second try to connect. They double with each further try, and half of them is random."""
@@ -178,7 +178,7 @@ class RpcClient:
             try:
                 return self._try(method_id, data, span)
             except _NotReceived as error:
-                # After a try that may have been done, its error tells the caller more than this one.
+                # After an attempt that may have been carried out, its error says more than this one.
                 cause = uncertain or error.cause
             except CallTimedOut:
                 self._hang_up()
@@ -240,7 +240,7 @@ class _Span:
         return max(0.0, ends - time.monotonic())
 
     def left_ms(self) -> int:
-        """Return the milliseconds to tell the server; 0 for no deadline. Raises _NotReceived after the deadline."""
+        """Return the milliseconds to send to the server; 0 for no deadline. Raises _NotReceived after the deadline."""
         if self.deadline is None:
             return 0
         left_ms = int((self.deadline - time.monotonic()) * 1000)

@@ -37,7 +37,7 @@ MAX_FALSE_BELLS: Final = 64
 """Most bells in a row without a request. Stops a caller that takes the server's time by ringing alone."""
 
 ACCEPT_PAUSE_S: Final = 0.5
-"""Seconds without accepting after descriptors ran out, instead of trying again at once and for ever."""
+"""Seconds without accepting after descriptors ran out, instead of retrying at once, forever."""
 
 BELLS_BYTES: Final = 4096
 """Most bells read at a time."""
@@ -94,7 +94,7 @@ class RpcServer:
             caller.close()
 
     def stop_accepting(self) -> None:
-        """Accept no more callers; connected ones go on."""
+        """Accept no more callers; connected ones continue."""
         if self._is_stopping:
             return
         self._loop.remove_reader(self._sock)
@@ -105,7 +105,7 @@ class RpcServer:
 
     _is_stopping = False
     _made: socket.socket | None = None
-    """The socket in place of the one given, whose file was removed."""
+    """The socket that replaces the given one after its file was removed."""
 
     async def _replace(self, made: socket.socket) -> None:
         self._loop.remove_reader(self._sock)

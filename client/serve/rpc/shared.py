@@ -86,7 +86,7 @@ class SharedCall:
     """
 
     def __init__(self, fd: int) -> None:
-        """Map the memory and close the descriptor. Raises OSError or ValueError if it is no memory of this kind."""
+        """Map the memory and close the descriptor. Raises OSError or ValueError if the memory is not of this kind."""
         try:
             if os.fstat(fd).st_size != SHARED_BYTES or fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
                 raise ValueError("the shared memory has another size, or may change it")

@@ -137,7 +137,7 @@ def _free(lease_id: LeaseId, address: str) -> str:
     return ""
 
 
-# --- what Slurm tells ---
+# --- what Slurm reports ---
 
 
 def size_of_job(told: str, job: str) -> int:
@@ -186,7 +186,7 @@ def _number(environment: Mapping[str, str], name: str, default: str = "") -> int
 
 
 def _left_s(environment: Mapping[str, str]) -> float:
-    """Return the seconds of the job's lease. Slurm tells the end by the wall clock; older ones do not tell."""
+    """Return the seconds of the job's lease. Slurm gives the end by the wall clock; older versions do not give it."""
     if not environment.get("SLURM_JOB_END_TIME"):
         return MAX_LEASE_S
     left_s = _number(environment, "SLURM_JOB_END_TIME") - time.time() + MARGIN_S

@@ -45,7 +45,7 @@ LAYER: Final = {
 """GGUF's names, within a layer behind `blk.N.`, and Hugging Face's."""
 
 PERMUTED: Final = ("self_attn.q_proj.weight", "self_attn.k_proj.weight")
-"""Ends of the names of tensors whose rows the converter changes the order of, in a llama's file."""
+"""Suffixes of tensors' names: the converter reorders the rows of these, in a llama's file."""
 
 ROTARY_DIVISORS: Final = "rope_freqs.weight"
 

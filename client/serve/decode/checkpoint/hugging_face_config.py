@@ -40,7 +40,7 @@ def hugging_face_config(said: Members, generation: Members | None, begin_token: 
         raise ModelRejected(
             f"{said.where}: hidden_size {width} must be a multiple of {heads} heads if head_dim is missing"
         )
-    # A Qwen whose file leaves them out has 32; null is as many as query heads in every family.
+    # A Qwen has 32 if its file leaves them out; null means as many as query heads in every family.
     is_left_out = family is not Family.LLAMA and "num_key_value_heads" not in said.values
     key_heads = QWEN_KEY_HEADS if is_left_out else said.whole("num_key_value_heads", heads)
     theta, scaling = _rotary(said)
@@ -88,7 +88,7 @@ def _rotary(said: Members) -> tuple[float, RopeScaling | None]:
     """The base, and how it is stretched.
 
     The rule is transformers 5's (convert_rope_params_to_dict, standardize_rope_params): `rope_scaling`, or else
-    `rope_parameters`; what is in it goes before what is beside it.
+    `rope_parameters`, which takes precedence over members next to it.
     """
     scaling = said.object("rope_scaling")
     if scaling is None or not scaling.values:
@@ -111,7 +111,7 @@ def _rotary(said: Members) -> tuple[float, RopeScaling | None]:
         scaling.number("factor"),
         scaling.number("low_freq_factor"),
         scaling.number("high_freq_factor"),
-        # Here the member beside it goes first, as transformers has it; a model that names neither was made so long.
+        # Here the member next to it takes precedence, as in transformers; without either, the model was made so long.
         said.whole(
             "original_max_position_embeddings",
             scaling.whole("original_max_position_embeddings", said.whole("max_position_embeddings")),

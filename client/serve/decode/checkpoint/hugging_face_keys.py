@@ -79,7 +79,7 @@ GENERATION_KEYS: Final[KeyTable] = {
         "prefill_chunk_size",
         "remove_invalid_values",
         "renormalize_logits",
-        # Speculation, whose tokens are those without it.
+        # Speculation gives the same tokens as decoding without it.
         "use_mtp",
         "is_assistant",
         "num_assistant_tokens",

@@ -12,7 +12,7 @@ NORM: Final = "model.norm.weight"
 HEAD: Final = "lm_head.weight"
 
 IGNORED: Final = "rotary_emb.inv_freq"
-"""End of the names of tensors that old checkpoints keep and transformers computes anew. The head's is in some whose
+"""Suffix of tensors that old checkpoints hold and transformers computes again. The head's is in some whose
 head is the embedding; transformers leaves it out, too."""
 
 

@@ -57,7 +57,7 @@ class TensorFile:
 
 
 class FileRows:
-    """Rows of a tensor, one behind the other in a file. Callable as a RowReader."""
+    """Rows of a tensor, one after the other in a file. Callable as a RowReader."""
 
     __slots__ = ("_file", "_offset", "_row_bytes")
 

@@ -3,7 +3,7 @@
 Theory of operation. First every tensor is looked at and the sizes are added up, then all buffers are allocated, then
 rows are copied in chunks. Threads make the next few chunks while one is copied. Rows that are bf16 in a file are
 copied to windows, arrays of the session's arena, which the card reads itself. Rows of other types are computed. So a
-few chunks of the model are in the host's memory at a time, beside the page cache, and its faults are several threads'.
+few chunks of the model are in the host's memory at a time, besides the page cache, and its faults are several threads'.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ class _Target:
 
     Attributes:
         row_bytes: Bytes of a row in each buffer.
-        tensors: Whose rows they are.
+        tensors: The tensors that the rows belong to.
         planes: Gives a tensor's rows [begin, end) as each buffer's values.
         is_as_read: Whether these are the bytes that the tensors' files have.
     """
@@ -167,7 +167,7 @@ async def load_weights(
 
 
 class _Loader:
-    """A load under way: what was allocated, and what is to be copied."""
+    """A load in progress: what was allocated, and what must be copied."""
 
     def __init__(self, session: GpuSession, progress: Callable[[int, int], None] | None) -> None:
         self._session = session
@@ -179,7 +179,7 @@ class _Loader:
         self._total_bytes = self._done_bytes = 0
 
     async def load(self, checkpoint: Checkpoint, packed: bool, positions: int, size: int) -> ModelWeights:
-        """Allocate everything, and note what is to be copied."""
+        """Allocate everything, and note what must be copied."""
         config = checkpoint.config
         embedding = (await self._make(_bf16_of(checkpoint.tensor(EMBEDDING))))[0]
         layers = tuple([await self._layer(checkpoint, layer, packed) for layer in range(config.layers)])

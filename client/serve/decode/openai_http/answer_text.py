@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from gpulease.client.serve.decode.text.tokenizer import Tokenizer
 
 LEAST_LOG_PROBABILITY: Final = -9999.0
-"""Sent for a probability of 0, whose logarithm JSON has no number for; OpenAI's value."""
+"""Sent for a probability of 0, since JSON has no number for its logarithm; OpenAI's value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Piece:
         text: The text.
         tokens: Its tokens.
         replays: How often the sequence was replayed until then; None if that is as it was before.
-        finish: Why the answer ended; "" if it goes on.
+        finish: Why the answer ended; "" if it continues.
     """
 
     text: str = ""
@@ -48,7 +48,7 @@ class Piece:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether it tells nothing."""
+        """Return whether it has neither text, tokens nor an end."""
         return not (self.text or self.tokens or self.finish)
 
 
@@ -60,7 +60,7 @@ class AnswerText:
     """
 
     def __init__(self, tokenizer: "Tokenizer", stops: Sequence[str], end_tokens: frozenset[int]) -> None:
-        """Begin an answer. Tokens of `end_tokens` end a sequence, and are no text."""
+        """Begin an answer. Tokens of `end_tokens` end a sequence, and are not text."""
         self.completion_tokens = 0
         self._bytes_of, self._end_tokens = tokenizer.bytes_of, end_tokens
         self._stream, self._filter = tokenizer.stream(), StopFilter(stops)
@@ -128,7 +128,7 @@ async def pieces(generation: Generation, answer: AnswerText) -> AsyncIterator[Pi
             yield piece
     else:
         piece = Piece(replays=replays)
-    # Behind a stop the generation is cancelled, which no caller is told of.
+    # After a stop the generation is cancelled, which the caller does not see.
     finish = "stop" if answer.is_stopped else FINISHES.get(generation.reason) if generation.reason else None
     if finish is None:
         raise ApiError(CLOSED_REQUEST, "closed", "The request was cancelled before its answer was complete.")

@@ -34,7 +34,7 @@ INVALID: Final = "invalid_request_error"
 """The type of errors that are the caller's."""
 
 RETRY_AFTER_S: Final = 1.0
-"""Seconds of Retry-After where nobody can tell: rooms become free with each sequence's end."""
+"""Seconds of Retry-After where the time is unknown: room becomes free with each sequence's end."""
 
 OVERLOADED: Final = 503
 CLOSED_REQUEST: Final = 499
@@ -57,7 +57,7 @@ class ReplyTo:
         code: A word for programs.
         is_retried: Whether asking again makes sense.
         message: What the caller reads; "" for the error's own text. Errors of the host name its sockets, paths and
-            peers, which are no tenant's business: their texts are for the log.
+            peers, which tenants must not see: their texts are for the log.
     """
 
     status: int

@@ -19,11 +19,11 @@ class ApiKeys:
         self._tenant_of = dict(tenant_of)
 
     def tenant(self, authorization: str) -> str | None:
-        """Return whose key a header `Authorization: Bearer KEY` has; None for nobody's."""
+        """Return the tenant of the key in a header `Authorization: Bearer KEY`; None for an unknown key."""
         asked, found = bearer_digest(authorization), None
         if asked is None:
             return None
-        # Every key is compared, so that the time tells nothing.
+        # Every key is compared, so that the time reveals nothing.
         for digest, tenant in self._tenant_of.items():
             if hmac.compare_digest(digest, asked):
                 found = tenant
@@ -52,7 +52,7 @@ def bearer_digest(authorization: str) -> bytes | None:
 
 
 def distinct_keys(keys: Mapping[str, bytes]) -> ApiKeys:
-    """Return the keys of tenants whose digests these are. Raises InvalidRequest if two have one key."""
+    """Return the tenants' keys, by their digests. Raises InvalidRequest if two have one key."""
     tenant_of: dict[bytes, str] = {}
     for tenant, digest in keys.items():
         if (other := tenant_of.setdefault(digest, tenant)) != tenant:

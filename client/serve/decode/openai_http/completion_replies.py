@@ -1,16 +1,15 @@
 """Replies of `/v1/completions` and `/v1/chat/completions`: whole ones, and a stream's events."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from gpulease.client.serve.decode.openai_http.answer_text import Piece, TokenText
 from gpulease.client.serve.decode.openai_http.api_errors import EXTENSION
+from gpulease.client.serve.http.event_stream import event
 
-DONE: Final = b"data: [DONE]\n\n"
-COMMENT: Final = b": waiting\n\n"
-"""A line that clients pass over (HTML, 9.2.6), which keeps proxies from taking a stream that waits for a dead one."""
+DONE: Final = event("[DONE]")
+"""The last event of a stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +22,7 @@ class ReplyHead:
         created: Seconds since 1970.
         is_chat: Whether it answers a chat.
         has_logprobs: Whether log-probabilities are asked for.
-        has_usage: Whether a stream's end tells the tokens' counts.
+        has_usage: Whether a stream ends with the tokens' counts.
         seed: The seed that the server chose; None if the caller did.
     """
 
@@ -36,7 +35,7 @@ class ReplyHead:
     seed: int | None
 
     def whole(self, piece: Piece, prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
-        """Return a reply that is no stream, of the answer as one piece."""
+        """Return a reply without a stream, with the answer as one piece."""
         choice: dict[str, Any] = {"index": 0, "finish_reason": piece.finish, "logprobs": self._logprobs(piece.tokens)}
         if self.is_chat:
             choice["message"] = {"role": "assistant", "content": piece.text, "refusal": None}
@@ -93,8 +92,3 @@ def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
     """Return the tokens' counts."""
     total = prompt_tokens + completion_tokens
     return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
-
-
-def event(body: dict[str, Any]) -> bytes:
-    """Return a server-sent event."""
-    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

@@ -24,7 +24,7 @@ MAX_MESSAGES: Final = 4096
 """Most messages of a chat: the model's template runs over each, and nothing bounds the time that takes."""
 
 DEFAULT_COMPLETION_TOKENS: Final = 16
-"""Tokens of a completion whose request does not say, as OpenAI's."""
+"""Default tokens of a completion, as OpenAI's."""
 
 ALL_TOKENS: Final = -1
 """top_k that keeps all tokens, in other servers' words."""
@@ -48,7 +48,7 @@ class CompletionRequest:
         stops: Texts that end the answer.
         has_logprobs: Whether the tokens' log-probabilities are sent.
         is_stream: Whether the answer is sent as it is computed.
-        has_usage: Whether the stream's end tells the tokens' counts.
+        has_usage: Whether the stream ends with the tokens' counts.
     """
 
     is_chat: bool

@@ -1,4 +1,4 @@
-"""The settings of a decode server: a TOML file, read once. The example beside this module explains each."""
+"""The settings of a decode server: a TOML file, read once. The example next to this module explains each."""
 
 import os
 import re
@@ -26,17 +26,17 @@ MAX_REGION_LIFE_S: Final = 86_400.0
 """Longest life of a region that is not renewed: daemons' own bound of a lease's time, unless they say another."""
 
 MAX_REBINDS_AT_ONCE: Final = 1000
-"""Most regions of a tenant that are opened anew at once: more are no bound of what their replays cost the others."""
+"""Most regions of a tenant that are opened again at once: with more, replays could cost the others too much."""
 
 MAX_REBIND_INTERVAL_S: Final = MAX_WAIT_S
-"""Longest time for one more: nobody's request waits for longer."""
+"""Longest time for one more: no request waits for longer."""
 
 DEFAULT_LISTEN: Final = "tcp:127.0.0.1:8082"
 DEFAULT_WAIT_S: Final = 30.0
 """Seconds that a request waits for its admission; clients give up, or ask again, at some minutes."""
 
 DEFAULT_CHAT_TOKENS: Final = 256
-"""Tokens of a chat's answer whose request does not say: blocks for all are reserved, so few is better than all."""
+"""Default tokens of a chat's answer. Blocks are reserved for all of them, so it is far less than the context."""
 
 EXAMPLE: Final = Path(__file__).with_name("example") / "decode.toml"
 
@@ -105,7 +105,7 @@ class DecodeSettings:
         audit: Whether each request becomes a record of the daemon's audit log.
         decoder: What the engine makes room for.
         wait_s: Seconds that a request may wait for its admission.
-        chat_tokens: Tokens of a chat's answer whose request does not say; fewer where its prompt leaves less room.
+        chat_tokens: Default tokens of a chat's answer; fewer if its prompt leaves less room.
         tenants: Who may ask.
         keys: Their keys.
         operator_digest: The sha256 of the key that the page takes; None for no page.

@@ -40,12 +40,14 @@ from gpulease.client.serve.decode.openai_http.api_errors import (
     too_long,
 )
 from gpulease.client.serve.decode.openai_http.api_keys import ApiKeys
-from gpulease.client.serve.decode.openai_http.completion_replies import COMMENT, DONE, ReplyHead, event
+from gpulease.client.serve.decode.openai_http.completion_replies import DONE, ReplyHead
 from gpulease.client.serve.decode.openai_http.completion_request import CompletionRequest, check_model
 from gpulease.client.serve.decode.openai_http.decode_settings import DEFAULT_CHAT_TOKENS, DEFAULT_WAIT_S
 from gpulease.client.serve.decode.openai_http.prompt_job import completion_of, read_completion
 from gpulease.client.serve.decode.row_records import PAGE
 from gpulease.client.serve.http.application import read_body
+from gpulease.client.serve.http.event_stream import COMMENT, json_event
+from gpulease.client.serve.http.event_stream import MEDIA_TYPE as EVENT_STREAM
 from gpulease.client.texts import quoted
 
 MAX_BODY_BYTES: Final = 4 << 20
@@ -65,7 +67,6 @@ SANE_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 """X-Request-Id that is taken: it goes to logs, the audit log and replies."""
 
 JSON: Final = "application/json"
-EVENTS: Final = "text/event-stream"
 
 
 def make_openai_application(
@@ -86,7 +87,7 @@ def make_openai_application(
         keys: Who may ask.
         model: The model's name.
         wait_s: Seconds that a request may wait for its admission.
-        chat_tokens: Tokens of a chat's answer whose request does not say.
+        chat_tokens: Default tokens of a chat's answer.
         routes: Further routes.
         metrics: Renders the metrics.
         health: Further members of the health report.
@@ -137,7 +138,7 @@ class OpenAiFace:
         return self._told(request, told)
 
     async def complete(self, request: Request, send: Send, *, is_chat: bool) -> None:
-        """Serve one request. Every failure is told in OpenAI's shape."""
+        """Serve one request. Every failure is answered in OpenAI's format."""
         reply = _Reply(send, _request_id(request))
         try:
             try:
@@ -151,7 +152,7 @@ class OpenAiFace:
             log.warning("caller_took_nothing", tenant=reply.tenant, request=reply.request_id, after_s=SEND_LIMIT_S)
 
     def _known(self, error: Exception, reply: "_Reply") -> ApiError:
-        """Return what the caller is told of an error; the log has what the caller is not told."""
+        """Return an error as the caller may see it; the log has the rest."""
         if isinstance(error, ClientDisconnect):
             return ApiError(CLOSED_REQUEST, "closed", "The caller hung up.")
         known = api_error_of(error)
@@ -182,7 +183,7 @@ class OpenAiFace:
                 sampling=asked.sampling,
                 tenant_id=tenant,
                 wait_s=self._wait_s,
-                # Two tenants may use one id, and can't tell that the other does.
+                # Two tenants may use the same id, and neither learns that the other does.
                 request_id=f"{tenant}/{reply.request_id}",
             )
         async with _ended_with(generation, request.receive):
@@ -261,7 +262,7 @@ class OpenAiFace:
 
 
 class _Endpoint:
-    """The ASGI application of one path: it hears when the caller hangs up, which a function of Starlette does not."""
+    """The ASGI application of one path: it notices when the caller hangs up, which a function of Starlette does not."""
 
     def __init__(self, face: OpenAiFace, *, is_chat: bool) -> None:
         self._face, self._is_chat = face, is_chat
@@ -287,7 +288,7 @@ class _Reply:
         self._is_silent = False
 
     async def whole(self, body: Mapping[str, Any]) -> None:
-        """Send a reply that is no stream."""
+        """Send a reply without a stream, and end it."""
         data = json.dumps(body, ensure_ascii=False).encode()
         await self._begin(200, {"Content-Type": JSON, "Content-Length": str(len(data))})
         await self._put(data, is_last=True)
@@ -300,7 +301,7 @@ class _Reply:
             give_up: Called if the caller takes no comment; the block is to end then.
         """
         # nginx would keep what comes until its buffer is full.
-        await self._begin(200, {"Content-Type": EVENTS, "Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        await self._begin(200, {"Content-Type": EVENT_STREAM, "Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         await self._put(COMMENT)
 
         async def comment() -> None:
@@ -323,16 +324,16 @@ class _Reply:
     async def event(self, body: dict[str, Any]) -> None:
         """Send one event of a stream."""
         self._is_silent = False
-        await self._put(event(body))
+        await self._put(json_event(body))
 
     async def end(self, data: bytes) -> None:
         """End a stream."""
         await self._put(data, is_last=True)
 
     async def refuse(self, error: ApiError) -> None:
-        """Tell an error: as the reply, or as a stream's last event."""
+        """Send an error: as the reply, or as a stream's last event."""
         if self.is_begun:
-            await self.end(event(error.event_body()))
+            await self.end(json_event(error.event_body()))
             return
         data = json.dumps(error.body()).encode()
         headers = error.headers() | {"Content-Type": JSON, "Content-Length": str(len(data))}

@@ -24,7 +24,7 @@ STOP_LIMIT_S: Final = 5.0
 """Seconds in which the fork server ends its workers and itself, before it is killed."""
 
 POLL_S: Final = 0.005
-"""Seconds between two looks whether the fork server has ended: it does within some milliseconds."""
+"""Seconds between two checks whether the fork server has ended, which takes some milliseconds."""
 
 _ENVIRONMENT: Final = {
     # Threads would make forks unsafe: neither of these libraries starts any then.
@@ -86,7 +86,7 @@ class ForkServer:
         Raises OSError, TextProcessesFailed, or ModelRejected for a tokenizer that it can't make.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # Opened anew, for an offset of its own.
+        # Opened again, for an offset of its own.
         again = os.open(f"/proc/self/fd/{tokenizer_fd}", os.O_RDONLY)
         try:
             # It returns once the program is replaced, which takes no longer than the loop may.

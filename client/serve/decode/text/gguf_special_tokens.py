@@ -9,7 +9,7 @@ from gpulease.client.serve.decode.decode_errors import ModelRejected
 AT: Final = "tokenizer.ggml."
 
 CONTROL: Final = 3
-"""A token's type that says that it is no text (LLAMA_TOKEN_TYPE_CONTROL)."""
+"""The type of tokens that are not text (LLAMA_TOKEN_TYPE_CONTROL)."""
 
 BEGINS: Final = ("llama3", "llama-bpe")
 """Ways to cut texts, of those that are known, whose prompts begin with a token unless a key says otherwise."""
@@ -71,7 +71,7 @@ CONTROL_TEXTS: Final = END_TEXTS.union(*FILL_TEXTS.values())
 
 
 def control_tokens(said: Members) -> list[int]:
-    """The tokens that are no text."""
+    """The tokens that are not text, by their names."""
     texts, kinds = said.items(f"{AT}tokens"), said.items(f"{AT}token_type")
     found = {token for token, text in enumerate(texts) if text in CONTROL_TEXTS}
     found.update(token for token, kind in enumerate(kinds[: len(texts)]) if kind == CONTROL)

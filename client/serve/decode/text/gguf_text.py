@@ -15,7 +15,7 @@ from gpulease.client.serve.decode.text.tokenizer import Tokenizer
 from gpulease.client.texts import quoted
 
 MAX_PIECE_CHARACTERS: Final = 256
-"""Longest piece of SentencePiece that others merge to: trying all cuts of a longer one takes for ever."""
+"""Longest piece of SentencePiece that others merge to: trying all cuts of a longer one never ends."""
 
 UNKNOWN: Final = 2
 USER_DEFINED: Final = 4

@@ -26,7 +26,7 @@ SPECIAL_TOKENS: Final = "special_tokens_map.json"
 TEMPLATE: Final = "chat_template.jinja"
 
 BEGINNING_CLASSES: Final = ("", "LlamaTokenizer", "LlamaTokenizerFast", "CodeLlamaTokenizer", "CodeLlamaTokenizerFast")
-"""Classes that make the post-processor anew by the settings; "" where the settings name none."""
+"""Classes that rebuild the post-processor from the settings; "" where the settings name none."""
 
 MAX_TOKENIZER_BYTES: Final = 64 << 20
 """Most bytes of tokenizer.json; those of the largest vocabularies have some 33 million."""
@@ -47,7 +47,7 @@ def folder_tokenizer(folder: Path, begin_token: int | None) -> Tokenizer:
 def folder_begin_token(folder: Path) -> int | None:
     """The token that the tokenizer puts before a text; None for none.
 
-    It is that of tokenizer.json's post-processor. Llama's classes make this anew where the settings have
+    It is that of tokenizer.json's post-processor. Llama's classes rebuild this where the settings have
     `add_bos_token` (transformers 4.57, and llama.cpp's converter); other classes, and transformers 5, leave that out.
     Raises ModelRejected for what the engine does not do with a text.
     """

@@ -36,7 +36,7 @@ class PromptReader:
     def read_text(self, text: str, *, begins: bool = True) -> list[int]:
         """Cut a text into tokens, the begin token before them if it `begins`.
 
-        Raises AdmissionRefused for one that can't fit, RequestRejected for one that is no UTF-8.
+        Raises AdmissionRefused for one that can't fit, RequestRejected for one that is not UTF-8.
         """
         self._check_bytes(_text_bytes(text), "the prompt")
         return self.checked(self._tokenizer.encode(text, begins=begins))

@@ -1,4 +1,4 @@
-"""Whose job is next: jobs of many tenants, in turns. Pure."""
+"""Jobs of many tenants, taken in turns. Pure."""
 
 from collections import Counter, deque
 from typing import Generic, TypeVar
@@ -9,7 +9,7 @@ Job = TypeVar("Job")
 class TenantTurns(Generic[Job]):
     """Queues of jobs, one for each tenant. Tenants with jobs have one each in turn, those of one in their order.
 
-    A tenant has so many jobs under way at most; the turn goes on to others meanwhile.
+    The number of jobs that a tenant has under way is limited; meanwhile others get its turns.
     """
 
     def __init__(self, most_at_once: int) -> None:

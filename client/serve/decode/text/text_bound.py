@@ -4,7 +4,7 @@
 B <= n * M; or None where that can't be said. Each step of the library, in its order, keeps the bound:
 
 1. Added tokens are cut out of the text. Each stands for the bytes of its own name and no others, unless it takes the
-   spaces beside it along (`lstrip`, `rstrip`): there is no bound then. One that is looked for behind the normaliser
+   spaces next to it along (`lstrip`, `rstrip`): there is no bound then. One that is looked for behind the normaliser
    (`normalized`) stands for the bytes of its normalised name there, and is bounded with step 2.
 2. The normaliser turns each part of b bytes into one of at least b / S bytes. Prepending only adds, so S is 1.
    Replacing p bytes by c bytes has S = p / c, and 1 if c is more. NFC has S = 4: give each character of full

@@ -39,13 +39,13 @@ MAX_SAID_CHARACTERS: Final = 600
 """Most characters of an error in a packet: each may take 6 bytes there."""
 
 MAX_KEPT_BYTES: Final = 64 << 20
-"""Memory beside the tokenizer's that a worker may keep behind a job; one that keeps more ends, and is replaced."""
+"""Memory that a worker may keep after a job, in addition to the tokenizer's; one that keeps more is replaced."""
 
 MAX_TRACEBACK_CHARACTERS: Final = 4000
 """Most characters of a fault's traceback. Stops an error that repeats a text from filling the server's log."""
 
 OUT_OF_MEMORY_SCORE: Final = b"500"
-"""The kernel's score: where the host's memory runs out, workers go before the server whose texts they read."""
+"""The kernel's score: when the host runs out of memory, workers are killed before the server."""
 
 PR_SET_PDEATHSIG: Final = 1
 """prctl's option, of linux/prctl.h."""
@@ -158,7 +158,7 @@ def _work(jobs: socket.socket, reader: PromptReader, limits: TextLimits, server:
                     break
         code = 0
     except (BrokenPipeError, ConnectionResetError):
-        code = 0  # Nobody waits for the answer any more.
+        code = 0  # The answer is not wanted any more.
     except BaseException:
         traceback.print_exc()
     finally:
@@ -166,7 +166,7 @@ def _work(jobs: socket.socket, reader: PromptReader, limits: TextLimits, server:
 
 
 def _confine(limits: TextLimits) -> int:
-    """Set the limits that hold for a worker's life. Returns the memory with which it may go on behind a job."""
+    """Set the limits that hold for a worker's life. Returns the memory that it may hold after a job and continue."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "wb", buffering=0) as score:
         score.write(OUT_OF_MEMORY_SCORE)
     own_bytes = _memory_bytes()

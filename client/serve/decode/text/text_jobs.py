@@ -1,6 +1,6 @@
 """Jobs for the processes that read texts: what is asked, what is answered, and the limits under which it is done.
 
-A job and its answer are each a frame: their length, 4 bytes, little-endian, then msgpack. Answers are no pickles: a
+A job and its answer are each a frame: their length, 4 bytes, little-endian, then msgpack. Answers are not pickles: a
 template that got out of its sandbox must not be able to run anything in the server.
 """
 
@@ -42,8 +42,8 @@ class TextLimits:
     """Limits of one job. Raises ValueError for one that is not above 0.
 
     Attributes:
-        memory_bytes: Memory that it may take beside the tokenizer's own. A prompt of a million tokens takes some
-            400 MB.
+        memory_bytes: Memory that it may take in addition to the tokenizer's own. A prompt of a million tokens takes
+            some 400 MB.
         processor_s: Seconds of a processor, in whole ones. 4 MiB of text take some five.
         wall_s: Seconds that it may take on a host that is busy.
     """

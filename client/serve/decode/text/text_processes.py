@@ -31,7 +31,7 @@ MAX_WAIT_S: Final = 30.0
 """Seconds that a text may wait for a process: they are all busy for as long with texts that take their whole time."""
 
 MAX_TRIES: Final = 2
-"""How often a text is read whose process ended for no limit of its own: something else may have killed the first."""
+"""How often a text is tried if its process ended without exceeding a limit: it may have been killed from outside."""
 
 
 @dataclass(eq=False, slots=True)
@@ -71,7 +71,7 @@ class TextProcesses:
     async def of(
         cls, tokenizer: Tokenizer, context: int, count: int, limits: TextLimits, log: DecodeLog
     ) -> "TextProcesses":
-        """Start them for a tokenizer, whose values take a moment of a thread. Raises TextProcessesFailed."""
+        """Start them for a tokenizer, which a thread serialises first. Raises TextProcessesFailed."""
         processes = cls(await asyncio.to_thread(tokenizer.values), context, count, limits, log)
         try:
             workers = [await processes._fork() for _ in range(count)]
@@ -85,7 +85,7 @@ class TextProcesses:
         """Have a worker do a job, and return its answer.
 
         Args:
-            tenant_id: Whose text it is.
+            tenant_id: The text's tenant.
             job: The function, which a worker imports by its name.
             arguments: Values of msgpack's kinds, by name.
 

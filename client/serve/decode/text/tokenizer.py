@@ -1,7 +1,7 @@
 """A model's tokenizer: the `tokenizers` library's, with the model's begin token, its chat template and streams.
 
-The library cuts texts. Tokens become text here, by the bytes that each stands for: a stream then costs a table's look a
-token, and holds back a character that is not whole. The library would decode a part of the text anew for every token.
+The library tokenizes. Tokens become text here, by the bytes that each stands for: a stream then costs one table look-up
+a token, and holds back incomplete characters. The library would decode a part of the text again for every token.
 """
 
 import codecs
@@ -86,7 +86,7 @@ class Tokenizer:
             text: The text.
             begins: Put the model's begin token before it, where it has one and the text does not name it.
 
-        Raises RequestRejected for a text that is no UTF-8: one with half of a surrogate pair.
+        Raises RequestRejected for a text that is not UTF-8: one with half of a surrogate pair.
         """
         with rejected(RequestRejected, "the text can't be cut into tokens"):
             tokens: list[int] = self._library.encode(text, add_special_tokens=False).ids
@@ -100,7 +100,7 @@ class Tokenizer:
         return text.removeprefix(" ") if self._begins_with_space else text
 
     def stream(self) -> "TextStream":
-        """Begin a text that grows by tokens, behind a prompt: a space at its begin is its own."""
+        """Begin a text that grows by tokens, after a prompt: a space at its beginning belongs to it."""
         return TextStream(self.bytes_of)
 
     def bytes_of(self, token: int) -> bytes:
@@ -171,7 +171,7 @@ class TextStream:
         return self._decoder.decode(self._bytes_of(token))
 
     def end(self) -> str:
-        """Return the rest: U+FFFD for a character whose last bytes never came, mostly ""."""
+        """Return the rest: U+FFFD for an incomplete character, otherwise ""."""
         return self._decoder.decode(b"", final=True)
 
 

@@ -63,7 +63,7 @@ SETTINGS_KEYS: Final[KeyTable] = {
         "truncation_strategy",
         "return_token_type_ids",
         "verbose",
-        # Of vocabularies that are made into tokenizer.json anew, or read without it.
+        # Of vocabularies that are converted into tokenizer.json, or read without it.
         "errors",
         "from_slow",
         "legacy",
@@ -74,7 +74,7 @@ SETTINGS_KEYS: Final[KeyTable] = {
         # transformers 5 does not tidy texts of byte pairs.
         "clean_up_tokenization_spaces",
         "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output",
-        # Prompts that nobody asked for, of old versions' own templates.
+        # Default system prompts of old versions' own templates.
         "use_default_system_prompt",
         # How answers are parsed.
         "chat_control_tokens",

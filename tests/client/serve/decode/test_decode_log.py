@@ -99,14 +99,14 @@ def test_a_tenant_whose_region_is_refused_waits_for_it_alone(
         return await open_pool(engine, *arguments, **options)  # type: ignore[arg-type]
 
     async def scene(decoder: Decoder) -> None:
-        serving = decoder._serving
+        serving = decoder._supervisor.serving
 
         async def revoke() -> None:
             monkeypatch.setattr(DecodeEngine, "open_pool", open_or_refuse)
             daemon.revoke(decoder.regions.pools["b"].region.lease_id)
 
         assert await outputs_around(decoder, revoke) == alone
-        assert decoder._serving is serving, "the others' engine goes on"
+        assert decoder._supervisor.serving is serving, "the others' engine goes on"
 
     play(daemon, scene)
     assert [line["tries"] for line in lines_of(caplog, "region_refused")] == [*range(1, 9), 12]

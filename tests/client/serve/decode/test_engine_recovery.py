@@ -32,8 +32,10 @@ from gpulease.client.serve.decode.decode_page import DecodePage
 from gpulease.client.serve.decode.decode_requests import CompletionReason, SamplingParameters
 from gpulease.client.serve.decode.decoder import Decoder
 from gpulease.client.serve.decode.engine import DecodeEngine
+from gpulease.client.serve.decode.engine_lifecycle import Effect, Isolating
 from gpulease.client.serve.decode.generation import Generation
 from gpulease.client.serve.decode.row_records import Rows
+from gpulease.client.serve.decode.serving_engine import ServingEngine
 from helpers.audit_log import check_whole, config, records, stop
 from helpers.daemon import Daemon
 from helpers.decode.decode_lines import lines_of
@@ -59,17 +61,17 @@ Loss = Callable[[Daemon, Decoder], Awaitable[None]]
 
 
 async def revoke_lease(daemon: Daemon, decoder: Decoder) -> None:
-    daemon.revoke(decoder._serving.lease.lease_id)
+    daemon.revoke(decoder._supervisor.serving.lease.lease_id)
 
 
 async def free_lease(_: Daemon, decoder: Decoder) -> None:
-    await decoder._serving.lease.free()
+    await decoder._supervisor.serving.lease.free()
 
 
 async def kill_worker(daemon: Daemon, decoder: Decoder) -> None:
     """End the process that has the context, as a fault of a kernel would."""
     daemon.allowed_trouble.append("worker")
-    os.kill(daemon.worker_pid(decoder._serving.lease.lease_id), signal.SIGKILL)
+    os.kill(daemon.worker_pid(decoder._supervisor.serving.lease.lease_id), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("lose", [revoke_lease, pytest.param(free_lease, marks=pytest.mark.exhaustive), kill_worker])
@@ -79,9 +81,9 @@ def test_everybody_goes_on_with_the_same_tokens_after_the_loss_of_the_engine(
     heard = Recorder()
 
     async def scene(decoder: Decoder) -> None:
-        lost = decoder._serving
+        lost = decoder._supervisor.serving
         assert await outputs_around(decoder, lambda: lose(daemon, decoder)) == alone
-        assert decoder._serving.lease.lease_id != lost.lease.lease_id
+        assert decoder._supervisor.serving.lease.lease_id != lost.lease.lease_id
         assert await one_by_one(decoder) == alone
 
     play(daemon, scene, heard)
@@ -120,7 +122,7 @@ def test_an_engine_that_is_lost_as_soon_as_it_is_there_is_followed_by_another_ea
         for number in range(1, 8):
             await lose(daemon, decoder)
             # Nothing else tells of it as long as nobody asks for anything.
-            decoder.engine_failed(decoder._serving, Revoked("it is gone"))
+            decoder._supervisor.engine_failed(decoder._supervisor.serving, Revoked("it is gone"))
             while len(heard.rebuilt) < number:  # noqa: ASYNC110  # nothing else tells of it
                 await asyncio.sleep(0.01)
         assert await read(submit(decoder, "a")) == alone["a"]
@@ -251,26 +253,28 @@ def test_a_suspended_tenant_s_suspect_keeps_nobody_waiting_and_is_computed_alone
     fatal, has_begun = poison(monkeypatch, 8), asyncio.Event()
 
     async def scene(decoder: Decoder) -> None:
-        compute_next = decoder._compute_next_suspects
+        life = decoder._supervisor.life
+        isolate_next = life.isolate_next
 
-        def compute_next_suspects() -> None:
-            compute_next()
-            if not has_begun.is_set():
+        def isolate_first() -> list[Effect[ServingEngine]]:
+            effects = isolate_next()
+            if isinstance(life.phase, Isolating) and not has_begun.is_set():
                 # Nothing is computed until the tenant is suspended.
                 decoder.scheduler.hold("a")
                 decoder.scheduler.hold("b")
                 has_begun.set()
+            return effects
 
-        monkeypatch.setattr(decoder, "_compute_next_suspects", compute_next_suspects)
+        monkeypatch.setattr(life, "isolate_next", isolate_first)
         if is_current:
             fatal_one, honest = submit_poison(decoder, "b"), submit(decoder, "a")
         else:
             honest, fatal_one = submit(decoder, "a"), submit_poison(decoder, "b")
         await has_begun.wait()
-        assert (decoder._suspects.current == (fatal_one.request_id,)) == is_current
+        assert (life.isolation.current == (fatal_one.request_id,)) == is_current
         await decoder.suspend("b")
         decoder.scheduler.resume("a")
-        decoder.wake()
+        decoder._steps.wake()
         assert await read(honest) == alone["a"]
         assert await read(submit(decoder, "c")) == alone["c"]
         assert len(fatal) == 1
@@ -298,17 +302,17 @@ def test_a_daemon_that_is_killed_and_comes_back_gives_a_fresh_lease_and_the_audi
     async def part() -> None:
         async with (
             opened(first, heard, audit, page.observer) as decoder,
-            audit.writing(lambda: decoder._serving.lease),
+            audit.writing(lambda: decoder._supervisor.serving.lease),
         ):
             decoders.append(decoder)
-            lost = decoder._serving.lease.lease_id
+            lost = decoder._supervisor.serving.lease.lease_id
 
             async def restart() -> None:
                 first.kill()
                 again.append(start_daemon(config=config(folder), folder=first.folder))
 
             assert await outputs_around(decoder, restart) == alone
-            assert decoder._serving.lease.lease_id != lost
+            assert decoder._supervisor.serving.lease.lease_id != lost
             while audit.written < len(PROMPTS):  # noqa: ASYNC110  # nothing tells of it
                 await asyncio.sleep(0.01)
             state = page.observer.state()
@@ -336,13 +340,13 @@ def test_a_daemon_that_keeps_its_leases_is_killed_and_nobody_is_replayed(
     lasting, heard = start_lasting(), Recorder()
 
     async def scene(decoder: Decoder) -> None:
-        lease = decoder._serving.lease.lease_id
+        lease = decoder._supervisor.serving.lease.lease_id
 
         async def restart() -> None:
             lasting.restart()
 
         assert await outputs_around(decoder, restart) == alone
-        assert decoder._serving.lease.lease_id == lease
+        assert decoder._supervisor.serving.lease.lease_id == lease
         lasting.now.revoke(decoder.regions.pools["b"].region.lease_id)
         assert await read(submit(decoder, "b")) == alone["b"]
 
@@ -518,7 +522,7 @@ def test_a_move_finds_an_engine_elsewhere_while_none_can_be_had_here(
 
     async def scene(decoder: Decoder) -> None:
         gate = Gate(monkeypatch)
-        gate.refuses = {decoder._address: Denied("not here")}
+        gate.refuses = {decoder._supervisor._address: Denied("not here")}
         gate.may_open.set()
         generation = submit(decoder, "a")
         await anext(generation)
@@ -551,7 +555,7 @@ def test_a_fault_of_the_decoder_itself_ends_it_and_is_logged(
         with pytest.raises(EngineDecodeFailed):
             await decoder.move()
         # The engine that is being opened closes again; what watches regions goes on.
-        while len(decoder._tasks._tasks) > 1:  # noqa: ASYNC110
+        while len(decoder._supervisor._tasks._tasks) > 1:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
     play(daemon, scene)
@@ -580,7 +584,7 @@ def test_the_load_moves_to_another_lease_and_nobody_notices(
     heard = Recorder()
 
     async def scene(decoder: Decoder) -> None:
-        old, gate = decoder._serving, Gate(monkeypatch, opens_before=True)
+        old, gate = decoder._supervisor.serving, Gate(monkeypatch, opens_before=True)
         move = asyncio.create_task(decoder.move())
         await gate.is_asked.wait()
 
@@ -589,7 +593,7 @@ def test_the_load_moves_to_another_lease_and_nobody_notices(
 
         assert await outputs_around(decoder, let_it_move) == alone
         await move
-        assert decoder._serving is not old
+        assert decoder._supervisor.serving is not old
         assert not old.lease.is_alive
         assert len([lease for lease in daemon.leases() if not lease.get("parent")]) == 1
 
@@ -610,7 +614,7 @@ def test_the_load_moves_to_another_daemon_and_stays_there(daemon: Daemon, alone:
             assert daemon.leases() == []
             # The next loss is met where the load is now.
             assert await outputs_around(decoder, lambda: revoke_lease(other, decoder)) == alone
-            assert decoder._serving.lease.address == other.address
+            assert decoder._supervisor.serving.lease.address == other.address
 
         play(daemon, scene)
     finally:
@@ -621,7 +625,7 @@ def test_a_move_that_finds_no_room_changes_nothing(
     daemon: Daemon, alone: Outputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scene(decoder: Decoder) -> None:
-        gate, old = Gate(monkeypatch), decoder._serving
+        gate, old = Gate(monkeypatch), decoder._supervisor.serving
         gate.errors = [CapacityExceeded("it is full")]
 
         async def fail_to_move() -> None:
@@ -629,7 +633,7 @@ def test_a_move_that_finds_no_room_changes_nothing(
                 await decoder.move()
 
         assert await outputs_around(decoder, fail_to_move) == alone
-        assert decoder._serving is old
+        assert decoder._supervisor.serving is old
 
     play(daemon, scene)
 
@@ -665,3 +669,27 @@ def test_leaving_the_block_while_the_load_is_about_to_move_leaves_nothing(
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(part())
+
+
+def test_a_move_that_is_cancelled_at_the_hand_over_frees_the_old_lease(
+    daemon: Daemon, alone: Outputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scene(decoder: Decoder) -> None:
+        supervisor = decoder._supervisor
+        old, change = supervisor.serving, supervisor.change
+        move = asyncio.create_task(decoder.move())
+
+        def change_and_cancel() -> None:
+            change()
+            if supervisor.serving is not old:
+                # As if the caller had given up a moment ago: `move` cancels its task now, before that task runs again.
+                (moving,) = (task for task in supervisor._tasks._tasks if "EngineSupervisor._move" in str(task))
+                moving.cancel()
+
+        monkeypatch.setattr(supervisor, "change", change_and_cancel)
+        with pytest.raises(asyncio.CancelledError):
+            await move
+        assert not old.lease.is_alive
+        assert await read(submit(decoder, "a")) == alone["a"]
+
+    play(daemon, scene)

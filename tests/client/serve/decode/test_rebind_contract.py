@@ -91,7 +91,7 @@ async def by_ttl(daemon: Daemon, decoder: Decoder, name: str) -> None:
 
 def engine_of(daemon: Daemon, decoder: Decoder) -> list[object]:
     """What no rebind may change: process, lease, session, weights, graphs."""
-    engine, lease = decoder.engine, decoder._serving.lease
+    engine, lease = decoder.engine, decoder._supervisor.serving.lease
     weights = engine.forward.weights
     return [daemon.worker_pid(lease.lease_id), lease.lease_id, engine.session, weights, dict(engine._graphs)]
 
@@ -247,7 +247,7 @@ def test_a_region_may_be_revoked_as_soon_as_it_is_opened(daemon: Daemon, monkeyp
     async def part() -> None:
         async with unlimited(daemon, Recorder()) as decoder:
             quiet = await outputs_of(submit_all(decoder))
-            again, opened_one = [True, True], decoder.region_opened
+            again, opened_one = [True, True], decoder._supervisor.region_opened
 
             def region_opened(serving: ServingEngine, tenant: TenantConfig, pool: BlockPool) -> None:
                 if again:
@@ -255,7 +255,7 @@ def test_a_region_may_be_revoked_as_soon_as_it_is_opened(daemon: Daemon, monkeyp
                     daemon.revoke(pool.region.lease_id)
                 opened_one(serving, tenant, pool)
 
-            monkeypatch.setattr(decoder, "region_opened", region_opened)
+            monkeypatch.setattr(decoder._supervisor, "region_opened", region_opened)
             with before_step(decoder, 12, lambda: by_operator(daemon, decoder, "b")):
                 generations = submit_all(decoder)
                 assert await outputs_of(generations) == quiet

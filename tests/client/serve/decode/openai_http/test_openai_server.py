@@ -391,7 +391,7 @@ def test_an_error_in_mid_stream_is_an_event(shared_daemon: Daemon) -> None:
     with openai_rig(shared_daemon) as rig, rig.client() as client:
         stream = iter(complete(client, stream=True, max_tokens=120))
         next(stream)
-        rig.do(lambda: rig.decoder._fail(_lost()))
+        rig.do(lambda: rig.decoder._supervisor.fail(_lost()))
         with pytest.raises(openai.APIError) as lost:
             list(stream)
         assert lost.value.code == "engine_unavailable"
@@ -425,7 +425,7 @@ def test_health_says_since_when_and_why_there_is_no_engine(
         with monkeypatch.context() as patch:
             patch.setattr(ServingEngine, "open", refuse)
             lost = Revoked("by an operator")
-            rig.do(lambda: rig.decoder.engine_failed(rig.decoder._serving, lost))
+            rig.do(lambda: rig.decoder._supervisor.engine_failed(rig.decoder._supervisor.serving, lost))
 
             def is_refused() -> bool:
                 outage = rig.decoder.outage

@@ -1,0 +1,87 @@
+"""Finds the request that ends engines: suspects are computed in groups, which are halved with each further loss. Pure.
+
+After a fault of the context, the requests with rows in the steps under way are suspects. They are computed again in
+halves: a half that ends an engine is halved again, and a request that ends an engine alone is given up. A worker that
+was killed from outside makes suspects only of requests that were under way, at the same position, at the kill before.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+
+
+class FaultIsolation:
+    """Requests that may have ended an engine, by their callers' ids, in groups that are computed one after another.
+
+    Attributes:
+        current: The group that is computed alone now; empty if there is none.
+    """
+
+    def __init__(self) -> None:
+        self.current: tuple[str, ...] = ()
+        self._groups: deque[tuple[str, ...]] = deque()
+        self._killed_at: Mapping[str, int] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.current or self._groups)
+
+    @property
+    def count(self) -> int:
+        """Number of suspects."""
+        return len(self.current) + sum(map(len, self._groups))
+
+    def fault(self, under_way: Iterable[str]) -> str:
+        """Record a loss that may have been caused by one of the requests with rows under way.
+
+        Returns the request to give up, because it was computed alone; "" if there is none.
+        """
+        current, self.current = self.current, ()
+        blamed = list(under_way)
+        if current:
+            # The group has the fault. Its members without rows under way stay suspects, in a group of their own.
+            innocent = tuple(name for name in current if name not in blamed)
+            blamed = [name for name in current if name in blamed]
+            if innocent:
+                self._groups.append(innocent)
+            if len(blamed) == len(current) == 1:
+                return blamed[0]
+        else:
+            # Everybody was computed. Requests that are suspects already keep their places.
+            suspected = {name for group in self._groups for name in group}
+            blamed = [name for name in blamed if name not in suspected]
+        middle = -(-len(blamed) // 2)
+        self._groups.extendleft(filter(None, (tuple(blamed[middle:]), tuple(blamed[:middle]))))
+        return ""
+
+    def killed(self, tokens: Mapping[str, int], most: int) -> list[str]:
+        """Record a kill from outside, with the tokens emitted so far by each request with rows under way.
+
+        Returns the requests that were under way at the kill before this one, too, and have emitted fewer than `most`
+        tokens since: they may be why the host ran out of memory.
+        """
+        before, self._killed_at = self._killed_at, dict(tokens)
+        return [name for name, count in tokens.items() if name in before and count < before[name] + most]
+
+    def defer(self, names: Iterable[str]) -> None:
+        """Move members of the current group into a group of their own, behind the others."""
+        if waiting := tuple(names):
+            self.current = tuple(name for name in self.current if name not in waiting)
+            self._groups.append(waiting)
+
+    def has_next(self, is_ready: Callable[[str], bool]) -> bool:
+        """Return whether a suspect that is ready waits for its turn."""
+        return any(is_ready(name) for group in self._groups for name in group)
+
+    def next(self, is_ready: Callable[[str], bool] = bool) -> tuple[str, ...]:
+        """Make the ready members of the next group the current one, and return them; () if no group has any.
+
+        The group's other members keep its place.
+        """
+        self.current = ()
+        for place, group in enumerate(self._groups):
+            if ready := tuple(filter(is_ready, group)):
+                del self._groups[place]
+                if rest := tuple(name for name in group if name not in ready):
+                    self._groups.insert(place, rest)
+                self.current = ready
+                break
+        return self.current
