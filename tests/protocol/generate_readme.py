@@ -3,7 +3,6 @@
 Each stands between `<!-- name -->` and `<!-- end of name -->`. A test compares.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -12,6 +11,7 @@ from gpulease.protocol.connection_states import TRANSITIONS
 from gpulease.protocol.opcodes import SessionOption
 from gpulease.protocol.operations import SPECS, OperationSpec, Trait
 
+from ..helpers.generated_tables import table, with_tables  # noqa: TID252  # what all generators share
 from .vector_json import VECTORS
 
 README: Final = VECTORS.parent / "protocol" / "README.md"
@@ -23,12 +23,6 @@ SHOWN_TRAITS: Final = {
     Trait.RECORDED: "a node",
 }
 """What of an operation's traits a peer must know; the others are the daemon's and the client's own."""
-
-
-def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table in Markdown."""
-    lines = (titles, ["---"] * len(titles), *rows)
-    return "\n".join(f"|{'|'.join(line)}|" if line[0] == "---" else f"| {' | '.join(line)} |" for line in lines)
 
 
 def permission_of(spec: OperationSpec) -> str:
@@ -80,21 +74,14 @@ def tables() -> dict[str, str]:
     }
 
 
-def with_tables(text: str) -> str:
+def made(text: str) -> str:
     """Return the specification with its generated tables. Raises ValueError if a table has no place in it."""
-    for name, made in tables().items():
-        begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
-        before, found, rest = text.partition(begin)
-        _, closed, after = rest.partition(end)
-        if not (found and closed):
-            raise ValueError(f"the specification must have {begin.strip()} and {end}")
-        text = f"{before}{begin}\n{made}\n\n{end}{after}"
-    return text
+    return with_tables(text, tables())
 
 
 def main(path: Path = README) -> None:
     """Write them."""
-    path.write_text(with_tables(path.read_text(encoding="utf-8")), encoding="utf-8")
+    path.write_text(made(path.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from gpulease.protocol.primitives import LeaseParameter, Tlv
 from gpulease.protocol.rpc import CallErrorCode, CallStatus
 
 from .encodings import BODY_CLASSES, Encoding, fields_of
-from .generate_readme import with_tables
+from .generate_readme import made
 from .vector_json import VECTORS
 
 TEXT = (VECTORS.parent / "protocol" / "README.md").read_text(encoding="utf-8")
@@ -54,7 +54,7 @@ def table(first_header: str, text: str = TEXT) -> list[list[str]]:
 
 
 def test_generated_tables() -> None:
-    assert with_tables(TEXT) == TEXT, "write them: PYTHONPATH=.dev python -m tests.protocol.generate_readme"
+    assert made(TEXT) == TEXT, "write them: PYTHONPATH=.dev python -m tests.protocol.generate_readme"
 
 
 def test_statuses() -> None:
