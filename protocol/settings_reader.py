@@ -13,6 +13,7 @@ A field's type decides what its value may be: bool, int, float, str, an Enum (on
 (a table). Any other type needs a `read` function. A field without a Setting is not a setting.
 """
 
+import math
 import re
 import types
 import typing
@@ -176,10 +177,13 @@ class Declared:
         """Return the field's value for a file's. Raises BadSetting."""
         try:
             return self._read(value)
-        except BadSetting as error:
-            problem = BadSetting(f"{{}} must be {self.what}") if self.setting.is_secret else error
         except (ValueError, TypeError) as error:
-            problem = BadSetting(f"{{}}: {error}") if str(error) else must_be(self.what, value)
+            if self.setting.is_secret:
+                problem = BadSetting(f"{{}} must be {self.what}")
+            elif isinstance(error, BadSetting):
+                problem = error
+            else:
+                problem = BadSetting(f"{{}}: {error}") if str(error) else must_be(self.what, value)
         raise problem.within(self.key)
 
     def check_bounds(self, number: Any, shown: Any) -> None:
@@ -196,9 +200,9 @@ class Declared:
             found = read_settings(self.table, value)
         elif isinstance(self.kind, type) and issubclass(self.kind, Enum):
             found = read_choice(self.kind, value)
-        elif (self.kind is float and isinstance(value, int | float) and not isinstance(value, bool)) or type(
-            value
-        ) is self.kind:
+        elif self.kind is float and type(value) in (int, float):
+            found = _finite(value)
+        elif type(value) is self.kind:
             found = value
         else:
             raise must_be(self.what, value)
@@ -208,7 +212,18 @@ class Declared:
         self.check_bounds(found, value)
         if self.kind is int and setting.read is None and setting.most is None and found > MAX_WHOLE:
             raise must_be(f"at most {MAX_WHOLE}", value)
-        return float(found) if self.kind is float else found
+        return found
+
+
+def _finite(number: float) -> float:
+    """Return a number as a float. Raises ValueError without text for one that is infinite, nan or too large."""
+    try:
+        found = float(number)
+    except OverflowError:
+        raise ValueError from None
+    if not math.isfinite(found):
+        raise ValueError
+    return found
 
 
 _WHAT: Final = {bool: "true or false", str: "a string"}
@@ -223,7 +238,7 @@ def declared(kind: type) -> Mapping[str, Declared]:
     """
     found: dict[str, Declared] = {}
     hints = typing.get_type_hints(kind, include_extras=True)
-    for item in fields(kind):  # type: ignore[arg-type]  # a dataclass
+    for item in fields(kind):
         if get_origin(hints[item.name]) is not Annotated:
             continue
         inner, *notes = get_args(hints[item.name])
@@ -287,13 +302,13 @@ def read_settings(kind: type[Settings], table: Any) -> Settings:
 
 
 def check_bounds(settings: Any) -> None:
-    """Check the numbers of an instance against its class's declaration, for a `__post_init__`. Raises BadSetting."""
+    """Check the numbers of an instance, by its attributes' names, for a `__post_init__`. Raises BadSetting."""
     for found in declared(type(settings)).values():
         value = getattr(settings, found.attribute)
         try:
             found.check_bounds(value, value)
         except BadSetting as error:
-            raise error.within(found.key) from None
+            raise error.within(found.attribute) from None
 
 
 # --- values that several declarations read ---

@@ -11,7 +11,7 @@ from gpulease.protocol.connection_states import TRANSITIONS
 from gpulease.protocol.opcodes import SessionOption
 from gpulease.protocol.operations import SPECS, OperationSpec, Trait
 
-from ..helpers.generated_tables import table, with_tables  # noqa: TID252  # what all generators share
+from .generated_tables import table, with_tables
 from .vector_json import VECTORS
 
 README: Final = VECTORS.parent / "protocol" / "README.md"

@@ -64,7 +64,7 @@ def test_the_command_line_names_another_etcd_and_keeps_the_rest_of_the_table(tmp
         ('etcd = "etcd://h1:65536"', "no member of etcd"),
         ('etcd = "etcd://h1/x"', "no member of etcd"),
         ('etcd = "etcd://h1,h1:2379"', "a member twice"),
-        ("etcd = 5", "write etcd://"),
+        ("etcd = 5", "fleet.etcd must be a string such as etcd://HOST,HOST:PORT, not 5"),
         ('etcd = "etcd://h1"\nca = "ca.pem"', "ca"),
         ('etcd = "etcd://h1"\ncertificate = "/c"', "certificate and key belong together"),
         ('etcd = "etcd://h1"\ncertificate = "/c"\nkey = "/k"', "certificate needs ca"),

@@ -1,22 +1,25 @@
-"""Writes what lists settings from their declarations: `PYTHONPATH=.dev python -m tests.generate_settings`.
+"""Writes what lists settings from their declarations: `PYTHONPATH=.dev python -m tests.protocol.generate_settings`.
 
 That is the example of the daemon's settings file, and tables in the manuals. A test compares.
 """
 
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING
 from enum import Enum
 from pathlib import Path
 from typing import Any, Final, get_origin
 
+from gpulease.client.serve.decode.openai_http.decode_settings import EngineTable, KeyTable, ServerTable, TenantTable
+from gpulease.client.serve.gateway.settings import ModelTable
+from gpulease.client.serve.models.model_settings import ModelSettings
 from gpulease.daemon.config.settings import SettingsFile
 from gpulease.daemon.leases.quotas import GRACES, TenantLimits, TenantRules
 from gpulease.protocol.settings_reader import Declared, declared
 
-from .helpers.generated_tables import table, with_tables
+from .generated_tables import table, with_tables
 
-ROOT: Final = Path(__file__).parents[1]
+ROOT: Final = Path(__file__).parents[2]
 
 EXAMPLE: Final = ROOT / "systemd" / "gpuleased.toml"
 
@@ -82,8 +85,8 @@ def example() -> str:
     lines = [
         *comment(
             'Settings of gpuleased. A line that begins with "#" and no space is a setting that is not set: most show'
-            " the default, the others an example. Paths are absolute. With an invalid setting the daemon does not start,"
-            f" and says why. `systemctl reload gpuleased` reloads {', '.join(reloaded[:-1])} and {reloaded[-1]};"
+            " the default, the others an example. Paths are absolute. With an invalid setting the daemon does not"
+            f" start, and says why. `systemctl reload gpuleased` reloads {', '.join(reloaded[:-1])} and {reloaded[-1]};"
             " everything else needs a restart, which sessions survive."
         ),
         "",
@@ -106,7 +109,8 @@ def example() -> str:
 def rows(settings: Mapping[str, Declared], prefix: str = "") -> Iterator[list[str]]:
     """Yield the rows of settings, whose keys stand behind a prefix."""
     for key, found in settings.items():
-        yield [f"`{prefix}{key}`", found.what, default_text(found), found.setting.does]
+        cells = [f"`{prefix}{key}`", found.what, default_text(found), found.setting.does]
+        yield [cell.replace("|", "\\|") for cell in cells]
 
 
 def default_text(found: Declared) -> str:
@@ -117,6 +121,20 @@ def default_text(found: Declared) -> str:
         return "—"
     is_written_so = found.kind is int and found.setting.read is not None
     return f"`{found.setting.example if is_written_so else toml_of(found.default)}`"
+
+
+TITLES: Final = ("setting", "must be", "default", "what it decides")
+
+
+def decode_table() -> str:
+    """Return the table of a decode server's settings."""
+    top = {key: found for key, found in declared(ServerTable).items() if key not in ("engine", "operator", "tenants")}
+    parts = {"": top, "engine.": declared(EngineTable), "tenants.NAME.": declared(TenantTable)}
+    made = [row for prefix, settings in parts.items() for row in rows(settings, prefix)]
+    operator = declared(ServerTable)["operator"].setting.does
+    for row in rows(declared(KeyTable), "operator."):
+        made.append([*row[:3], f"{operator} {row[3]}"])
+    return table(TITLES, made)
 
 
 def daemon_table() -> str:
@@ -130,10 +148,17 @@ def daemon_table() -> str:
     grace, any_cause = tables["limits"]["grace_ms"], next(iter(GRACES.values()))
     defaults = [f"{cause} = {found.default}" for cause, found in GRACES.items() if found.default]
     made.append(["`limits.grace_ms.CAUSE`", any_cause.what, f"`{', '.join(defaults)}`, else `0`", grace.setting.does])
-    return table(["setting", "must be", "default", "what it decides"], made)
+    return table(TITLES, made)
 
 
-DOCUMENTS: Final = {ROOT / "daemon" / "manual" / "settings.md": {"settings": daemon_table}}
+DOCUMENTS: Final[dict[Path, dict[str, Callable[[], str]]]] = {
+    ROOT / "daemon" / "manual" / "settings.md": {"settings": daemon_table},
+    ROOT / "client" / "serve" / "decode" / "README.md": {"settings": decode_table},
+    ROOT / "client" / "serve" / "README.md": {
+        "gateway settings": lambda: table(TITLES, list(rows(declared(ModelTable)))),
+        "model settings": lambda: table(TITLES, list(rows(declared(ModelSettings)))),
+    },
+}
 """The tables of each document, by their names."""
 
 
