@@ -229,13 +229,18 @@ def _finite(number: float) -> float:
 _WHAT: Final = {bool: "true or false", str: "a string"}
 
 
-@cache
 def declared(kind: type) -> Mapping[str, Declared]:
     """Return the settings that a class declares, by their keys, in its order.
 
     Raises:
         TypeError: A field's type says nothing about its values, and no `read` function does; or two have one key.
     """
+    of_any: Any = kind
+    return _declared(of_any)
+
+
+@cache
+def _declared(kind: Any) -> Mapping[str, Declared]:
     found: dict[str, Declared] = {}
     hints = typing.get_type_hints(kind, include_extras=True)
     for item in fields(kind):

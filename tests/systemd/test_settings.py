@@ -37,7 +37,7 @@ def test_every_attribute_is_a_setting() -> None:
     """The others are made from settings: a tenant's rules from [tenants]."""
     for kind, others in ((Config, set()), (TlsSettings, set()), (TenantLimits, set()), (CoreLimits, {"tenants"})):
         attributes = {found.attribute for found in declared(kind).values()}
-        assert attributes == {item.name for item in fields(kind)} - others  # type: ignore[arg-type]
+        assert attributes == {item.name for item in fields(kind)} - others
 
 
 def assert_defaults(settings: Mapping[str, Declared], read: object) -> None:
