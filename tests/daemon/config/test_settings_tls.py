@@ -3,8 +3,8 @@ from typing import Any
 
 import pytest
 
-from gpulease.daemon.config.settings import ConfigError, load_config, parse_tls
-from gpulease.daemon.remote.tls_settings import TlsSettings, parse_certificate_names
+from gpulease.daemon.config.settings import ConfigError, load_config
+from gpulease.daemon.remote.tls_settings import TlsSettings, parse_certificate_names, parse_tls
 
 FILES: dict[str, Any] = {"certificate": "/c", "key": "/k", "client_ca": "/a"}
 NEEDED = (Path("/c"), Path("/k"), Path("/a"))

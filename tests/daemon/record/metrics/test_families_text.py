@@ -4,7 +4,6 @@ import itertools
 import re
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
@@ -27,7 +26,6 @@ from gpulease.daemon.record.metrics.families import (
 from gpulease.protocol.limits import MAX_METRICS_BYTES
 from gpulease.protocol.opcodes import Opcode, Status
 
-README = Path(__file__).parents[4] / "daemon" / "manual" / "metrics.md"
 HOSTILE = 'a"} 1\ngpulease_ready 1\\\u2028é'
 
 
@@ -71,17 +69,6 @@ def test_names_are_used_once_and_say_their_units() -> None:
         if family.kind is Kind.HISTOGRAM:
             assert family.name.endswith("_seconds")
             assert list(family.bounds) == sorted(set(family.bounds))
-
-
-def test_the_readme_lists_them() -> None:
-    rows = re.findall(r"^\| `(gpu\w+)` \| (\w+) \|([^|]*)\| ([^|]*) \|$", README.read_text(), flags=re.MULTILINE)
-    told = {
-        name: (kind, tuple(re.findall(r"`(\w+)`", labels)), meaning.strip()) for name, kind, labels, meaning in rows
-    }
-    for family in FAMILIES:
-        name = family.series_names[0] if family.kind in (Kind.COUNTER, Kind.GAUGE) else family.name
-        assert told.get(name) == (family.kind.value, family.labels, family.meaning), name
-    assert len(rows) == len(told) == len(FAMILIES)
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool (Debian: prometheus)")

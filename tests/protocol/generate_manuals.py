@@ -1,8 +1,9 @@
-"""Writes what lists settings from their declarations: `PYTHONPATH=.dev python -m tests.protocol.generate_settings`.
+"""Writes the manuals' tables from the code: `PYTHONPATH=.dev python -m tests.protocol.generate_manuals`.
 
-That is the example of the daemon's settings file, and tables in the manuals. A test compares.
+They list settings, metrics and log events. The example of the daemon's settings file is written, too. A test compares.
 """
 
+import logging
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING
@@ -15,6 +16,8 @@ from gpulease.client.serve.gateway.settings import ModelTable
 from gpulease.client.serve.models.model_settings import ModelSettings
 from gpulease.daemon.config.settings import SettingsFile
 from gpulease.daemon.leases.quotas import GRACES, TenantLimits, TenantRules
+from gpulease.daemon.log.catalogue import LogEvent
+from gpulease.daemon.record.metrics.families import FAMILIES, Kind
 from gpulease.protocol.settings_reader import Declared, declared
 
 from .generated_tables import table, with_tables
@@ -123,6 +126,30 @@ def default_text(found: Declared) -> str:
     return f"`{found.setting.example if is_written_so else toml_of(found.default)}`"
 
 
+def metrics_table() -> str:
+    """Return the table of the daemon's metrics, by the names that they have in the exposition."""
+    made = []
+    for family in FAMILIES:
+        name = family.series_names[0] if family.kind in (Kind.COUNTER, Kind.GAUGE) else family.name
+        labels = ", ".join(f"`{label}`" for label in family.labels)
+        made.append([f"`{name}`", family.kind.value, labels, family.meaning])
+    return table(["metric", "kind", "labels", "meaning"], made).replace("|  |", "| |")
+
+
+def events_table() -> str:
+    """Return the table of the daemon's log events."""
+    made = [
+        [
+            f"`{event.kind.name}`",
+            logging.getLevelName(event.level).lower(),
+            event.kind.message,
+            ", ".join(f"`{name}`" for name in event.kind.fields),
+        ]
+        for event in LogEvent
+    ]
+    return table(["event", "level", "message", "fields"], made)
+
+
 TITLES: Final = ("setting", "must be", "default", "what it decides")
 
 
@@ -153,6 +180,8 @@ def daemon_table() -> str:
 
 DOCUMENTS: Final[dict[Path, dict[str, Callable[[], str]]]] = {
     ROOT / "daemon" / "manual" / "settings.md": {"settings": daemon_table},
+    ROOT / "daemon" / "manual" / "metrics.md": {"metrics": metrics_table},
+    ROOT / "daemon" / "manual" / "logs.md": {"events": events_table},
     ROOT / "client" / "serve" / "decode" / "README.md": {"settings": decode_table},
     ROOT / "client" / "serve" / "README.md": {
         "gateway settings": lambda: table(TITLES, list(rows(declared(ModelTable)))),
