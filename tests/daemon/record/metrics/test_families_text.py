@@ -4,12 +4,14 @@ import itertools
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from gpulease.daemon.leases import Cause, DenialReason, WarmState
+from gpulease.daemon.record.metrics import families
 from gpulease.daemon.record.metrics.families import (
     FAMILIES,
     MAX_LABEL_CHARS,
@@ -69,6 +71,13 @@ def test_names_are_used_once_and_say_their_units() -> None:
         if family.kind is Kind.HISTOGRAM:
             assert family.name.endswith("_seconds")
             assert list(family.bounds) == sorted(set(family.bounds))
+
+
+def test_every_family_is_counted_or_read_somewhere() -> None:
+    daemon = Path(__file__).parents[4] / "daemon"
+    text = "".join(path.read_text() for path in daemon.rglob("*.py") if path.name != "families.py")
+    names = [name for name, value in vars(families).items() if isinstance(value, Family)]
+    assert [name for name in names if not re.search(rf"\b{name}\b", text)] == []
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool (Debian: prometheus)")
