@@ -18,6 +18,7 @@ from gpulease.daemon.record.audit.record_writer import AuditWriter
 from gpulease.daemon.record.audit.recorder import LogRecorder, Recorder
 from gpulease.daemon.record.audit.records import MAX_INTEGER, canonical_bytes
 from gpulease.protocol.foreign_text import encodable
+from gpulease.protocol.settings_reader import declared
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
@@ -68,29 +69,12 @@ def boot_id() -> str:
     return _BOOT_ID.read_text().strip().replace("-", "")
 
 
-_LATER: Final = frozenset(
-    {
-        ("limits", "session_timeout_s"),
-        ("limits", "region_grace_ms"),
-        ("shuffle_warps",),
-        ("launch_chains",),
-        ("fleet",),
-        ("placement",),
-    }
-)
-"""Settings that were added after the first digests. A setting with its default is left out, so that an upgrade changes
-no digest."""
-
-
-_LATER_OF_TENANTS: Final[list[Any]] = ["fleet_quota", False]
-"""A tenant's setting that was added later, with its default, which is left out of the digest for the same reason."""
-
-
 def config_digest(config: Config) -> str:
-    """Return the SHA-256 of all settings in canonical form, in hexadecimal; their order does not change it."""
-    unset = [leaf for leaf in _leaves(Config()) if tuple(leaf[:-1]) in _LATER]
-    unset += [leaf for leaf in _leaves(config) if leaf[-2:] == _LATER_OF_TENANTS]
-    leaves = sorted((leaf for leaf in _leaves(config) if leaf not in unset), key=lambda leaf: leaf[:-1])
+    """Return the SHA-256 of all settings in canonical form, in hexadecimal. Their order does not change it.
+
+    A setting that is later than the first digests is left out while it has its default: an upgrade changes no digest.
+    """
+    leaves = sorted(_leaves(config), key=lambda leaf: leaf[:-1])
     return hashlib.sha256(canonical_bytes(leaves)).hexdigest()
 
 
@@ -131,6 +115,9 @@ def _leaves(value: Any, *path: str) -> Iterator[list[Any]]:
     """Yield each single setting after the names that lead to it. Canonical bytes nest less deeply than settings do."""
     if is_dataclass(value):
         inside = {item.name: getattr(value, item.name) for item in fields(value)}
+        for found in declared(type(value)).values():
+            if found.setting.is_later and inside[found.attribute] == found.default:
+                del inside[found.attribute]
     elif isinstance(value, Mapping):
         inside = {str(_plain(key)): item for key, item in value.items()}
     elif isinstance(value, list | tuple):

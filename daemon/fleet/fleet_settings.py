@@ -4,12 +4,14 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
+from gpulease.daemon.config.absolute_paths import path_setting
 from gpulease.daemon.fleet.etcd.endpoints import parse_endpoints
 from gpulease.daemon.host.extras import check_installed
 from gpulease.protocol.address import parse_address
 from gpulease.protocol.lease_names import NAME
+from gpulease.protocol.settings_reader import Setting, check_bounds, must_be, read_size
 
 NEEDED: Final = ("grpc", "google.protobuf", "msgspec")
 """The packages that reach etcd and read what it has, from the extra `fleet`."""
@@ -47,55 +49,10 @@ class Isolated(Enum):
     SERVE = "serve"
 
 
-@dataclass(frozen=True, slots=True)
-class FleetSettings:
-    """The `[fleet]` table.
-
-    Attributes:
-        etcd: The members of etcd, as `etcd://HOST[:PORT][,HOST[:PORT]...]`.
-        ca: The CA of etcd's certificates; None for etcd without TLS.
-        certificate: A PEM file of this node's certificate for etcd, whose common name is etcd's user.
-        key: The file of that certificate's key.
-        node: The node's id; "" for the host's name.
-        addresses: Where tenants reach the node; () for the TLS addresses that it listens on.
-        labels: What the operator says of the node.
-        horizon_s: Seconds without a beat after which the node's claimed leases have ended.
-        isolated: What becomes of requests for leases without a name while the node is cut off.
-        history_s: Seconds of etcd's history that the fleet keeps; 0: this node leaves all of it to etcd.
-        etcd_quota_bytes: etcd's own bound of its database, where etcd does not say it.
-    """
-
-    etcd: tuple[str, ...]
-    ca: Path | None = None
-    certificate: Path | None = None
-    key: Path | None = None
-    node: str = ""
-    addresses: tuple[str, ...] = ()
-    labels: MappingProxyType[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    horizon_s: int = 30
-    isolated: Isolated = Isolated.HOLD
-    history_s: int = HISTORY_S
-    etcd_quota_bytes: int = ETCD_QUOTA_BYTES
-
-    def __post_init__(self) -> None:
-        if (self.certificate is None) != (self.key is None):
-            raise ValueError("certificate and key belong together")
-        if self.certificate is not None and self.ca is None:
-            raise ValueError("certificate needs ca, by which etcd is known")
-        if not MIN_HORIZON_S <= self.horizon_s <= MAX_HORIZON_S:
-            raise ValueError(f"horizon_s is {self.horizon_s}; it must be between {MIN_HORIZON_S} and {MAX_HORIZON_S}")
-        if self.history_s and not MIN_HISTORY_S <= self.history_s <= MAX_HISTORY_S:
-            raise ValueError(
-                f"history_s is {self.history_s}; it must be 0, or between {MIN_HISTORY_S} and {MAX_HISTORY_S}"
-            )
-        if self.etcd_quota_bytes < MIN_ETCD_QUOTA_BYTES:
-            raise ValueError(f"etcd_quota is {self.etcd_quota_bytes} bytes; etcd's is at least {MIN_ETCD_QUOTA_BYTES}")
-
-
 def parse_etcd(value: Any) -> tuple[str, ...]:
     """Return the `HOST:PORT` of each member of an etcd. Raises ValueError."""
     if not isinstance(value, str):
-        raise ValueError(f"{value!r} is no text: write etcd://HOST,HOST:PORT")
+        raise must_be("a string such as etcd://HOST,HOST:PORT", value)
     check_installed(NEEDED, "fleet")
     return parse_endpoints(value)
 
@@ -103,30 +60,117 @@ def parse_etcd(value: Any) -> tuple[str, ...]:
 def parse_node(value: Any) -> str:
     """Return a node's id. Raises ValueError."""
     if not isinstance(value, str) or not NAME.fullmatch(value):
-        raise ValueError(f"{value!r} is no node's id: use letters, digits, dots, dashes and underscores")
+        raise must_be("a node's id", value, "use letters, digits, dots, dashes and underscores")
     return value
 
 
 def parse_labels(table: Any) -> MappingProxyType[str, str]:
     """Return a node's labels by name. Raises ValueError."""
     if not isinstance(table, dict) or len(table) > MAX_LABELS:
-        raise ValueError(f"it must be a table of at most {MAX_LABELS} labels")
+        raise must_be(f"a table of at most {MAX_LABELS} labels", table)
     for name, value in table.items():
         if not NAME.fullmatch(name) or not isinstance(value, str) or not NAME.fullmatch(value):
-            raise ValueError(f"{name} = {value!r} is no label: use letters, digits, dots, dashes and underscores")
+            raise ValueError(f"{name} = {value!r} is not a label: use letters, digits, dots, dashes and underscores")
     return MappingProxyType(dict(table))
 
 
 def parse_addresses(value: Any) -> tuple[str, ...]:
     """Return the addresses that tenants reach the node by. Raises ValueError."""
     if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-        raise ValueError('it must be a list of addresses, such as ["tls:gpu1.example:7443"]')
+        raise must_be('a list of addresses, such as ["tls:gpu1.example:7443"]', value)
     return tuple(str(parse_address(text)) for text in value)
 
 
-def parse_isolated(value: Any) -> Isolated:
-    """Return the choice for a node that is cut off. Raises ValueError."""
-    try:
-        return Isolated(value)
-    except ValueError:
-        raise ValueError(f'it must be "{Isolated.HOLD.value}" or "{Isolated.SERVE.value}"') from None
+@dataclass(frozen=True, slots=True)
+class FleetSettings:
+    """The `[fleet]` table.
+
+    Raises:
+        ValueError: A number is out of its bounds, or two settings contradict each other.
+    """
+
+    etcd: Annotated[
+        tuple[str, ...],
+        Setting(
+            "etcd's members.",
+            what="the members of etcd",
+            read=parse_etcd,
+            example='"etcd://etcd1.example,etcd2.example,etcd3.example"',
+        ),
+    ]
+    ca: Annotated[
+        Path | None,
+        path_setting("The CA of etcd's certificates; without it, plain text.", "/etc/gpulease/pki/etcd-ca.pem"),
+    ] = None
+    certificate: Annotated[
+        Path | None,
+        path_setting(
+            "This node's certificate for etcd, whose common name is etcd's user.", "/etc/gpulease/pki/etcd-client.pem"
+        ),
+    ] = None
+    key: Annotated[Path | None, path_setting("The key of that certificate.", "/etc/gpulease/pki/etcd-client.key")] = (
+        None
+    )
+    node: Annotated[
+        str,
+        Setting("This node's id, by default the host's name.", what="a node's id", read=parse_node, example='"gpu1"'),
+    ] = ""
+    addresses: Annotated[
+        tuple[str, ...],
+        Setting(
+            "The addresses at which tenants reach the node; by default the TLS addresses that it listens on.",
+            what="a list of addresses",
+            read=parse_addresses,
+            example='["tls:gpu1.example:7443"]',
+        ),
+    ] = ()
+    labels: Annotated[
+        MappingProxyType[str, str],
+        Setting(
+            "What tenants can select nodes by.", what="a table of labels", read=parse_labels, example='{ zone = "a" }'
+        ),
+    ] = field(default_factory=lambda: MappingProxyType({}))
+    horizon_s: Annotated[
+        int,
+        Setting(
+            "Seconds without a heartbeat in etcd after which the node's named leases have ended.",
+            least=MIN_HORIZON_S,
+            most=MAX_HORIZON_S,
+        ),
+    ] = 30
+    isolated: Annotated[
+        Isolated,
+        Setting(
+            'Requests for leases without a name while the node is cut off from etcd: "hold" refuses them, "serve"'
+            " grants them."
+        ),
+    ] = Isolated.HOLD
+    history_s: Annotated[
+        int,
+        Setting(
+            "Seconds of etcd's history that the fleet's nodes keep; they compact older revisions. 0: etcd compacts by"
+            " itself.",
+            least=MIN_HISTORY_S,
+            most=MAX_HISTORY_S,
+            or_zero=True,
+        ),
+    ] = HISTORY_S
+    etcd_quota_bytes: Annotated[
+        int,
+        Setting(
+            "etcd's --quota-backend-bytes, if it is not the default: health warns when four fifths of it are used.",
+            key="etcd_quota",
+            what="a size",
+            read=read_size,
+            least=MIN_ETCD_QUOTA_BYTES,
+            unit="bytes",
+            example='"2GiB"',
+        ),
+    ] = ETCD_QUOTA_BYTES
+
+    def __post_init__(self) -> None:
+        if (self.certificate is None) != (self.key is None):
+            raise ValueError("certificate and key belong together")
+        if self.certificate is not None and self.ca is None:
+            raise ValueError("certificate needs ca, by which etcd is known")
+        check_bounds(self)

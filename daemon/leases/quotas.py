@@ -6,52 +6,98 @@ everything has ended but the proof that its memory is free.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 from gpulease.daemon.leases import denials
 from gpulease.daemon.leases.denials import Denial, too_fast
 from gpulease.daemon.leases.model import ENDED_REGIONS, Cause, Lease, LeaseSnapshot, LeaseState, Region, RegionState
 from gpulease.protocol.opcodes import Phase
+from gpulease.protocol.settings_reader import (
+    BadSetting,
+    Declared,
+    Setting,
+    check_bounds,
+    must_be,
+    read_size,
+    read_values,
+)
 from gpulease.protocol.time_units import NS_PER_MINUTE, NS_PER_MS, NS_PER_S
 
 MAX_RATES: Final = 65_536
 """Most tenants whose rate is remembered at a time: as many as a host has ordinary users."""
 
 
+def _read_devices(value: Any) -> tuple[str, ...]:
+    """Return cards' uuids and indexes as texts."""
+    if not isinstance(value, list) or not all(type(item) in (int, str) for item in value):
+        raise must_be("a list of cards' uuids or indexes", value)
+    if not value:
+        raise BadSetting("{} must name a card, or be left out")
+    return tuple(map(str, value))
+
+
 @dataclass(frozen=True, slots=True)
 class TenantLimits:
     """Bounds of one tenant; None: only the node's own bound applies.
-
-    Attributes:
-        max_vram_bytes: Sum over its leases and queued acquires, without the contexts' overhead.
-        max_leases: Leases it may have or await; replaces the node's `max_leases_per_tenant`.
-        max_ttl_s: Longest time to live per acquire or renewal; never more than the node's.
-        acquires_per_minute: Acquires and submits in the long run, refused ones included.
-        acquire_burst: Acquires and submits that may come at once.
-        devices: Cards it may use, by uuid or index.
-        fleet_quota: Its leases count against its quota in the fleet, which an operator of the fleet sets.
 
     Raises:
         ValueError: A bound is below 1, or the list of cards is empty.
     """
 
-    max_vram_bytes: int | None = None
-    max_leases: int | None = None
-    max_ttl_s: int | None = None
-    acquires_per_minute: int | None = None
-    acquire_burst: int = 10
-    devices: tuple[str, ...] | None = None
-    fleet_quota: bool = False
+    max_vram_bytes: Annotated[
+        int | None,
+        Setting(
+            "Memory of all the tenant's leases and queued acquires together, without the contexts' overhead.",
+            key="max_vram",
+            what="a size",
+            read=read_size,
+            least=1,
+            unit="byte",
+            example='"40GiB"',
+        ),
+    ] = None
+    max_leases: Annotated[
+        int | None,
+        Setting("Leases it may have or await; replaces the node's max_leases_per_tenant.", least=1, example="8"),
+    ] = None
+    max_ttl_s: Annotated[
+        int | None,
+        Setting(
+            "The longest time in seconds for which a lease may be granted or renewed at once; never more than the"
+            " node's.",
+            least=1,
+            example="3600",
+        ),
+    ] = None
+    acquires_per_minute: Annotated[
+        int | None,
+        Setting("Acquires and submits per minute on average, refused ones included.", least=1, example="60"),
+    ] = None
+    acquire_burst: Annotated[int, Setting("Acquires and submits that may come at once.", least=1)] = 10
+    devices: Annotated[
+        tuple[str, ...] | None,
+        Setting(
+            "The cards it may use, by uuid or index.",
+            what="a list of cards' uuids or indexes",
+            read=_read_devices,
+            example="[0, 1]",
+        ),
+    ] = None
+    fleet_quota: Annotated[
+        bool,
+        Setting(
+            "The tenant's leases count against its quota in the fleet, which `gpulease fleet quota` sets; the same at"
+            " all nodes.",
+            is_later=True,
+        ),
+    ] = False
 
     def __post_init__(self) -> None:
-        for entry in fields(self):
-            bound = getattr(self, entry.name)
-            if isinstance(bound, int) and not isinstance(bound, bool) and bound < 1:
-                raise ValueError(f"{entry.name} is {bound}; it must be at least 1")
+        check_bounds(self)
         if self.devices is not None and not self.devices:
-            raise ValueError("devices is empty: name a card, or leave it out")
+            raise ValueError("devices must name a card, or be left out")
 
     def but(self, settings: Mapping[str, Any]) -> "TenantLimits":
         return replace(self, **settings)
@@ -122,7 +168,25 @@ MAX_GRACE_MS: Final = 10_000
 mistake in the unit. A daemon that stops does not wait for longer either."""
 
 
-_MAY_BE_ZERO: Final = frozenset({"max_tombstones", "orphan_s"})
+GRACES: Final = MappingProxyType(
+    {
+        cause.value: Declared(
+            cause.value,
+            cause.value,
+            int,
+            DEFAULT_GRACE_MS.get(cause, 0),
+            Setting("Milliseconds after a lease ended for this cause.", least=0, most=MAX_GRACE_MS),
+        )
+        for cause in Cause
+        if cause is not Cause.ISOLATED
+    }
+)
+"""The settings of `[limits.grace_ms]`."""
+
+
+def _read_graces(table: Any) -> Mapping[Cause, int]:
+    given = {Cause(cause): grace_ms for cause, grace_ms in read_values(GRACES, table).items()}
+    return {**DEFAULT_GRACE_MS, **given}
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,58 +197,90 @@ class CoreLimits:
         ValueError: A bound is negative, or zero where nothing could ever be granted, or a grace is too long.
     """
 
-    # Stops a tenant that asks for a year, or confuses seconds and milliseconds, from holding the card until a restart.
-    max_ttl_s: int = 86_400
-    # A lease of no bytes still costs a process and a context.
-    min_size_bytes: int = 1
-    # Every live lease is a worker process. Bounds process ids, file descriptors and the broker's memory.
-    max_leases: int = 4096
+    max_ttl_s: Annotated[
+        int,
+        Setting(
+            "The longest time in seconds for which a lease may be granted or renewed at once. A tenant that mixes up"
+            " seconds and milliseconds would hold the card until a restart.",
+            least=1,
+        ),
+    ] = 86_400
+    min_size_bytes: Annotated[
+        int, Setting("The smallest lease in bytes. Even an empty lease costs a process and a context.", least=1)
+    ] = 1
+    # Bounds process ids, file descriptors and the broker's memory.
+    max_leases: Annotated[int, Setting("Active leases: each is a process.", least=1)] = 4096
     # Stops one tenant in a loop from using up max_leases for all others.
-    max_leases_per_tenant: int = 256
+    max_leases_per_tenant: Annotated[
+        int, Setting("Active leases of a tenant without a max_leases of its own.", least=1)
+    ] = 256
     # Each return of bytes walks the queue once. Bounds that walk, and the queue's memory.
-    max_waiting: int = 256
+    max_waiting: Annotated[int, Setting("Requests that wait for room.", least=1)] = 256
     # Stops one tenant from filling the queue for all others.
-    max_waiting_per_tenant: int = 64
-    # A tenant that waits for a whole card, and queues again after each refusal, would keep others from free bytes. All
-    # its waiters together hold others back for at most this long, in any window ten times as long.
-    max_hold_back_s: int = 10
-    # An endless wait keeps a connection and a place in the queue for a client that may have forgotten both.
-    max_wait_s: int = 3600
+    max_waiting_per_tenant: Annotated[int, Setting("Requests of one tenant that wait for room.", least=1)] = 64
+    # A tenant that waits for a whole card, and queues again after each refusal, would keep others off free bytes.
+    max_hold_back_s: Annotated[
+        int,
+        Setting(
+            "Seconds that a tenant's waiting requests together may keep others from free memory, within ten times as"
+            " long.",
+            least=1,
+        ),
+    ] = 10
+    # A wait without end keeps a connection and a place in the queue for a client that may have forgotten both.
+    max_wait_s: Annotated[int, Setting("The longest time in seconds that a request may wait for room.", least=1)] = 3600
     # Bounds that the operator sets per tenant.
     tenants: TenantRules = field(default_factory=TenantRules)
-    # A killed client would hold its slice until the lease expires. Longest time without a connection, unless the tenant
-    # chooses its own; 0: no bound.
-    orphan_s: int = 0
-    # Ended leases are remembered so that a late call gets the reason. Stops a tenant that cycles leases from filling
-    # memory.
-    max_tombstones: int = 65_536
+    # A killed client would hold its slice to the end of its time.
+    orphan_s: Annotated[
+        int,
+        Setting(
+            "A lease without a connection, for example because its client was killed, ends after this time in seconds"
+            " unless its tenant chose another; 0: it lasts until its deadline.",
+            least=0,
+        ),
+    ] = 0
+    # Ended leases are remembered so that a late call learns why. Stops a tenant that cycles leases from filling memory.
+    max_tombstones: Annotated[int, Setting("Ended leases that are remembered.", least=0)] = 65_536
     # A lease renewed every second for a day would otherwise carry 86,400 history entries.
-    max_story_entries: int = 64
-    # Stops a driver that hangs in cuInit from keeping its bytes and its client for ever.
-    spawn_timeout_s: int = 60
-    # Longest time by which a hung warm context delays the lease that takes it over; the lease then gets a new one.
-    adopt_timeout_s: int = 2
-    # A process that can't be reaped, or bytes that are not released, then become visible as a fence.
-    reclaim_timeout_s: int = 30
-    # Stops a session that never answers from blocking the client that asked it for a region or another size.
-    session_timeout_s: int = 10
-    # Longest time by which a launch may outlive a region that it named. After it the whole session ends, so it is
-    # longer than a lease's grace: the other regions' tenants would lose theirs.
-    region_grace_ms: int = 1000
+    max_story_entries: Annotated[int, Setting("Events that are remembered of each lease.", least=1)] = 64
+    # Stops a driver that hangs in cuInit from keeping its bytes and its requester for ever.
+    spawn_timeout_s: Annotated[int, Setting("Seconds for a worker to be ready.", least=1)] = 60
+    # Longest time a hung warm context holds up the lease that takes it; the lease then gets a new one.
+    adopt_timeout_s: Annotated[int, Setting("Seconds for a context made ahead to take its lease.", least=1)] = 2
+    # A process that can't be reaped, or bytes that do not come back, then become visible as a fence.
+    reclaim_timeout_s: Annotated[
+        int, Setting("Seconds for a lease's memory to be proved free, after which it is fenced.", least=1)
+    ] = 30
+    # Stops a session that never answers from keeping whoever asked it for a region or for another size.
+    session_timeout_s: Annotated[
+        int, Setting("Seconds for a session to open a region, or to resize.", least=1, is_later=True)
+    ] = 10
+    # Then the whole session ends, so it is longer than a lease's: the other regions' tenants would lose theirs.
+    region_grace_ms: Annotated[
+        int,
+        Setting(
+            "Milliseconds that a launch may outlive a region that it named; after that the whole lease ends.",
+            least=1,
+            most=MAX_GRACE_MS,
+            is_later=True,
+        ),
+    ] = 1000
     # Longest time by which a kernel that never ends may outlive its lease.
-    grace_ms: Mapping[Cause, int] = field(default_factory=lambda: DEFAULT_GRACE_MS)
+    grace_ms: Annotated[
+        Mapping[Cause, int],
+        Setting(
+            "Milliseconds that work in flight may continue after its lease ended, by the cause.",
+            what="a table",
+            read=_read_graces,
+        ),
+    ] = field(default_factory=lambda: DEFAULT_GRACE_MS)
 
     def __post_init__(self) -> None:
-        for entry in fields(self):
-            bound = getattr(self, entry.name)
-            if isinstance(bound, int) and bound < 1 and entry.name not in _MAY_BE_ZERO:
-                raise ValueError(f"{entry.name} is {bound}; it must be at least 1.")
-        if min(self.max_tombstones, self.orphan_s, *self.grace_ms.values()) < 0:
-            raise ValueError("max_tombstones, orphan_s and every grace must be at least 0.")
-        graces = {f"grace_ms.{cause.value}": grace for cause, grace in self.grace_ms.items()}
-        for name, grace in (graces | {"region_grace_ms": self.region_grace_ms}).items():
-            if grace > MAX_GRACE_MS:
-                raise ValueError(f"{name} is {grace}; it must be at most {MAX_GRACE_MS}, in milliseconds.")
+        check_bounds(self)
+        for cause, grace_ms in self.grace_ms.items():
+            if not 0 <= grace_ms <= MAX_GRACE_MS:
+                raise ValueError(f"grace_ms.{cause.value} must be from 0 to {MAX_GRACE_MS}, not {grace_ms}")
 
     def max_leases_of(self, tenant: str) -> int:
         """Return the number of leases that a tenant may have or await."""

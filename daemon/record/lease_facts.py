@@ -9,8 +9,9 @@ table for a lease's phase, which changes with effects that are no facts (`SetDea
 """
 
 from collections.abc import Callable, Sequence
-from enum import Enum, auto
-from typing import Any, Final, NamedTuple
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final, NamedTuple, get_args
 
 from gpulease.daemon.leases import (
     AcquireRequested,
@@ -67,6 +68,10 @@ from gpulease.daemon.leases import (
 )
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
+from gpulease.daemon.record.audit.records import Kind
+from gpulease.daemon.record.metrics import families
+from gpulease.daemon.record.metrics.families import Family
+from gpulease.protocol.opcodes import Opcode
 from gpulease.protocol.session_words import ENDED_WORDS
 
 THE_DAEMON: Final = "gpuleased"
@@ -78,77 +83,202 @@ Request = TenantRequest | RevokeRequested | FenceClearRequested | DrainRequested
 Lookup = Callable[[int], LeaseSnapshot | None]
 
 
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class FactRow:
+    """What a kind of fact comes from, and what is made of it.
+
+    Attributes:
+        sources: The types of the event or effect that is its `Fact.source`.
+        is_answer: Whether it answers a request. Where that is the daemon's own, the audit log does not record it: what
+            happens to the lease says the rest.
+        logs: The log events, the first of which is usual. With a record and one event, the line has the record's
+            particulars, unless `LeaseLog` has a method for it; without a record, it must have one.
+        audit: The kind of its record; `projector` has the particulars.
+        has_worker: Whether the lease's worker is there, whose process id the line has.
+        counts: The counters that it adds 1 to; each by the labels of its family. A region's facts count in `of_regions`
+            instead.
+        counts_lives: Those that count it only for a lease that had been granted.
+        of_regions: What `counts` is for regions.
+        lives_of_regions: What `counts_lives` is for regions.
+    """
+
+    sources: tuple[type, ...]
+    is_answer: bool = False
+    logs: tuple[LogEvent, ...] = ()
+    audit: Kind | None = None
+    has_worker: bool = False
+    counts: tuple[Family, ...] = ()
+    counts_lives: tuple[Family, ...] = ()
+    of_regions: tuple[Family, ...] = ()
+    lives_of_regions: tuple[Family, ...] = ()
+
+    @property
+    def families(self) -> tuple[Family, ...]:
+        """All counters."""
+        return self.counts + self.counts_lives + self.of_regions + self.lives_of_regions
+
+
 class FactKind(Enum):
-    """The kinds of facts, each with the event or effect that is its `Fact.source`."""
+    """The kinds of facts: each with where it comes from, its log event, its audit record and its counters."""
 
+    REQUESTED = FactRow(sources=(AcquireRequested,), logs=(LogEvent.LEASE_REQUESTED, LogEvent.LEASE_QUEUED))
+    """A lease was asked for."""
+    PLACED = FactRow(sources=(SpawnWorker,), logs=(LogEvent.LEASE_PLACED,))
+    """The lease has its bytes, and gets a worker."""
+    WORKER_READY = FactRow(sources=(WorkerReady,), logs=(LogEvent.WORKER_READY,))
+    """The lease's worker has its context."""
+    WORKER_FAILED = FactRow(sources=(WorkerFailed,), logs=(LogEvent.WORKER_FAILED,))
+    """The lease's worker has none."""
+    WORKER_EXITED = FactRow(sources=(WorkerExited,), logs=(LogEvent.WORKER_EXITED, LogEvent.WORKER_DIED))
+    """The lease's worker has ended."""
+    WORKER_KILLED = FactRow(sources=(KillWorker,), logs=(LogEvent.WORKER_KILLED,))
+    """The lease's worker is killed."""
+    SCRUB_DOUBTED = FactRow(sources=(WorkerScrubbed,), logs=(LogEvent.WARM_REFUSED,))
+    """A context was scrubbed without a proof."""
+    GRANTED = FactRow(
+        sources=(Granted, RegionGranted),
+        is_answer=True,
+        logs=(LogEvent.LEASE_GRANTED,),
+        audit=Kind.GRANT,
+        has_worker=True,
+        counts=(families.LEASES_ACQUIRED,),
+        of_regions=(families.REGIONS_OPENED,),
+    )
+    """A region is a lease that has a parent."""
+    ADOPTED = FactRow(
+        sources=(LeaseRestored, RegionRestored),
+        logs=(LogEvent.LEASE_ADOPTED,),
+        audit=Kind.ADOPT,
+        has_worker=True,
+        counts=(families.LEASES_ADOPTED,),
+        of_regions=(families.REGIONS_ADOPTED,),
+    )
+    """An earlier daemon's lease continues."""
+    ADOPTED_ENDING = FactRow(
+        sources=(LeaseRestored, RegionRestored),
+        counts=(families.LEASES_ADOPTED,),
+        of_regions=(families.REGIONS_ADOPTED,),
+    )
+    """An earlier daemon's lease is being torn down."""
+    RENEWED = FactRow(
+        sources=(Renewed,),
+        is_answer=True,
+        logs=(LogEvent.LEASE_RENEWED,),
+        audit=Kind.RENEW,
+        counts=(families.LEASES_RENEWED,),
+        of_regions=(families.REGIONS_RENEWED,),
+    )
+    RESIZED = FactRow(sources=(Resized,), is_answer=True, logs=(LogEvent.LEASE_RESIZED,), audit=Kind.RESIZE)
+    CANCEL_SET = FactRow(sources=(RegionCancelSet,), is_answer=True)
+    FREED = FactRow(sources=(Freed,), is_answer=True, logs=(LogEvent.OPERATOR_ACTED,), audit=Kind.OPERATOR)
+    REVOKED = FactRow(sources=(RevokeDone,), is_answer=True, logs=(LogEvent.OPERATOR_ACTED,), audit=Kind.OPERATOR)
+    FENCES_CLEARED = FactRow(
+        sources=(FenceCleared,), is_answer=True, logs=(LogEvent.OPERATOR_ACTED,), audit=Kind.OPERATOR
+    )
+    UNFENCED = FactRow(sources=(FenceCleared,), is_answer=True, logs=(LogEvent.LEASE_UNFENCED,), audit=Kind.CLEAR)
+    """Fences were cleared: one fact for each lease."""
+    DRAIN_SET = FactRow(sources=(DrainSet,), is_answer=True, logs=(LogEvent.OPERATOR_ACTED,), audit=Kind.OPERATOR)
+    DENIED = FactRow(
+        sources=(Denied,),
+        is_answer=True,
+        logs=(LogEvent.REQUEST_DENIED,),
+        audit=Kind.DENY,
+        counts=(families.DENIALS,),
+    )
+    FAULTED = FactRow(
+        sources=(SessionFaulted,),
+        logs=(LogEvent.SESSION_FAULTED,),
+        audit=Kind.FAULT,
+        has_worker=True,
+        counts=(families.SESSION_FAULTS,),
+    )
+    """A lease's session lost its context; once for each."""
+    SUBMIT_FAULTED = FactRow(sources=(SessionFaulted,), counts=(families.SESSION_FAULTS,))
+    """A submit lost its context; once for each."""
+    ENDING = FactRow(sources=(RefuseWork, SetRegion), logs=(LogEvent.LEASE_ENDING,), audit=Kind.OVER, has_worker=True)
+    """Work of a lease that was granted is refused from now on."""
+    CANCELLED = FactRow(sources=(RefuseWork, SetRegion))
+    """A lease that was never granted ends."""
+    ENDED = FactRow(
+        sources=(LeaseEnded,),
+        logs=(LogEvent.LEASE_RECLAIMED,),
+        audit=Kind.END,
+        counts_lives=(families.LEASES_DROPPED,),
+        lives_of_regions=(families.REGIONS_ENDED,),
+    )
+    """A lease's bytes are proved free."""
+    FENCED = FactRow(
+        sources=(LeaseEnded,),
+        logs=(LogEvent.LEASE_FENCED,),
+        audit=Kind.FENCE,
+        counts=(families.FENCES,),
+        counts_lives=(families.LEASES_DROPPED,),
+        lives_of_regions=(families.REGIONS_ENDED,),
+    )
+    """A lease's bytes are fenced."""
+    SUBMIT_READY = FactRow(
+        sources=(SubmitReady,),
+        is_answer=True,
+        logs=(LogEvent.SUBMIT_READY,),
+        audit=Kind.SUBMIT,
+        counts=(families.SUBMITS,),
+    )
+    SUBMIT_ENDED = FactRow(sources=(SubmitEnded,), logs=(LogEvent.SUBMIT_ENDED,), audit=Kind.SUBMIT)
+    SUBMIT_FENCED = FactRow(sources=(SubmitFenced,), logs=(LogEvent.SUBMIT_FENCED,), audit=Kind.SUBMIT)
+    WARM_TAKEN = FactRow(sources=(RenameWorker, SpawnSubmit), counts=(families.WARM_TAKEN,))
+    """A lease or submit took a warm context."""
+    WARM_RECYCLED = FactRow(sources=(RecycleWorker,), counts=(families.WARM_RECYCLED,))
+    """A lease's worker became a warm context."""
+    WARM_LOST = FactRow(sources=(WarmEnded,), logs=(LogEvent.WARM_GONE,), counts=(families.WARM_LOST,))
+    """A warm context is gone, and its bytes are free."""
+    WARM_FENCED = FactRow(
+        sources=(WarmEnded,),
+        logs=(LogEvent.WARM_FENCED,),
+        audit=Kind.POOL,
+        counts=(families.WARM_LOST, families.FENCES),
+    )
+    """The bytes of a warm context are fenced."""
+    CAPACITY_CHANGED = FactRow(sources=(CapacityChanged,), logs=(LogEvent.CARD_GREW, LogEvent.CARD_SHRANK))
+
+    # Members are looked up with every fact. `Enum` hashes their names, which is slow.
     __hash__ = object.__hash__
+    row: FactRow
 
-    REQUESTED = auto()
-    """AcquireRequested."""
-    PLACED = auto()
-    """SpawnWorker: the lease has its bytes, and gets a worker."""
-    WORKER_READY = auto()
-    """WorkerReady of a lease's worker."""
-    WORKER_FAILED = auto()
-    """WorkerFailed of a lease's worker."""
-    WORKER_EXITED = auto()
-    """WorkerExited of a lease's worker."""
-    WORKER_KILLED = auto()
-    """KillWorker of a lease's worker."""
-    SCRUB_DOUBTED = auto()
-    """WorkerScrubbed without a proof."""
-    GRANTED = auto()
-    """Granted, or RegionGranted: a region is a lease that has a parent."""
-    ADOPTED = auto()
-    """LeaseRestored or RegionRestored: an earlier daemon's lease goes on."""
-    ADOPTED_ENDING = auto()
-    """LeaseRestored or RegionRestored: an earlier daemon's lease is being torn down."""
-    RENEWED = auto()
-    """Renewed."""
-    RESIZED = auto()
-    """Resized."""
-    CANCEL_SET = auto()
-    """RegionCancelSet."""
-    FREED = auto()
-    """Freed."""
-    REVOKED = auto()
-    """RevokeDone."""
-    FENCES_CLEARED = auto()
-    """FenceCleared."""
-    UNFENCED = auto()
-    """FenceCleared, once for each lease."""
-    DRAIN_SET = auto()
-    """DrainSet."""
-    DENIED = auto()
-    """Denied."""
-    FAULTED = auto()
-    """SessionFaulted of a lease's session, once."""
-    SUBMIT_FAULTED = auto()
-    """SessionFaulted of a submit, once."""
-    ENDING = auto()
-    """RefuseWork of a lease that was granted, or the SetRegion that ends a region."""
-    CANCELLED = auto()
-    """RefuseWork of a lease that was never granted."""
-    ENDED = auto()
-    """LeaseEnded: its bytes are proved free."""
-    FENCED = auto()
-    """LeaseEnded: its bytes are fenced."""
-    SUBMIT_READY = auto()
-    """SubmitReady."""
-    SUBMIT_ENDED = auto()
-    """SubmitEnded."""
-    SUBMIT_FENCED = auto()
-    """SubmitFenced."""
-    WARM_TAKEN = auto()
-    """RenameWorker or SpawnSubmit: a lease or submit took a warm context."""
-    WARM_RECYCLED = auto()
-    """RecycleWorker: a lease's worker became a warm context."""
-    WARM_LOST = auto()
-    """WarmEnded: a warm context is gone, and its bytes are free."""
-    WARM_FENCED = auto()
-    """WarmEnded: the bytes of a warm context are fenced."""
-    CAPACITY_CHANGED = auto()
-    """CapacityChanged."""
+    def __init__(self, row: FactRow) -> None:
+        self.row = row
+
+
+class RequestKind(NamedTuple):
+    """What an event that is a request is called.
+
+    Attributes:
+        names_tenant: Whether it names its tenant; the others are operators', and name nobody.
+        operation: Its name in audit records.
+        opcode: The operation by which peers ask it, whose name the metrics have.
+    """
+
+    names_tenant: bool
+    operation: str
+    opcode: Opcode
+
+
+REQUESTS: Final[dict[type, RequestKind]] = {
+    AcquireRequested: RequestKind(True, "acquire", Opcode.LEASE_ALLOC),
+    RenewRequested: RequestKind(True, "renew", Opcode.LEASE_RENEW),
+    SubmitRequested: RequestKind(True, "submit", Opcode.GPU_SUBMIT),
+    FreeRequested: RequestKind(True, "free", Opcode.LEASE_FREE),
+    RegionRequested: RequestKind(True, "region_open", Opcode.REGION_OPEN),
+    RegionCancelRequested: RequestKind(True, "region_cancel", Opcode.REGION_CANCEL),
+    ResizeRequested: RequestKind(True, "resize", Opcode.LEASE_RESIZE),
+    RevokeRequested: RequestKind(False, "revoke", Opcode.LEASE_REVOKE),
+    FenceClearRequested: RequestKind(False, "fence_clear", Opcode.FENCE_CLEAR),
+    DrainRequested: RequestKind(False, "drain", Opcode.DRAIN),
+    DrainCancelled: RequestKind(False, "drain_cancel", Opcode.DRAIN_CANCEL),
+}
+"""The events that are requests."""
+
+if REQUESTS.keys() != set(get_args(Request)):
+    raise TypeError(f"REQUESTS must have exactly the types of Request, not {sorted(map(repr, REQUESTS))}")
 
 
 class Asked(NamedTuple):
@@ -190,7 +320,7 @@ class Fact(NamedTuple):
     Attributes:
         kind: What happened.
         now_ns: The monotonic time of the event.
-        source: The event or effect that tells it; its type is in `FactKind`.
+        source: The event or effect that it comes from; its type is in the kind's row.
         lease_id: The lease; 0 if it is about none.
         lease: The lease after the event, where a record or a count needs it; None if it is unknown.
         asked: The request that it answers.
@@ -244,13 +374,6 @@ class LeaseHistory:
             KillWorker: self._killed,
             Granted: self._granted,
             RegionGranted: self._granted,
-            RegionCancelSet: self._answer_of(FactKind.CANCEL_SET),
-            Renewed: self._answer_of(FactKind.RENEWED),
-            Resized: self._answer_of(FactKind.RESIZED),
-            Freed: self._answer_of(FactKind.FREED),
-            RevokeDone: self._answer_of(FactKind.REVOKED),
-            FenceCleared: self._answer_of(FactKind.FENCES_CLEARED),
-            DrainSet: self._answer_of(FactKind.DRAIN_SET),
             Checked: self._checked,
             Denied: self._denied,
             RefuseWork: self._refused_work,
@@ -265,6 +388,15 @@ class LeaseHistory:
             WarmEnded: self._warm_ended,
             CapacityChanged: self._capacity_changed,
         }
+        # The other effects are answers, all alike. `_follow` makes the facts of WorkerExited and UNFENCED.
+        handled = {*self._on_event, *self._on_effect, WorkerExited}
+        for kind in FactKind:
+            for source in kind.row.sources:
+                if source in handled:
+                    continue
+                if not kind.row.is_answer:
+                    raise TypeError(f"{source.__name__} must have a method that makes its fact, {kind.name}")
+                self._on_effect.setdefault(source, self._answer_of(kind))
 
     @property
     def is_at_rest(self) -> bool:
@@ -290,9 +422,8 @@ class LeaseHistory:
     def _follow(self, event: Event, effects: Sequence[Effect], now_ns: int, facts: list[Fact]) -> None:
         kind = type(event)
         self._renamed_to = 0
-        names_tenant = _REQUESTS.get(kind)
-        if names_tenant is not None:
-            self._take_in(event, now_ns, names_tenant=names_tenant)
+        if (request := REQUESTS.get(kind)) is not None:
+            self._take_in(event, now_ns, names_tenant=request.names_tenant)
         on_event = self._on_event.get(kind)
         if on_event is not None and (fact := on_event(event, now_ns)) is not None:
             facts.append(fact)
@@ -496,11 +627,3 @@ def end_under_earlier_daemon(lease: LeaseSnapshot, now_ns: int) -> Fact:
 def _end_of(lease: LeaseSnapshot, effect: LeaseEnded | None, now_ns: int, times: Times) -> Fact:
     kind = FactKind.FENCED if lease.state is LeaseState.FENCED else FactKind.ENDED
     return Fact(kind, now_ns, effect, lease.lease_id, lease, times=times)
-
-
-_REQUESTS: Final[dict[type, bool]] = {
-    **dict.fromkeys((AcquireRequested, RenewRequested, SubmitRequested, FreeRequested), True),
-    **dict.fromkeys((RegionRequested, RegionCancelRequested, ResizeRequested), True),
-    **dict.fromkeys((RevokeRequested, FenceClearRequested, DrainRequested, DrainCancelled), False),
-}
-"""Events that are requests, and whether each names its tenant."""

@@ -29,27 +29,6 @@ from gpulease.protocol.lease_ids import lease_text
 from gpulease.protocol.opcodes import Status
 from gpulease.protocol.time_units import NS_PER_US, US_PER_MS
 
-_RECORDED: Final = {
-    FactKind.GRANTED: LogEvent.LEASE_GRANTED,
-    FactKind.ADOPTED: LogEvent.LEASE_ADOPTED,
-    FactKind.RENEWED: LogEvent.LEASE_RENEWED,
-    FactKind.RESIZED: LogEvent.LEASE_RESIZED,
-    FactKind.DENIED: LogEvent.REQUEST_DENIED,
-    FactKind.FAULTED: LogEvent.SESSION_FAULTED,
-    FactKind.ENDING: LogEvent.LEASE_ENDING,
-    FactKind.ENDED: LogEvent.LEASE_RECLAIMED,
-    FactKind.FENCED: LogEvent.LEASE_FENCED,
-    FactKind.UNFENCED: LogEvent.LEASE_UNFENCED,
-    FactKind.FREED: LogEvent.OPERATOR_ACTED,
-    FactKind.REVOKED: LogEvent.OPERATOR_ACTED,
-    FactKind.FENCES_CLEARED: LogEvent.OPERATOR_ACTED,
-    FactKind.DRAIN_SET: LogEvent.OPERATOR_ACTED,
-}
-"""Facts that are logged with the particulars of their audit records."""
-
-_WITH_WORKER: Final = frozenset({FactKind.GRANTED, FactKind.ADOPTED, FactKind.FAULTED, FactKind.ENDING})
-"""Facts of a lease whose worker is there."""
-
 _SAME_NAMES: Final = frozenset(
     {
         *("card", "size_bytes", "exclusivity", "generation", "ttl_ms", "by", "cause", "reason", "operation"),
@@ -75,24 +54,6 @@ class LeaseLog(Recorder):
         self._limited = _LimitedLog()
         # Of leases whose worker was seen: its end is logged when it has none any more.
         self._pids: dict[int, int] = {}
-        self._first: dict[FactKind, Callable[[Fact], None]] = {
-            FactKind.WORKER_READY: self._log_ready,
-            FactKind.WORKER_FAILED: self._log_failed,
-            FactKind.WORKER_EXITED: self._log_exited,
-            FactKind.SCRUB_DOUBTED: self._log_scrub,
-        }
-        self._last: dict[FactKind, Callable[[Fact], None]] = {
-            FactKind.PLACED: self._log_placed,
-            FactKind.WORKER_KILLED: self._log_killed,
-            FactKind.WARM_LOST: self._log_warm_lost,
-            FactKind.WARM_FENCED: _log_warm_fenced,
-            FactKind.CAPACITY_CHANGED: _log_capacity,
-            FactKind.SUBMIT_READY: self._log_submit_ready,
-            FactKind.SUBMIT_ENDED: self._log_submit_ended,
-            FactKind.SUBMIT_FENCED: self._log_submit_ended,
-            FactKind.ENDED: self._forget,
-            FactKind.FENCED: self._forget,
-        }
 
     # --- what happens ---
 
@@ -228,13 +189,15 @@ class LeaseLog(Recorder):
             if fact.kind is FactKind.REQUESTED:
                 self._log_request(fact)
                 self._log_queued(fact, facts)
-            elif (first := self._first.get(fact.kind)) is not None:
-                first(fact)
+            elif (first := _FIRST.get(fact.kind)) is not None:
+                first(self, fact)
             elif fact.kind in _RECORDED:
                 self._log_entry(fact, entries[number] if number < len(entries) else None)
         for fact in facts:
-            if (last := self._last.get(fact.kind)) is not None:
-                last(fact)
+            if fact.kind in (FactKind.ENDED, FactKind.FENCED):
+                self._pids.pop(fact.lease_id, None)
+            if (last := _LAST.get(fact.kind)) is not None:
+                last(self, fact)
 
     def _log_request(self, fact: Fact) -> None:
         if not is_logged(LogEvent.LEASE_REQUESTED):
@@ -278,14 +241,14 @@ class LeaseLog(Recorder):
         self._log_of_lease(LogEvent.WARM_REFUSED, fact.lease_id, reason=fact.source.doubt)
 
     def _log_entry(self, fact: Fact, entry: Entry | None) -> None:
-        if fact.kind in _WITH_WORKER and (pid := self._pid_of(fact.lease_id)):
+        if fact.kind.row.has_worker and (pid := self._pid_of(fact.lease_id)):
             self._pids[fact.lease_id] = pid
         event = _RECORDED[fact.kind]
         if entry is None or not is_logged(event):
             return
         kind, particulars = entry
         fields = _fields_of(kind, particulars)
-        if fact.kind in _WITH_WORKER:
+        if fact.kind.row.has_worker:
             fields["worker_pid"] = self._pids.get(fact.lease_id)
         if (deadline_ns := _deadline_that_passed(fact)) is not None:
             fields["late_ms"] = _ms(fact.now_ns - deadline_ns)
@@ -317,12 +280,20 @@ class LeaseLog(Recorder):
         self._log_of_lease(LogEvent.SUBMIT_READY, fact.lease_id, worker_pid=self._pid_of(fact.source.submit_id))
 
     def _log_submit_ended(self, fact: Fact) -> None:
-        is_fenced = fact.kind is FactKind.SUBMIT_FENCED
-        event = LogEvent.SUBMIT_FENCED if is_fenced else LogEvent.SUBMIT_ENDED
-        self._log_of_lease(event, fact.lease_id, reason=fact.source.reason)
+        self._log_of_lease(fact.kind.row.logs[0], fact.lease_id, reason=fact.source.reason)
 
-    def _forget(self, fact: Fact) -> None:
-        self._pids.pop(fact.lease_id, None)
+    def _log_warm_fenced(self, fact: Fact) -> None:
+        log_event(LogEvent.WARM_FENCED, card=fact.card, reason=fact.source.reason)
+
+    def _log_capacity(self, fact: Fact) -> None:
+        card, is_less = fact.source.card, fact.source.is_less
+        log_event(
+            LogEvent.CARD_SHRANK if is_less else LogEvent.CARD_GREW,
+            card=card.uuid,
+            capacity_bytes=card.capacity_bytes,
+            unowned_bytes=card.unowned_bytes,
+            outside_bytes=card.outside_bytes,
+        )
 
     # --- lines ---
 
@@ -336,6 +307,39 @@ class LeaseLog(Recorder):
     def _log(self, event: LogEvent, tenant: str, **fields: Any) -> None:
         if is_logged(event):
             self._limited.log(event, tenant, fields)
+
+
+_FIRST: Final[dict[FactKind, Callable[[LeaseLog, Fact], None]]] = {
+    FactKind.WORKER_READY: LeaseLog._log_ready,
+    FactKind.WORKER_FAILED: LeaseLog._log_failed,
+    FactKind.WORKER_EXITED: LeaseLog._log_exited,
+    FactKind.SCRUB_DOUBTED: LeaseLog._log_scrub,
+}
+"""Facts that are logged before what is recorded."""
+
+_LAST: Final[dict[FactKind, Callable[[LeaseLog, Fact], None]]] = {
+    FactKind.PLACED: LeaseLog._log_placed,
+    FactKind.WORKER_KILLED: LeaseLog._log_killed,
+    FactKind.WARM_LOST: LeaseLog._log_warm_lost,
+    FactKind.WARM_FENCED: LeaseLog._log_warm_fenced,
+    FactKind.CAPACITY_CHANGED: LeaseLog._log_capacity,
+    FactKind.SUBMIT_READY: LeaseLog._log_submit_ready,
+    FactKind.SUBMIT_ENDED: LeaseLog._log_submit_ended,
+    FactKind.SUBMIT_FENCED: LeaseLog._log_submit_ended,
+}
+"""Facts that are logged after it."""
+
+_LOGGED_BY_METHODS: Final = frozenset({FactKind.REQUESTED, *_FIRST, *_LAST})
+
+_RECORDED: Final = {
+    kind: kind.row.logs[0]
+    for kind in FactKind
+    if kind.row.audit is not None and kind.row.logs and kind not in _LOGGED_BY_METHODS
+}
+"""Facts that are logged with the particulars of their audit records."""
+
+if {*_RECORDED, *_LOGGED_BY_METHODS} != {kind for kind in FactKind if kind.row.logs}:
+    raise TypeError("exactly the facts whose row has a log event must have an audit record, or a method that logs them")
 
 
 COUNT_EVERY_S: Final = 10.0
@@ -388,21 +392,6 @@ class _LimitedLog:
             log_event(LogEvent.LOG_SUPPRESSED, tenant=tenant, of_event=of_event, count=count)
         if rest := sum(count for _, count in counts[MAX_COUNTS:]):
             log_event(LogEvent.LOG_SUPPRESSED, count=rest)
-
-
-def _log_warm_fenced(fact: Fact) -> None:
-    log_event(LogEvent.WARM_FENCED, card=fact.card, reason=fact.source.reason)
-
-
-def _log_capacity(fact: Fact) -> None:
-    card, is_less = fact.source.card, fact.source.is_less
-    log_event(
-        LogEvent.CARD_SHRANK if is_less else LogEvent.CARD_GREW,
-        card=card.uuid,
-        capacity_bytes=card.capacity_bytes,
-        unowned_bytes=card.unowned_bytes,
-        outside_bytes=card.outside_bytes,
-    )
 
 
 def _fields_of(kind: Kind, particulars: Particulars) -> dict[str, Any]:

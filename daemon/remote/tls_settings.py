@@ -2,10 +2,13 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Annotated, Any, Final, Protocol, TypeVar
+
+from gpulease.daemon.config.absolute_paths import path_setting
+from gpulease.protocol.settings_reader import BadSetting, Setting, must_be, read_values
 
 OVER_TCP: Final = "tcp"
 """The tenant that all peers over plain TCP are."""
@@ -34,7 +37,7 @@ def check_tenant(name: object) -> str:
 def parse_certificate_names(table: Any) -> Mapping[str, str]:
     """Return the tenants of `[tenant_of_certificate]`, by the names of their certificates. Raises ValueError."""
     if not isinstance(table, dict):
-        raise ValueError("it must be a table")
+        raise must_be("a table", table)
     if not table:
         # An operator means "nobody" by it; without entries every certificate would name its tenant itself.
         raise ValueError("it is empty: name a certificate, or leave the table out to take the names they have")
@@ -47,24 +50,74 @@ def parse_certificate_names(table: Any) -> Mapping[str, str]:
     return MappingProxyType(dict(table))
 
 
+def _read_operators(value: Any) -> frozenset[str]:
+    if not isinstance(value, list):
+        raise must_be("a list of tenants", value)
+    return frozenset(check_tenant(tenant) for tenant in value)
+
+
 @dataclass(frozen=True, slots=True)
 class TlsSettings:
-    """The `[tls]` table.
+    """The `[tls]` table."""
 
-    Attributes:
-        certificate: A PEM file with this node's certificate, followed by the certificates up to its CA.
-        key: The file of the node's private key.
-        client_ca: The CAs that tenants' certificates come from. The host's own CAs are not trusted here.
-        crl: Lists of revoked certificates, one for each of those CAs; None to do without.
-        operators: Tenants who are operators when they come by TLS.
-        max_connections: Relays at a time, those of sessions included. Each relay is a process.
-        max_connections_per_tenant: Relays at a time of one tenant, operators included.
-    """
+    certificate: Annotated[
+        Path,
+        path_setting(
+            "A PEM file with this node's certificate, followed by the certificates up to its CA.",
+            "/etc/gpulease/pki/server.pem",
+        ),
+    ]
+    key: Annotated[Path, path_setting("The node's private key.", "/etc/gpulease/pki/server.key")]
+    client_ca: Annotated[
+        Path,
+        path_setting(
+            "The CAs that tenants' certificates come from. The host's own CAs are not trusted here.",
+            "/etc/gpulease/pki/ca.pem",
+        ),
+    ]
+    crl: Annotated[
+        Path | None,
+        path_setting("Lists of revoked certificates, one for each of those CAs.", "/etc/gpulease/pki/crl.pem"),
+    ] = None
+    operators: Annotated[
+        frozenset[str],
+        Setting(
+            "Tenants that are operators when they connect through TLS.", what="a list of tenants", read=_read_operators
+        ),
+    ] = frozenset()
+    max_connections: Annotated[
+        int, Setting("TLS connections at a time, those of sessions included: each is a process.", least=1)
+    ] = 512
+    max_connections_per_tenant: Annotated[
+        int, Setting("TLS connections at a time of one tenant, operators included.", least=1)
+    ] = 128
 
-    certificate: Path
-    key: Path
-    client_ca: Path
-    crl: Path | None = None
-    operators: frozenset[str] = frozenset()
-    max_connections: int = 512
-    max_connections_per_tenant: int = 128
+
+class _Connections(Protocol):
+    """Settings with bounds of connections, for all tenants and for one."""
+
+    @property
+    def max_connections(self) -> int: ...
+
+    @property
+    def max_connections_per_tenant(self) -> int: ...
+
+
+Bounded = TypeVar("Bounded", bound=_Connections)
+
+
+def fitting_connections(settings: Bounded) -> Bounded:
+    """Return settings in which one tenant's bound is at most that of all, for operators who set only the latter."""
+    fitting = min(settings.max_connections, settings.max_connections_per_tenant)
+    return replace(settings, max_connections_per_tenant=fitting)  # type: ignore[type-var]  # a dataclass
+
+
+def parse_tls(table: Any) -> TlsSettings:
+    """Return the settings of a `[tls]` table. Raises BadSetting."""
+    values = read_values(TlsSettings, table)
+    settings = TlsSettings(**values)
+    if "max_connections_per_tenant" not in values:
+        return fitting_connections(settings)
+    if settings.max_connections_per_tenant > settings.max_connections:
+        raise BadSetting("{} must be at most max_connections", ("max_connections_per_tenant",))
+    return settings

@@ -10,13 +10,12 @@ import faulthandler
 import signal
 import time
 from collections.abc import Callable, Collection, MutableMapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
-from typing import Final
 
 from gpulease.daemon.broker.service import Service, running_service
 from gpulease.daemon.broker.web_frontend import token_digest_of
-from gpulease.daemon.config.settings import SETTINGS, Config, ConfigError
+from gpulease.daemon.config.settings import Config, ConfigError
 from gpulease.daemon.host.memory_cleanup import collect_rarely
 from gpulease.daemon.host.socket_activation import BadHandover, GivenSocket, kept_name, take_sockets
 from gpulease.daemon.host.unsolicited_fds import interrupting_closes
@@ -26,25 +25,19 @@ from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.supervisor import notifier as watchdog
 from gpulease.daemon.supervisor.notifier import Notifier, status
 from gpulease.protocol.address import Address
+from gpulease.protocol.settings_reader import declared
 from gpulease.protocol.time_units import NS_PER_US
-
-RELOADED: Final = frozenset(
-    {
-        *("tenant_of_uid", "tenant_of_certificate", "max_connections", "max_connections_per_tenant"),
-        "http_token_file",
-    }
-)
-"""The settings that apply at once, besides [tenants]. They apply to new tenants, connections and requests; existing
-leases and connections keep the old ones. A new token in the token's file ends the old token's access."""
-
-_NAMES: Final = {setting.attribute: setting.name for setting in SETTINGS}
 
 
 def settings_that_wait(now: Config, wanted: Config) -> list[str]:
     """Return the names of the changed settings that apply at the next start only."""
+    # [tenants] is reloaded. Leases and connections that exist keep what they were granted.
     wanted = replace(wanted, limits=replace(wanted.limits, tenants=now.limits.tenants))
-    differ = (item.name for item in fields(Config) if getattr(now, item.name) != getattr(wanted, item.name))
-    return [_NAMES[name] for name in differ if name not in RELOADED]
+    return [
+        key
+        for key, found in declared(Config).items()
+        if not found.setting.is_reloaded and getattr(now, found.attribute) != getattr(wanted, found.attribute)
+    ]
 
 
 class Reloader:

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from gpulease.daemon.host.extras import check_installed
 from gpulease.protocol.address import TcpAddress, parse_address
+from gpulease.protocol.settings_reader import must_be
 
 NEEDED: Final = ("starlette", "uvicorn", "h11")
 """The packages that serve the page, from the extra `serve`."""
@@ -54,7 +55,7 @@ class HttpSettings:
 def parse_http(value: Any) -> TcpAddress:
     """Return the address that the setting `http` names. Raises ValueError."""
     if not isinstance(value, str):
-        raise ValueError("it must be a string, such as 127.0.0.1:9400")
+        raise must_be("a string such as 127.0.0.1:9400", value)
     try:
         address = parse_address(f"tcp:{value}")
     except ValueError:

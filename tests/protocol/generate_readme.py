@@ -5,7 +5,6 @@
 Each stands between `<!-- name -->` and `<!-- end of name -->`. A test compares.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -15,6 +14,7 @@ from gpulease.protocol.lease_options import OPTIONS
 from gpulease.protocol.opcodes import SessionOption
 from gpulease.protocol.operations import SPECS, OperationSpec, Trait
 
+from .generated_tables import table, with_tables
 from .vector_json import VECTORS
 
 SPECIFICATION: Final = VECTORS.parent / "protocol" / "README.md"
@@ -27,11 +27,6 @@ SHOWN_TRAITS: Final = {
     Trait.RECORDED: "a node",
 }
 """What of an operation's traits a peer must know; the others are the daemon's and the client's own."""
-
-
-def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = (titles, ["---"] * len(titles), *rows)
-    return "\n".join(f"|{'|'.join(line)}|" if line[0] == "---" else f"| {' | '.join(line)} |" for line in lines)
 
 
 def permission_of(spec: OperationSpec) -> str:
@@ -93,22 +88,14 @@ TABLES: Final = {SPECIFICATION: specification_tables, GUIDE: guide_tables}
 """The documents, and what makes the tables of each."""
 
 
-def with_tables(path: Path) -> str:
+def made(path: Path) -> str:
     """Return a document with its generated tables. Raises ValueError if a table has no place in it."""
-    text = path.read_text(encoding="utf-8")
-    for name, made in TABLES[path]().items():
-        begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
-        before, found, rest = text.partition(begin)
-        _, closed, after = rest.partition(end)
-        if not (found and closed):
-            raise ValueError(f"{path.name} must have {begin.strip()} and {end}")
-        text = f"{before}{begin}\n{made}\n\n{end}{after}"
-    return text
+    return with_tables(path.read_text(encoding="utf-8"), TABLES[path]())
 
 
 def main() -> None:
     for path in TABLES:
-        path.write_text(with_tables(path), encoding="utf-8")
+        path.write_text(made(path), encoding="utf-8")
 
 
 if __name__ == "__main__":

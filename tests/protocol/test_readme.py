@@ -23,7 +23,7 @@ from gpulease.protocol.primitives import LeaseParameter, Tlv
 from gpulease.protocol.rpc import CallErrorCode, CallStatus
 
 from .encodings import BODY_CLASSES, Encoding, fields_of
-from .generate_readme import TABLES, with_tables
+from .generate_readme import TABLES, made
 from .vector_json import VECTORS
 
 TEXT = (VECTORS.parent / "protocol" / "README.md").read_text(encoding="utf-8")
@@ -57,7 +57,7 @@ def table(first_header: str, text: str = TEXT) -> list[list[str]]:
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.parent.name)
 def test_generated_tables(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    assert with_tables(path) == text, "write them: PYTHONPATH=.dev python -m tests.protocol.generate_readme"
+    assert made(path) == text, "write them: PYTHONPATH=.dev python -m tests.protocol.generate_readme"
 
 
 def test_statuses() -> None:

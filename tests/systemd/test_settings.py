@@ -1,30 +1,22 @@
 """The example of the daemon's settings: it can be used as it is, and names every setting there is."""
 
 import re
+import tomllib
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 
 from gpulease.client.cli.service import UNITS
-from gpulease.daemon.config.settings import TABLES, TENANT_SETTINGS, TLS_SETTINGS, Config, Setting, load_config
+from gpulease.daemon.config.settings import Config, load_config
 from gpulease.daemon.leases import CoreLimits
 from gpulease.daemon.leases.quotas import TenantLimits, TenantRules
 from gpulease.daemon.remote.tls_settings import TlsSettings
+from gpulease.protocol.settings_reader import Declared, declared
 
 TEXT = (UNITS / "gpuleased.toml").read_text()
 
-DEFAULTS = {"warm_contexts", "max_connections", "max_connections_per_tenant", "max_load_s", "audit_required"}
-DEFAULTS |= {
-    "recycle",
-    "recycle_idle_s",
-    "recycle_leases",
-    "placement",
-    "audit_file_bytes",
-    "audit_keep_files",
-    "sandbox",
-    "sandbox_without",
-    "require_token",
-}
-"""Settings that stand there with the value they have if they are not made."""
+MADE = tomllib.loads(TEXT)
+"""The service's own settings."""
 
 
 def all_made(tmp_path: Path) -> Config:
@@ -41,46 +33,28 @@ def test_it_can_be_used_as_it_is() -> None:
     assert config.tls is None
 
 
-def test_every_setting_is_there() -> None:
-    for section, settings in TABLES.items():
-        for setting in settings if section != "limits.grace_ms" else ():
-            is_table = setting.name in (
-                "limits",
-                "tls",
-                "fleet",
-                "tenants",
-                "tenant_of_uid",
-                "tenant_of_certificate",
-                "grace_ms",
-            )
-            wanted = rf"^#?\[.*\b{setting.name}\b.*\]$" if is_table else rf"^#?{setting.name} = "
-            assert re.search(wanted, TEXT, re.MULTILINE), f"{section}: {setting.name}"
+def test_every_attribute_is_a_setting() -> None:
+    """The others are made from settings: a tenant's rules from [tenants]."""
+    for kind, others in ((Config, set()), (TlsSettings, set()), (TenantLimits, set()), (CoreLimits, {"tenants"})):
+        attributes = {found.attribute for found in declared(kind).values()}
+        assert attributes == {item.name for item in fields(kind)} - others
 
 
-def test_every_setting_has_its_attribute() -> None:
-    def attributes(settings: tuple[Setting, ...]) -> list[str]:
-        return [setting.attribute for setting in settings]
-
-    assert attributes(TABLES[""]) == [item.name for item in fields(Config)] + ["tenants"]
-    assert attributes(TLS_SETTINGS) == [item.name for item in fields(TlsSettings)]
-    assert set(attributes(TENANT_SETTINGS)) == {item.name for item in fields(TenantLimits)}
-
-
-def test_every_setting_has_a_comment() -> None:
-    """Of its own, or of the group it stands in; some say all by their names."""
-    above = ""
-    for line in TEXT.splitlines():
-        if re.match(r"^#?\w+ = ", line):
-            assert above.startswith("#"), line
-        above = line
+def assert_defaults(settings: Mapping[str, Declared], read: object) -> None:
+    """Check the settings whose default the example has, but the service's own."""
+    for key, found in settings.items():
+        is_default_written = not found.setting.example or (found.kind is int and found.setting.read is not None)
+        if is_default_written and found.table is None and key not in MADE:
+            assert getattr(read, found.attribute) == found.default, key
 
 
 def test_what_is_not_made_has_its_default(tmp_path: Path) -> None:
-    found, default = all_made(tmp_path), Config()
-    for name in DEFAULTS:
-        assert getattr(found, name) == getattr(default, name), name
+    found = all_made(tmp_path)
     assert replace(found.limits, tenants=TenantRules()) == CoreLimits()
-    assert found.limits.grace_ms == CoreLimits().grace_ms
+    assert_defaults(declared(Config), found)
     assert found.tls is not None
-    for name in ("operators", "max_connections", "max_connections_per_tenant"):
-        assert getattr(found.tls, name) == getattr(TlsSettings(Path(), Path(), Path()), name)
+    assert_defaults(declared(TlsSettings), found.tls)
+    assert found.fleet is not None
+    assert_defaults(declared(type(found.fleet)), found.fleet)
+    ann = found.limits.tenants.of("ann")
+    assert (ann.max_vram_bytes, ann.acquire_burst) == (40 << 30, TenantLimits().acquire_burst)

@@ -1,18 +1,15 @@
 """Reads JSON that strangers wrote: bounded, its members checked, every failure a sentence that names the file."""
 
-import errno
 import hashlib
 import json
 import math
-import os
-import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from io import BufferedReader
 from pathlib import Path
 from typing import Any, Final
 
 from gpulease.client.serve.decode.decode_errors import DecodeError, ModelRejected
+from gpulease.client.serve.settings_file import open_regular
 from gpulease.client.texts import quoted
 
 MAX_JSON_BYTES: Final = 16 << 20
@@ -36,18 +33,6 @@ def rejected(kind: type[DecodeError], message: str) -> Iterator[None]:
         raise
     except BaseException as error:
         raise kind(f"{message}: {error}") from None
-
-
-def open_regular(path: Path) -> BufferedReader:
-    """Open a file to read it. Raises OSError where there is none, or the path is of something else.
-
-    A FIFO would wait for its writer, and a device has no end.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is a folder, a FIFO or a device; there must be a file")
-    return os.fdopen(descriptor, "rb")
 
 
 def read_bytes(path: Path, most: int) -> bytes:

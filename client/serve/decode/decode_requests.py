@@ -29,6 +29,9 @@ MAX_REQUEST_ID_CHARACTERS: Final = 256
 MAX_WAIT_S: Final = 3600.0
 """Longest time in seconds that a request may wait: a place in a queue must not be held forever."""
 
+DEFAULT_WEIGHT: Final = 1.0
+DEFAULT_MAX_WAITING: Final = 64
+
 MAX_BLOCKS_PER_TENANT: Final = 2**20
 """Most blocks of a region: their free list is made at once, 8 bytes each."""
 
@@ -84,8 +87,8 @@ class TenantConfig:
     id: str
     max_concurrent: int
     max_blocks: int
-    weight: float = 1.0
-    max_waiting: int = 64
+    weight: float = DEFAULT_WEIGHT
+    max_waiting: int = DEFAULT_MAX_WAITING
 
     def __post_init__(self) -> None:
         if not self.id:

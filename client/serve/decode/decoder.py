@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Annotated, Final, Self
 
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.serve.decode.checkpoint import Checkpoint, open_model
@@ -42,6 +42,7 @@ from gpulease.client.serve.decode.serving_engine import EngineSpec
 from gpulease.client.serve.decode.step_loop import StepLoop
 from gpulease.client.serve.decode.tenant_moves import TenantMoves
 from gpulease.client.serve.decode.tenant_regions import TenantRegions
+from gpulease.protocol.settings_reader import Setting
 
 if TYPE_CHECKING:
     from gpulease.client.serve.decode.text.tokenizer import Tokenizer
@@ -51,6 +52,18 @@ MAX_POSITIONS: Final = 4096
 
 MIN_REGION_LIFE_S: Final = 0.1
 """Shortest life of a region: with less, moves would take most of the time."""
+
+MAX_REGION_LIFE_S: Final = 86_400.0
+"""Longest life of a region that is not renewed: daemons' own bound of a lease's time, unless they say another."""
+
+MAX_ROWS: Final = 1024
+"""Most rows of a step in a settings file: more are a typing mistake."""
+
+MAX_SEQUENCES: Final = 4096
+"""Most live sequences in a settings file: more are a typing mistake."""
+
+MAX_REBINDS_AT_ONCE: Final = 1000
+"""Most regions of a tenant that are opened again at once: more are no bound of what their replays cost the others."""
 
 DEFAULT_TEXT_PROCESSES: Final = 2
 """Default number of processes that parse prompts: one is free while a tenant's large texts keep the other busy."""
@@ -66,39 +79,80 @@ DEFAULT_SEQUENCES: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class DecoderSettings:
-    """Limits of a decoder, which reserves memory for them at its start.
+    """Limits of a decoder, which makes room for them at its start. The bounds are those of a server's settings file.
 
-    Attributes:
-        max_rows: Rows of a step.
-        prefill_rows: Rows of prompts in a step that also has rows of decoding sequences.
-        max_sequences: Live sequences.
-        positions: Positions of a sequence, the model's context at most; None: that, 4,096 at most.
-        packed: Whether quantised weights stay packed.
-        rebinds_at_once: How often a tenant's region may be opened again at once; each time, its replays take rows.
-        rebind_interval_s: Seconds after which it may be opened one more time.
-        preempts: Whether tenants of a higher weight get the room of those of a lower one (SchedulerSettings).
-        text_processes: Processes that parse prompts, 1 to 64. With one, every text waits for those before it.
-        region_life_s: Longest life of a tenant's region in seconds, for operators who limit the age of grants: before,
-            the tenant's sequences move into a new one. The lease has room for one more region. None: regions are
-            renewed.
+    Raises:
+        ValueError: `text_processes` or `region_life_s` is out of its range.
     """
 
-    max_rows: int = 64
-    prefill_rows: int = 32
-    max_sequences: int = 64
-    positions: int | None = None
-    packed: bool = True
-    rebinds_at_once: int = 3
-    rebind_interval_s: float = 10.0
-    preempts: bool = False
-    region_life_s: float | None = None
-    text_processes: int = DEFAULT_TEXT_PROCESSES
+    max_rows: Annotated[int, Setting("Rows of a step.", least=1, most=MAX_ROWS)] = 64
+    prefill_rows: Annotated[
+        int, Setting("Of them, rows of prompts beside sequences that decode.", least=1, most=MAX_ROWS)
+    ] = 32
+    max_sequences: Annotated[int, Setting("Sequences that live at a time.", least=1, most=MAX_SEQUENCES)] = 64
+    positions: Annotated[
+        int | None,
+        Setting(
+            "Positions of a sequence: its prompt and its answer; the model's context at most. Without it, that, but at"
+            f" most {MAX_POSITIONS:,}.",
+            least=1,
+            most=1 << 20,
+            example="256",
+        ),
+    ] = None
+    packed: Annotated[bool, Setting("Quantised weights stay packed on the card.")] = True
+    rebinds_at_once: Annotated[
+        int,
+        Setting(
+            "How often a tenant's lost region is opened again at once. Each time, what was lost takes rows from the"
+            " others as it is computed again.",
+            least=1,
+            most=MAX_REBINDS_AT_ONCE,
+        ),
+    ] = 3
+    rebind_interval_s: Annotated[
+        float,
+        Setting(
+            "Seconds after which it is opened one more time.",
+            key="rebind_interval_secs",
+            least=0,
+            most=MAX_WAIT_S,
+        ),
+    ] = 10.0
+    preempts: Annotated[
+        bool,
+        Setting(
+            "Whether a tenant of a higher weight gets the place of the lightest one's youngest sequence when it finds"
+            " none. What gives way is computed again later. Turn it on where the heavier tenant's first token matters"
+            " more."
+        ),
+    ] = False
+    region_life_s: Annotated[
+        float | None,
+        Setting(
+            "Seconds of a tenant's region, for operators who let no grant get older. Its sequences move into a fresh"
+            " one before the end, for which the lease is larger by one region. Without it, regions are renewed. Where"
+            " the daemon refuses that, the log says so, and sequences move in the same way.",
+            key="region_life_secs",
+            least=MIN_REGION_LIFE_S,
+            most=MAX_REGION_LIFE_S,
+            example="3600",
+        ),
+    ] = None
+    text_processes: Annotated[
+        int,
+        Setting(
+            "Processes that read prompts: with two, one tenant's large texts keep nobody else's waiting.",
+            least=1,
+            most=MAX_TEXT_PROCESSES,
+        ),
+    ] = DEFAULT_TEXT_PROCESSES
 
     def __post_init__(self) -> None:
         if not 1 <= self.text_processes <= MAX_TEXT_PROCESSES:
-            raise ValueError(f"text_processes is {self.text_processes}; give 1 to {MAX_TEXT_PROCESSES}")
+            raise ValueError(f"text_processes must be from 1 to {MAX_TEXT_PROCESSES}, not {self.text_processes}")
         if self.region_life_s is not None and not self.region_life_s >= MIN_REGION_LIFE_S:
-            raise ValueError(f"region_life_s is {self.region_life_s}; give {MIN_REGION_LIFE_S:g} or more, or None")
+            raise ValueError(f"region_life_s must be at least {MIN_REGION_LIFE_S:g}, or None, not {self.region_life_s}")
 
 
 class Decoder:

@@ -23,6 +23,9 @@ MAX_LEASE_S: Final = 300.0
 MAX_THREADS: Final = 1024
 """Most threads in a block (CUDA C++ Programming Guide, compute capabilities)."""
 
+DEFAULT_THREADS: Final = 256
+DEFAULT_BYTES_PER_THREAD: Final = 4
+
 MAX_MESSAGE_CHARS: Final = 2000
 """Most characters of an error's text that are kept. Stops a compiler's log from filling the store."""
 
@@ -101,8 +104,8 @@ class InferenceKernel:
     """
 
     name: str
-    threads_per_block: int = 256
-    bytes_per_thread: int = 4
+    threads_per_block: int = DEFAULT_THREADS
+    bytes_per_thread: int = DEFAULT_BYTES_PER_THREAD
     arguments: tuple[str, ...] = DEFAULT_ARGUMENTS
 
     def __post_init__(self) -> None:

@@ -1,43 +1,26 @@
-"""The models that a gateway serves: a TOML file, read once.
-
-[models.affine]
-ptx = "affine.ptx"              # PTX or a cubin, beside this file
-kernel = "affine"               # see InferenceKernel
-threads_per_block = 256
-bytes_per_thread = 4
-arguments = ["in", "input_len:u64", "out", "output_len:u64"]   # the kernel's, in order; or "inout", and u32
-min_vram_bytes = 1_048_576      # of each request's lease
-lease_secs = 10                 # how long a request may take on the card
-max_output_bytes = 1_048_576
-"""
+"""The models that a gateway serves: a TOML file, read once, of tables `[models.NAME]`: see `ModelTable`."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 from gpulease.client.errors import InvalidRequest
 from gpulease.client.serve.gateway.inference import (
     DEFAULT_ARGUMENTS,
+    DEFAULT_BYTES_PER_THREAD,
+    DEFAULT_THREADS,
     MAX_LEASE_S,
     MAX_OUTPUT_BYTES,
+    MAX_THREADS,
     InferenceKernel,
 )
 from gpulease.client.serve.gateway.ledger import checked_id
-from gpulease.client.serve.model_file import check_complete, check_kind, check_table, kind_of, read_model_tables
+from gpulease.client.serve.settings_file import read_model_tables, settings_of
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
+from gpulease.protocol.settings_reader import Setting, must_be
 
-_KINDS: Final[dict[str, type[Any]]] = {
-    "ptx": str,
-    "kernel": str,
-    "threads_per_block": int,
-    "bytes_per_thread": int,
-    "arguments": list,
-    "min_vram_bytes": int,
-    "lease_secs": float,
-    "max_output_bytes": int,
-}
-_NEEDED: Final = ("ptx", "kernel", "min_vram_bytes")
-_DEFAULT_LEASE_S: Final = 10.0
+MAX_VRAM_BYTES: Final = 2**63
+"""More than any card has: a typing mistake."""
 
 EXAMPLE: Final = Path(__file__).with_name("example") / "models.toml"
 """The example: y = 2 x + 1 of 32-bit floats."""
@@ -62,6 +45,43 @@ class Model:
     max_output_bytes: int
 
 
+def _read_arguments(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list):
+        raise must_be("a list", value)
+    return tuple(value)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTable:
+    """A table `[models.NAME]`."""
+
+    ptx: Annotated[str, Setting("PTX or a cubin, beside this file.", example='"affine.ptx"')]
+    kernel: Annotated[str, Setting("The kernel in it.", example='"affine"')]
+    min_vram_bytes: Annotated[
+        int,
+        Setting("Device memory of each request's lease.", least=1, most=MAX_VRAM_BYTES, example="67_108_864"),
+    ]
+    threads_per_block: Annotated[int, Setting("Threads of a block.", least=1, most=MAX_THREADS)] = DEFAULT_THREADS
+    bytes_per_thread: Annotated[int, Setting("Bytes of the output that a thread computes.", least=1)] = (
+        DEFAULT_BYTES_PER_THREAD
+    )
+    arguments: Annotated[
+        tuple[str, ...],
+        Setting(
+            'The kernel\'s arguments in their order: "in", "out" or "inout" for both, "input_len" and "output_len" with'
+            " :u32 or :u64.",
+            what="a list",
+            read=_read_arguments,
+        ),
+    ] = DEFAULT_ARGUMENTS
+    lease_secs: Annotated[float, Setting("Seconds that a request may take on the card.", over=0, most=MAX_LEASE_S)] = (
+        10.0
+    )
+    max_output_bytes: Annotated[
+        int, Setting("The largest output that a request may ask for.", least=1, most=MAX_OUTPUT_BYTES)
+    ] = MAX_OUTPUT_BYTES
+
+
 def load_models(path: Path) -> dict[str, Model]:
     """Return a file's models by id. Raises InvalidRequest that says what is wrong in it."""
     tables = read_model_tables(path)
@@ -69,37 +89,18 @@ def load_models(path: Path) -> dict[str, Model]:
 
 
 def _model(path: Path, name: str, table: Any) -> Model:
+    settings = settings_of(path, ModelTable, table, "models", name)
     where = f"{path}: models.{name}"
-    check_table(where, table)
-    for key, value in table.items():
-        check_kind(where, key, value, kind_of(where, key, _KINDS))
-    check_complete(where, table, _NEEDED)
     try:
-        image = (path.parent / table["ptx"]).read_bytes()
+        image = (path.parent / settings.ptx).read_bytes()
     except OSError as error:
-        raise InvalidRequest(f"{where}: ptx = {table['ptx']!r}: {error.strerror}") from None
-    found = Model(
-        image,
-        _kernel(where, table),
-        table["min_vram_bytes"],
-        float(table.get("lease_secs", _DEFAULT_LEASE_S)),
-        table.get("max_output_bytes", MAX_OUTPUT_BYTES),
-    )
-    bounds = (
-        ("ptx", len(image), MAX_PAYLOAD_BYTES),
-        ("lease_secs", found.lease_s, MAX_LEASE_S),
-        ("min_vram_bytes", found.min_vram_bytes, 2**63),
-        ("max_output_bytes", found.max_output_bytes, MAX_OUTPUT_BYTES),
-    )
-    for key, value, most in bounds:
-        if not 0 < value <= most:
-            raise InvalidRequest(f"{where}: {key} is {value}; more than 0 and at most {most:g} is taken")
-    return found
-
-
-def _kernel(where: str, table: dict[str, Any]) -> InferenceKernel:
-    sizes = table.get("threads_per_block", 256), table.get("bytes_per_thread", 4)
+        raise InvalidRequest(f"{where}.ptx: {settings.ptx!r}: {error.strerror}") from None
+    if not 0 < len(image) <= MAX_PAYLOAD_BYTES:
+        raise InvalidRequest(f"{where}.ptx must have 1 to {MAX_PAYLOAD_BYTES} bytes, not {len(image)}")
     try:
-        return InferenceKernel(table["kernel"], *sizes, tuple(table.get("arguments", DEFAULT_ARGUMENTS)))
+        kernel = InferenceKernel(
+            settings.kernel, settings.threads_per_block, settings.bytes_per_thread, settings.arguments
+        )
     except InvalidRequest as error:
         raise InvalidRequest(f"{where}: {error.message}") from None
+    return Model(image, kernel, settings.min_vram_bytes, settings.lease_secs, settings.max_output_bytes)

@@ -1,38 +1,15 @@
-"""The models that a server serves: a TOML file, read once.
-
-[models.digits]
-method_id = 1                   # of calls through shared memory; 1 or more
-module = "digits.ptx"           # PTX or a cubin, beside this file
-kernel = "digits"               # see ModelSettings
-weights = "digits.weights"      # bytes the kernel gets a pointer to; copied to the card once a lease
-constants = [64]                # u32 arguments behind the others
-threads_per_block = 64
-blocks_per_item = 1
-input_bytes = 256               # of one item
-output_bytes = 40
-input_type = "f32"              # the kernel's type for requests in JSON's numbers, see `json_numbers`
-output_type = "f32"
-min_vram_bytes = 1_048_576      # of the lease
-lease_secs = 30                 # renewed for as long as the model is served
-max_kernel_secs = 5             # a batch that takes longer ends its lease
-max_batch = 32                  # items in one launch
-max_delay_ms = 0                # how long an item waits for others; those that arrive during a batch form the next
-max_queue = 256                 # items that wait
-deadline_ms = 1_000             # for a request that names none
-idle_secs = 0                   # more than 0: leased on demand, and freed after so long without a request
-smaller = "digits-small"        # served instead while there is no room for this one
-is_pure = true                  # the kernel may be run twice for one request: see ModelSettings
-"""
+"""The models that a server serves: a TOML file, read once, of tables `[models.NAME]`: see `ModelSettings`."""
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 from gpulease.client.errors import InvalidRequest
-from gpulease.client.serve.model_file import check_complete, check_kind, check_table, kind_of, read_model_tables
 from gpulease.client.serve.models.json_numbers import FORMATS, size_of
+from gpulease.client.serve.settings_file import read_model_tables, values_of
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
+from gpulease.protocol.settings_reader import Setting, must_be, read_text
 
 MAX_BATCH_BYTES: Final = 256 << 20
 """Most bytes of a batch's inputs, and of its outputs. They lie in memory shared with the lease's worker, 1 GiB in
@@ -47,6 +24,12 @@ EXAMPLE: Final = Path(__file__).with_name("example") / "models.toml"
 """The example: handwritten digits, and a smaller variant of it."""
 
 
+def _read_constants(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(item) is int and 0 <= item < 2**32 for item in value):
+        raise must_be("a list of integers from 0 to 2**32 - 1", value)
+    return tuple(value)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSettings:
     """A model, computed by one kernel.
@@ -57,58 +40,93 @@ class ModelSettings:
     must write every byte of the output, where an earlier batch's bytes may lie. It gets nothing else, and its output
     for one item must depend on that item alone.
 
-    Attributes:
-        name: The name in URLs.
-        module, weights: The files' bytes.
-        input_type, output_type: Types of an item's numbers (see `json_numbers`); "" refuses requests in numbers.
-        is_pure: Whether a request may be computed again after a failure that was not reported to its caller. Otherwise
-            a request that was begun is answered with the failure.
-
-    The module's example explains the other attributes; their names say the units.
+    `name` is the model's name in URLs. `module` and `weights` are the files' bytes.
     """
 
     name: str
-    method_id: int
-    module: bytes
-    kernel: str
-    input_bytes: int
-    output_bytes: int
-    min_vram_bytes: int
-    input_type: str = ""
-    output_type: str = ""
-    weights: bytes = b""
-    constants: tuple[int, ...] = ()
-    threads_per_block: int = 256
-    blocks_per_item: int = 1
-    lease_secs: float = 30.0
-    max_kernel_secs: float = 10.0
-    max_batch: int = 1
-    max_delay_ms: float = 0.0
-    max_queue: int = 256
-    deadline_ms: float = 10_000.0
-    idle_secs: float = 0.0
-    smaller: str = ""
-    is_pure: bool = False
+    method_id: Annotated[
+        int, Setting("The number of calls through shared memory.", least=1, most=2**32 - 1, example="1")
+    ]
+    module: Annotated[
+        bytes,
+        Setting("PTX or a cubin, beside this file.", what="a file's name", read=read_text, example='"digits.ptx"'),
+    ]
+    kernel: Annotated[str, Setting("The kernel in it.", example='"digits"')]
+    input_bytes: Annotated[int, Setting("Bytes of one item's input.", least=1, most=MAX_BATCH_BYTES, example="256")]
+    output_bytes: Annotated[int, Setting("Bytes of one item's output.", least=1, most=MAX_BATCH_BYTES, example="40")]
+    min_vram_bytes: Annotated[int, Setting("Device memory of the lease.", least=1, most=2**63, example="1_048_576")]
+    input_type: Annotated[
+        str,
+        Setting(
+            "The type of an item's numbers, for requests in JSON's numbers; without it, such requests are refused.",
+            choices=tuple(FORMATS),
+            example='"f32"',
+        ),
+    ] = ""
+    output_type: Annotated[
+        str, Setting("The type of the output's numbers, likewise.", choices=tuple(FORMATS), example='"f32"')
+    ] = ""
+    weights: Annotated[
+        bytes,
+        Setting(
+            "The file of bytes that the kernel gets a pointer to; copied to the card once a lease.",
+            what="a file's name",
+            read=read_text,
+            example='"digits.weights"',
+        ),
+    ] = b""
+    constants: Annotated[
+        tuple[int, ...],
+        Setting(
+            "The kernel's u32 arguments behind the others.",
+            what="a list of integers",
+            read=_read_constants,
+            example="[64]",
+        ),
+    ] = ()
+    threads_per_block: Annotated[int, Setting("Threads of a block.", least=1, most=1024)] = 256
+    blocks_per_item: Annotated[int, Setting("Blocks that compute one item.", least=1, most=2**20)] = 1
+    lease_secs: Annotated[
+        float,
+        Setting("Seconds of the lease, which is renewed for as long as the model is served.", least=0.1, most=86400),
+    ] = 30.0
+    max_kernel_secs: Annotated[
+        float, Setting("Seconds of a batch; one that takes longer ends its lease.", least=0.01, most=3600)
+    ] = 10.0
+    max_batch: Annotated[int, Setting("Items in one launch.", least=1, most=4096)] = 1
+    max_delay_ms: Annotated[
+        float,
+        Setting(
+            "How long an item waits for others; those that arrive during a batch form the next.", least=0, most=10_000
+        ),
+    ] = 0.0
+    max_queue: Annotated[int, Setting("Items that wait.", least=1, most=2**20)] = 256
+    deadline_ms: Annotated[float, Setting("The deadline of a request that names none.", least=1, most=3_600_000)] = (
+        10_000.0
+    )
+    idle_secs: Annotated[
+        float,
+        Setting(
+            "With more than 0, the model is leased on demand, and freed this many seconds after the last request.",
+            least=0,
+            most=86400,
+        ),
+    ] = 0.0
+    smaller: Annotated[
+        str,
+        Setting("The model that is served instead while there is no room for this one.", example='"digits-small"'),
+    ] = ""
+    is_pure: Annotated[
+        bool,
+        Setting(
+            "Whether a request may be computed again after a failure that its caller was not notified of. Otherwise a"
+            " request that was begun is answered with the failure."
+        ),
+    ] = False
 
 
 _FILES: Final = {"module": MAX_PAYLOAD_BYTES, "weights": MAX_FILE_BYTES}
-_RANGES: Final[dict[str, tuple[float, float]]] = {
-    "method_id": (1, 2**32 - 1),
-    "input_bytes": (1, MAX_BATCH_BYTES),
-    "output_bytes": (1, MAX_BATCH_BYTES),
-    "min_vram_bytes": (1, 2**63),
-    "threads_per_block": (1, 1024),
-    "blocks_per_item": (1, 2**20),
-    "lease_secs": (0.1, 86400),
-    "max_kernel_secs": (0.01, 3600),
-    "max_batch": (1, 4096),
-    "max_delay_ms": (0, 10_000),
-    "max_queue": (1, 2**20),
-    "deadline_ms": (1, 3_600_000),
-    "idle_secs": (0, 86400),
-}
-_TYPES: Final[dict[str, Any]] = {item.name: item.type for item in fields(ModelSettings) if item.name != "name"}
-_NEEDED: Final = [item.name for item in fields(ModelSettings) if item.default is MISSING and item.name != "name"]
+"""Most bytes of the files that settings name."""
 
 
 def load_settings(path: Path) -> dict[str, ModelSettings]:
@@ -142,9 +160,8 @@ def _model(path: Path, name: str, table: Any) -> ModelSettings:
     where = f"{path}: models.{name}"
     if not 0 < len(name) <= MAX_NAME_CHARACTERS or not name.isascii() or not name.replace("-", "").isalnum():
         raise InvalidRequest(f"{where}: a name has 1 to {MAX_NAME_CHARACTERS} letters, digits and hyphens")
-    check_table(where, table)
-    found = {key: _value(path, where, key, value) for key, value in table.items()}
-    check_complete(where, found, _NEEDED)
+    found = values_of(path, ModelSettings, table, "models", name)
+    found |= {key: _file(path, where, key, found[key]) for key in _FILES if key in found}
     model = ModelSettings(name=name, **found)
     if max(model.input_bytes, model.output_bytes) * model.max_batch > MAX_BATCH_BYTES:
         raise InvalidRequest(f"{where}: a batch of {model.max_batch} is more than {MAX_BATCH_BYTES} bytes")
@@ -157,32 +174,12 @@ def _model(path: Path, name: str, table: Any) -> ModelSettings:
     return model
 
 
-def _value(path: Path, where: str, key: str, value: Any) -> Any:
-    kind = kind_of(where, key, _TYPES)
-    if key in _FILES:
-        return _file(path, where, key, value)
-    if key in ("input_type", "output_type") and (not isinstance(value, str) or value not in FORMATS):
-        raise InvalidRequest(f"{where}: {key} = {value!r} is none of {', '.join(FORMATS)}")
-    if key == "constants":
-        if not isinstance(value, list) or not all(type(item) is int and 0 <= item < 2**32 for item in value):
-            raise InvalidRequest(f"{where}: constants must be a list of integers from 0 to 2**32 - 1, not {value!r}")
-        return tuple(value)
-    check_kind(where, key, value, kind)
-    if key in _RANGES:
-        least, most = _RANGES[key]
-        if not least <= value <= most:
-            raise InvalidRequest(f"{where}: {key} is {value}; {least:g} to {most:g} is taken")
-    return kind(value)
-
-
-def _file(path: Path, where: str, key: str, value: Any) -> bytes:
-    if not isinstance(value, str):
-        raise InvalidRequest(f"{where}: {key} must be a file's name, not {value!r}")
+def _file(path: Path, where: str, key: str, value: str) -> bytes:
     try:
         with (path.parent / value).open("rb") as file:
             data = file.read(_FILES[key] + 1)
     except OSError as error:
-        raise InvalidRequest(f"{where}: {key} = {value!r}: {error.strerror}") from None
+        raise InvalidRequest(f"{where}.{key}: {value!r}: {error.strerror}") from None
     if not 0 < len(data) <= _FILES[key]:
-        raise InvalidRequest(f"{where}: {key} = {value!r} is empty, or has more than {_FILES[key]} bytes")
+        raise InvalidRequest(f"{where}.{key}: {value!r} must have 1 to {_FILES[key]} bytes")
     return data

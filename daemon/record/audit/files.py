@@ -43,6 +43,8 @@ TAIL_BYTES: Final = 4 << 20
 """Bytes of a log's end that a start reads: some 8,000 records. A killed daemon can have written as many ends only to
 the log, or only to the journal. Reading them takes a tenth of a second."""
 
+_KINDS: Final = {kind.value: kind for kind in Kind}
+
 _OF_LIVE_LEASES: Final = frozenset(
     {Kind.GRANT, Kind.ADOPT, Kind.RENEW, Kind.RESIZE, Kind.ATTACH, Kind.FAULT, Kind.OVER}
 )
@@ -111,7 +113,7 @@ def last_records(folder: Path, boot: str) -> LastRecords:
         with contextlib.suppress(NotARecord, ValueError):
             record = read_record(line)
             cut_us = record.mono_us if record.boot == boot and record.kind != Kind.STOP else None
-            kind, lease = Kind(record.kind), record.data.get("lease")
+            kind, lease = _KINDS.get(record.kind), record.data.get("lease")
             if isinstance(lease, str) and kind in _RANK and _RANK[kind] >= _RANK[kinds.get(lease, kind)]:
                 kinds[lease] = kind
     return LastRecords(kinds, cut_us)

@@ -18,26 +18,12 @@ from gpulease.daemon.leases import (
     SubmitRequested,
 )
 from gpulease.daemon.record.audit.records import MAX_INTEGER, Kind, clean_text
-from gpulease.daemon.record.lease_facts import THE_DAEMON, Asked, Fact, FactKind
+from gpulease.daemon.record.lease_facts import REQUESTS, THE_DAEMON, Asked, Fact, FactKind
 from gpulease.protocol.lease_ids import lease_text
 from gpulease.protocol.time_units import NS_PER_US
 
 Particulars = dict[str, Any]
 Entry = tuple[Kind, Particulars]
-
-_OPERATIONS: Final[dict[type, str]] = {
-    AcquireRequested: "acquire",
-    RenewRequested: "renew",
-    SubmitRequested: "submit",
-    FreeRequested: "free",
-    RevokeRequested: "revoke",
-    FenceClearRequested: "fence_clear",
-    DrainRequested: "drain",
-    DrainCancelled: "drain_cancel",
-    RegionRequested: "region_open",
-    RegionCancelRequested: "region_cancel",
-    ResizeRequested: "resize",
-}
 
 
 def entry_of(fact: Fact) -> Entry | None:
@@ -45,8 +31,11 @@ def entry_of(fact: Fact) -> Entry | None:
 
     Request 0 is the daemon's own, so its outcome is no answer; the records of the lease itself describe it.
     """
-    make = _ENTRIES.get(fact.kind)
-    return None if make is None else make(fact)
+    row = fact.kind.row
+    if row.audit is None or (row.is_answer and not fact.source.request):
+        return None
+    particulars = _PARTICULARS[fact.kind](fact)
+    return None if particulars is None else (row.audit, particulars)
 
 
 def bounded(number: int) -> int:
@@ -57,114 +46,97 @@ def bounded(number: int) -> int:
 # --- outcomes ---
 
 
-def _grant(fact: Fact) -> Entry | None:
-    if not fact.source.request:
-        return None
+def _grant(fact: Fact) -> Particulars:
     lease = fact.source.lease
     particulars = {"exclusivity": lease.exclusivity.name.lower(), "ttl_ms": lease.ttl_ms}
-    return Kind.GRANT, _lease(lease) | particulars | {"generation": lease.generation, "waited_us": _waited_us(fact)}
+    return _lease(lease) | particulars | {"generation": lease.generation, "waited_us": _waited_us(fact)}
 
 
-def _renew(fact: Fact) -> Entry | None:
-    if not fact.source.request:
-        return None
+def _renew(fact: Fact) -> Particulars:
     lease = fact.source.lease
     particulars = {"generation": lease.generation, "ttl_ms": lease.ttl_ms, "by": _asked(fact).by}
-    return Kind.RENEW, _lease(lease) | particulars
+    return _lease(lease) | particulars
 
 
-def _resize(fact: Fact) -> Entry | None:
-    if not fact.source.request:
-        return None
-    return Kind.RESIZE, _lease(fact.source.lease) | {"by": _asked(fact).by}
+def _resize(fact: Fact) -> Particulars:
+    return _lease(fact.source.lease) | {"by": _asked(fact).by}
 
 
-def _free(fact: Fact) -> Entry | None:
+def _free(fact: Fact) -> Particulars | None:
     """Record only a free by another than the tenant; the end of the lease records everything else."""
     asked = _asked(fact)
-    if not fact.source.request or asked.by in (fact.source.lease.tenant, THE_DAEMON):
+    if asked.by in (fact.source.lease.tenant, THE_DAEMON):
         return None
-    return Kind.OPERATOR, {"action": "free", "by": asked.by, "latency_us": _waited_us(fact)} | _request(asked)
+    return {"action": "free", "by": asked.by, "latency_us": _waited_us(fact)} | _request(asked)
 
 
-def _revoke(fact: Fact) -> Entry | None:
-    if not fact.source.request:
-        return None
+def _revoke(fact: Fact) -> Particulars:
     asked, outcome = _asked(fact), fact.source.outcome.name.lower()
     done = {"action": "revoke", "by": asked.by, "outcome": outcome, "latency_us": _waited_us(fact)}
-    return Kind.OPERATOR, done | _request(asked)
+    return done | _request(asked)
 
 
-def _clear_fences(fact: Fact) -> Entry | None:
-    if not fact.source.request:
-        return None
+def _clear_fences(fact: Fact) -> Particulars:
     asked, cleared = _asked(fact), fact.source
     done = {"action": "fence_clear", "by": asked.by, "count": cleared.count, "contexts": len(cleared.warm_ids)}
-    return Kind.OPERATOR, done | _request(asked)
+    return done | _request(asked)
 
 
-def _clear(fact: Fact) -> Entry | None:
-    return (Kind.CLEAR, _lease_of(fact) | {"by": _asked(fact).by}) if fact.source.request else None
+def _clear(fact: Fact) -> Particulars:
+    return _lease_of(fact) | {"by": _asked(fact).by}
 
 
-def _drain(fact: Fact) -> Entry | None:
-    if not fact.source.request:
-        return None
+def _drain(fact: Fact) -> Particulars:
     asked = _asked(fact)
     done = {"action": _operation(asked), "by": asked.by, "leases": fact.source.active_leases}
-    return Kind.OPERATOR, done | _request(asked)
+    return done | _request(asked)
 
 
-def _deny(fact: Fact) -> Entry | None:
-    if not fact.source.request:
-        return None
+def _deny(fact: Fact) -> Particulars:
     asked, denial = _asked(fact), fact.source.denial
     why = {"reason": denial.reason.value, "message": clean_text(denial.message)}
-    return Kind.DENY, {"operation": _operation(asked), "tenant": asked.by} | _request(asked) | why
+    return {"operation": _operation(asked), "tenant": asked.by} | _request(asked) | why
 
 
-def _begin_submit(fact: Fact) -> Entry | None:
-    if not fact.source.request:
-        return None
+def _begin_submit(fact: Fact) -> Particulars:
     particulars = {"what": "begun", "by": _asked(fact).by, "submit_bytes": fact.source.size_bytes}
-    return Kind.SUBMIT, _lease_of(fact) | particulars
+    return _lease_of(fact) | particulars
 
 
 # --- what happens to leases ---
 
 
-def _fault(fact: Fact) -> Entry:
-    return Kind.FAULT, _lease_of(fact) | {"reason": clean_text(fact.source.reason)}
+def _fault(fact: Fact) -> Particulars:
+    return _lease_of(fact) | {"reason": clean_text(fact.source.reason)}
 
 
-def _adopt(fact: Fact) -> Entry | None:
+def _adopt(fact: Fact) -> Particulars | None:
     lease = fact.lease
-    return lease and (Kind.ADOPT, _lease(lease) | {"generation": lease.generation, "ttl_ms": lease.ttl_ms})
+    return lease and _lease(lease) | {"generation": lease.generation, "ttl_ms": lease.ttl_ms}
 
 
-def _over(fact: Fact) -> Entry | None:
+def _over(fact: Fact) -> Particulars | None:
     lease = fact.lease
-    return lease and (Kind.OVER, _lease(lease) | _times(fact) | _why(lease))
+    return lease and _lease(lease) | _times(fact) | _why(lease)
 
 
-def _end(fact: Fact) -> Entry | None:
+def _end(fact: Fact) -> Particulars | None:
     lease, over_ns = fact.lease, fact.times.over_ns
-    kind = Kind.FENCE if fact.kind is FactKind.FENCED else Kind.END
     latency_us = 0 if over_ns is None else fact.now_ns // NS_PER_US - over_ns // NS_PER_US
-    return lease and (kind, _lease(lease) | _times(fact) | {"latency_us": latency_us} | _why(lease))
+    return lease and _lease(lease) | _times(fact) | {"latency_us": latency_us} | _why(lease)
 
 
-def _end_submit(fact: Fact) -> Entry:
+def _end_submit(fact: Fact) -> Particulars:
     what = "fenced" if fact.kind is FactKind.SUBMIT_FENCED else "ended"
-    return Kind.SUBMIT, _lease_of(fact) | {"what": what, "reason": clean_text(fact.source.reason)}
+    return _lease_of(fact) | {"what": what, "reason": clean_text(fact.source.reason)}
 
 
-def _fence_warm(fact: Fact) -> Entry:
+def _fence_warm(fact: Fact) -> Particulars:
     # The only fact about the pool that matters to auditors: bytes that no lease can have.
-    return Kind.POOL, {"card": fact.card, "what": "fenced", "reason": clean_text(fact.source.reason)}
+    return {"card": fact.card, "what": "fenced", "reason": clean_text(fact.source.reason)}
 
 
-_ENTRIES: Final[dict[FactKind, Callable[[Fact], Entry | None]]] = {
+_PARTICULARS: Final[dict[FactKind, Callable[[Fact], Particulars | None]]] = {
     FactKind.GRANTED: _grant,
     FactKind.RENEWED: _renew,
     FactKind.RESIZED: _resize,
@@ -184,6 +156,10 @@ _ENTRIES: Final[dict[FactKind, Callable[[Fact], Entry | None]]] = {
     FactKind.SUBMIT_FENCED: _end_submit,
     FactKind.WARM_FENCED: _fence_warm,
 }
+"""The particulars of each kind of fact that is recorded; without them, the fact has no record after all."""
+
+if _PARTICULARS.keys() != {kind for kind in FactKind if kind.row.audit is not None}:
+    raise TypeError("exactly the facts whose row has an audit kind must have particulars")
 
 
 # --- particulars ---
@@ -223,7 +199,8 @@ def _asked(fact: Fact) -> Asked:
 
 
 def _operation(asked: Asked) -> str:
-    return _OPERATIONS.get(type(asked.request), "")
+    request = REQUESTS.get(type(asked.request))
+    return "" if request is None else request.operation
 
 
 def _waited_us(fact: Fact) -> int:

@@ -89,11 +89,6 @@ MAX_QUEUED: Final = 32_768
 MAX_QUEUED_MINOR: Final = MAX_QUEUED // 2
 """The part of them for what tenants can repeat at will; the rest is for grants and ends."""
 
-MINOR: Final = frozenset(
-    {Kind.DENY, Kind.ATTACH, Kind.SUBMIT, Kind.RENEW, Kind.RESIZE, Kind.ISSUE, Kind.WITHDRAW, Kind.NOTE}
-)
-"""Kinds that a tenant can cause without limit."""
-
 
 class RecordQueue(CommitQueue[Draft]):
     """A bounded queue. Records that find no room are counted, and the count becomes a record in their place.
@@ -111,7 +106,7 @@ class RecordQueue(CommitQueue[Draft]):
     def put(self, item: Draft) -> int:
         """Queue a record and return its ticket, 0 if there was no room. Never waits for the disk."""
         with self._lock:
-            if len(self._items) >= (MAX_QUEUED_MINOR if item.kind in MINOR else MAX_QUEUED):
+            if len(self._items) >= (MAX_QUEUED_MINOR if item.kind.is_minor else MAX_QUEUED):
                 self._drop(item)
                 return 0
             self._items.append(item)
@@ -127,7 +122,7 @@ class RecordQueue(CommitQueue[Draft]):
     def _drop(self, draft: Draft) -> None:
         # The gap of a missing end must follow all that was queued before it; minor records are only counted.
         gap = self._gap
-        if gap is None or (draft.kind not in MINOR and self._items[-1] is not gap):
+        if gap is None or (not draft.kind.is_minor and self._items[-1] is not gap):
             gap = self._gap = Draft(Kind.GAP, {"dropped": {}, "since_us": draft.mono_us}, draft.wall_us, draft.mono_us)
             self._items.append(gap)
             self.accepted += 1

@@ -17,7 +17,7 @@ from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.record.audit.files import LastRecords
 from gpulease.daemon.record.audit.projector import Entry
-from gpulease.daemon.record.audit.record_writer import MINOR, AuditWriter
+from gpulease.daemon.record.audit.record_writer import AuditWriter
 from gpulease.daemon.record.audit.records import ENDS, Kind, NotCanonical, clean_text, value_of
 from gpulease.daemon.record.group_commit import DurableReplies, too_long
 from gpulease.protocol.capabilities import names_of
@@ -197,7 +197,7 @@ class LogRecorder(Recorder):
         kind, data = entry
         if kind is Kind.END and self._last.kinds.get(data["lease"]) is Kind.END:
             return
-        if kind in MINOR:
+        if kind.is_minor:
             omitted = self._budgets.spend(str(data.get("tenant", "")), now_ns or time.monotonic_ns())
             if omitted is None:
                 return

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 from types import NoneType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
 from gpulease.daemon.host.compact_json import compact_encoder
 from gpulease.daemon.host.utc_time import utc_text
@@ -105,28 +105,43 @@ _MEMBERS: Final = {"at", "boot", "data", "kind", "mono_us", "prev", "seq"}
 
 
 class Kind(StrEnum):
-    START = "start"
-    STOP = "stop"
-    GRANT = "grant"
-    ADOPT = "adopt"
-    RENEW = "renew"
-    RESIZE = "resize"
-    DENY = "deny"
-    ATTACH = "attach"
-    SUBMIT = "submit"
-    ISSUE = "issue"
-    WITHDRAW = "withdraw"
-    FAULT = "fault"
-    OVER = "over"
-    END = "end"
-    FENCE = "fence"
-    CLEAR = "clear"
-    POOL = "pool"
-    OPERATOR = "operator"
-    NOTE = "note"
-    GAP = "gap"
-    RESUME = "resume"
-    PRUNE = "prune"
+    """The kinds of records.
+
+    Attributes:
+        is_minor: Whether a tenant can cause as many as it likes. Such records are bounded, and dropped first.
+    """
+
+    is_minor: bool
+
+    def __new__(cls, value: str, is_minor: bool) -> Self:
+        """Make a member of its text in records."""
+        member = str.__new__(cls, value)
+        member._value_ = value
+        member.is_minor = is_minor
+        return member
+
+    START = "start", False
+    STOP = "stop", False
+    GRANT = "grant", False
+    ADOPT = "adopt", False
+    RENEW = "renew", True
+    RESIZE = "resize", True
+    DENY = "deny", True
+    ATTACH = "attach", True
+    SUBMIT = "submit", True
+    ISSUE = "issue", True
+    WITHDRAW = "withdraw", True
+    FAULT = "fault", False
+    OVER = "over", False
+    END = "end", False
+    FENCE = "fence", False
+    CLEAR = "clear", False
+    POOL = "pool", False
+    OPERATOR = "operator", False
+    NOTE = "note", True
+    GAP = "gap", False
+    RESUME = "resume", False
+    PRUNE = "prune", False
 
 
 ENDS: Final = frozenset({Kind.OVER, Kind.END, Kind.FENCE})

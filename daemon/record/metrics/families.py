@@ -65,6 +65,7 @@ class Family:
 
 PAIR: Final = ("UUID", "tenant")
 CARD: Final = ("UUID",)
+DENIED: Final = ("operation", "reason")
 
 LATENCY_BOUNDS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 """A context's end takes a card some 100 ms, and the embedded driver one or two. After 30 s a slice is fenced, unless
@@ -116,7 +117,7 @@ LEASES_BYTES: Final = _gauge("gpu_lease_slice_bytes", "Bytes leased: the slices 
 LEASE_SECONDS: Final = Family(
     "gpu_lease_lifetime_seconds", Kind.SUMMARY, "How long ended leases lasted, until work was refused.", PAIR
 )
-DENIALS: Final = _counter("gpu_lease_denied", "Requests that were refused.", ("operation", "reason"))
+DENIALS: Final = _counter("gpu_lease_denied", "Requests that were refused.", DENIED)
 ACQUIRE_SECONDS: Final = Family(
     "gpu_lease_acquire_seconds",
     Kind.HISTOGRAM,

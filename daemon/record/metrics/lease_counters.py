@@ -3,22 +3,8 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
-from gpulease.daemon.leases import (
-    AcquireRequested,
-    Cause,
-    DrainCancelled,
-    DrainRequested,
-    FenceClearRequested,
-    FreeRequested,
-    LeaseSnapshot,
-    RegionCancelRequested,
-    RegionRequested,
-    RenewRequested,
-    ResizeRequested,
-    RevokeRequested,
-    SubmitRequested,
-)
-from gpulease.daemon.record.lease_facts import Fact, FactKind
+from gpulease.daemon.leases import Cause, LeaseSnapshot
+from gpulease.daemon.record.lease_facts import REQUESTS, Fact, FactKind
 from gpulease.daemon.record.metrics import families
 from gpulease.daemon.record.metrics.families import (
     MAX_PAIR_SERIES,
@@ -30,24 +16,9 @@ from gpulease.daemon.record.metrics.families import (
     TenantLabels,
     counts,
 )
-from gpulease.protocol.opcodes import Opcode
 from gpulease.protocol.time_units import NS_PER_S
 
-_OPERATIONS: Final[dict[type, str]] = {
-    AcquireRequested: Opcode.LEASE_ALLOC.name.lower(),
-    SubmitRequested: Opcode.GPU_SUBMIT.name.lower(),
-    RenewRequested: Opcode.LEASE_RENEW.name.lower(),
-    FreeRequested: Opcode.LEASE_FREE.name.lower(),
-    RevokeRequested: Opcode.LEASE_REVOKE.name.lower(),
-    FenceClearRequested: Opcode.FENCE_CLEAR.name.lower(),
-    DrainRequested: Opcode.DRAIN.name.lower(),
-    DrainCancelled: Opcode.DRAIN_CANCEL.name.lower(),
-    RegionRequested: Opcode.REGION_OPEN.name.lower(),
-    RegionCancelRequested: Opcode.REGION_CANCEL.name.lower(),
-    ResizeRequested: Opcode.LEASE_RESIZE.name.lower(),
-}
-
-_COUNTED: Final = (
+_OF_SESSIONS: Final = (
     families.SESSION_LAUNCHES,
     families.SESSION_SYNCS,
     families.SESSION_SYNC_ERRORS,
@@ -55,23 +26,20 @@ _COUNTED: Final = (
     families.SESSION_COPIED_BYTES,
     families.SESSION_OPERATIONS,
     families.SESSION_OPERATION_ERRORS,
-    families.SESSION_FAULTS,
-    families.LEASES_ACQUIRED,
-    families.LEASES_ADOPTED,
-    families.LEASES_RENEWED,
-    families.SUBMITS,
-    families.LEASES_DROPPED,
-    families.REGIONS_OPENED,
-    families.REGIONS_ADOPTED,
-    families.REGIONS_RENEWED,
-    families.REGIONS_ENDED,
-    families.DENIALS,
-    families.FENCES,
-    families.WARM_TAKEN,
-    families.WARM_LOST,
-    families.WARM_RECYCLED,
 )
+"""What workers count on their control pages."""
+
+_OF_FACTS: Final = {family for kind in FactKind for family in kind.row.families}
+
+_COUNTED: Final = tuple(family for family in families.FAMILIES if family in _OF_FACTS or family in _OF_SESSIONS)
 _OF_PAIRS: Final = tuple(family for family in _COUNTED if family.labels == families.PAIR)
+_OF_CARDS: Final = tuple(family for family in _COUNTED if family.labels == families.CARD)
+
+if unknown := [
+    family.name for family in _COUNTED if family.labels not in (families.PAIR, families.CARD, families.DENIED)
+]:
+    raise TypeError(f"{unknown} must have labels that a fact has: a card and a tenant, a card, or a denial's")
+
 _MEASURED: Final = (
     families.LEASE_SECONDS,
     families.ACQUIRE_SECONDS,
@@ -104,46 +72,30 @@ class LeaseCounters:
         self.pairs: dict[Labels, None] = {}
         self._tenants = tenants or TenantLabels(max(1, min(MAX_TENANT_SERIES, MAX_PAIR_SERIES // max(1, len(cards)))))
         for uuid in cards:
-            for family in (families.FENCES, families.WARM_TAKEN, families.WARM_LOST, families.WARM_RECYCLED):
+            for family in _OF_CARDS:
                 self.counters[family][(uuid,)] = 0.0
-        self._handlers: dict[FactKind, Callable[[Fact], None]] = {
-            FactKind.GRANTED: self._granted,
-            FactKind.DENIED: self._denied,
-            FactKind.RENEWED: self._counts_pair(families.LEASES_RENEWED),
-            FactKind.SUBMIT_READY: self._counts_pair(families.SUBMITS),
-            FactKind.ADOPTED: self._counts_pair(families.LEASES_ADOPTED),
-            FactKind.ADOPTED_ENDING: self._counts_pair(families.LEASES_ADOPTED),
-            FactKind.FAULTED: self._counts_pair(families.SESSION_FAULTS),
-            FactKind.SUBMIT_FAULTED: self._counts_pair(families.SESSION_FAULTS),
-            FactKind.ENDING: self._refused_work,
-            FactKind.CANCELLED: self._refused_work,
-            FactKind.WORKER_EXITED: self._worker_exited,
-            FactKind.ENDED: self._ended,
-            FactKind.FENCED: self._ended,
-            FactKind.WARM_TAKEN: self._counts_card(families.WARM_TAKEN),
-            FactKind.WARM_RECYCLED: self._counts_card(families.WARM_RECYCLED),
-            FactKind.WARM_LOST: self._counts_card(families.WARM_LOST),
-            FactKind.WARM_FENCED: self._counts_card(families.WARM_LOST, families.FENCES),
-        }
-
-        # A region's bytes are its lease's: what counts leases counts no regions.
-        self._of_regions: dict[FactKind, Callable[[Fact], None]] = {
-            FactKind.GRANTED: self._region_granted,
-            FactKind.RENEWED: self._counts_pair(families.REGIONS_RENEWED),
-            FactKind.ADOPTED: self._counts_pair(families.REGIONS_ADOPTED),
-            FactKind.ADOPTED_ENDING: self._counts_pair(families.REGIONS_ADOPTED),
-            FactKind.ENDING: self._refused_work,
-            FactKind.ENDED: self._region_ended,
-            FactKind.FENCED: self._region_ended,
+        self._measures: dict[FactKind, Callable[[Fact, bool], None]] = {
+            FactKind.GRANTED: self._measure_acquire,
+            FactKind.ENDING: self._measure_lateness,
+            FactKind.CANCELLED: self._measure_lateness,
+            FactKind.WORKER_EXITED: self._measure_revocation,
+            FactKind.ENDED: self._measure_end,
+            FactKind.FENCED: self._measure_end,
         }
 
     def on_facts(self, facts: Sequence[Fact]) -> None:
         """Count what an event brought about."""
         for fact in facts:
-            is_region = fact.lease is not None and fact.lease.parent_id
-            handler = (self._of_regions if is_region else self._handlers).get(fact.kind)
-            if handler is not None:
-                handler(fact)
+            row = fact.kind.row
+            # A region's bytes are its lease's: what counts leases counts no regions.
+            is_region = fact.lease is not None and fact.lease.parent_id != 0
+            for family in row.of_regions if is_region else row.counts:
+                self._count(family, fact)
+            if fact.times.began_ns is not None:
+                for family in row.lives_of_regions if is_region else row.counts_lives:
+                    self._count(family, fact)
+            if (measure := self._measures.get(fact.kind)) is not None:
+                measure(fact, is_region)
 
     def refused(self, operation: str, reason: str) -> None:
         """Count a request that was refused before it got to the lease table."""
@@ -170,71 +122,48 @@ class LeaseCounters:
 
     # --- facts ---
 
-    def _counts_pair(self, family: Family) -> Callable[[Fact], None]:
-        def count(fact: Fact) -> None:
-            if fact.lease is not None:
-                self._count(family, self.pair(fact.lease))
+    def _count(self, family: Family, fact: Fact) -> None:
+        """Add 1 to the series of the fact, if it has the family's labels."""
+        if family.labels == families.DENIED:
+            asked = None if fact.asked is None else REQUESTS.get(type(fact.asked.request))
+            # The daemon's own requests are no peer's operation.
+            if asked is not None:
+                self.refused(asked.opcode.name.lower(), fact.source.denial.reason.value)
+        elif family.labels == families.CARD:
+            card = fact.card if fact.lease is None else fact.lease.card_uuid
+            self.counters[family][(card,)] += 1
+        elif fact.lease is not None:
+            self.counters[family][self.pair(fact.lease)] += 1
 
-        return count
+    def _measure_acquire(self, fact: Fact, is_region: bool) -> None:
+        if fact.lease is not None and fact.asked is not None:
+            family = families.REGION_OPEN_SECONDS if is_region else families.ACQUIRE_SECONDS
+            self._observe(family, (fact.lease.card_uuid,), fact.now_ns - fact.asked.at_ns)
 
-    def _counts_card(self, *counted: Family) -> Callable[[Fact], None]:
-        def count(fact: Fact) -> None:
-            for family in counted:
-                self._count(family, (fact.card,))
-
-        return count
-
-    def _granted(self, fact: Fact) -> None:
-        if fact.lease is None or fact.asked is None:
-            return
-        self._count(families.LEASES_ACQUIRED, self.pair(fact.lease))
-        self._observe(families.ACQUIRE_SECONDS, (fact.lease.card_uuid,), fact.now_ns - fact.asked.at_ns)
-
-    def _region_granted(self, fact: Fact) -> None:
-        if fact.lease is None or fact.asked is None:
-            return
-        self._count(families.REGIONS_OPENED, self.pair(fact.lease))
-        self._observe(families.REGION_OPEN_SECONDS, (fact.lease.card_uuid,), fact.now_ns - fact.asked.at_ns)
-
-    def _region_ended(self, fact: Fact) -> None:
-        region, times = fact.lease, fact.times
-        if region is None or times.began_ns is None:
-            return
-        self._count(families.REGIONS_ENDED, self.pair(region))
-        if fact.kind is FactKind.ENDED and times.over_ns is not None and times.cause is not None:
-            self._observe(families.REGION_RETURN_SECONDS, (times.cause.value,), fact.now_ns - times.over_ns)
-
-    def _denied(self, fact: Fact) -> None:
-        operation = "" if fact.asked is None else _OPERATIONS.get(type(fact.asked.request), "")
-        if operation:
-            self.refused(operation, fact.source.denial.reason.value)
-
-    def _refused_work(self, fact: Fact) -> None:
+    def _measure_lateness(self, fact: Fact, is_region: bool) -> None:
         lease = fact.lease
         if fact.times.cause is Cause.EXPIRED and lease is not None and lease.deadline_ns is not None:
             self._observe(families.EXPIRY_LATENESS_SECONDS, (), fact.now_ns - lease.deadline_ns)
 
-    def _worker_exited(self, fact: Fact) -> None:
+    def _measure_revocation(self, fact: Fact, is_region: bool) -> None:
         over_ns, cause = fact.times.over_ns, fact.times.cause
         if over_ns is not None and cause is not None:
             self._observe(families.REVOCATION_SECONDS, (cause.value,), fact.now_ns - over_ns)
 
-    def _ended(self, fact: Fact) -> None:
+    def _measure_end(self, fact: Fact, is_region: bool) -> None:
         lease, times = fact.lease, fact.times
         if lease is None:
             return
-        if fact.kind is FactKind.FENCED:
-            self._count(families.FENCES, (lease.card_uuid,))
-        elif times.over_ns is not None:
-            self._observe(families.RECLAIM_SECONDS, (lease.card_uuid,), fact.now_ns - times.over_ns)
+        is_proved = fact.kind is FactKind.ENDED and times.over_ns is not None
+        if is_region:
+            if is_proved and times.began_ns is not None and times.cause is not None:
+                self._observe(families.REGION_RETURN_SECONDS, (times.cause.value,), fact.now_ns - (times.over_ns or 0))
+            return
+        if is_proved:
+            self._observe(families.RECLAIM_SECONDS, (lease.card_uuid,), fact.now_ns - (times.over_ns or 0))
         if times.began_ns is not None:
-            pair = self.pair(lease)
             over_ns = fact.now_ns if times.over_ns is None else times.over_ns
-            self._count(families.LEASES_DROPPED, pair)
-            self._observe(families.LEASE_SECONDS, pair, over_ns - times.began_ns)
-
-    def _count(self, family: Family, labels: Labels) -> None:
-        self.counters[family][labels] += 1
+            self._observe(families.LEASE_SECONDS, self.pair(lease), over_ns - times.began_ns)
 
     def _observe(self, family: Family, labels: Labels, ns: int) -> None:
         self.histograms[family].observe(labels, ns / NS_PER_S)

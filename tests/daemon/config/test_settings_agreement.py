@@ -15,7 +15,7 @@ NAMED = '[tenant_of_certificate]\n"DNS:build.example" = "build"\n'
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (ANN, "setting tenants: 'ann' matches no tenant; give a user or a certificate this name"),
+        (ANN, "tenants: 'ann' matches no tenant; give a user or a certificate this name"),
         (f'{ANN}[tenant_of_uid]\n1000 = "anne"\n', "'ann' matches no tenant"),
         (f"{ANN}{TLS}{NAMED}", "'ann' matches no tenant"),
         (
@@ -23,8 +23,8 @@ NAMED = '[tenant_of_certificate]\n"DNS:build.example" = "build"\n'
             "'uid:7' matches no user, because .* 'ann'",
         ),
         ("[tenants.gpuleased]\nmax_leases = 1\n", "'gpuleased' is not a valid tenant name"),
-        (NAMED, "setting tenant_of_certificate needs a .tls. table"),
-        (f'{TLS}operators = ["root"]\n{NAMED}', "setting tls: operators has 'root', and no certificate"),
+        (NAMED, "tenant_of_certificate needs a .tls. table"),
+        (f'{TLS}operators = ["root"]\n{NAMED}', "tls: operators has 'root', and no certificate"),
         ("[limits]\nmax_ttl_s = 60\n[tenants.default]\nmax_ttl_s = 61\n", "max_ttl_s of 'default' is 61, and .* 60"),
     ],
 )

@@ -3,8 +3,8 @@ from typing import Any
 
 import pytest
 
-from gpulease.daemon.config.settings import ConfigError, load_config, parse_tls
-from gpulease.daemon.remote.tls_settings import TlsSettings, parse_certificate_names
+from gpulease.daemon.config.settings import ConfigError, load_config
+from gpulease.daemon.remote.tls_settings import TlsSettings, parse_certificate_names, parse_tls
 
 FILES: dict[str, Any] = {"certificate": "/c", "key": "/k", "client_ca": "/a"}
 NEEDED = (Path("/c"), Path("/k"), Path("/a"))
@@ -20,15 +20,18 @@ def test_what_is_not_said_is_refused_or_off() -> None:
     ("table", "why"),
     [
         ([], "must be a table"),
-        ({}, "certificate and key and client_ca must be given"),
-        (FILES | {"ca": "/x"}, "there is no 'ca'"),
-        (FILES | {"key": "k"}, "key: 'k' is not an absolute path"),
-        (FILES | {"key": "/k\0"}, "is not an absolute path"),
+        ({}, "certificate must be given, and key, and client_ca"),
+        (FILES | {"ca": "/x"}, "there is no setting ca"),
+        (FILES | {"key": "k"}, "key must be an absolute path, not 'k'"),
+        (FILES | {"key": "/k\0"}, "key must be an absolute path, not "),
         (FILES | {"operators": "ops"}, "must be a list"),
         (FILES | {"operators": ["tcp"]}, "not a valid tenant name"),
-        (FILES | {"max_connections": 0}, "is not a number of connections"),
-        (FILES | {"max_connections": True}, "is not a number of connections"),
-        (FILES | {"max_connections": 4, "max_connections_per_tenant": 5}, "more than max_connections"),
+        (FILES | {"max_connections": 0}, "max_connections must be a whole number of at least 1, not 0"),
+        (FILES | {"max_connections": True}, "max_connections must be a whole number of at least 1, not True"),
+        (
+            FILES | {"max_connections": 4, "max_connections_per_tenant": 5},
+            "max_connections_per_tenant must be at most max_connections",
+        ),
     ],
 )
 def test_wrong_settings_are_told(table: Any, why: str) -> None:

@@ -325,7 +325,7 @@ def test_the_oldest_ended_lease_is_forgotten_first() -> None:
 
 
 def test_a_limit_of_nothing_is_an_error() -> None:
-    with pytest.raises(ValueError, match="max_leases is 0"):
+    with pytest.raises(ValueError, match="max_leases must be a whole number of at least 1, not 0"):
         CoreLimits(max_leases=0)
     with pytest.raises(ValueError, match="grace"):
         CoreLimits(grace_ms={Cause.FREED: -1})

@@ -101,7 +101,7 @@ def test_the_time_to_hold_back_can_be_set() -> None:
     s = in_the_way(CoreLimits(max_hold_back_s=2))
     assert held_back(s.at(1.999), 3)
     assert not held_back(s.at(0.001), 4)
-    with pytest.raises(ValueError, match="max_hold_back_s is 0"):
+    with pytest.raises(ValueError, match="max_hold_back_s must be a whole number of at least 1, not 0"):
         CoreLimits(max_hold_back_s=0)
 
 

@@ -1,4 +1,4 @@
-"""What the log may say is a table: the code says nothing else, and the README shows it."""
+"""What the log may say is a table: the code says nothing else."""
 
 import ast
 import json
@@ -13,7 +13,6 @@ from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import JsonShape
 
 ROOT = Path(__file__).parents[3]
-README = ROOT / "daemon" / "manual" / "logs.md"
 SAYERS = {"log_event", "_log", "_log_of_lease"}
 
 
@@ -55,18 +54,3 @@ def test_no_field_has_the_name_of_what_every_line_has() -> None:
     line = JsonShape("broker").line(logging.LogRecord("", logging.INFO, "", 0, "", (), None))
     every = set(json.loads(line)) - set(LogEvent.LOG_OTHER.kind.fields)
     assert [event for event in LogEvent if every & set(event.kind.fields)] == []
-
-
-def test_the_readme_has_the_table() -> None:
-    rows = {}
-    for line in README.read_text().splitlines():
-        if found := re.fullmatch(r"\| `([a-z]+\.[a-z_]+)` \| (\w+) \| (.*) \| (.*) \|", line):
-            rows[found[1]] = found.groups()[1:]
-    assert rows == {
-        kind.name: (
-            logging.getLevelName(kind.level).lower(),
-            kind.message,
-            ", ".join(f"`{name}`" for name in kind.fields),
-        )
-        for kind in (event.value for event in LogEvent)
-    }

@@ -48,7 +48,7 @@ def test_what_is_no_address(value: Any) -> None:
 def test_what_it_takes_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else found(name))
-    with pytest.raises(ConfigError, match=r"setting http: uvicorn must be installed.*pip install '\.\[serve\]'"):
+    with pytest.raises(ConfigError, match=r"http: uvicorn must be installed.*pip install '\.\[serve\]'"):
         load_config(None, {"http": "127.0.0.1:0"})
 
 

@@ -12,8 +12,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from gpulease.client.serve.decode.checked_file import open_regular
 from gpulease.client.serve.decode.decode_errors import ModelRejected
+from gpulease.client.serve.settings_file import open_regular
 
 AHEAD_BYTES: Final = 64 << 20
 """How far ahead of a copy the kernel is asked to read: so that a disk has always something to do."""

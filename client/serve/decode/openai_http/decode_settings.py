@@ -1,35 +1,29 @@
-"""The settings of a decode server: a TOML file, read once. The example next to this module explains each."""
+"""The settings of a decode server: a TOML file, read once. `ServerTable` and its tables explain each."""
 
 import os
 import re
-import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 from gpulease.client.errors import InvalidRequest
-from gpulease.client.serve.decode.checked_file import open_regular
-from gpulease.client.serve.decode.decode_requests import MAX_POSITIONS, MAX_WAIT_S, TenantConfig
-from gpulease.client.serve.decode.decoder import MAX_TEXT_PROCESSES, MIN_REGION_LIFE_S, DecoderSettings
+from gpulease.client.serve.decode.decode_requests import (
+    DEFAULT_MAX_WAITING,
+    DEFAULT_WEIGHT,
+    MAX_BLOCKS_PER_TENANT,
+    MAX_POSITIONS,
+    MAX_WAIT_S,
+    TenantConfig,
+)
+from gpulease.client.serve.decode.decoder import DecoderSettings
 from gpulease.client.serve.decode.openai_http.api_keys import MAX_KEY_BYTES, ApiKeys, distinct_keys, key_digest
 from gpulease.client.serve.decode.row_records import PAGE
-from gpulease.client.serve.model_file import check_complete, check_kind, check_table, kind_of
+from gpulease.client.serve.settings_file import open_regular, read_file, settings_of
+from gpulease.protocol.settings_reader import BadSetting, Setting, must_be
 
 MAX_TENANTS: Final = 256
 """Most tenants: each has a region on the card, and series in the metrics."""
-
-MAX_SETTINGS_BYTES: Final = 1 << 20
-"""Most bytes of the file. Stops a wrong path from filling memory."""
-
-MAX_REGION_LIFE_S: Final = 86_400.0
-"""Longest life of a region that is not renewed: daemons' own bound of a lease's time, unless they say another."""
-
-MAX_REBINDS_AT_ONCE: Final = 1000
-"""Most regions of a tenant that are opened again at once: with more, replays could cost the others too much."""
-
-MAX_REBIND_INTERVAL_S: Final = MAX_WAIT_S
-"""Longest time for one more: no request waits for longer."""
 
 DEFAULT_LISTEN: Final = "tcp:127.0.0.1:8082"
 DEFAULT_WAIT_S: Final = 30.0
@@ -42,55 +36,156 @@ EXAMPLE: Final = Path(__file__).with_name("example") / "decode.toml"
 
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-_TOP: Final[dict[str, type[Any]]] = {
-    "model": str,
-    "name": str,
-    "listen": str,
-    "address": str,
-    "audit": bool,
-    "engine": dict,
-    "tenants": dict,
-    "operator": dict,
-}
-_OPERATOR: Final[dict[str, type[Any]]] = {"key_sha256": str, "key_file": str}
-_ENGINE: Final[dict[str, type[Any]]] = {
-    "max_rows": int,
-    "prefill_rows": int,
-    "max_sequences": int,
-    "positions": int,
-    "packed": bool,
-    "wait_secs": float,
-    "chat_tokens": int,
-    "preempts": bool,
-    "region_life_secs": float,
-    "rebinds_at_once": int,
-    "rebind_interval_secs": float,
-    "text_processes": int,
-}
-_TENANT: Final[dict[str, type[Any]]] = {
-    "key_sha256": str,
-    "key_file": str,
-    "max_concurrent": int,
-    "max_blocks": int,
-    "context_tokens": int,
-    "weight": float,
-    "max_waiting": int,
-}
-_ENGINE_RANGES: Final = {
-    "max_rows": (1, 1024),
-    "prefill_rows": (1, 1024),
-    "max_sequences": (1, 4096),
-    "positions": (1, 1 << 20),
-    "wait_secs": (0, MAX_WAIT_S),
-    "chat_tokens": (1, MAX_POSITIONS),
-    "region_life_secs": (MIN_REGION_LIFE_S, MAX_REGION_LIFE_S),
-    "rebinds_at_once": (1, MAX_REBINDS_AT_ONCE),
-    "rebind_interval_secs": (0, MAX_REBIND_INTERVAL_S),
-    "text_processes": (1, MAX_TEXT_PROCESSES),
-}
+_NAME_TEXT: Final = "1 to 64 letters, digits and .-_"
 
-_SECONDS: Final = {"region_life_secs": "region_life_s", "rebind_interval_secs": "rebind_interval_s"}
-"""Settings of the engine in seconds, and the decoder's names of them."""
+
+def _read_name(value: Any) -> str:
+    if not isinstance(value, str) or not _NAME.fullmatch(value):
+        raise must_be(_NAME_TEXT, value)
+    return value
+
+
+def _read_digest(value: Any) -> bytes:
+    if not isinstance(value, str) or not _DIGEST.fullmatch(value):
+        raise ValueError
+    return bytes.fromhex(value)
+
+
+def _read_tables(value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, dict) or not 0 < len(value) <= MAX_TENANTS:
+        raise BadSetting(f"{{}} must be 1 to {MAX_TENANTS} tables [tenants.NAME]")
+    return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyTable:
+    """The table `[operator]`, and the key of a tenant."""
+
+    key_sha256: Annotated[
+        bytes | None,
+        Setting(
+            "The key's sha256. A key is made by: openssl rand -hex 32",
+            what="64 hexadecimal digits, as `printf %s KEY | sha256sum` prints them",
+            read=_read_digest,
+            # It may be a key by mistake.
+            is_secret=True,
+        ),
+    ] = None
+    key_file: Annotated[
+        str | None, Setting("Instead, the key's file, which its owner alone can read.", example='"bob.key"')
+    ] = None
+
+    def __post_init__(self) -> None:
+        if (self.key_sha256 is None) is (self.key_file is None):
+            raise ValueError("set either key_sha256 or key_file")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantTable(KeyTable):
+    """A table `[tenants.NAME]`."""
+
+    max_concurrent: Annotated[int, Setting("Sequences that live at a time.", least=1, example="8")]
+    max_blocks: Annotated[
+        int | None,
+        Setting(
+            f"Keys and values of this many blocks of {PAGE} positions, in a region of the tenant's own.",
+            least=1,
+            most=MAX_BLOCKS_PER_TENANT,
+            example="64",
+        ),
+    ] = None
+    context_tokens: Annotated[
+        int | None,
+        Setting(
+            "Instead, positions of all its sequences together.",
+            least=1,
+            most=MAX_BLOCKS_PER_TENANT * PAGE,
+            example="1024",
+        ),
+    ] = None
+    weight: Annotated[float, Setting("Its share among tenants that wait.", over=0)] = DEFAULT_WEIGHT
+    max_waiting: Annotated[int, Setting("Requests that wait; one more gets 429.", least=0)] = DEFAULT_MAX_WAITING
+
+    def __post_init__(self) -> None:
+        KeyTable.__post_init__(self)
+        if (self.max_blocks is None) is (self.context_tokens is None):
+            raise ValueError("set either max_blocks or context_tokens")
+
+    @property
+    def blocks(self) -> int:
+        """The blocks of the tenant's region."""
+        return self.max_blocks or -(-(self.context_tokens or 0) // PAGE)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTable(DecoderSettings):
+    """The table `[engine]`: what the decoder makes room for, and what the server allows requests."""
+
+    wait_s: Annotated[
+        float,
+        Setting(
+            "Seconds that a request may wait for its admission, before 429 or 503.",
+            key="wait_secs",
+            least=0,
+            most=MAX_WAIT_S,
+        ),
+    ] = DEFAULT_WAIT_S
+    chat_tokens: Annotated[
+        int,
+        Setting(
+            "Tokens of a chat's answer whose request does not say; blocks for all of them are reserved. Fewer where the"
+            " prompt leaves less room.",
+            least=1,
+            most=MAX_POSITIONS,
+        ),
+    ] = DEFAULT_CHAT_TOKENS
+
+    def decoder(self) -> DecoderSettings:
+        """Return the decoder's part."""
+        return DecoderSettings(**{item.name: getattr(self, item.name) for item in fields(DecoderSettings)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerTable:
+    """A settings file."""
+
+    model: Annotated[
+        str,
+        Setting(
+            "A folder with config.json and safetensors, or a .gguf file; a relative path begins at this file's folder.",
+            example='"../../tiny"',
+        ),
+    ]
+    name: Annotated[
+        str | None,
+        Setting(
+            "The model's name in requests; without it, the file's or folder's.",
+            what=_NAME_TEXT,
+            read=_read_name,
+            example='"tiny"',
+        ),
+    ] = None
+    listen: Annotated[
+        str,
+        Setting("HTTP: tcp:127.0.0.1:PORT or unix:PATH. For other hosts, put a proxy with TLS before it."),
+    ] = DEFAULT_LISTEN
+    address: Annotated[
+        str | None,
+        Setting(
+            "The daemon's address, or a fleet's (fleet:tls:HOST:PORT,...), where it is not the usual one.",
+            example='"unix:/run/gpulease/gpulease.sock"',
+        ),
+    ] = None
+    audit: Annotated[bool, Setting("Whether each finished request becomes a record of the daemon's audit log.")] = False
+    engine: Annotated[EngineTable, Setting("The decode engine.")] = field(default_factory=EngineTable)
+    operator: Annotated[
+        KeyTable | None,
+        Setting(
+            "The key of the page at GET /: whoever has it sees every tenant's counts, and revokes regions. Without it"
+            " there is no page."
+        ),
+    ] = None
+    tenants: Annotated[Mapping[str, Any], Setting("The tenants, by their names.", what="tables", read=_read_tables)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,98 +221,38 @@ class DecodeSettings:
 
 def load_decode_settings(path: Path) -> DecodeSettings:
     """Read a file. Raises InvalidRequest that names the line, or the setting, that is wrong."""
-    said = _read(path)
-    where = str(path)
-    _check_kinds(where, said, _TOP)
-    check_complete(where, said, ("model", "tenants"))
-    model = path.parent / said["model"]
-    name = said.get("name", model.stem)
+    file = settings_of(path, ServerTable, read_file(path))
+    model = path.parent / file.model
+    name = model.stem if file.name is None else file.name
     if not _NAME.fullmatch(name):
-        raise InvalidRequest(f"{where}: name = {name!r} is none of 1 to 64 letters, digits and .-_", "Set `name`")
-    engine = said.get("engine", {})
-    _check_engine(f"{where}: engine", engine)
-    wait_s = float(engine.pop("wait_secs", DEFAULT_WAIT_S))
-    chat_tokens = engine.pop("chat_tokens", DEFAULT_CHAT_TOKENS)
-    tables = said["tenants"]
-    if not 0 < len(tables) <= MAX_TENANTS:
-        raise InvalidRequest(f"{where}: there must be 1 to {MAX_TENANTS} tables [tenants.NAME]")
-    tenants = [_tenant(path, tenant_id, table) for tenant_id, table in tables.items()]
+        raise InvalidRequest(f"{path}: the model's name must be {_NAME_TEXT}, not {name!r}", "Set `name`.")
+    tenants, digests = [], {}
+    for tenant_id, table in file.tenants.items():
+        if not _NAME.fullmatch(tenant_id):
+            raise InvalidRequest(f"{path}: a tenant's name must be {_NAME_TEXT}, not {tenant_id!r}")
+        tenant = settings_of(path, TenantTable, table, "tenants", tenant_id)
+        tenants.append(TenantConfig(tenant_id, tenant.max_concurrent, tenant.blocks, tenant.weight, tenant.max_waiting))
+        digests[tenant_id] = _digest(path, f"tenants.{tenant_id}", tenant)
     return DecodeSettings(
         model=model,
         name=name,
-        listen=said.get("listen", DEFAULT_LISTEN),
-        address=said.get("address"),
-        audit=said.get("audit", False),
-        decoder=DecoderSettings(**{_SECONDS.get(key, key): value for key, value in engine.items()}),
-        wait_s=wait_s,
-        chat_tokens=chat_tokens,
-        tenants=tuple(config for config, _ in tenants),
-        keys=distinct_keys({config.id: digest for config, digest in tenants}),
-        operator_digest=_operator_digest(path, said),
+        listen=file.listen,
+        address=file.address,
+        audit=file.audit,
+        decoder=file.engine.decoder(),
+        wait_s=file.engine.wait_s,
+        chat_tokens=file.engine.chat_tokens,
+        tenants=tuple(tenants),
+        keys=distinct_keys(digests),
+        operator_digest=None if file.operator is None else _digest(path, "operator", file.operator),
     )
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        with open_regular(path) as file:
-            data = file.read(MAX_SETTINGS_BYTES + 1)
-        if len(data) > MAX_SETTINGS_BYTES:
-            raise InvalidRequest(f"{path} has more than {MAX_SETTINGS_BYTES} bytes, so it can't be a settings file")
-        return tomllib.loads(data.decode())
-    except OSError as error:
-        raise InvalidRequest(f"{path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{path}: {error}") from None
-
-
-def _check_kinds(where: str, table: Mapping[str, Any], kinds: Mapping[str, type[Any]]) -> None:
-    for key, value in table.items():
-        check_kind(where, key, value, kind_of(where, key, kinds))
-
-
-def _check_engine(where: str, table: Mapping[str, Any]) -> None:
-    _check_kinds(where, table, _ENGINE)
-    for key, (least, most) in _ENGINE_RANGES.items():
-        if key in table and not least <= table[key] <= most:
-            raise InvalidRequest(f"{where}: {key} is {table[key]}; {least:g} to {most:g} is taken")
-
-
-def _tenant(path: Path, tenant_id: str, table: Any) -> tuple[TenantConfig, bytes]:
-    where = f"{path}: tenants.{tenant_id}"
-    if not _NAME.fullmatch(tenant_id):
-        raise InvalidRequest(f"{where}: a name has 1 to 64 letters, digits and .-_")
-    check_table(where, table)
-    _check_kinds(where, table, _TENANT)
-    check_complete(where, table, ("max_concurrent",))
-    digest = _digest(path, where, table)
-    if ("max_blocks" in table) is ("context_tokens" in table):
-        raise InvalidRequest(f"{where}: set either max_blocks or context_tokens")
-    blocks = table.get("max_blocks", -(-table.get("context_tokens", 0) // PAGE))
-    options = {key: table[key] for key in ("weight", "max_waiting") if key in table}
-    try:
-        return TenantConfig(tenant_id, table["max_concurrent"], blocks, **options), digest
-    except ValueError as error:
-        raise InvalidRequest(f"{path}: tenants: {error}") from None
-
-
-def _operator_digest(path: Path, said: Mapping[str, Any]) -> bytes | None:
-    if "operator" not in said:
-        return None
-    where = f"{path}: operator"
-    _check_kinds(where, said["operator"], _OPERATOR)
-    return _digest(path, where, said["operator"])
-
-
-def _digest(path: Path, where: str, table: Mapping[str, Any]) -> bytes:
-    if ("key_sha256" in table) is ("key_file" in table):
-        raise InvalidRequest(f"{where}: set either key_sha256 or key_file")
-    if "key_file" in table:
-        return key_digest(_read_key(where, path.parent / table["key_file"]))
-    digest = table["key_sha256"]
-    if not _DIGEST.fullmatch(digest):
-        # It may be a key by mistake, so it is not repeated.
-        raise InvalidRequest(f"{where}: key_sha256 must have 64 hexadecimal digits", "printf %s KEY | sha256sum")
-    return bytes.fromhex(digest)
+def _digest(path: Path, name: str, table: KeyTable) -> bytes:
+    """Return the digest of a table's key, reading its file if it names one."""
+    if table.key_sha256 is not None:
+        return table.key_sha256
+    return key_digest(_read_key(f"{path}: {name}", path.parent / str(table.key_file)))
 
 
 def _read_key(where: str, file: Path) -> str:

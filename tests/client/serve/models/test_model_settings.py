@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from gpulease.client import InvalidRequest
-from gpulease.client.serve.model_file import MAX_MODELS
 from gpulease.client.serve.models.example.digits import HIDDEN, load_weights
 from gpulease.client.serve.models.model_settings import EXAMPLE, load_settings
+from gpulease.client.serve.settings_file import MAX_MODELS
 
 GOOD = """
 method_id = 1
@@ -46,23 +46,23 @@ def test_what_is_not_said_is_usual(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        (["max_batch = 0"], "max_batch is 0; 1 to 4096 is taken"),
-        (["max_batch = true"], "must be of type int"),
-        (["max_batch = 1.5"], "must be of type int"),
-        (["lease_secs = nan"], "lease_secs is nan"),
-        (["lease_secs = inf"], "lease_secs is inf"),
-        (['is_pure = "yes"'], "must be of type bool"),
-        (["is_pure = 1"], "must be of type bool"),
+        (["max_batch = 0"], "models.one.max_batch must be a whole number from 1 to 4096, not 0"),
+        (["max_batch = true"], "models.one.max_batch must be a whole number from 1 to 4096, not True"),
+        (["max_batch = 1.5"], "models.one.max_batch must be a whole number from 1 to 4096, not 1.5"),
+        (["lease_secs = nan"], "models.one.lease_secs must be a number from 0.1 to 86400, not nan"),
+        (["lease_secs = inf"], "models.one.lease_secs must be a number from 0.1 to 86400, not inf"),
+        (['is_pure = "yes"'], "models.one.is_pure must be true or false, not "),
+        (["is_pure = 1"], "models.one.is_pure must be true or false, not "),
         (["constants = [-1]"], "must be a list of integers"),
         (["constants = [true]"], "must be a list of integers"),
-        (['weights = "nowhere"'], "weights = 'nowhere': No such file or directory$"),
-        (["weights = 5"], "must be a file's name"),
-        (["speed = 5"], "unknown setting 'speed'"),
+        (['weights = "nowhere"'], "models.one.weights: 'nowhere': No such file or directory$"),
+        (["weights = 5"], "models.one.weights must be a string, not 5"),
+        (["speed = 5"], "there is no setting models.one.speed"),
         (['smaller = "other"'], "must be another model"),
         (['smaller = "one"'], "must be another model"),
-        (["max_batch = 4096", "[models.two]"], "is missing"),
-        (['input_type = "f33"'], "'f33' is none of f16, f32"),
-        (["input_type = [1]"], "[1] is none of"),
+        (["max_batch = 4096", "[models.two]"], "models.two.method_id must be given, and module, and kernel"),
+        (['input_type = "f33"'], "models.one.input_type must be 'f16', 'f32', "),
+        (["input_type = [1]"], "models.one.input_type must be 'f16', "),
         (['input_type = "f32"'], "said together"),
         (['input_type = "f64"', 'output_type = "f64"'], "output_bytes must be a multiple of the size of f64, not 4"),
     ],
@@ -100,5 +100,5 @@ def test_what_is_wrong_with_all(tmp_path: Path, tables: list[str], said: str) ->
 def test_an_empty_module(tmp_path: Path) -> None:
     path = write(tmp_path, model("one"))
     (tmp_path / "kernel").write_bytes(b"")
-    with pytest.raises(InvalidRequest, match="is empty"):
+    with pytest.raises(InvalidRequest, match="module: 'kernel' must have 1 to"):
         load_settings(path)

@@ -102,7 +102,7 @@ def test_the_operator_says_the_seed() -> None:
     assert load_config(None, {"launch_chains": False}).driver_of_workers("cuda") == "cuda:one-by-one"
     with pytest.raises(ConfigError, match="shuffle_warps is the embedded driver's"):
         load_config(None, {"shuffle_warps": 7, "driver": "cuda"})
-    with pytest.raises(ConfigError, match="shuffle_warps is 2147483648"):
+    with pytest.raises(ConfigError, match="shuffle_warps must be a whole number from 0 to 2147483647, not 2147483648"):
         load_config(None, {"shuffle_warps": 2**31})
 
 

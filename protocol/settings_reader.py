@@ -1,0 +1,360 @@
+"""Reads settings by their declarations: dataclasses whose fields say in their annotations what an operator may write.
+
+    @dataclass(frozen=True, slots=True)
+    class PoolSettings:
+        contexts: Annotated[int, Setting("Contexts kept ready on each card.", least=0, most=64)] = 0
+
+    read_settings(PoolSettings, {"contexts": 65})  # BadSetting: contexts must be a whole number from 0 to 64, not 65
+
+The daemon, the gateway, the model server and the decode server declare their settings so. The example files and the
+tables of the manuals are made from these declarations, or a test compares them.
+
+A field's type decides what its value may be: bool, int, float, str, an Enum (one of its values), or another declaration
+(a table). Any other type needs a `read` function. A field without a Setting is not a setting.
+"""
+
+import math
+import re
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from enum import Enum
+from functools import cache
+from typing import Annotated, Any, Final, TypeVar, get_args, get_origin
+
+from gpulease.protocol.did_you_mean import did_you_mean
+from gpulease.protocol.foreign_text import shortened
+from gpulease.protocol.sizes import parse_size
+
+MAX_WHOLE: Final = 2**31 - 1
+"""The largest count, number of seconds or number of milliseconds, where a setting has no bound of its own. A larger one
+is a typing mistake; as nanoseconds it could exceed what a clock, a control page or a socket option holds."""
+
+MAX_SHOWN_CHARS: Final = 200
+"""Characters of a wrong value in an error. A file's value may have megabytes."""
+
+_BARE: Final = re.compile(r"[A-Za-z0-9_:.-]+", re.ASCII)
+
+Settings = TypeVar("Settings")
+Choice = TypeVar("Choice", bound=Enum)
+
+
+class BadSetting(ValueError):
+    """A setting that can't be used. Its text names the setting, and says what it must be and what it is.
+
+    Args:
+        text: What is wrong, with {} where the setting's name belongs.
+        path: The setting's key, after the keys of the tables that it lies in; () for the table that was read.
+    """
+
+    def __init__(self, text: str, path: tuple[str, ...] = ()) -> None:
+        keys = (key if _BARE.fullmatch(key) else _shown(key) for key in path)
+        super().__init__(text.replace("{}", ".".join(keys) or "it", 1))
+        self._text, self._path = text, path
+
+    def within(self, *keys: str) -> "BadSetting":
+        """Return this error as one of a table that lies under these keys."""
+        return BadSetting(self._text, (*keys, *self._path))
+
+
+def must_be(what: str, value: object, hint: str = "") -> BadSetting:
+    """Return the error that a setting must be something else than `value`."""
+    return BadSetting(f"{{}} must be {what}, not {_shown(value)}{hint and f'; {hint}'}")
+
+
+def _shown(value: object) -> str:
+    try:
+        return shortened(repr(value), MAX_SHOWN_CHARS)
+    except ValueError:
+        # Python does not write out integers of more than 4,300 digits.
+        return "a number of thousands of digits"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a field's annotation says of a setting.
+
+    Attributes:
+        does: What it decides, in sentences for operators.
+        key: The key that operators write; "" for the field's name.
+        what: What its value must be, to follow "must be"; "" if the field's type says it.
+        read: Turns the file's value into the field's. Raises ValueError with a clause that names the wrong value, or
+            without text if `what` says all. None: the field's type decides.
+        least: The smallest number.
+        most: The largest number; None for no bound, but MAX_WHOLE for a whole number in a file.
+        over: What the number must be more than.
+        or_zero: Whether 0 is taken as well.
+        unit: The unit of the bounds in errors.
+        choices: The texts that are taken; () for any.
+        example: A value in TOML, for the example file; "" to write the default.
+        is_secret: Whether errors must not repeat the value.
+        is_reloaded: Whether a reload applies it.
+        is_later: Whether it came after the first digests of settings in audit logs: with its default it is no part of
+            the digest, so that an upgrade changes none.
+    """
+
+    does: str
+    key: str = ""
+    what: str = ""
+    read: Callable[[Any], Any] | None = None
+    least: float | None = None
+    most: float | None = None
+    over: float | None = None
+    or_zero: bool = False
+    unit: str = ""
+    choices: tuple[str, ...] = ()
+    example: str = ""
+    is_secret: bool = False
+    is_reloaded: bool = False
+    is_later: bool = False
+
+    @property
+    def bounds_text(self) -> str:
+        """The bounds, to follow "a number"; "" if there are none."""
+        least, most, over = map(_number_text, (self.least, self.most, self.over))
+        if over:
+            text = f"above {over} and at most {most}" if most else f"above {over}"
+        elif least:
+            text = f"from {least} to {most}" if most else f"of at least {least}"
+        else:
+            text = f"of at most {most}" if most else ""
+        return f"{text}{self.unit and f' {self.unit}'}{', or 0' if self.or_zero else ''}" if text else ""
+
+    def has_within(self, number: float) -> bool:
+        """Return whether a number is within the bounds; nan never is."""
+        if self.or_zero and number == 0:
+            return True
+        is_enough = number >= (self.least if self.least is not None else number)
+        is_over = self.over is None or number > self.over
+        return is_enough and is_over and (self.most is None or number <= self.most)
+
+
+def _number_text(bound: float | None) -> str:
+    if bound is None:
+        return ""
+    return str(int(bound)) if bound == int(bound) else str(bound)
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """A setting as its class declares it.
+
+    Attributes:
+        key: The key that operators write.
+        attribute: The field that holds the value.
+        kind: The field's type, without None.
+        default: The field's default; MISSING if the setting must be given.
+        setting: What the annotation says.
+    """
+
+    key: str
+    attribute: str
+    kind: Any
+    default: Any
+    setting: Setting
+
+    @property
+    def table(self) -> Any:
+        """The declaration of the table that the setting is; None for a value, whose `what` says what it is."""
+        return self.kind if isinstance(self.kind, type) and is_dataclass(self.kind) and not self.setting.what else None
+
+    @property
+    def what(self) -> str:
+        """What the value must be, to follow "must be"."""
+        setting = self.setting
+        if setting.what:
+            return f"{setting.what} {setting.bounds_text}".rstrip()
+        if setting.choices:
+            return any_of(setting.choices)
+        if self.kind in (int, float):
+            return f"a {'whole ' if self.kind is int else ''}number {setting.bounds_text}".rstrip()
+        if isinstance(self.kind, type) and issubclass(self.kind, Enum):
+            return any_of([choice.value for choice in self.kind])
+        return _WHAT.get(self.kind, "a table")
+
+    def value_of(self, value: Any) -> Any:
+        """Return the field's value for a file's. Raises BadSetting."""
+        try:
+            return self._read(value)
+        except (ValueError, TypeError) as error:
+            if self.setting.is_secret:
+                problem = BadSetting(f"{{}} must be {self.what}")
+            elif isinstance(error, BadSetting):
+                problem = error
+            else:
+                problem = BadSetting(f"{{}}: {error}") if str(error) else must_be(self.what, value)
+        raise problem.within(self.key)
+
+    def check_bounds(self, number: Any, shown: Any) -> None:
+        """Raise BadSetting for a number out of bounds. Other values, and None, have no bounds."""
+        if isinstance(number, int | float) and not isinstance(number, bool) and not self.setting.has_within(number):
+            raise must_be(self.what, shown)
+
+    def _read(self, value: Any) -> Any:
+        setting = self.setting
+        # Step 1: the value in the field's type.
+        if setting.read is not None:
+            found = setting.read(value)
+        elif self.table is not None:
+            found = read_settings(self.table, value)
+        elif isinstance(self.kind, type) and issubclass(self.kind, Enum):
+            found = read_choice(self.kind, value)
+        elif self.kind is float and type(value) in (int, float):
+            found = _finite(value)
+        elif type(value) is self.kind:
+            found = value
+        else:
+            raise must_be(self.what, value)
+        # Step 2: its bounds.
+        if setting.choices and found not in setting.choices:
+            raise must_be(self.what, value, did_you_mean(value, setting.choices, ""))
+        self.check_bounds(found, value)
+        if self.kind is int and setting.read is None and setting.most is None and found > MAX_WHOLE:
+            raise must_be(f"at most {MAX_WHOLE}", value)
+        return found
+
+
+def _finite(number: float) -> float:
+    """Return a number as a float. Raises ValueError without text for one that is infinite, nan or too large."""
+    try:
+        found = float(number)
+    except OverflowError:
+        raise ValueError from None
+    if not math.isfinite(found):
+        raise ValueError
+    return found
+
+
+_WHAT: Final = {bool: "true or false", str: "a string"}
+
+
+def declared(kind: type) -> Mapping[str, Declared]:
+    """Return the settings that a class declares, by their keys, in its order.
+
+    Raises:
+        TypeError: A field's type says nothing about its values, and no `read` function does; or two have one key.
+    """
+    of_any: Any = kind
+    return _declared(of_any)
+
+
+@cache
+def _declared(kind: Any) -> Mapping[str, Declared]:
+    found: dict[str, Declared] = {}
+    hints = typing.get_type_hints(kind, include_extras=True)
+    for item in fields(kind):
+        if get_origin(hints[item.name]) is not Annotated:
+            continue
+        inner, *notes = get_args(hints[item.name])
+        settings = [note for note in notes if isinstance(note, Setting)]
+        if not settings:
+            continue
+        default = item.default if item.default_factory is MISSING else item.default_factory()
+        made = Declared(settings[0].key or item.name, item.name, _without_none(inner), default, settings[0])
+        is_known = made.kind in (bool, int, float, str) or made.table is not None
+        if not (is_known or made.setting.read or (isinstance(made.kind, type) and issubclass(made.kind, Enum))):
+            raise TypeError(f"{kind.__name__}.{item.name} needs a read function: its type is {made.kind}")
+        if made.setting.read is not None and made.table is None and not made.setting.what:
+            raise TypeError(f"{kind.__name__}.{item.name} must say what its value is, because it has a read function")
+        if not made.setting.does or made.key in found:
+            raise TypeError(f"{kind.__name__}.{item.name} must say what it does, and have a key of its own")
+        found[made.key] = made
+    return types.MappingProxyType(found)
+
+
+def _without_none(kind: Any) -> Any:
+    if get_origin(kind) in (types.UnionType, typing.Union):
+        others = [each for each in get_args(kind) if each is not types.NoneType]
+        return others[0] if len(others) == 1 else kind
+    return kind
+
+
+def read_values(kind: type | Mapping[str, Declared], table: Any) -> dict[str, Any]:
+    """Return the values of a table by the attributes of its declaration; what is not in the table is left out.
+
+    Args:
+        kind: The class that declares the settings, or the settings by their keys.
+        table: The table as the file has it.
+
+    Raises:
+        BadSetting: It is no table, has a key that is not declared, has a wrong value, or lacks a setting that must be
+            given.
+    """
+    if not isinstance(table, dict):
+        raise must_be("a table", table)
+    settings = kind if isinstance(kind, Mapping) else declared(kind)
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        if (found := settings.get(key)) is None:
+            raise BadSetting(f"there is no setting {{}}; {did_you_mean(key, settings)}", (key,))
+        values[found.attribute] = found.value_of(value)
+    missing = [key for key, found in settings.items() if found.default is MISSING and found.attribute not in values]
+    if missing:
+        raise BadSetting(f"{{}} must be given{''.join(f', and {key}' for key in missing[1:])}", (missing[0],))
+    return values
+
+
+def read_settings(kind: type[Settings], table: Any) -> Settings:
+    """Return a table as the class that declares its settings. Raises BadSetting, also for what the class refuses."""
+    values = read_values(kind, table)
+    try:
+        return kind(**values)
+    except BadSetting:
+        raise
+    except ValueError as error:
+        raise BadSetting(f"{{}}: {error}") from None
+
+
+def check_bounds(settings: Any) -> None:
+    """Check the numbers of an instance, by its attributes' names, for a `__post_init__`. Raises BadSetting."""
+    for found in declared(type(settings)).values():
+        value = getattr(settings, found.attribute)
+        try:
+            found.check_bounds(value, value)
+        except BadSetting as error:
+            raise error.within(found.attribute) from None
+
+
+# --- values that several declarations read ---
+
+
+def any_of(texts: Iterable[str]) -> str:
+    """Return texts as alternatives: "'a', 'b' or 'c'"."""
+    *others, last = [repr(text) for text in texts]
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def read_choice(kind: type[Choice], value: Any, without: Iterable[Choice] = ()) -> Choice:
+    """Return the member of that value, but none of `without`. Raises BadSetting."""
+    known = [choice.value for choice in kind if choice not in without]
+    if value not in known:
+        raise must_be(any_of(known), value, did_you_mean(value, known, ""))
+    return kind(value)
+
+
+def read_text(value: Any) -> str:
+    """Return a string. Raises BadSetting."""
+    if not isinstance(value, str):
+        raise must_be("a string", value)
+    return value
+
+
+def read_texts(value: Any) -> list[str]:
+    """Return the strings of a list, or of one string. Raises BadSetting."""
+    found = [value] if isinstance(value, str) else value
+    if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
+        raise must_be("a string or a list of strings", value)
+    return list(found)
+
+
+def read_size(value: Any) -> int:
+    """Return the bytes of a size such as "6GiB". Raises ValueError."""
+    return parse_size(read_text(value))
+
+
+def read_whole(value: Any) -> int:
+    """Return a whole number of at most MAX_WHOLE. Raises BadSetting."""
+    if type(value) is not int or value > MAX_WHOLE:
+        raise must_be(f"a whole number of at most {MAX_WHOLE}", value)
+    return value
