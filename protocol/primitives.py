@@ -4,7 +4,7 @@ All integers are big-endian. `bytes` is a u32 length and the data, `list` a u16 
 u16 length and the data, `optional` a u8 present flag and the field. Lengths are checked against their limit before the
 data is read.
 
-The constructs are the definition. Beside each stands its `Plain` form, which the codec tries first.
+The constructs are the definition. Next to each is its `Plain` form, which the codec tries first.
 """
 
 import struct
@@ -188,7 +188,7 @@ def wire(subcon: Any) -> Any:
 
 
 def struct_of(record: type[Any]) -> Any:
-    """Return the construct Struct of a dataclass whose fields are all made with `wire`."""
+    """Return the construct Struct of a dataclass with fields that are all made with `wire`."""
     return c.Struct(*(item.name / item.metadata["wire"] for item in fields(record)))
 
 

@@ -23,7 +23,7 @@ Neither side trusts the memory: it reads a word once, checks its copy, and uses 
 A sync needs no frame where the session gives SYNC_WORD: see `SyncWords`.
 
 A client and a worker on one host agree on the shared memory in the options of ATTACH and of its reply. The client names
-what it can use, the worker what it gives. The memory's descriptors come beside the reply's first byte (SCM_RIGHTS,
+what it can use, the worker what it gives. The memory's descriptors come with the reply's first byte (SCM_RIGHTS,
 unix(7)), in the order of `SharedMemory`. An option of another length counts as unknown and is skipped.
 """
 
@@ -175,7 +175,7 @@ class RingWriter:
         return size
 
     def put_whole(self, first: bytes | memoryview, second: bytes | memoryview = b"") -> bool:
-        """Put in both and announce them at once. Returns False, with nothing put in, if there is no room.
+        """Put in both and announce them at once. Returns False, with nothing put in, without enough room.
 
         So an interrupted sender never leaves half a frame. Raises as `put` does.
         """
@@ -414,7 +414,7 @@ class RingReader:
 class SyncWords:
     """The client's end of two words by which it waits for all that it has sent, without a frame either way.
 
-    The client writes a request's number, higher than that of every request in the ring, beside its tail. A worker that
+    The client writes a request's number, higher than that of every request in the ring, next to its tail. A worker that
     looks at the ring anyway answers in the replies' words once it has taken all that the ring holds: twice the number,
     and one more if all work of the session has ended well. The even number, or none in time, leaves it to a SYNC.
 
@@ -477,7 +477,7 @@ def _places(layout: RingLayout) -> tuple[tuple[int, int, int], tuple[int, int, i
 
 
 MAX_DESCRIPTORS: Final = 3
-"""Descriptors beside ATTACH's reply: one for each kind of `SharedMemory`."""
+"""Descriptors with ATTACH's reply: one for each kind of `SharedMemory`."""
 
 _U64: Final = struct.Struct(">Q")
 _WORDS: Final = bytes([SESSION_WORDS_VERSION])
