@@ -1,6 +1,6 @@
 """The wire format of gpulease: bytes to messages and back. No I/O, no clock, no import of the other packages.
 
-`README.md` beside this file is the specification; `connection.Connection` is the way in.
+The adjacent `README.md` is the specification; start reading with `connection.Connection`.
 """
 
 from gpulease.protocol.connection import (

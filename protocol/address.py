@@ -1,8 +1,7 @@
 """A daemon's address as one string: `unix:/path`, `tcp:HOST:PORT` or `tls:HOST:PORT` (IPv6: `tls:[::1]:PORT`).
 
-`tls://HOST:PORT` and `tcp://HOST:PORT` are understood as well, as URLs are typed; addresses print without slashes.
-
-A fleet's address is that of its directories: `fleet:tls:HOST:PORT,tls:HOST:PORT`.
+The parser also accepts `tls://HOST:PORT` and `tcp://HOST:PORT`, as people type URLs; addresses print without slashes. A
+fleet's address consists of those of its directories: `fleet:tls:HOST:PORT,tls:HOST:PORT`.
 """
 
 import errno
@@ -15,12 +14,12 @@ MAX_UNIX_PATH_BYTES: Final = 107
 """The longest path in struct sockaddr_un (unix(7)). A longer one would fail later, with a less helpful error."""
 
 NOBODY_LISTENS: Final = frozenset({errno.ECONNREFUSED, errno.ENOENT})
-"""What connect(2) reports of a Unix socket's path if nobody listens there, and a new socket may take it. Another error,
-that of a full backlog or of a missing permission, says nothing of the kind."""
+"""Errors of connect(2) which show that no process listens at a Unix socket's path, so that a new socket may take it.
+Other errors, such as a full backlog or a missing permission, do not show that."""
 
 MAX_ADDRESS_CHARS: Final = 512
-"""The length of the string. The longest host name has 253 characters (RFC 1035, 2.3.4). A longer string is a mistake,
-and errors do not quote it."""
+"""The length of the string. The longest host name has 253 characters (RFC 1035, 2.3.4). A longer string is a
+mistake, and errors do not quote it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,7 @@ class TcpAddress:
 
 @dataclass(frozen=True, slots=True)
 class TlsAddress:
-    """A TCP socket on which both ends show certificates (TLS 1.3, RFC 8446); `host` as in TcpAddress."""
+    """A TCP socket on which both ends present certificates (TLS 1.3, RFC 8446); `host` as in TcpAddress."""
 
     host: str
     port: int

@@ -1,4 +1,4 @@
-"""The pauses between attempts that fail: each twice the one before, up to a longest one."""
+"""Pauses after failed attempts: each is twice the one before, up to a maximum."""
 
 from typing import Final
 

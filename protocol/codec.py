@@ -1,6 +1,6 @@
-"""Bodies to payloads and back, by the construct definitions. A payload has no byte besides its body's.
+"""Converts bodies to payloads and back, by the construct definitions. A payload consists of exactly its body's bytes.
 
-The plain form of a definition goes first. Construct decides what that form leaves, and says what is wrong.
+The plain form of a definition is tried first. If it fails, construct decides, and says what is wrong.
 """
 
 from contextlib import suppress

@@ -1,16 +1,17 @@
 """A connection without I/O: bytes in, events out; messages in, bytes out. Its states are a table.
 
-Theory of operation. Both peers keep the same state and move it by the same table, whoever sends. A connection opens
-with HELLO, then takes control requests, any number in flight. ATTACH is the last control request, and is sent with
-nothing else in flight: the daemon hands the socket, and every byte behind the ATTACH, to the session's worker, and
-nobody could answer earlier requests. GPU_SUBMIT does the same with a worker of its own. If the daemon refuses, the
-connection is a control connection again. If it accepts, the connection speaks session operations until it is closed.
+Both peers keep the same state and change it by the same table, whichever side sends. A connection starts with HELLO,
+and then carries control requests, any number in flight. ATTACH is the last control request, and may only be sent while
+no other request is in flight: the daemon passes the socket, with every byte after the ATTACH, to the session's worker,
+and could not answer earlier requests any more. GPU_SUBMIT does the same with a worker of its own. If the daemon
+refuses, the connection is a control connection again. If it accepts, the connection carries session operations until it
+is closed.
 
-`TRANSITIONS` lists everything that is allowed. A forbidden request is answered INVALID_REQUEST and changes nothing.
+`TRANSITIONS` lists everything that is allowed. A forbidden request gets the answer INVALID_REQUEST and changes nothing.
 
-Order of calls: put received bytes in with `receive_data`, or through the `reader`'s `get_buffer` and `buffer_updated`.
-Then take events with `next_event` until it returns None. Each `send_*` returns the bytes to write; nothing is buffered
-on the way out. After a `StreamBroken` or `EndOfStream` event no further event comes.
+Order of calls: pass received bytes to `receive_data`, or through the `reader`'s `get_buffer` and `buffer_updated`. Then
+take events with `next_event` until it returns None. Each `send_*` returns the bytes to write; nothing is buffered on
+the way out. After a `StreamBroken` or `EndOfStream` event no further event comes.
 """
 
 from dataclasses import dataclass
@@ -63,7 +64,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A request that can't be served: answer with `failure`, then go on."""
+    """An invalid request: answer with `failure`, then continue."""
 
     op: int
     request_id: int
@@ -99,14 +100,14 @@ class RegionNotification:
 
 @dataclass(frozen=True, slots=True)
 class Goodbye:
-    """The peer's reason for closing the connection, which it is about to do."""
+    """The peer's reason for closing the connection, which it does next."""
 
     failure: Failure
 
 
 @dataclass(frozen=True, slots=True)
 class StreamBroken:
-    """The peer's bytes are no frames any more. Send a goodbye with `failure`, then close."""
+    """The peer's bytes are not valid frames any more. Send a goodbye with `failure`, then close."""
 
     failure: Failure
 
@@ -122,16 +123,16 @@ Event = Request | Rejected | Reply | Notification | RegionNotification | Goodbye
 
 
 class Connection:
-    """An end of a connection, from HELLO on; with `state=State.ATTACHING`, a session's end from ATTACH on.
+    """One end of a connection, from HELLO on; with `state=State.ATTACHING`, a session's end from ATTACH on.
 
     Args:
         role: This side.
-        max_payload_bytes: The largest payload that this side takes.
-        state: The state to begin in.
+        max_payload_bytes: The largest payload that this side accepts.
+        state: The initial state.
         buffer_bytes: The size of the receive buffer. A larger frame grows it while the buffer holds that frame.
 
     Attributes:
-        last_request_id: The number of this side's latest request. Code that builds a request itself counts it up.
+        last_request_id: The number of this side's latest request. Code that builds a request itself increments it.
     """
 
     def __init__(
@@ -159,7 +160,6 @@ class Connection:
     # --- receiving ---
 
     def receive_data(self, data: bytes | memoryview) -> None:
-        """Take received bytes."""
         self.reader.receive_data(data)
 
     def receive_eof(self) -> None:
@@ -167,17 +167,16 @@ class Connection:
         self._has_eof = True
 
     def take_rest(self) -> bytes:
-        """Return the received bytes behind the last event taken, for another owner of the stream."""
+        """Return the received bytes after the last event taken, for another owner of the stream."""
         return self.reader.take_rest()
 
     @property
     def subscriptions(self) -> int:
-        """The number of subscriptions."""
         return len(self._subscriptions)
 
     @property
     def in_flight(self) -> int:
-        """The number of requests that await their reply: a client's own, a server's peer's."""
+        """The number of requests without a reply: a client's own, or those of a server's peer."""
         return len(self._in_flight)
 
     def next_event(self) -> Event | None:
@@ -193,7 +192,7 @@ class Connection:
             self.state = State.CLOSED
             return StreamBroken(Failure(error.status, str(error)))
         except BaseException:
-            # Ctrl-C in a client's process: the next call begins with the same frame.
+            # Ctrl-C in a client's process: rewind, so that the next call starts with the same frame.
             self.reader.start = start
             raise
         if self._has_eof:
@@ -231,7 +230,7 @@ class Connection:
         if trigger is None or (self.state, trigger) not in TRANSITIONS:
             raise BodyError(f"{op.name} is not allowed in state {self.state.name}")
         if op in EVENTS_OF and frame.request_id in self._subscriptions:
-            # Events and LEASE_UNSUBSCRIBE could not tell two subscriptions of one number apart.
+            # Events and LEASE_UNSUBSCRIBE could not distinguish two subscriptions with one number.
             raise BodyError(f"there is a subscription {frame.request_id} on this connection already")
         if op in HANDING_OVER and self._subscriptions:
             raise BodyError(f"{op.name} on a connection that has subscriptions: end them first")
@@ -244,11 +243,13 @@ class Connection:
     def _receive_reply(self, frame: Frame) -> Event:
         if not frame.is_reply:
             raise FramingError("the daemon sent a request")
+        # Goodbye and events belong to no request, so they come first.
         if frame.op == Opcode.GOODBYE and frame.request_id == 0:
             self.state = State.CLOSED
             return Goodbye(_failure_of(frame))
         if frame.op in _EVENT_OPERATIONS:
             return self._receive_notification(frame, Opcode(frame.op))
+        # Every other frame must answer an open request with its own operation.
         op = self._in_flight.get(frame.request_id)
         if op is None or op != frame.op:
             raise FramingError(f"a reply to request {frame.request_id}, which was not asked")
@@ -256,16 +257,17 @@ class Connection:
             result = _failure_of(frame) if frame.status else parse_body(reply_body(op), frame.payload)
         except BodyError as error:
             raise FramingError(f"{op.name}: {error}", error.status) from None
+        # The daemon refused or accepted: both move the state, as the daemon did when it sent this.
         self._move(reply_trigger(op, refused=frame.status != 0), op)
         self._subscriptions.on_reply(op, frame.request_id, succeeded=not frame.status)
         if op is Opcode.HELLO and not frame.status and self._behind_hello is not None:
-            # As if it were sent now: the daemon had answered HELLO before it read on.
+            # Treat the pipelined request as sent now: the daemon answered HELLO before it read the request.
             behind, request_id, body = self._behind_hello
             self._behind_hello = None
             self.expect_reply_to(behind, request_id)
             self._subscriptions.on_request(request_id, body)
         reply = Reply(op, frame.request_id, result)
-        # Last: until here an interrupted call can be made again.
+        # Delete it last: until here an interrupted call can be repeated.
         del self._in_flight[frame.request_id]
         return reply
 
@@ -283,7 +285,7 @@ class Connection:
     # --- sending ---
 
     def next_request_id(self) -> int:
-        """Return the number of a quiet request whose frame the caller builds."""
+        """Return the number for a quiet request whose frame the caller builds."""
         self.last_request_id += 1
         return self.last_request_id
 
@@ -306,10 +308,10 @@ class Connection:
         return request_id, frame
 
     def send_behind_hello(self, op: Opcode, body: Body, *, session_id: int = 0) -> tuple[int, bytes]:
-        """Return the request id and the bytes of one control request, to be written right behind HELLO.
+        """Return the request id and the bytes of one control request, to be written directly after HELLO.
 
-        The request counts as sent once HELLO's reply has come. Raises LocalProtocolError if HELLO does not await its
-        reply, or a request is behind it already.
+        The request counts as sent once HELLO's reply has come. Raises LocalProtocolError if HELLO is not awaiting its
+        reply, or if another request already follows it.
         """
         if self.state is not State.GREETING or self._behind_hello is not None:
             raise LocalProtocolError(f"{op.name} can't be sent right after HELLO now")
@@ -320,7 +322,7 @@ class Connection:
         return request_id, build_frame(op, build_body(body), request_id=request_id, session_id=session_id)
 
     def expect_reply(self, op: Opcode) -> int:
-        """Return the number of a session request whose frame the caller builds and whose reply it awaits."""
+        """Return the number for a session request whose frame the caller builds, and await its reply."""
         if len(self._in_flight) >= MAX_IN_FLIGHT:
             raise LocalProtocolError(f"{MAX_IN_FLIGHT} requests await their reply already", Status.BUSY)
         request_id = self.last_request_id + 1
@@ -328,23 +330,22 @@ class Connection:
         return self.next_request_id()
 
     def expect_reply_to(self, op: Opcode, request_id: int) -> None:
-        """Await the reply to a request that has a number of `next_request_id` already."""
+        """Await the reply to a request that already has a number from `next_request_id`."""
         self._move(request_trigger(op), op)
         self._in_flight[request_id] = op
 
     def forget_unsent(self) -> None:
-        """Await no reply any more: an interrupted caller has numbered requests that it has not sent."""
+        """Await no more replies: an interrupted caller has numbered requests without sending them."""
         self._in_flight.clear()
 
     def send_reply(self, request: Request, body: Body) -> bytes:
-        """Return the bytes of a successful reply."""
         if type(body) is not reply_body(request.op):
             raise LocalProtocolError(f"{request.op.name} is not answered with {type(body).__name__}")
         payload = build_body(body)
         return self._answer(request, payload, Status.OK)
 
     def send_reply_header(self, request: Request, payload_bytes: int) -> bytes:
-        """Return the header of a successful reply. Its body, which many peers may get, is sent behind it as it is."""
+        """Return the header of a successful reply. The body, which many peers may get, is sent unchanged after it."""
         header = build_header(
             request.op,
             payload_bytes,
@@ -361,7 +362,7 @@ class Connection:
         return self._answer(request, build_body(failure.to_body()), failure.status)
 
     def send_event(self, subscription: int, event: LeaseEvent | RegionEvent) -> bytes:
-        """Return the bytes of an event. Raises LocalProtocolError if there is no such subscription to such events."""
+        """Return the bytes of an event. Raises LocalProtocolError without a matching subscription."""
         op = Opcode.LEASE_EVENT if type(event) is LeaseEvent else Opcode.REGION_EVENT
         if not self._subscriptions.is_next(op, subscription, event.sequence):
             raise LocalProtocolError(f"event {event.sequence} of unknown subscription {subscription}")
@@ -386,7 +387,7 @@ class Connection:
         return frame
 
     def _note_answer(self, request: Request, status: Status) -> None:
-        # The process that received an ATTACH may have handed the socket over to this one.
+        # Another process, which received the ATTACH, may have passed the socket to this one.
         if request.request_id not in self._in_flight and self.state is not State.ATTACHING:
             raise LocalProtocolError(f"request {request.request_id} was answered before, or was quiet")
         self._move(reply_trigger(request.op, refused=status is not Status.OK), request.op)
@@ -401,10 +402,10 @@ class Connection:
 
 
 class Subscriptions:
-    """The subscriptions of one connection, which both peers count by requests and replies.
+    """The subscriptions of one connection. Both peers derive them from requests and replies.
 
     A subscription begins with the reply to its LEASE_SUBSCRIBE or REGION_WATCH and ends with the reply to its
-    LEASE_UNSUBSCRIBE. Its events are all of one operation.
+    LEASE_UNSUBSCRIBE. All its events have the same operation.
     """
 
     def __init__(self) -> None:
@@ -419,12 +420,12 @@ class Subscriptions:
         return number in self._last
 
     def on_request(self, request_id: int, body: Any) -> None:
-        """Take in a request that awaits a reply."""
+        """Record a request that awaits a reply."""
         if type(body) is LeaseUnsubscribe:
             self._ending[request_id] = body.subscription
 
     def on_reply(self, op: Opcode, request_id: int, *, succeeded: bool) -> None:
-        """Take in the reply to a request."""
+        """Record the reply to a request."""
         if op in EVENTS_OF and succeeded:
             self._events[request_id] = EVENTS_OF[op]
             self._last[request_id] = 0
@@ -435,7 +436,7 @@ class Subscriptions:
                 self._last.pop(ended, None)
 
     def is_next(self, op: Opcode, subscription: int, sequence: int) -> bool:
-        """Return whether an event of that operation and number may come now, and if so, count it."""
+        """Return whether an event of that operation and number may come now. If so, count it."""
         if self._events.get(subscription) is not op or not self._last[subscription] < sequence:
             return False
         self._last[subscription] = sequence

@@ -1,6 +1,6 @@
-"""The states of a connection and the messages that move it: the same table for both peers, whoever sends.
+"""The states of a connection and the messages that change them: the same table for both peers, whichever side sends.
 
-`connection.py` says how they come about.
+`connection.py` describes the sequence.
 """
 
 from enum import Enum, auto
@@ -59,4 +59,4 @@ REPLIES: Final[dict[Trigger, tuple[Trigger, Trigger]]] = {
     Trigger.PING: (Trigger.PING_REPLY, Trigger.PING_REPLY),
     Trigger.SESSION_REQUEST: (Trigger.SESSION_REPLY, Trigger.SESSION_REPLY),
 }
-"""By a request's trigger: those of its successful reply and of its refusal."""
+"""By a request's trigger: the triggers of its successful reply and of its refusal."""

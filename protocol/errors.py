@@ -3,7 +3,7 @@
     ProtocolError
     ├── LocalProtocolError      this side tried to send something that is not allowed
     └── RemoteProtocolError     the peer sent something that is not allowed
-        ├── FramingError        the stream is no frames any more: answer and close
+        ├── FramingError        the stream has lost its frames: answer and close
         └── BodyError           one frame is wrong; the next one may be right
 
 Each carries the `Status` that answers it.

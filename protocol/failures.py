@@ -27,19 +27,19 @@ class Failure:
         status: The kind of failure.
         message: A sentence that says what failed and why.
         hint: A sentence that says what to do about it, or "".
-        failed_request_id: The quiet request that failed, if an earlier request than the answered one failed.
+        failed_request_id: The quiet request that failed, if that was an earlier one than the answered request.
         failed_op: The operation of that quiet request.
         kernel: The kernel that failed.
         address: The device address that the kernel faulted at.
         log: The compiler's log.
         line: The line of the PTX source that the log names, 1-based.
-        region: The region that the failure is about, by its lease id; None if it is about the lease as a whole. The
-            session and its other regions go on.
+        region: The affected region, by its lease id; None if the whole lease is affected. The session and its other
+          regions continue.
         site: Number of the launch that did not begin, in its burst or graph.
         flipped_ns: When the broker changed the region's word, on the host's monotonic clock.
-        position: What the launch said of itself.
-        is_kill: Whether it is the end of a lease whose worker was killed from outside: nothing that the lease computed
-            ended it. It is read off LEASE_QUERY's report, and not sent.
+        position: The position that the launch gave.
+        is_kill: Whether a lease ended because its worker was killed from outside, not by a fault of its own work. It is
+          derived from LEASE_QUERY's report, and not sent.
     """
 
     status: Status
@@ -125,8 +125,8 @@ class LeaseEnd:
     """A cause that ends a lease, and the sentences about it.
 
     Attributes:
-        status: The status of every request about the lease from then on.
-        words: A sentence without a full stop, for the tenant whose session ended.
+        status: The status of all later requests about the lease.
+        words: A sentence without a full stop, for the tenant of the ended session.
         predicate: The rest of a sentence that begins with "Lease <id>", for a request that the broker refuses.
         hint: A sentence that says what the tenant can do next.
     """
@@ -138,8 +138,8 @@ class LeaseEnd:
 
 
 KILLED: Final = "was killed by SIGKILL"
-"""The reason of the cause `worker_died` where an operator, or a host without memory, killed the worker. A fault of what
-it computed ends it by other signals, and each of the daemon's own kills has a cause of its own."""
+"""The reason of the cause `worker_died` if an operator, or a host out of memory, killed the worker. A fault in its
+own work ends it with other signals, and each of the daemon's own kills has its own cause."""
 
 _ACQUIRE_OR_TELL: Final = "Acquire a new lease; if it happens again, tell the operator."
 
@@ -257,9 +257,8 @@ SESSION_REFUSALS: Final[Mapping[Status, tuple[str, str]]] = MappingProxyType(
 )
 """Words and hint of a session's refusal, by the status on its control page.
 
-A session knows the status of its lease's end, not the cause. DENIED stands on no page: a guest whose token is over gets
-it.
-"""
+A session knows the status of its lease's end, not the cause. DENIED is on no page: guests with an expired token
+get it."""
 
 
 def _integer(value: int | None, width_bytes: int) -> bytes:
@@ -272,6 +271,6 @@ def _cut(value: str) -> bytes:
 
 
 def _cut_start(value: str) -> bytes:
-    # A compiler reports the error last, so a long log keeps its end.
+    # A compiler reports the error last, so keep the end of a long log.
     data = value.encode(errors="replace")
     return data[-MAX_ERROR_TEXT_BYTES:].decode(errors="ignore").encode()

@@ -1,7 +1,7 @@
-"""`dataclass` of the standard library, made in a fifth of the time: for modules of many frozen classes.
+"""Replaces `dataclass` of the standard library, in a fifth of the time: for modules with many frozen classes.
 
 The standard library compiles six functions for each frozen class, which took a fifth of a daemon's start. This module
-compiles the constructor alone. The other five are closures over the fields' names.
+compiles only the constructor. The other five are closures over the fields' names.
 """
 
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    # Type checkers know this one, and what it means for a class.
+    # Type checkers know this one and its effect on a class.
     from dataclasses import dataclass as dataclass
 else:
     from dataclasses import MISSING, Field, FrozenInstanceError, fields
@@ -20,7 +20,7 @@ else:
     def dataclass(*, frozen: bool, slots: bool, kw_only: bool = False) -> Callable[[C], C]:
         """Return a decorator for classes of frozen instances with slots.
 
-        Raises TypeError for what only `dataclasses.dataclass` can do.
+        Raises TypeError for features that only `dataclasses.dataclass` has.
         """
         if not (frozen and slots):
             raise TypeError("use dataclasses.dataclass for a class that is not frozen or has no slots")
@@ -32,12 +32,13 @@ else:
         found = fields(cls)
         if not all(item.init for item in found):
             raise TypeError(f"{cls.__qualname__}: use dataclasses.dataclass for fields that are not parameters")
-        # For what asks, and for the standard library, which lets frozen classes derive from frozen ones alone.
+        # Code that inspects the class needs these, and the standard library, which lets only frozen classes derive from
+        # frozen ones.
         parameters = cls.__dataclass_params__
         parameters.init = parameters.repr = parameters.eq = parameters.frozen = True
         cls.__init__ = _constructor(cls, found)
         cls.__setattr__, cls.__delattr__ = _refuse_to_set, _refuse_to_delete
-        # An instance that is copied or unpickled can't be set attribute by attribute.
+        # Copying and unpickling can't set attributes one by one on a frozen instance.
         cls.__getstate__, cls.__setstate__ = _state_of, _restore
         compared = _values_of([item.name for item in found if item.compare])
         hashed = _values_of([item.name for item in found if (item.compare if item.hash is None else item.hash)])

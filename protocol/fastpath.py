@@ -53,7 +53,6 @@ STREAM_WAIT: Final = fixed_struct(StreamWait, "stream", "other")
 LAYOUTS: Final = MappingProxyType(
     {Handle: HANDLE, MemAlloc: MEM_ALLOC, MemRead: MEM_READ, ArenaCopy: ARENA_COPY, StreamWait: STREAM_WAIT}
 )
-"""The layouts above by body: `parse_fixed` takes any of them."""
 
 _GRAPH: Final = fixed_struct(GraphLaunch, "graph")
 _MEM_WRITE: Final = fixed_struct(MemWrite, "handle", "offset")
@@ -100,7 +99,7 @@ SMALL_FRONTS: Final = (
     _DATA_HEAD,
     build_frame(Opcode.MEM_REUSE, bytes(HANDLE.size), request_id=0, flags=_QUIET)[:REQUEST_ID_OFFSET],
 )
-"""The beginnings of a quiet MEM_WRITE, a MEM_READ, a MEM_READ's successful reply, and a quiet MEM_REUSE. Those of the
+"""The beginnings of a quiet MEM_WRITE, a MEM_READ, a successful MEM_READ reply, and a quiet MEM_REUSE. Those of the
 write and of the reply end before the payload's length."""
 
 

@@ -1,17 +1,17 @@
-"""Text that others wrote, made fit for a log, a report or a terminal.
+"""Makes foreign text safe for a log, a report or a terminal.
 
 A control character could clear the screen, forge a line or set the terminal's title (CWE-150); a bidirectional one
-could show a line in another order.
+could display a line in another order.
 """
 
 
 def printable(text: str, *, kept: str = "", instead: str | None = None) -> str:
-    """Return text in which each character that `str.isprintable` refuses is replaced.
+    """Return text with every character replaced that `str.isprintable` refuses.
 
     Args:
         text: Any text; lone surrogates are replaced, too.
-        kept: Characters that stay as they are.
-        instead: What stands for each of the others; None: its escape.
+        kept: Characters that stay unchanged.
+        instead: The replacement of each other character; None: its escape.
     """
     if text.isprintable():
         return text

@@ -1,16 +1,17 @@
-"""The check that every HTTP face makes of a request's headers: Host, Origin, Sec-Fetch-Site and those of its length.
+"""Checks the headers of every request to an HTTP server of ours: Host, Origin, Sec-Fetch-Site and the length.
 
-Our HTTP faces listen on loopback. Two attacks reach such a server through a browser of its host:
+Our HTTP servers listen on loopback. Two attacks reach such a server through a browser on its host:
 
-- DNS rebinding: a foreign page makes its own name resolve to 127.0.0.1 and asks by that name. The Host header gives it
-  away: a face answers only to the names it knows, 421 otherwise.
-- A foreign page sends a request to 127.0.0.1 directly. Browsers say so in Origin and Sec-Fetch-Site, 403.
+- DNS rebinding: a foreign page makes its own name resolve to 127.0.0.1 and sends requests to that name. The Host header
+  reveals it: a server answers only to its known names, and otherwise with 421.
+- A foreign page sends a request to 127.0.0.1 directly. Browsers reveal that in Origin and Sec-Fetch-Site: 403.
 
-A request with Content-Length and Transfer-Encoding has two lengths. A proxy that takes the other one than the face
-takes what is left for the next request, of somebody else (RFC 9112, 6.1 and 11.2): 400, and the connection ends.
+A request with both Content-Length and Transfer-Encoding has two lengths. If a proxy uses one and the server the other,
+the proxy takes the remaining bytes for another client's next request (RFC 9112, 6.1 and 11.2). The server answers 400
+and closes the connection.
 
-A program sends no Origin and no Sec-Fetch-Site, so the check costs it nothing. A reverse proxy is let through when the
-operator names the host that browsers know it by.
+Programs send neither Origin nor Sec-Fetch-Site, so the check does not affect them. Operators admit a reverse proxy by
+naming the host under which browsers know it.
 """
 
 import re
@@ -20,10 +21,10 @@ from typing import Final
 from urllib.parse import urlsplit
 
 MISDIRECTED: Final = 421
-"""The status for a name that the face does not know (RFC 9110, 15.5.20)."""
+"""The status for a name that is not the server's (RFC 9110, 15.5.20)."""
 
 READING: Final = ("GET", "HEAD")
-"""The methods that change nothing; no browser lets a foreign page read what they answer."""
+"""The methods that change nothing. Browsers do not let a foreign page read the answers."""
 
 _HOST_NAME: Final = re.compile(r"(?!-)[A-Za-z0-9.-]{1,253}(?<!-)", re.ASCII)
 _NOT_OF_HOSTS: Final = re.compile(rb"[\x00-\x20/?#@\\\x7f-\xff]")
@@ -35,11 +36,11 @@ Headers = Mapping[bytes, list[bytes]]
 
 @dataclass(frozen=True, slots=True)
 class KnownHosts:
-    """The names that a face may be asked by, without ports.
+    """The names by which a server may be addressed, without ports.
 
     Attributes:
-        own: The face's own address and names; None on a Unix socket, which no browser can reach by any name.
-        named: Names that the operator added: a proxy's, behind which the face has another origin.
+        own: The server's own address and names; None on a Unix socket, which a browser can't address by any name.
+        named: Names that the operator added, such as a proxy's, through which the server has another origin.
         setting: The name of the operator's setting, for the refusal's text.
     """
 
@@ -71,23 +72,25 @@ def headers_of(pairs: Iterable[tuple[bytes, bytes]]) -> Headers:
 
 
 def refusal(headers: Headers, known: KnownHosts, *, is_act: bool, is_linked: bool = False) -> tuple[int, str] | None:
-    """The status and the sentence that refuse a request; None if it may go on.
+    """Return the status and the sentence that refuse a request; None if it may continue.
 
     Args:
-        headers: The request's.
-        known: The names that the face answers to.
+        headers: The request's headers.
+        known: The names of the server.
         is_act: Whether the request changes something.
         is_linked: Whether a link on a foreign page may lead here.
     """
     hosts = headers.get(b"host", [])
     if len(hosts) != 1:
         return 400, "There must be one Host header."
+    # The name first: after DNS rebinding all other headers look like those of a genuine request.
     if known.own is not None and host_of(hosts[0]) not in known.own | known.named:
         return MISDIRECTED, f"This server is not asked by that name: see {known.setting}."
     if not _is_host(hosts[0]):
         return 400, "The Host header must be a host and a port."
     if b"content-length" in headers and b"transfer-encoding" in headers:
         return 400, "There must be Content-Length or Transfer-Encoding, and not both."
+    # Acts need proof that this server's own page, or a program, sends them.
     if is_act and not _is_own_page(headers, hosts[0], known.named):
         return 403, "The request does not come from this server's own page."
     if headers.get(b"sec-fetch-site", [b"none"])[0] in _FOREIGN and not is_linked:
@@ -96,7 +99,7 @@ def refusal(headers: Headers, known: KnownHosts, *, is_act: bool, is_linked: boo
 
 
 def _is_host(header: bytes) -> bool:
-    """Return whether a URL can be made of a Host header, which frameworks do."""
+    """Return whether a Host header can be part of a URL; frameworks build one from it."""
     if _NOT_OF_HOSTS.search(header):
         return False
     try:
@@ -107,14 +110,14 @@ def _is_host(header: bytes) -> bool:
 
 
 def _is_own_page(headers: Headers, host: bytes, named: frozenset[str]) -> bool:
-    """Return whether the face's own page asks, or a program. Browsers send every script's origin."""
+    """Return whether this server's own page asks, or a program. Browsers send the origin of every script."""
     if headers.get(b"sec-fetch-site", [b"same-origin"]) != [b"same-origin"]:
         return False
     origins = headers.get(b"origin")
     if origins is None:
         return True
     scheme, _, origin = origins[0].partition(b"://")
-    # Another port of this host is another server; a proxy may ask by a name of its own.
+    # Another port of this host is another server; a proxy may have another name.
     is_ours = origin.lower() == host.lower() or host_of(origin) in named
     return len(origins) == 1 and scheme in (b"http", b"https") and is_ours
 

@@ -73,7 +73,7 @@ MAX_KERNELS: Final = 4096
 """Most kernels of one module listed in a reply. Stops a generated image from making a reply too large to send."""
 
 MAX_STREAMS: Final = 32
-"""Most streams of a session beside its default one. Each costs the driver queues on host and card, which no slice
+"""Most streams of a session besides its default one. Each costs the driver queues on host and card, which no slice
 bounds. A card runs no more side by side (CUDA C++ Programming Guide, CUDA_DEVICE_MAX_CONNECTIONS)."""
 
 MAX_PRINTED_BYTES: Final = 1 << 20

@@ -1,22 +1,22 @@
-"""A bound on what others can have logged: so much at once, then so much a second, and a count of what was left out."""
+"""Bounds the log lines that others can cause: a burst, then a rate per second, and a count of the omitted ones."""
 
 
 class LogBudget:
-    """A token bucket. A token is a line, a record or a byte; the bucket begins full.
+    """A token bucket. A token is a line, a record or a byte; the bucket starts full.
 
     Args:
         at_once: Tokens of a full bucket.
-        token_ns: Nanoseconds in which one token comes back.
+        token_ns: Nanoseconds in which one token returns.
 
     Attributes:
-        omitted: Spendings that were refused since the last one that was admitted, or since the caller reset it.
+        omitted: Refusals since the last admitted spending, or since the caller reset it.
     """
 
     __slots__ = ("_at_ns", "_full_ns", "_left_ns", "_token_ns", "omitted")
 
     def __init__(self, at_once: int, token_ns: int) -> None:
         self._token_ns = token_ns
-        # Tokens are kept as the time in which they come back, so all sums are exact.
+        # Tokens are stored as the time in which they return, so that all sums are exact.
         self._left_ns = self._full_ns = at_once * token_ns
         self._at_ns = 0
         self.omitted = 0

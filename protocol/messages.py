@@ -193,7 +193,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Placement(Body):
-    """The nodes to ask, in order. `holder` is the node that serves the name, None if none does or it is not told.
+    """The nodes to ask, in order. `holder` is the node that serves the name, None if none does, or if it is secret.
 
     A view of the fleet that may be seconds old chose them: each decides by itself. `nodes` counts the fleet's nodes.
     `why` says why none is a candidate, "" if any is.
@@ -733,7 +733,7 @@ class RegionRefusal(Body):
 
 @dataclass(frozen=True, slots=True)
 class LaunchIn(Body):
-    """A `Launch` that begins only while every region of the set goes on. `position` comes back if it does not begin."""
+    """A `Launch` that begins only while every region of the set lives. `position` comes back if it does not begin."""
 
     module: int = wire(U64)
     kernel: str = wire(text(limits.MAX_KERNEL_NAME_BYTES))
@@ -780,7 +780,7 @@ class LaunchWith(Body):
 
 @dataclass(frozen=True, slots=True)
 class GraphLaunchIn(Body):
-    """A `GraphLaunch` that begins only while every region of the set goes on; see `LaunchIn`."""
+    """A `GraphLaunch` that begins only while every region of the set lives; see `LaunchIn`."""
 
     graph: int = wire(U64)
     args: bytes = wire(sized_bytes(limits.MAX_ARGUMENT_BYTES))

@@ -1,9 +1,9 @@
 """The operations: one `OperationSpec` for each opcode, with every fact about it that more than one place needs.
 
-Whatever says such a fact elsewhere is derived from these specifications, or a test compares it with them: the codec's
-bodies, the states of a connection, the permissions of tokens, the worker's dispatch and the abilities it announces, the
-watchdog's patience, the client's acknowledgements, and the tables of `README.md`. A new operation begins here; a fact
-left out is an error when this module is imported.
+All other places derive such facts from these specifications, or a test compares them: the codec's bodies, the states of
+a connection, the permissions of tokens, the worker's dispatch and the abilities it announces, the watchdog's patience,
+the client's acknowledgements, and the tables of `README.md`. Define a new operation here first; a missing fact is an
+error when this module is imported.
 """
 
 from collections.abc import Iterator
@@ -27,8 +27,8 @@ class Trait(Flag):
 
     Of session operations:
         IN_STREAM: It acts in the stream that STREAM_SELECT chose.
-        WAITS_IN_DRIVER: It may block inside the driver, where nobody can poll: for a kernel, while the driver's queue
-            is full, or for a compiler. The lease's deadline bounds it, and compilers have a bound of their own. An
+        WAITS_IN_DRIVER: It may block inside the driver, where polling is impossible: for a kernel, while the
+            driver's queue is full, or for a compiler. The lease's deadline bounds it, and compilers have a bound of their own. An
             operation that polls, as SYNC does, does not have this trait: a worker that is silent in it hangs.
         SETTLES: Its reply says that everything before it has ended, in all streams.
         SETTLES_ALONE: Its reply says so while the session has no stream but the default one.
@@ -755,7 +755,7 @@ _ALL: Final = (
 
 
 def _mistakes() -> Iterator[str]:
-    """Yield what contradicts itself in the table above."""
+    """Yield the contradictions in the table above."""
     if [spec.op for spec in _ALL] != list(Opcode):
         missing = ", ".join(op.name for op in Opcode if op not in {spec.op for spec in _ALL})
         yield f"every opcode must have one specification, in the opcodes' order; missing: {missing or 'none'}"
@@ -789,16 +789,16 @@ def having(trait: Trait) -> frozenset[Opcode]:
     return frozenset(spec.op for spec in _ALL if trait in spec.traits)
 
 
-# By number, for frames whose operation nobody knows.
+# By number, for frames with unknown operations.
 _IN_SESSION: Final = {int(spec.op): spec.needs for spec in _ALL if State.SESSION in spec.states}
 _ANY_OF: Final = {op: needs.permissions for op, needs in _IN_SESSION.items() if needs.any_suffices}
 _ALL_OF: Final = {op: needs.permissions for op, needs in _IN_SESSION.items() if not needs.any_suffices}
 
 
 def missing_permission(op: int, permissions: Permission) -> Permission:
-    """Return the permissions that a session's connection lacks for an operation; none if it may do it.
+    """Return the permissions that a session's connection lacks for an operation; an empty set if it may do it.
 
-    An operation that is not known needs all permissions of a session.
+    An unknown operation needs all permissions of a session.
     """
     if op in _ANY_OF:
         needed = _ANY_OF[op]

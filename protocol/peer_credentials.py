@@ -1,4 +1,4 @@
-"""What the kernel reports of a Unix socket's peer: the bytes of SO_PEERCRED (unix(7))."""
+"""The kernel's report about a Unix socket's peer: the bytes of SO_PEERCRED (unix(7))."""
 
 import struct
 from typing import Final, NamedTuple
@@ -10,7 +10,7 @@ UCRED_BYTES: Final = _UCRED.size
 
 
 class PeerCredentials(NamedTuple):
-    """Who called connect(2), or listen(2) last on a socket that listens, at that time.
+    """The process that called connect(2), or that last called listen(2) on a listening socket, as of that call.
 
     Attributes:
         pid: The process; 0 if it is in another pid namespace.

@@ -4,7 +4,7 @@ All integers are big-endian. `bytes` is a u32 length and the data, `list` a u16 
 u16 length and the data, `optional` a u8 present flag and the field. Lengths are checked against their limit before the
 data is read.
 
-The constructs are the definition. Beside each stands its `Plain` form, which the codec tries first.
+The constructs are the definition. Next to each is its `Plain` form, which the codec tries first.
 """
 
 import struct
@@ -32,13 +32,13 @@ class BadValue(c.ConstructError):  # type: ignore[misc]  # construct ships no ty
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """An encoding done with `struct` alone: construct takes 5 to 20 times as long.
+    """An encoding with only `struct`: construct takes 5 to 20 times as long.
 
-    Both functions raise one of NOT_PLAIN for what the construct might refuse. A read may end behind the payload's end:
-    the caller compares the offset. It then takes what the construct takes, and gives what the construct gives.
+    Both functions raise one of NOT_PLAIN for input that the construct might refuse. A read may end beyond the payload's
+    end, so the caller compares the offset. Otherwise it accepts the same input as the construct, with the same result.
 
     Attributes:
-        read: Takes a payload and the value's offset; returns the value and the offset behind it.
+        read: Takes a payload and the value's offset; returns the value and the offset after it.
         write: Takes a value; returns its bytes.
     """
 
@@ -47,7 +47,7 @@ class Plain:
 
 
 NOT_PLAIN: Final = (struct.error, c.ConstructError, ValueError, TypeError, AttributeError, OverflowError)
-"""Errors of a `Plain`, on which the construct has to say what is wrong, if anything is."""
+"""Errors of a `Plain` after which the construct decides whether, and why, the input is wrong."""
 
 _U8: Final = struct.Struct(">B")
 _U16: Final = struct.Struct(">H")
@@ -132,6 +132,7 @@ def _plain_optional(item: Plain) -> Plain:
 
 def _plain_record(record: type[Any]) -> Plain:
     """Return a record's plain form: neighbouring integers are one struct, every other field is read by itself."""
+    # Merge neighbouring integers into one struct: a single unpack reads them all.
     runs: list[tuple[struct.Struct | Plain, list[str]]] = []
     for item in fields(record):
         subcon = item.metadata["wire"]
@@ -187,7 +188,7 @@ def wire(subcon: Any) -> Any:
 
 
 def struct_of(record: type[Any]) -> Any:
-    """Return the construct Struct of a dataclass whose fields are all made with `wire`."""
+    """Return the construct Struct of a dataclass with fields that are all made with `wire`."""
     return c.Struct(*(item.name / item.metadata["wire"] for item in fields(record)))
 
 

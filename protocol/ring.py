@@ -23,7 +23,7 @@ Neither side trusts the memory: it reads a word once, checks its copy, and uses 
 A sync needs no frame where the session gives SYNC_WORD: see `SyncWords`.
 
 A client and a worker on one host agree on the shared memory in the options of ATTACH and of its reply. The client names
-what it can use, the worker what it gives. The memory's descriptors come beside the reply's first byte (SCM_RIGHTS,
+what it can use, the worker what it gives. The memory's descriptors come with the reply's first byte (SCM_RIGHTS,
 unix(7)), in the order of `SharedMemory`. An option of another length counts as unknown and is skipped.
 """
 
@@ -42,23 +42,24 @@ RING_VERSION: Final = 1
 """The version of the layout above."""
 
 DATA_AT: Final = 4096
-"""The offset of the bytes. The words have a page of their own."""
+"""The offset of the bytes. The words have their own page."""
 
 MIN_RING_BYTES: Final = 4096
 MAX_RING_BYTES: Final = 16 << 20
 """The bounds of a ring's capacity, a power of two. Stops a layout that would not fit, or wrap inside a word."""
 
 PIECES_PER_RING: Final = 4
-"""The pieces into which a ring cuts larger data, so that the reader takes one out while the writer puts the next in."""
+"""The pieces into which a ring cuts larger data, so that the reader takes one out while the writer puts in the next."""
 
 LOOKS_PER_CLOCK: Final = 16
-"""Looks at the ring between two looks at the clock. On some hosts reading the clock takes as long as a look."""
+"""Reads of the ring from one read of the clock to the next. On some hosts reading the clock takes as long as a read
+of the ring."""
 
 NO_DATA: Final = memoryview(bytearray())
 """No buffer, for `take_if` with a frame that has no data behind its expected bytes."""
 
 LOOK_BYTES: Final = 16 << 10
-"""The bytes after which a writer looks whether the reader is still there (`RingWriter`): some 130 launches. A look
+"""The bytes after which a writer checks that the reader still exists (`RingWriter`): some 130 launches. A check
 takes half a microsecond."""
 
 _WORDS_PER_LINE: Final = 64 // 8
@@ -73,13 +74,11 @@ _LAYOUT: Final = struct.Struct(">BII")
 
 
 class Barrier(Protocol):
-    """A lock that nobody else uses. Acquiring and releasing it is a full memory barrier."""
+    """A lock for this purpose alone. Acquiring and releasing it is a full memory barrier."""
 
-    def acquire(self, blocking: bool = ..., /) -> bool:
-        """Acquire the lock."""
+    def acquire(self, blocking: bool = ..., /) -> bool: ...
 
-    def release(self) -> None:
-        """Release the lock."""
+    def release(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +175,7 @@ class RingWriter:
         return size
 
     def put_whole(self, first: bytes | memoryview, second: bytes | memoryview = b"") -> bool:
-        """Put in both and announce them at once. Returns False, with nothing put in, if there is no room.
+        """Put in both and announce them at once. Returns False, with nothing put in, without enough room.
 
         So an interrupted sender never leaves half a frame. Raises as `put` does.
         """
@@ -258,6 +257,7 @@ class RingWriter:
         return limit
 
     def _wake_reader(self) -> None:
+        # Clear the word before the wake: the reader may set it again.
         self._words[_READER_SLEEPS] = 0  # before the wake: the reader may set the word again
         try:
             self._wake()
@@ -333,6 +333,7 @@ class RingReader:
         Raises FramingError for an impossible writer's counter. A writer that can't be woken is gone; its last bytes can
         still be taken.
         """
+        # Check the writer's counter before using it: the other side can write any number at any time.
         head = self.head
         there = self._words[_TAIL] - head
         if not there:
@@ -340,6 +341,7 @@ class RingReader:
         if not 0 < there <= self._capacity:
             raise FramingError(f"the ring's writer claims to be {there} bytes ahead; it holds {self._capacity}")
         size = min(there, len(into))
+        # The bytes may wrap around the end of the ring, and then need two copies.
         at = head & self._capacity - 1
         end = at + size
         if end <= self._capacity:
@@ -361,7 +363,7 @@ class RingReader:
         data_at = at + len(expected)
         if self._words[_TAIL] - self.head != size or self._data[at:data_at] != expected:
             return False
-        # From here to the head without a call: a client that is interrupted has both, or neither.
+        # From here to the head without a call: after an interruption a client has both updates, or neither.
         if rest:
             here = self._capacity - data_at
             if here >= rest:
@@ -412,7 +414,7 @@ class RingReader:
 class SyncWords:
     """The client's end of two words by which it waits for all that it has sent, without a frame either way.
 
-    The client writes a request's number, higher than that of every request in the ring, beside its tail. A worker that
+    The client writes a request's number, higher than that of every request in the ring, next to its tail. A worker that
     looks at the ring anyway answers in the replies' words once it has taken all that the ring holds: twice the number,
     and one more if all work of the session has ended well. The even number, or none in time, leaves it to a SYNC.
 
@@ -475,7 +477,7 @@ def _places(layout: RingLayout) -> tuple[tuple[int, int, int], tuple[int, int, i
 
 
 MAX_DESCRIPTORS: Final = 3
-"""Descriptors beside ATTACH's reply: one for each kind of `SharedMemory`."""
+"""Descriptors with ATTACH's reply: one for each kind of `SharedMemory`."""
 
 _U64: Final = struct.Struct(">Q")
 _WORDS: Final = bytes([SESSION_WORDS_VERSION])

@@ -19,11 +19,11 @@ or ERROR, and rings. The caller takes the reply out and sets its status to EMPTY
 that answered, which may differ from the method asked for.
 
 Each side writes a status last and reads it first. On x86-64 stores become visible in program order (Intel SDM 3A,
-9.2.2), so a side that polls and sees a status finds its bytes there. On other machines a side must hear the bell first:
-sending and receiving a byte orders memory on every machine.
+9.2.2), so a side that polls and sees a status finds its bytes there. On other machines a side must wait for the bell
+first: sending and receiving a byte orders memory on every machine.
 
 A caller may give its call a time limit. It writes the request's id (u64) and the time left (u32, milliseconds) before
-the request's status. They lie in the last 12 bytes of the reply's region, which nobody uses before the reply. Another
+the request's status. They lie in the last 12 bytes of the reply's region, which is unused before the reply. Another
 id there, or 0, means no limit, so a caller that knows nothing of this need not change.
 
 Method 0, DESCRIBE, has no payload; its reply describes what is served. An ERROR's payload is a CallError. Every reader
@@ -92,7 +92,7 @@ class CallErrorCode(IntEnum):
     UNAVAILABLE = 6
     """The model has no lease now; nothing was done."""
     LEASE_LOST = 7
-    """The model's lease ended during the request: it may have been computed, but there is no result."""
+    """The model's lease ended during the request: it may have been computed, but without a result."""
     KERNEL_FAILED = 8
     """The model's kernel failed or ran for too long."""
 
@@ -115,7 +115,7 @@ CALL_ERROR: Final = c.Struct("code" / c.Int32ul, "retry_after_ms" / c.Int32ul, "
 GREETING: Final = c.Struct(
     "magic" / c.Const(b"gpulrpc"), "version" / c.Int8ul, "shared_bytes" / c.Int32ul, "padding" / c.Const(bytes(4))
 )
-"""A server's first message on the socket; the memory's descriptor comes beside its first byte (SCM_RIGHTS, unix(7))."""
+"""A server's first message on the socket; the memory's descriptor comes with its first byte (SCM_RIGHTS, unix(7))."""
 
 GREETING_BYTES: Final = 16
 

@@ -2,7 +2,7 @@
 
 It says whether the lease and each of its regions go on. A client refuses a launch by one load of it, and the worker
 looks at the regions' words before each launch. There is one page for each session, with no word of another session.
-Nobody believes a client: what a worker does behind the lease's end is decided by a page that no client has.
+Clients are never trusted: a page that no client has decides what a worker does after the lease's end.
 
 Each field is an aligned, native u64, read and written one at a time (x86-64: such a store is seen whole, and stores
 are seen in their order).

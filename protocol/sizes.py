@@ -1,4 +1,4 @@
-"""Sizes as people write them in settings, on command lines and in programs, and as sentences tell them."""
+"""Sizes as people write them in settings, on command lines and in programs, and as sentences for people."""
 
 import re
 from typing import Final

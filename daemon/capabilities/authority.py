@@ -30,7 +30,7 @@ MAX_NONCES_PER_LEASE: Final = 256
 loop. The count is per lease, so such a tenant locks out itself alone."""
 
 MAX_STALE: Final = 64
-"""Entries of returned nonces in the heap, beside as many as there are used ones. Bounds memory against a guest that
+"""Entries of returned nonces in the heap, besides as many as there are used ones. Bounds memory against a guest that
 attaches again and again in vain: each attempt uses its token and returns it."""
 
 

@@ -1,7 +1,7 @@
 """`python -m gpulease.daemon.gpus.cuinit`: calls cuInit and prints its result as JSON.
 
 The call needs its own process: an initialised driver does not survive a fork, and a broken driver may hang. The daemon
-calls it only where no worker can make a context, to tell the driver's faults from the sandbox's.
+calls it only where no worker can make a context, to distinguish the driver's faults from the sandbox's.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ class Answer:
 
     Attributes:
         number: The CUresult, 0 for success; None without a result.
-        reason: The reason why there is no result; "" if there is no such library.
+        reason: The reason for a missing result; "" if the library is missing.
     """
 
     number: int | None

@@ -94,7 +94,7 @@ EX_OSERR: Final = 71
 """The exit status of sysexits(3) for a broken driver. No restart of the daemon mends it."""
 
 EX_NOPERM: Final = 77
-"""The exit status of sysexits(3) for a daemon whose user may not use the cards. No restart mends it."""
+"""The exit status of sysexits(3) for a daemon that runs as a user without access to the cards. No restart mends it."""
 
 OTHERWISE: Final = "or start with --driver cpu."
 

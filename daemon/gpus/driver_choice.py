@@ -15,7 +15,7 @@ PRETENDED: Final = (
     "this host has no NVIDIA driver, so its cards are emulated: kernels run on the CPU, in the host's "
     "memory. Install the driver and restart gpuleased, or start it with --driver cpu if this is intended"
 )
-"""The warning where nobody asked for pretended cards."""
+"""The warning about pretended cards that the settings did not ask for."""
 
 
 def has_nvidia_driver() -> bool:

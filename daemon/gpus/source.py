@@ -51,7 +51,7 @@ class CardFacts:
         is_partition: Whether the card is a MIG partition.
         found_bytes: The capacity before the operator's own bound.
         unattributed_bytes: The used bytes that belong to no process, the baseline of proofs.
-        slack_bytes: The change of other programs' bytes that is no leak; the reserve covers it.
+        slack_bytes: The change of other programs' bytes that does not count as a leak; the reserve covers it.
     """
 
     uuid: str
@@ -101,7 +101,7 @@ class CardSource(Protocol):
 
     @property
     def driver(self) -> str:
-        """The driver whose workers compute on these cards."""
+        """The driver of the workers that compute on these cards."""
 
     @property
     def warning(self) -> str:
@@ -113,7 +113,7 @@ class CardSource(Protocol):
 
     @property
     def reserve_bytes(self) -> int:
-        """The bytes that the node reserves for each session beside its slice. A session that takes more is ended."""
+        """The bytes that the node reserves for each session besides its slice. A session that takes more is ended."""
 
     def discover(self, known: Mapping[str, KeptCard]) -> list[CardFacts]:
         """Return all cards. `known` has measurements of cards from before they had leases. Raises CardsUnavailable."""

@@ -30,7 +30,7 @@ from gpulease.daemon.remote.relay import preload, run_relay
 from gpulease.protocol.counts import counted
 
 MAX_HANDSHAKES: Final = 32
-"""Relays at a time whose peer is not known yet. An honest peer is unknown for one round trip."""
+"""Relays at a time with an unknown peer. An honest peer is unknown for one round trip."""
 
 MIN_HANDSHAKE_S: Final = 0.5
 """Each handshake gets at least so long; then, if others wait, one handshake is ended."""
@@ -48,7 +48,7 @@ SPARE_RELAYS: Final = 4
 meanwhile. A connection beyond them waits for a fork. Each has 3 MiB of its own."""
 
 REVOKED_CHECK_S: Final = 1.0
-"""Pause between two looks for open connections whose certificate was revoked."""
+"""Pause from one search for open connections with a revoked certificate to the next."""
 
 NO_DESCRIPTORS_PAUSE_S: Final = 0.1
 """After the host had no descriptor for a connection, until the next accept."""
@@ -83,7 +83,7 @@ class SpareRelay:
 
 @dataclass(slots=True)
 class Handshake:
-    """A relay whose peer is not known yet.
+    """A relay with a peer that is still unknown.
 
     Attributes:
         pid: The relay's process.
@@ -270,7 +270,7 @@ class TlsAcceptor:
     # --- the node's certificate, and revoked ones ---
 
     def _reload_identity(self) -> None:
-        """Read the files again if they have changed. Without usable files nobody is let in."""
+        """Read the files again if they have changed. Without usable files it admits no peer."""
         if self._identity is not None and self._identity.is_current():
             return
         self._drop_spares()

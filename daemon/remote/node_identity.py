@@ -24,7 +24,7 @@ from gpulease.daemon.remote.tls_settings import TlsSettings, check_tenant
 TENANT_PREFIX: Final = "URI:gpulease:tenant:"
 
 MAX_NAMES: Final = 64
-"""Names of one certificate. Nobody needs more; it bounds a relay's report to the acceptor."""
+"""Names of one certificate. No peer needs more; it bounds a relay's report to the acceptor."""
 
 MAX_NAME_BYTES: Final = 512
 """The length of one name; the longest DNS name has 253 bytes."""
@@ -67,13 +67,13 @@ def tenant_named(names: Sequence[str], tenants: Mapping[str, str]) -> str:
 
 
 Stamp = tuple[int, int, int] | None
-"""Inode, size and time of change of a file; None if there is no file. A changed file has another stamp."""
+"""Inode, size and time of change of a file; None without a file. A changed file has another stamp."""
 
 _FIELDS: Final = ("certificate", "key", "client_ca", "crl")
 
 
 class BadIdentity(Exception):
-    """The files can't be used; the message tells the operator which and why."""
+    """The files can't be used; the message names them and the reason, for the operator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ def _context(files: IdentityFiles, *, with_key: bool) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED
-    # Without tickets there is no resumption and no early data, so each connection shows its certificate.
+    # Without tickets neither resumption nor early data exist, so each connection shows its certificate.
     context.num_tickets = 0
     context.options |= ssl.OP_NO_TICKET | ssl.OP_NO_COMPRESSION
     _load(context, files.client_ca, "client_ca")

@@ -28,7 +28,7 @@ ACCEPTS_AT_A_TIME: Final = 64
 """Connections accepted in a row before the acceptor serves its other descriptors."""
 
 PEEK_BYTES: Final = 6
-"""The bytes that tell whether a connection begins a handshake: a record's header and the message type."""
+"""The bytes that show whether a connection begins a handshake: a record's header and the message type."""
 
 RECORD_HEADER_BYTES: Final = 5
 

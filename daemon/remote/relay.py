@@ -38,7 +38,7 @@ _SERIAL: Final = re.compile(f"-?[0-9A-F]{{1,{MAX_SERIAL_CHARS}}}")
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """The acceptor's message to the broker about a relay whose peer is known.
+    """The acceptor's message to the broker about a relay with a peer that is known.
 
     Attributes:
         pid: The relay's process.
@@ -93,7 +93,7 @@ KEEPALIVE: Final = (
 
 
 class HandshakeFailed(Exception):
-    """The handshake failed; the message tells the operator why."""
+    """The handshake failed; the message says why, for the operator."""
 
 
 @dataclass(slots=True)
@@ -143,7 +143,7 @@ def run_relay(inner: socket.socket, report: socket.socket, identity: Identity) -
     try:
         send_message(report, report_message)
     except ChannelClosed:
-        return 0  # the acceptor is gone, so nobody knows of this connection
+        return 0  # the acceptor is gone, so this connection is unknown to the broker
     report.close()
     for level, option, value in KEEPALIVE:
         net.setsockopt(level, option, value)
@@ -313,7 +313,7 @@ class Pump:
         self._plain = memoryview(bytearray(BUFFER_BYTES))
         self._undelivered = _NOTHING
         self._unsent = _NOTHING
-        # *_ended: that side sends no more. *_closed: the relay has told that side that it sends no more.
+        # *_ended: that side sends no more. *_closed: the relay has ended its own stream to that side.
         self._net_ended = self._inner_closed = self._inner_ended = self._net_closed = False
         self._poll = select.poll()
         self._masks = dict.fromkeys((net.fileno(), inner.fileno()), -1)

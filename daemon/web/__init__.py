@@ -1,4 +1,4 @@
-"""The web page, the health checks and the metrics (`--http`): a process beside the broker.
+"""The web page, the health checks and the metrics (`--http`): a process next to the broker.
 
 The broker parses no HTTP. It holds the listening socket, starts this process, and serves it over the ordinary protocol
 as a peer that may see everything and change nothing. When an operator ends a lease on the page, this process passes the

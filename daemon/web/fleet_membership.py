@@ -30,7 +30,7 @@ class FleetMembership:
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Self:
-        """Return the membership that a message tells of."""
+        """Return the membership in a message."""
         return cls(message["node"], message["horizon_boot_ns"], message["fenced"])
 
     def left_s(self, now_boot_ns: int) -> float | None:

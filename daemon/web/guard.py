@@ -168,7 +168,7 @@ def limit_server_log() -> None:
 class WrongTokens:
     """Logs requests with wrong tokens: the first at once, then a count every PAUSE_S while more come.
 
-    Nobody is locked out for wrong tokens. Otherwise any local user could lock operators out, and a token can't be
+    Wrong tokens lock out no client. Otherwise any local user could lock operators out, and a token can't be
     guessed.
     """
 

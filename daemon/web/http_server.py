@@ -11,7 +11,7 @@ from gpulease.daemon.web.guard import App
 
 MAX_CONNECTIONS: Final = 128
 """Connections at a time. One more evicts the connection that has been idle for the longest, or else one that does not
-read its answer. So a local user who opens all of them keeps nobody out."""
+read its answer. So a local user who opens all of them keeps no client out."""
 
 MAX_HEAD_BYTES: Final = 16 << 10
 """The size of a request's line and headers. Stops a peer that never ends them."""

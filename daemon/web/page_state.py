@@ -34,7 +34,7 @@ ENDING: Final = frozenset({"grace", "teardown", "ended"})
 """The phases of a lease's end. Of these the page shows the latest alone."""
 
 HISTORY: Final = 60
-"""Snapshots whose launch rate is kept for a card."""
+"""Snapshots for which a card's launch rate is kept."""
 
 GAP_S: Final = 5.0
 """Longest time between two snapshots over which a launch rate is worth showing."""
@@ -162,7 +162,7 @@ class Feed:
                     await asyncio.sleep(FETCH_EVERY_S)
             await asyncio.sleep(FETCH_SOON_S)
             try:
-                # Without a timeout while nobody watches: a new watcher ends the wait.
+                # Without a timeout while no page watches: a new watcher ends the wait.
                 await asyncio.wait_for(self._wakeup.wait(), FETCH_EVERY_S - FETCH_SOON_S if self._watchers else None)
             except TimeoutError:
                 continue

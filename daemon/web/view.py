@@ -2,7 +2,7 @@
 
 The protocol keeps tenants from seeing each other, but on loopback any local user may ask. Without the operator's token
 a reader sees a slice's size, age and time left. The slice's tenant, its id and texts about it stay hidden. Pseudonyms
-stay the same while the broker lives, and nobody else can compute them.
+stay the same while the broker lives, and no other process can compute them.
 """
 
 import hashlib
@@ -60,7 +60,7 @@ class Changed:
     """What a change is of.
 
     Attributes:
-        tenant: Whose it is.
+        tenant: Its tenant.
         card_uuid: The card.
         size_bytes: Its bytes at the moment that they were asked for.
         is_region: Whether it is a region, not a lease.
@@ -74,7 +74,7 @@ class Changed:
 
 @dataclass(frozen=True, slots=True)
 class LeaseChange:
-    """A change of a lease or region to another phase; `about` is None where nobody knows that any more."""
+    """A change of a lease or region to another phase; `about` is None once that is forgotten."""
 
     number: int
     at_s: float
@@ -122,7 +122,7 @@ class Snapshot:
 
 
 def view_of(snapshot: Snapshot, pseudonyms: Pseudonyms, now_s: float, *, is_named: bool) -> dict[str, Any]:
-    """Return the state as the page's JSON. Times are seconds from `now_s`, by a monotonic clock, which nobody sets."""
+    """Return the state as the page's JSON. Times are seconds from `now_s`, by a monotonic clock, which is never set."""
     age_s = max(0.0, now_s - snapshot.at_s)
     slices: dict[str, list[dict[str, Any]]] = {}
     regions: dict[str, list[dict[str, Any]]] = {}

@@ -24,7 +24,7 @@ from gpulease.daemon.remote.tls_settings import check_tenant
 
 AUTHORITY_LIFE: Final = datetime.timedelta(days=365)
 LEAF_LIFE: Final = datetime.timedelta(days=30)
-"""A leaked certificate that nobody revokes is of use for at most so long."""
+"""Life of a certificate, and so the longest use of a leaked one that is never revoked."""
 
 BACKDATED: Final = datetime.timedelta(minutes=5)
 """Certificates are valid from so long ago, because the clocks of two hosts differ."""
@@ -177,7 +177,7 @@ class Authority:
         return issued
 
     def _make_room(self, issued: Issued) -> None:
-        """Move a certificate that nobody accepts any more, and its key, aside. Raises PkiError for one that holds."""
+        """Move an expired or revoked certificate and its key aside. Raises PkiError for one that holds."""
         try:
             old = x509.load_pem_x509_certificate(issued.certificate.read_bytes())
             crl = x509.load_pem_x509_crl(self.crl_path.read_bytes())
