@@ -116,7 +116,7 @@ class Module(Handle):
     Attributes:
         kernels: Its kernels by name, each with its parameters' sizes in bytes and the most threads its block may have.
         parameter_types: By kernel, its parameters' types as the image's PTX declares them; empty if it does not.
-        templates: Launches that were checked once (`engine.launch`). They are void when the module is unloaded.
+        templates: Launches that were checked once (`core.launch`). They are void when the module is unloaded.
         latest: The last of these launches that named no regions.
         latest_in: The last that named regions.
     """

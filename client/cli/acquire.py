@@ -19,8 +19,8 @@ from gpulease.client.cli.fleet import ask_about
 from gpulease.client.cli.lease_ids import lease_id_argument
 from gpulease.client.cli.lease_options import WantedLease, lease_options, time_option
 from gpulease.client.cli.tables import seconds_text, size_text
-from gpulease.client.engine import lease as engine
-from gpulease.client.engine.lease_request import LEASE_ID_VARIABLE, LeaseRequest, address_of
+from gpulease.client.core import lease as engine
+from gpulease.client.core.lease_request import LEASE_ID_VARIABLE, LeaseRequest, address_of
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.sync.driver import drive
 from gpulease.protocol import Opcode

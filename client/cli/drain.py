@@ -11,7 +11,7 @@ from click.core import ParameterSource
 from gpulease.client.cli.exit_status import EXIT_FAILED
 from gpulease.client.cli.reports import cards_of, leases_of
 from gpulease.client.cli.tables import seconds_text, shown
-from gpulease.client.engine.lease_request import milliseconds
+from gpulease.client.core.lease_request import milliseconds
 from gpulease.client.errors import Disconnected, InvalidRequest
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode

@@ -8,8 +8,8 @@ from gpulease.client.cli.daemon_modules import FLEET, become_module
 from gpulease.client.cli.drain import drain_text, milliseconds_of
 from gpulease.client.cli.reports import Report, json_text
 from gpulease.client.cli.tables import MISSING, fitted, output_width, seconds_text, shown, size_text
-from gpulease.client.engine.fleet_acquire import Fleet, ask_directories
-from gpulease.client.engine.lease_request import fleet_of
+from gpulease.client.core.fleet_acquire import Fleet, ask_directories
+from gpulease.client.core.lease_request import fleet_of
 from gpulease.client.errors import Denied, Disconnected, GpuLeaseError, InvalidRequest, NotFound
 from gpulease.client.sync.driver import ask, drive
 from gpulease.protocol import Opcode

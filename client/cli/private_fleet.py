@@ -17,7 +17,7 @@ from typing import Any, Final
 from gpulease.client.cli.exit_status import CannotStart
 from gpulease.client.cli.fleet import listing_of
 from gpulease.client.cli.private_daemon import SOCKET_NAME, PrivateDaemon, PrivateServer
-from gpulease.client.engine.lease_request import fleet_of
+from gpulease.client.core.lease_request import fleet_of
 from gpulease.client.errors import Disconnected
 from gpulease.protocol.counts import counted
 

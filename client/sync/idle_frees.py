@@ -1,4 +1,4 @@
-"""The thread that frees what nobody has any more in blocking sessions that are asked for nothing (`engine.idle_frees`).
+"""The thread that frees what nobody has any more in blocking sessions that are asked for nothing (`core.idle_frees`).
 
 It is one thread for all sessions of the process. It ends with the last of them, and never keeps a program from ending.
 """
@@ -9,8 +9,8 @@ import weakref
 from _thread import start_new_thread
 from contextlib import suppress
 
-from gpulease.client.engine.idle_frees import LOOK_S, IdleLook
-from gpulease.client.engine.session import Session
+from gpulease.client.core.idle_frees import LOOK_S, IdleLook
+from gpulease.client.core.session import Session
 
 
 class _Looker:

@@ -1,9 +1,9 @@
 """The names that `gpulease.client` exports; it imports this module when one of them is first asked for."""
 
-from gpulease.client.engine.events import ForwardRevoked, LeaseEvent
-from gpulease.client.engine.lease import LeaseReport, LeaseUse, SubmitReport
-from gpulease.client.engine.region_sets import RegionSet
-from gpulease.client.engine.tokens import Grant, HeldToken
+from gpulease.client.core.events import ForwardRevoked, LeaseEvent
+from gpulease.client.core.lease import LeaseReport, LeaseUse, SubmitReport
+from gpulease.client.core.region_sets import RegionSet
+from gpulease.client.core.tokens import Grant, HeldToken
 from gpulease.client.errors import (
     AllocFailed,
     Busy,

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
-from gpulease.client.engine.lease import LEASE_OVER
+from gpulease.client.core.lease import LEASE_OVER
 from gpulease.client.errors import GpuLeaseError, GpuSessionFailed, SyncFailed, error_class
 from gpulease.protocol.back_off import back_off_s
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol, Self
 
 from gpulease.client.aio import GpuBuilder, GpuLease
-from gpulease.client.engine.lease_request import fleet_of
+from gpulease.client.core.lease_request import fleet_of
 from gpulease.client.errors import Busy, Disconnected, Drained, GpuLeaseError, LeaseExpired
 from gpulease.client.serve.decode.background_tasks import BackgroundTasks
 from gpulease.client.serve.decode.checkpoint import Checkpoint

@@ -20,8 +20,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from gpulease.client.engine.lease_request import milliseconds
-from gpulease.client.engine.tokens import issue_request
+from gpulease.client.core.lease_request import milliseconds
+from gpulease.client.core.tokens import issue_request
 from gpulease.client.errors import Disconnected, GpuLeaseError, InvalidRequest
 from gpulease.client.serve.dra.kubelet_plugin import ClaimRef, PreparedDevice
 from gpulease.client.serve.dra.kubernetes_objects import (

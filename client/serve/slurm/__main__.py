@@ -20,7 +20,7 @@ from typing import Final
 import click
 
 from gpulease.client.cli.exit_status import CannotStart, failures_as_sentences
-from gpulease.client.engine.lease_request import LEASE_ID_VARIABLE, milliseconds
+from gpulease.client.core.lease_request import LEASE_ID_VARIABLE, milliseconds
 from gpulease.client.serve.proved_end import free_and_prove, report_of
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode

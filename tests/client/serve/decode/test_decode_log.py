@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from gpulease.client.engine.lease import LeaseState
+from gpulease.client.core.lease import LeaseState
 from gpulease.client.errors import CapacityExceeded, Denied, InvalidRequest, Revoked
 from gpulease.client.serve.decode import engine_losses, tenant_regions
 from gpulease.client.serve.decode.decode_log import LINE_EVERY_S, LINES_AT_ONCE, MAX_TEXT_CHARACTERS, DecodeLog
