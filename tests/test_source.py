@@ -38,19 +38,19 @@ ONLY_IN: dict[str, str | tuple[str, ...]] = {
         "client/serve/http/",
         "client/serve/gateway/",
         "client/serve/models/model_server.py",
-        "client/serve/decode/openai_http/",
-        "client/serve/decode/decode_page.py",
+        "client/decode/openai/",
+        "client/decode/page/decode_page.py",
         "daemon/web/",
     ),
     "uvicorn": ("client/serve/http/", "daemon/web/"),
     # Their threads start with the import, and most processes of the daemon fork.
     "grpc": ("daemon/fleet/etcd/client.py", "daemon/fleet/etcd/etcd_messages.py", "client/serve/dra/kubelet_plugin.py"),
     # Models' files, and their text; the program that made the tiny model.
-    "gguf": "client/serve/decode/checkpoint/",
-    "safetensors": ("client/serve/decode/checkpoint/", "client/serve/decode/tiny/train.py"),
-    "tokenizers": ("client/serve/decode/text/", "client/serve/decode/tiny/train.py"),
-    "jax": "client/serve/decode/tiny/train.py",
-    "jinja2": "client/serve/decode/text/",
+    "gguf": "client/decode/checkpoint/",
+    "safetensors": ("client/decode/checkpoint/", "client/decode/tiny/train.py"),
+    "tokenizers": ("client/decode/text/", "client/decode/tiny/train.py"),
+    "jax": "client/decode/tiny/train.py",
+    "jinja2": "client/decode/text/",
     # The example's weights are made from what it ships; nothing that serves needs it.
     "sklearn": "client/serve/models/example/digits.py",
     # Reports on the wire; messages between the daemon's own processes, and a decode server's; what is kept of images.
@@ -58,7 +58,7 @@ ONLY_IN: dict[str, str | tuple[str, ...]] = {
         "protocol/primitives.py",
         "daemon/host/ipc.py",
         "daemon/drivers/ptx/image.py",
-        "client/serve/decode/text/text_jobs.py",
+        "client/decode/text/text_jobs.py",
     ),
 }
 

@@ -88,7 +88,7 @@ def _decode(address: str, driver: str, say: Say) -> dict[str, Any]:
         from gpulease.client.bench.decode_shapes import SHAPES as CONFIGS
         from gpulease.client.bench.decode_speed import DecodePlan, measure_decode
         from gpulease.client.bench.rebind_times import measure_rebinds
-        from gpulease.client.serve.decode import RandomCheckpoint
+        from gpulease.client.decode import RandomCheckpoint
     except ImportError as error:
         raise CannotStart(f"the decode engine's promises need the extra `decode`: {error}") from None
     shape = SHAPES[driver]

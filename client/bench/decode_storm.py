@@ -33,8 +33,7 @@ from gpulease.client.bench.footprint import broker_pid, footprints_of, rss_kib
 from gpulease.client.cli.daemon_modules import AUDIT_MODULE
 from gpulease.client.cli.private_daemon import private_daemon, running_address
 from gpulease.client.cli.tables import table
-from gpulease.client.errors import GpuLeaseError
-from gpulease.client.serve.decode import (
+from gpulease.client.decode import (
     TINY_MODEL,
     Checkpoint,
     Decoder,
@@ -42,10 +41,11 @@ from gpulease.client.serve.decode import (
     SamplingParameters,
     TenantConfig,
 )
-from gpulease.client.serve.decode.decode_audit import DecodeAudit, TokenDigest
-from gpulease.client.serve.decode.decode_reports import DecoderObserver, FinishedRequest, RebindReport, StepReport
-from gpulease.client.serve.decode.decode_requests import CompletionReason
-from gpulease.client.serve.decode.row_records import PAGE
+from gpulease.client.decode.decode_reports import DecoderObserver, FinishedRequest, RebindReport, StepReport
+from gpulease.client.decode.decode_requests import CompletionReason
+from gpulease.client.decode.row_records import PAGE
+from gpulease.client.decode.supervisor.decode_audit import DecodeAudit, TokenDigest
+from gpulease.client.errors import GpuLeaseError
 from gpulease.protocol.json_text import indented_json
 
 TENANTS: Final = ("ann", "bob", "cid", "dot")

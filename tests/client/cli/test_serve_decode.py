@@ -8,9 +8,9 @@ import pytest
 from click.testing import CliRunner
 
 from gpulease.client.cli.__main__ import main
-from gpulease.client.serve.decode import TINY_MODEL
-from gpulease.client.serve.decode.openai_http.decode_settings import EXAMPLE
-from gpulease.client.serve.decode.scheduler import ContinuousBatchScheduler
+from gpulease.client.decode import TINY_MODEL
+from gpulease.client.decode.openai.decode_settings import EXAMPLE
+from gpulease.client.decode.scheduler.scheduler import ContinuousBatchScheduler
 from helpers.daemon import Daemon
 
 
