@@ -35,16 +35,20 @@ ONLY_IN: dict[str, str | tuple[str, ...]] = {
     # What a gateway alone needs.
     "psycopg": "client/serve/gateway/postgres_store.py",
     "starlette": (
-        "client/serve/http/",
+        "client/http/",
         "client/serve/gateway/",
         "client/serve/models/model_server.py",
         "client/decode/openai/",
         "client/decode/page/decode_page.py",
         "daemon/web/",
     ),
-    "uvicorn": ("client/serve/http/", "daemon/web/"),
+    "uvicorn": ("client/http/", "daemon/web/"),
     # Their threads start with the import, and most processes of the daemon fork.
-    "grpc": ("daemon/fleet/etcd/client.py", "daemon/fleet/etcd/etcd_messages.py", "client/serve/dra/kubelet_plugin.py"),
+    "grpc": (
+        "daemon/fleet/etcd/client.py",
+        "daemon/fleet/etcd/etcd_messages.py",
+        "client/integrations/kubernetes/kubelet_plugin.py",
+    ),
     # Models' files, and their text; the program that made the tiny model.
     "gguf": "client/decode/checkpoint/",
     "safetensors": ("client/decode/checkpoint/", "client/decode/tiny/train.py"),

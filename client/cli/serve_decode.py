@@ -59,7 +59,7 @@ def serve_decode(config: Path | None, listen: str | None, host_names: tuple[str,
     """
     with needing("serve,decode"):
         from gpulease.client.decode.openai.decode_settings import DEFAULT_LISTEN, load_decode_settings
-        from gpulease.client.serve.http.uvicorn_server import known_hosts, listening
+        from gpulease.client.http.uvicorn_server import known_hosts, listening
     if (config is None) is not demo:
         raise click.UsageError("give CONFIG, or try --demo")
     with contextlib.ExitStack() as stack:
@@ -105,7 +105,7 @@ async def _serve(
     from gpulease.client.decode.openai.openai_server import make_openai_application
     from gpulease.client.decode.page.decode_page import DecodePage
     from gpulease.client.decode.supervisor.decode_audit import DecodeAudit
-    from gpulease.client.serve.http.uvicorn_server import serve_within
+    from gpulease.client.http.uvicorn_server import serve_within
 
     serving: list[Decoder] = []
     traffic: list[DemoTraffic] = []

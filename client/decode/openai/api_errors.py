@@ -24,7 +24,7 @@ from gpulease.client.decode.decode_errors import (
 )
 from gpulease.client.decode.decode_requests import AdmissionReason, CompletionReason
 from gpulease.client.errors import GpuLeaseError
-from gpulease.client.serve.http.problems import RequestRefused
+from gpulease.client.http.problems import RequestRefused
 
 EXTENSION: Final = "gpulease"
 """The member of replies that OpenAI's do not have: `replays`, and `seed` where the server chose it; in a stream's error

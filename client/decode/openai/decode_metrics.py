@@ -42,7 +42,7 @@ from gpulease.client.decode.decode_reports import (
 )
 from gpulease.client.decode.scheduler.tenant_state import TenantState
 from gpulease.client.decode.supervisor.decoder import Decoder
-from gpulease.client.serve.http.server_metrics import ServerMetrics
+from gpulease.client.http.server_metrics import ServerMetrics
 
 STEP_BUCKETS_S: Final = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 5)
 WAIT_BUCKETS_S: Final = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)

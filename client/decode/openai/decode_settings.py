@@ -14,7 +14,7 @@ from gpulease.client.decode.openai.api_keys import MAX_KEY_BYTES, ApiKeys, disti
 from gpulease.client.decode.row_records import PAGE
 from gpulease.client.decode.supervisor.decoder import MAX_TEXT_PROCESSES, MIN_REGION_LIFE_S, DecoderSettings
 from gpulease.client.errors import InvalidRequest
-from gpulease.client.serve.model_file import check_complete, check_kind, check_table, kind_of
+from gpulease.client.http.model_file import check_complete, check_kind, check_table, kind_of
 
 MAX_TENANTS: Final = 256
 """Most tenants: each has a region on the card, and series in the metrics."""

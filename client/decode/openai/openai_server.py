@@ -45,7 +45,7 @@ from gpulease.client.decode.openai.prompt_job import completion_of, read_complet
 from gpulease.client.decode.row_records import PAGE
 from gpulease.client.decode.supervisor.decoder import Decoder
 from gpulease.client.decode.supervisor.generation import Generation
-from gpulease.client.serve.http.application import read_body
+from gpulease.client.http.application import read_body
 from gpulease.client.texts import quoted
 
 MAX_BODY_BYTES: Final = 4 << 20

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpulease.client.errors import InvalidRequest
+from gpulease.client.http.model_file import check_complete, check_kind, check_table, kind_of, read_model_tables
 from gpulease.client.serve.gateway.inference import (
     DEFAULT_ARGUMENTS,
     MAX_LEASE_S,
@@ -23,7 +24,6 @@ from gpulease.client.serve.gateway.inference import (
     InferenceKernel,
 )
 from gpulease.client.serve.gateway.ledger import checked_id
-from gpulease.client.serve.model_file import check_complete, check_kind, check_table, kind_of, read_model_tables
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
 
 _KINDS: Final[dict[str, type[Any]]] = {

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpulease.client.errors import InvalidRequest
-from gpulease.client.serve.model_file import check_complete, check_kind, check_table, kind_of, read_model_tables
+from gpulease.client.http.model_file import check_complete, check_kind, check_table, kind_of, read_model_tables
 from gpulease.client.serve.models.json_numbers import FORMATS, size_of
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from gpulease.client import InvalidRequest
-from gpulease.client.serve.model_file import MAX_MODELS
+from gpulease.client.http.model_file import MAX_MODELS
 from gpulease.client.serve.models.example.digits import HIDDEN, load_weights
 from gpulease.client.serve.models.model_settings import EXAMPLE, load_settings
 

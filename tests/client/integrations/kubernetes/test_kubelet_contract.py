@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from gpulease.client import Busy
-from gpulease.client.serve.dra.kubernetes_objects import device_name, resource_slices
+from gpulease.client.integrations.kubernetes.kubernetes_objects import device_name, resource_slices
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import FenceClear, LeaseRef

@@ -17,7 +17,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from gpulease.client.errors import GpuLeaseError
-from gpulease.client.serve.dra.kubelet_plugin import ClaimRef
+from gpulease.client.integrations.kubernetes.kubelet_plugin import ClaimRef
 
 DRIVER: Final = "dra.gpulease.internal"
 """The driver's name. `internal` is the top-level domain that nobody else can have."""
@@ -60,7 +60,7 @@ _SCALE: Final = {
 class ClaimRefused(GpuLeaseError):
     """A claim can't be prepared as it is; its author must change it, or the cluster's operator the driver's rights."""
 
-    default_hint = "Compare the claim with client/serve/dra/README.md"
+    default_hint = "Compare the claim with client/integrations/kubernetes/README.md"
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from gpulease.client import InvalidRequest
-from gpulease.client.serve import unix_path
-from gpulease.client.serve.http import uvicorn_server
-from gpulease.client.serve.http.uvicorn_server import known_hosts, listening, serve_within
+from gpulease.client.http import unix_path, uvicorn_server
+from gpulease.client.http.uvicorn_server import known_hosts, listening, serve_within
 from helpers.waiting import wait_until
 
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from gpulease.client.serve.dra import kubernetes_objects
-from gpulease.client.serve.dra.claim_leases import ClaimLeases
-from gpulease.client.serve.dra.kubelet_plugin import ClaimRef
-from gpulease.client.serve.dra.kubernetes_objects import device_name
-from gpulease.client.serve.dra.node_files import NodeFiles
+from gpulease.client.integrations.kubernetes import kubernetes_objects
+from gpulease.client.integrations.kubernetes.claim_leases import ClaimLeases
+from gpulease.client.integrations.kubernetes.kubelet_plugin import ClaimRef
+from gpulease.client.integrations.kubernetes.kubernetes_objects import device_name
+from gpulease.client.integrations.kubernetes.node_files import NodeFiles
 from helpers.daemon import Daemon, Faults
 from helpers.kubelet import ACCOUNT_TOKEN, NODE, ApiServer, Claim
 from helpers.waiting import wait_until

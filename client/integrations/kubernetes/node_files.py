@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from gpulease.client.errors import GpuLeaseError
-from gpulease.client.serve.dra.kubernetes_objects import MAX_USER
+from gpulease.client.integrations.kubernetes.kubernetes_objects import MAX_USER
 from gpulease.protocol.json_text import indented_json
 from gpulease.protocol.lease_ids import lease_id_of
 

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from gpulease.client.serve.http.problems import MEDIA_TYPE, Problem, RequestRefused
+from gpulease.client.http.problems import MEDIA_TYPE, Problem, RequestRefused
 
 BINARY: Final = "application/octet-stream"
 JSON: Final = "application/json"

@@ -21,7 +21,7 @@ import click
 
 from gpulease.client.cli.exit_status import CannotStart, failures_as_sentences
 from gpulease.client.core.lease_request import LEASE_ID_VARIABLE, milliseconds
-from gpulease.client.serve.proved_end import free_and_prove, report_of
+from gpulease.client.integrations.proved_end import free_and_prove, report_of
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.address import ADDRESS_VARIABLE, DEFAULT_ADDRESS
@@ -65,7 +65,7 @@ _daemon = click.option(
 
 @click.group()
 def main() -> None:
-    """Slurm's jobs as leases. client/serve/slurm/README.md is the guide."""
+    """Slurm's jobs as leases. client/integrations/slurm/README.md is the guide."""
 
 
 @main.command()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gpulease.client.serve.slurm.__main__ import size_of_job
+from gpulease.client.integrations.slurm.__main__ import size_of_job
 from helpers.daemon import Daemon, Faults, python_environment
 from helpers.slurm_cluster import SlurmCluster, missing
 from helpers.waiting import wait_until

@@ -23,8 +23,8 @@ from typing import Any, Final, Protocol
 from gpulease.client.core.lease_request import milliseconds
 from gpulease.client.core.tokens import issue_request
 from gpulease.client.errors import Disconnected, GpuLeaseError, InvalidRequest
-from gpulease.client.serve.dra.kubelet_plugin import ClaimRef, PreparedDevice
-from gpulease.client.serve.dra.kubernetes_objects import (
+from gpulease.client.integrations.kubernetes.kubelet_plugin import ClaimRef, PreparedDevice
+from gpulease.client.integrations.kubernetes.kubernetes_objects import (
     DRIVER,
     ClaimRefused,
     ClaimWant,
@@ -33,8 +33,8 @@ from gpulease.client.serve.dra.kubernetes_objects import (
     device_name,
     parse_claim,
 )
-from gpulease.client.serve.dra.node_files import ClaimRecord, HeldLease, NodeFiles, boot_id, cdi_id
-from gpulease.client.serve.proved_end import REVOKED, free_and_prove, report_of
+from gpulease.client.integrations.kubernetes.node_files import ClaimRecord, HeldLease, NodeFiles, boot_id, cdi_id
+from gpulease.client.integrations.proved_end import REVOKED, free_and_prove, report_of
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Exclusivity, Opcode
 from gpulease.protocol.capabilities import Permission

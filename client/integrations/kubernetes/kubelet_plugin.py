@@ -16,7 +16,7 @@ import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import Message
 
-from gpulease.client.serve.unix_path import file_at, remove_abandoned, remove_path
+from gpulease.client.http.unix_path import file_at, remove_abandoned, remove_path
 
 DRA_VERSIONS: Final = ("v1", "v1beta1")
 """Versions of the DRA service that this driver speaks, the newest first; the kubelet chooses."""

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from gpulease.client import NotFound, Revoked
-from gpulease.client.serve.proved_end import REVOKED, NotProvedFree, free_and_prove, report_of
+from gpulease.client.integrations.proved_end import REVOKED, NotProvedFree, free_and_prove, report_of
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.lease_ids import LeaseId

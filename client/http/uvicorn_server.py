@@ -18,8 +18,8 @@ from starlette.requests import ClientDisconnect
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from gpulease.client.errors import InvalidRequest
-from gpulease.client.serve.http.problems import MEDIA_TYPE, Problem
-from gpulease.client.serve.unix_path import BACKLOG, bound_to_path, keep_path, remove_path
+from gpulease.client.http.problems import MEDIA_TYPE, Problem
+from gpulease.client.http.unix_path import BACKLOG, bound_to_path, keep_path, remove_path
 from gpulease.protocol.address import TcpAddress, TlsAddress, UnixAddress, parse_address
 from gpulease.protocol.http_origin import (
     MISDIRECTED,

@@ -8,8 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpulease.client.serve.dra.kubelet_plugin import ClaimRef
-from gpulease.client.serve.dra.kubernetes_objects import ApiServer, ClaimRefused, parse_claim, parse_quantity
+from gpulease.client.integrations.kubernetes.kubelet_plugin import ClaimRef
+from gpulease.client.integrations.kubernetes.kubernetes_objects import (
+    ApiServer,
+    ClaimRefused,
+    parse_claim,
+    parse_quantity,
+)
 from helpers.kubelet import DRIVER, NODE, POD_USER, Claim
 
 CLAIM = Claim({"gpu": ("cpu-0", "4Gi")})

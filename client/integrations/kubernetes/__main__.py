@@ -25,7 +25,7 @@ _ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 @click.group()
 def main() -> None:
-    """Kubernetes' claims as gpulease's leases. client/serve/dra/README.md is the guide."""
+    """Kubernetes' claims as gpulease's leases. client/integrations/kubernetes/README.md is the guide."""
 
 
 _node = click.option("--node", required=True, envvar="NODE_NAME", help="The node's name in the cluster (NODE_NAME).")
@@ -43,7 +43,7 @@ _daemon = click.option(
 def slices(node: str, address: str, generation: int) -> None:
     """Print the node's ResourceSlice, for `kubectl apply -f -`."""
     with needing("dra"):
-        from gpulease.client.serve.dra.kubernetes_objects import resource_slices
+        from gpulease.client.integrations.kubernetes.kubernetes_objects import resource_slices
 
     cards = cards_of(ask(Opcode.GET_INVENTORY, Empty(), address))
     click.echo(json_text(resource_slices(cards, node, generation)))
@@ -70,11 +70,11 @@ def serve(
 ) -> None:
     """Register with the kubelet and prepare claims until SIGTERM. Prepared claims outlive this program."""
     with needing("dra"):
-        from gpulease.client.serve.dra.kubelet_plugin import KubeletPlugin
-    from gpulease.client.serve.dra.claim_leases import TOKEN_REFRESH_S, ClaimLeases
-    from gpulease.client.serve.dra.kubernetes_objects import DRIVER, ApiServer
-    from gpulease.client.serve.dra.node_files import NodeFiles
-    from gpulease.client.serve.unix_path import LOOK_S
+        from gpulease.client.integrations.kubernetes.kubelet_plugin import KubeletPlugin
+    from gpulease.client.http.unix_path import LOOK_S
+    from gpulease.client.integrations.kubernetes.claim_leases import TOKEN_REFRESH_S, ClaimLeases
+    from gpulease.client.integrations.kubernetes.kubernetes_objects import DRIVER, ApiServer
+    from gpulease.client.integrations.kubernetes.node_files import NodeFiles
 
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -1,1 +1,0 @@
-"""The HTTP face that the gateway and the model server share."""
