@@ -19,7 +19,7 @@ import numpy as np
 
 from gpulease.client.bench.decode_shapes import SHAPES
 from gpulease.client.bench.figures import percentile, print_figures
-from gpulease.client.cli.private_daemon import private_daemon, running_address
+from gpulease.client.console.private_daemon import private_daemon, running_address
 from gpulease.client.decode import (
     TINY_MODEL,
     Checkpoint,

@@ -29,10 +29,9 @@ import click
 
 from gpulease.client.bench.decode_service import checkpoint_named
 from gpulease.client.bench.figures import trend_of
-from gpulease.client.bench.footprint import broker_pid, footprints_of, rss_kib
-from gpulease.client.cli.daemon_modules import AUDIT_MODULE
-from gpulease.client.cli.private_daemon import private_daemon, running_address
-from gpulease.client.cli.tables import table
+from gpulease.client.console.footprint import broker_pid, footprints_of, rss_kib
+from gpulease.client.console.private_daemon import private_daemon, running_address
+from gpulease.client.console.tables import table
 from gpulease.client.decode import (
     TINY_MODEL,
     Checkpoint,
@@ -336,7 +335,10 @@ def audited(folder: Path, run: str, finished: Sequence[int], digests: dict[int, 
 def _audit(*words: str) -> str:
     """Run `gpulease audit`; its status 1 says that the log is not whole, and so does its output."""
     done = subprocess.run(
-        [sys.executable, "-P", "-m", AUDIT_MODULE, *words], capture_output=True, text=True, check=False
+        [sys.executable, "-P", "-m", "gpulease.client.cli", "audit", *words],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode not in (0, 1):
         raise click.ClickException(f"the audit log can't be read: {done.stderr.strip()}")

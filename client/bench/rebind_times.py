@@ -19,7 +19,7 @@ import numpy as np
 from gpulease.client.aio import GpuBuilder
 from gpulease.client.bench.decode_service import checkpoint_named
 from gpulease.client.bench.figures import percentile
-from gpulease.client.cli.private_daemon import private_daemon, running_address
+from gpulease.client.console.private_daemon import private_daemon, running_address
 from gpulease.client.decode import (
     TINY_MODEL,
     BlockPool,

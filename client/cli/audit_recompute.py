@@ -8,8 +8,8 @@ from typing import BinaryIO, Final
 
 import click
 
-from gpulease.client.cli.exit_status import EXIT_FAILED, fail
-from gpulease.client.cli.private_daemon import private_daemon, running_address
+from gpulease.client.console.exit_status import EXIT_FAILED, fail
+from gpulease.client.console.private_daemon import private_daemon, running_address
 from gpulease.client.decode import Checkpoint, Decoder, DecoderSettings, open_model
 from gpulease.client.decode.sample_models import TINY_MODEL
 from gpulease.client.decode.supervisor.decode_audit import ComputedBy, DecodeRecord, TokenDigest

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from gpulease.client.cli.private_daemon import private_daemon, running_address
-from gpulease.client.cli.reports import first_card
-from gpulease.client.cli.tables import size_text
+from gpulease.client.console.private_daemon import private_daemon, running_address
+from gpulease.client.console.reports import first_card
+from gpulease.client.console.tables import size_text
 from gpulease.client.decode import (
     Checkpoint,
     CompletionReason,

@@ -7,9 +7,9 @@ from pathlib import Path
 import click
 
 from gpulease.client.cli.daemon_modules import FLEET, become_module
-from gpulease.client.cli.exit_status import needing
-from gpulease.client.cli.private_daemon import private_daemon, running_address
 from gpulease.client.cli.serve_decode import serve_decode
+from gpulease.client.console.exit_status import needing
+from gpulease.client.console.private_daemon import private_daemon, running_address
 from gpulease.client.errors import InvalidRequest
 
 STOP_MARGIN_S = 10.0

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from gpulease.client.cli.decode import EMBEDDED_DRIVER, model_at_hand
-from gpulease.client.cli.exit_status import needing
-from gpulease.client.cli.private_daemon import private_daemon, running_address
+from gpulease.client.console.exit_status import needing
+from gpulease.client.console.private_daemon import private_daemon, running_address
 from gpulease.client.decode import Decoder, DecoderObserver, DecoderSettings, TenantConfig, open_model
 from gpulease.client.decode.page.demo_traffic import DemoTraffic
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from gpulease.client.cli.demo import transform_ptx
 from gpulease.client.code_texts import cuda_c_of, image_of
+from gpulease.client.console.transform import transform_ptx
 from gpulease.client.core.submits import SubmissionBase
 from gpulease.client.errors import InvalidRequest
 

@@ -10,8 +10,8 @@ from typing import Final
 
 import click
 
-from gpulease.client.cli.exit_status import CannotStart, failures_as_sentences, needing
-from gpulease.client.cli.reports import cards_of, json_text
+from gpulease.client.console.exit_status import CannotStart, failures_as_sentences, needing
+from gpulease.client.console.reports import cards_of, json_text
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.address import ADDRESS_VARIABLE, DEFAULT_ADDRESS

@@ -19,7 +19,7 @@ from typing import Final
 
 import click
 
-from gpulease.client.cli.exit_status import CannotStart, failures_as_sentences
+from gpulease.client.console.exit_status import CannotStart, failures_as_sentences
 from gpulease.client.core.lease_request import LEASE_ID_VARIABLE, milliseconds
 from gpulease.client.integrations.proved_end import free_and_prove, report_of
 from gpulease.client.sync.driver import ask

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpulease.client.cli.tables import fit, pad, shown, table, width_of
+from gpulease.client.console.tables import fit, pad, shown, table, width_of
 
 
 @pytest.mark.parametrize(

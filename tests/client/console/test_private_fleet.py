@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from gpulease.client.cli import private_fleet
-from gpulease.client.cli.exit_status import CannotStart
-from gpulease.client.cli.private_fleet import GENERATION, Link, etcd_program, leader_of, private_etcd
+from gpulease.client.console import private_fleet
+from gpulease.client.console.exit_status import CannotStart
+from gpulease.client.console.private_fleet import GENERATION, Link, etcd_program, leader_of, private_etcd
 from gpulease.daemon.fleet import fleet_records
 from helpers.etcd_cluster import need_etcd
 from helpers.waiting import wait_until

@@ -4,7 +4,7 @@ import subprocess
 import time
 from typing import Final
 
-from gpulease.client.cli.exit_status import CannotStart
+from gpulease.client.console.exit_status import CannotStart
 
 QUERY_S: Final = 30.0
 """Seconds for nvidia-smi to answer."""

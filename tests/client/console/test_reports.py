@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpulease.client.cli.reports import as_tree
+from gpulease.client.console.reports import as_tree
 
 NAMES = st.sampled_from(["a", "b", "c", "d"])
 PAIRS = st.lists(st.tuples(NAMES, st.sampled_from(["", "a", "b", "c", "z"])), max_size=8)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gpulease.client.cli.tables import MIN_TEXT, fitted, output_width, shown, table, width_of, wrap, wrapped_text
+from gpulease.client.console.tables import MIN_TEXT, fitted, output_width, shown, table, width_of, wrap, wrapped_text
 from gpulease.protocol.address import ADDRESS_VARIABLE
 from helpers.daemon import Daemon, python_environment
 from helpers.terminal import Terminal

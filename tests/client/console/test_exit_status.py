@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from gpulease.client.cli.__main__ import COMMANDS, main
-from gpulease.client.cli.exit_status import TRACEBACK_VARIABLE
+from gpulease.client.console.exit_status import TRACEBACK_VARIABLE
 from gpulease.protocol.address import ADDRESS_VARIABLE
 from helpers.daemon import Daemon, python_environment
 from helpers.waiting import wait_until

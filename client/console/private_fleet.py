@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from gpulease.client.cli.exit_status import CannotStart
-from gpulease.client.cli.fleet import listing_of
-from gpulease.client.cli.private_daemon import SOCKET_NAME, PrivateDaemon, PrivateServer
+from gpulease.client.console.exit_status import CannotStart
+from gpulease.client.console.fleet_listing import listing_of
+from gpulease.client.console.private_daemon import SOCKET_NAME, PrivateDaemon, PrivateServer
 from gpulease.client.core.lease_request import fleet_of
 from gpulease.client.errors import Disconnected
 from gpulease.protocol.counts import counted

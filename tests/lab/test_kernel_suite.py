@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from gpulease.client.bench import kernel_suite
-from gpulease.client.bench.kernel_cases.trial import Case
-from gpulease.client.bench.kernel_suite import cases, main, run_all, table_of
 from helpers.daemon import Daemon
 
-DOCUMENT = Path(__file__).parents[3] / "client" / "kernels" / "SUITE.md"
+from . import kernel_suite
+from .kernel_cases.trial import Case
+from .kernel_suite import cases, main, run_all, table_of
+
+DOCUMENT = Path(__file__).parents[2] / "client" / "kernels" / "SUITE.md"
 FOUND, LACKING = cases()
 FEW = {"slices", "transpose", "prints", "warpgroup_product", "saxpy", "add"}
 needs_compilers = pytest.mark.skipif(bool(LACKING), reason="pip install '.[cuda-c,triton,numba]'")
@@ -49,7 +50,7 @@ def test_the_document_has_each_tool_and_feature() -> None:
     text = DOCUMENT.read_text()
     for case in FOUND:
         for feature in case.features or ("plain",):
-            assert f"| {case.tool} | {feature} |" in text, "python -m gpulease.client.bench.kernel_suite --table"
+            assert f"| {case.tool} | {feature} |" in text, "PYTHONPATH=.dev python -m tests.lab.kernel_suite --table"
         if "cpu" in case.refused_by:
             assert f"- {case.tool}, `{case.name}`, on the embedded driver: " in text
 

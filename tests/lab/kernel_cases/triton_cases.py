@@ -6,7 +6,7 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from gpulease.client.bench.kernel_cases.trial import Cases, Trial
+from .trial import Cases, Trial
 
 CASES: Final = Cases("Triton")
 case = CASES.add

@@ -1,6 +1,6 @@
 """Kernels as people write them, compiled on the spot and run against a daemon, on either driver.
 
-`python -m gpulease.client.bench.kernel_suite` prints a JSON object for each case, and how many came out how.
+`PYTHONPATH=.dev python -m tests.lab.kernel_suite` prints a JSON object for each case, and how many came out how.
 `--table EMBEDDED.jsonl CARD.jsonl` makes of two such outputs a table of tools, features and drivers.
 """
 
@@ -18,7 +18,8 @@ import click
 import numpy as np
 
 from gpulease.client import GpuBuilder, GpuLeaseError, GpuSession
-from gpulease.client.bench.kernel_cases.trial import Case, Trial
+
+from .kernel_cases.trial import Case, Trial
 
 VRAM_BYTES: Final = 256 << 20
 
@@ -32,7 +33,7 @@ def cases() -> tuple[list[Case], list[str]]:
     lacking = []
     for name in SUITE:
         try:
-            module = importlib.import_module(f"gpulease.client.bench.kernel_cases.{name}")
+            module = importlib.import_module(f".kernel_cases.{name}", __package__)
         except ImportError:
             lacking.append(name)
             continue

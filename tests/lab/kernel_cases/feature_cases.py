@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from gpulease.client.bench.kernel_cases.trial import Cases, Trial
+from .trial import Cases, Trial
 
 CASES: Final = Cases("CUDA C")
 case = CASES.add

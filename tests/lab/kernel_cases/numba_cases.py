@@ -6,7 +6,7 @@ from typing import Any, Final
 import numpy as np
 from numba import cuda, float32, int32
 
-from gpulease.client.bench.kernel_cases.trial import Cases, Trial
+from .trial import Cases, Trial
 
 CASES: Final = Cases("numba")
 case = CASES.add

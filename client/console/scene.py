@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
 from gpulease.client import GpuBuilder, GpuLeaseError
-from gpulease.client.bench.card import ask_card, card_title
-from gpulease.client.cli.reports import first_card, leases_of
+from gpulease.client.console.card import ask_card, card_title
+from gpulease.client.console.reports import first_card, leases_of
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Empty, LeaseRef

@@ -87,7 +87,7 @@ def check_words(words: Iterable[str]) -> None:
 
 def fail(message: str, status: int) -> NoReturn:
     """Print a sentence on stderr and exit."""
-    from gpulease.client.cli.tables import shown
+    from gpulease.client.console.tables import shown
 
     with suppress(OSError):
         click.echo("gpulease: " + "\n".join(map(shown, message.splitlines())), err=True)

@@ -1,4 +1,4 @@
-"""Measure a model server: `python -m gpulease.client.bench.models`, on the daemon that runs or a private one.
+"""Measure a model server: `PYTHONPATH=.dev python -m tests.lab.models`, on the daemon that runs or a private one.
 
 Callers are processes of their own, each with one request at a time; their simultaneous requests form a batch.
 """
@@ -20,7 +20,7 @@ from typing import Any, Final
 import click
 
 from gpulease.client.bench.figures import percentile
-from gpulease.client.cli.private_daemon import private_daemon, running_address
+from gpulease.client.console.private_daemon import private_daemon, running_address
 from gpulease.client.serve.models.example.digits import DIGITS, load_tests, load_weights
 from gpulease.client.serve.models.model_settings import EXAMPLE
 from gpulease.client.serve.rpc import RpcClient
@@ -104,7 +104,7 @@ def _call_for(where: str, seconds: float) -> None:
 
 
 def _load(where: str, callers: int, seconds: float) -> dict[str, float]:
-    command = [sys.executable, "-P", "-m", "gpulease.client.bench.models", "--caller", where, "--seconds", str(seconds)]
+    command = [sys.executable, __file__, "--caller", where, "--seconds", str(seconds)]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(callers)]
     took: list[float] = []
     for process in processes:

@@ -14,8 +14,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
-from gpulease.client.bench.footprint import processes_of
-from gpulease.client.cli.exit_status import CannotStart, die_by_signal
+from gpulease.client.console.exit_status import CannotStart, die_by_signal
+from gpulease.client.console.footprint import processes_of
 from gpulease.protocol.address import ADDRESS_VARIABLE, DEFAULT_ADDRESS, MAX_UNIX_PATH_BYTES, UnixAddress, parse_address
 
 START_TIMEOUT_S: Final = 90.0
