@@ -15,12 +15,9 @@
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from gpulease.client.sync.public import *  # noqa: F403
-
-__all__ = [  # noqa: F405
+__all__ = [
     "AllocFailed",
     "Array",
     "Buffer",

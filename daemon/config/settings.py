@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 from gpulease.daemon.capabilities.claims import Demand
-from gpulease.daemon.drivers.driver_registry import ONE_BY_ONE
+from gpulease.daemon.drivers.interface import ONE_BY_ONE
 from gpulease.daemon.drivers.ptx.architecture import Architecture, parse_architecture
 from gpulease.daemon.fleet.fleet_settings import (
     FleetSettings,
@@ -182,7 +182,7 @@ class Config:
     limits: CoreLimits = field(default_factory=CoreLimits)
 
     def driver_of_workers(self, driver: str) -> str:
-        """Return the driver's name as workers get it; `gpulease.daemon.drivers.driver_registry` reads it."""
+        """Return the driver's name as workers get it; `gpulease.daemon.zygote.driver_registry` reads it."""
         if driver == "cuda" and not self.launch_chains:
             return f"{driver}:{ONE_BY_ONE}"
         if driver != "cpu" or (self.arch is None and self.shuffle_warps is None):

@@ -3,10 +3,10 @@
 import pytest
 
 from gpulease.daemon.config.settings import Config, ConfigError, load_config
-from gpulease.daemon.drivers.driver_registry import driver_named
 from gpulease.daemon.drivers.interface import ImageRejected
 from gpulease.daemon.drivers.ptx.architecture import Architecture, parse_architecture
 from gpulease.daemon.drivers.ptx.context import CpuContext
+from gpulease.daemon.zygote.driver_registry import driver_named
 
 BODY = "\n.address_size 64\n.visible .entry k() { ret; }"
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from gpulease.daemon.config.settings import ConfigError, load_config
-from gpulease.daemon.drivers.driver_registry import driver_named
 from gpulease.daemon.drivers.ptx.context import CpuContext
+from gpulease.daemon.zygote.driver_registry import driver_named
 
 HEAD = ".version 8.0\n.target sm_80\n.address_size 64\n"
 SEEDS = (1, 2, 3, 77, 2**31 - 1)

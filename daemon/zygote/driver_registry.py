@@ -1,10 +1,6 @@
 """The drivers by name. Each is imported only when asked for: only the `cuda` driver needs CUDA installed."""
 
-from typing import Final
-
-from gpulease.daemon.drivers.interface import Driver, DriverError
-
-ONE_BY_ONE: Final = "one-by-one"
+from gpulease.daemon.drivers.interface import ONE_BY_ONE, Driver, DriverError
 
 
 def driver_named(name: str) -> Driver:
