@@ -17,6 +17,8 @@
 from importlib import import_module
 from typing import Any
 
+import gpulease.client.moved_modules as _moved_modules
+
 __all__ = [
     "AllocFailed",
     "Array",
@@ -77,6 +79,8 @@ __all__ = [
     "my_audience",
     "submit_by",
 ]
+
+_moved_modules.install()
 
 
 def __getattr__(name: str) -> Any:
