@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 from gpulease.daemon.capabilities.claims import Demand
 from gpulease.daemon.drivers.interface import ONE_BY_ONE
 from gpulease.daemon.drivers.ptx.architecture import Architecture, parse_architecture
-from gpulease.daemon.fleet.fleet_settings import (
+from gpulease.daemon.fleet.records.fleet_settings import (
     FleetSettings,
     parse_addresses,
     parse_etcd,

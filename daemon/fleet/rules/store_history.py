@@ -6,7 +6,7 @@ Each beat reads the mark before it looks at its age, so that others seldom try o
 """
 
 from gpulease.daemon.fleet.etcd.transactions import Answer, Get, KeyValue, ModRevisionIs, Outcome, Put, Transaction
-from gpulease.daemon.fleet.fleet_records import COMPACTION
+from gpulease.daemon.fleet.records.fleet_records import COMPACTION
 from gpulease.daemon.fleet.rules.fleet_events import Compact
 from gpulease.daemon.fleet.rules.membership import Membership
 from gpulease.protocol.time_units import NS_PER_S

@@ -8,7 +8,7 @@ import pytest
 from gpulease.client.console import private_fleet
 from gpulease.client.console.exit_status import CannotStart
 from gpulease.client.console.private_fleet import GENERATION, Link, etcd_program, leader_of, private_etcd
-from gpulease.daemon.fleet import fleet_records
+from gpulease.daemon.fleet.records import fleet_records
 from helpers.etcd_cluster import need_etcd
 from helpers.waiting import wait_until
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from gpulease.daemon.config.settings import Config, ConfigError, load_config
-from gpulease.daemon.fleet.fleet_settings import FleetSettings, Isolated
+from gpulease.daemon.fleet.records.fleet_settings import FleetSettings, Isolated
 
 TABLE = """
 [fleet]

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gpulease.daemon.fleet.etcd.transactions import KeyValue
-from gpulease.daemon.fleet.fleet_records import (
+from gpulease.daemon.fleet.records.fleet_records import (
     NAMES,
     NODES,
     CardRecord,
@@ -29,13 +29,14 @@ from gpulease.daemon.fleet.fleet_records import (
     read_inventory,
     read_node,
 )
-from gpulease.daemon.fleet.record_reader import (
+from gpulease.daemon.fleet.records.record_reader import (
     MAX_NUMBER,
     MAX_QUOTA_BYTES,
     MAX_RECORD_BYTES,
     MAX_TEXT_CHARS,
     Unreadable,
 )
+from gpulease.daemon.fleet.records.unreadable_records import MAX_REMEMBERED, MAX_SHOWN, UnreadableRecords, shown_key
 from gpulease.daemon.fleet.rules.clock_rates import ClockRecord, read_clock
 from gpulease.daemon.fleet.rules.quota_records import (
     DefaultQuota,
@@ -47,7 +48,6 @@ from gpulease.daemon.fleet.rules.quota_records import (
     read_shards,
     shard_key,
 )
-from gpulease.daemon.fleet.unreadable_records import MAX_REMEMBERED, MAX_SHOWN, UnreadableRecords, shown_key
 
 LEASE: Final = "0a" * 16
 CARD: Final = CardRecord("GPU-1", "a card", 80 << 30, 40 << 30, 1, False)

@@ -25,8 +25,8 @@ from typing import Annotated, Final
 
 from msgspec import Meta
 
-from gpulease.daemon.fleet.fleet_settings import MAX_HORIZON_S, MIN_HORIZON_S
-from gpulease.daemon.fleet.record_reader import LeaseText, Number, Text, Unreadable, read_record
+from gpulease.daemon.fleet.records.fleet_settings import MAX_HORIZON_S, MIN_HORIZON_S
+from gpulease.daemon.fleet.records.record_reader import LeaseText, Number, Text, Unreadable, read_record
 from gpulease.protocol.lease_names import NAME
 
 PREFIX: Final = b"/gpulease/v1/"
