@@ -61,7 +61,7 @@ ONLY_IN: dict[str, str | tuple[str, ...]] = {
     "msgpack": (
         "protocol/primitives.py",
         "daemon/host/ipc.py",
-        "daemon/drivers/ptx/image.py",
+        "daemon/ptx/image.py",
         "client/decode/text/text_jobs.py",
     ),
 }

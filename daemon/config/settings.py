@@ -16,7 +16,6 @@ from typing import Any, Final, TypeVar
 
 from gpulease.daemon.capabilities.claims import Demand
 from gpulease.daemon.drivers.interface import ONE_BY_ONE
-from gpulease.daemon.drivers.ptx.architecture import Architecture, parse_architecture
 from gpulease.daemon.fleet.records.fleet_settings import (
     FleetSettings,
     parse_addresses,
@@ -28,6 +27,7 @@ from gpulease.daemon.fleet.records.fleet_settings import (
 from gpulease.daemon.leases import Card, Cause, CoreLimits, PlacementOrder, Recycling
 from gpulease.daemon.leases.quotas import DEFAULT_GRACE_MS, TenantLimits, TenantRules
 from gpulease.daemon.log.writer import FORMATS, LEVELS, LogStyle
+from gpulease.daemon.ptx.architecture import Architecture, parse_architecture
 from gpulease.daemon.remote.tls_settings import OVER_TCP, TlsSettings, check_tenant, parse_certificate_names
 from gpulease.daemon.sandbox.measures import ALWAYS_ON, MODES, Measure, SandboxSettings
 from gpulease.daemon.web.http_settings import HttpSettings, parse_http

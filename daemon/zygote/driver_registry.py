@@ -14,8 +14,8 @@ def driver_named(name: str) -> Driver:
     architecture, _, seed = rest.partition(":")
     try:
         if name == "cpu":
-            from gpulease.daemon.drivers.ptx.architecture import SM_90, parse_architecture
-            from gpulease.daemon.drivers.ptx.driver import CpuDriver
+            from gpulease.daemon.ptx.architecture import SM_90, parse_architecture
+            from gpulease.daemon.ptx.driver import CpuDriver
 
             return CpuDriver(parse_architecture(architecture) if architecture else SM_90, int(seed) if seed else None)
         if name == "cuda":

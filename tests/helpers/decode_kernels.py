@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from gpulease.client.decode.engine.kernel_library import manifest
 from gpulease.client.decode.row_records import NOBODY, ROW
-from gpulease.daemon.drivers.ptx.context import CpuContext
-from gpulease.daemon.drivers.ptx.image import CpuKernel
+from gpulease.daemon.ptx.context import CpuContext
+from gpulease.daemon.ptx.image import CpuKernel
 
 Array = NDArray[Any]
 

@@ -2,8 +2,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from gpulease.daemon.drivers.ptx.context import CpuContext
-from gpulease.daemon.drivers.ptx.driver import CpuDriver
+from gpulease.daemon.ptx.context import CpuContext
+from gpulease.daemon.ptx.driver import CpuDriver
 from helpers.decode_kernels import KernelRig
 
 SLICE_BYTES = 256 << 20
