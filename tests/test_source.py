@@ -1,4 +1,4 @@
-"""Rules about the source itself: who may import whom, and what must not be in the tree."""
+"""Rules about the source itself: what is imported in one place only, and what must not be in the tree."""
 
 import ast
 import builtins
@@ -7,17 +7,14 @@ import re
 import subprocess
 import sys
 import tokenize
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-PARTS = ("client", "daemon", "protocol")
+from helpers.source_files import PARTS, ROOT, SOURCES, TESTS, imports_of, name_of, tree_of
 
-# protocol imports nothing of ours; client and daemon know protocol and not each other.
-MAY_IMPORT = {"protocol": {"protocol"}, "client": {"client", "protocol"}, "daemon": {"daemon", "protocol"}}
 # Who may import what is slow to load, needs hardware, or would be a second definition of the wire format.
 ONLY_IN: dict[str, str | tuple[str, ...]] = {
     "pycuda": ("daemon/drivers/cuda/", "client/bench/pycuda_peer.py"),
@@ -87,35 +84,6 @@ NOT_PORTABLE = tuple(
     )
 )
 
-SOURCES = sorted(path for part in PARTS for path in (ROOT / part).rglob("*.py"))
-TESTS = sorted((ROOT / "tests").rglob("*.py"))
-
-
-def name_of(path: Path) -> str:
-    return path.relative_to(ROOT).as_posix()
-
-
-@cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), name_of(path))
-
-
-@cache
-def imports_of(path: Path) -> tuple[str, ...]:
-    """Every module a file imports, at its top or inside a function, by its full name."""
-    return tuple(_imports_of(path))
-
-
-def _imports_of(path: Path) -> Iterator[str]:
-    package = ("gpulease", *path.relative_to(ROOT).with_suffix("").parts)
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            start = ".".join(package[: -node.level]) + "." if node.level else ""
-            for alias in node.names:
-                yield f"{start}{node.module or ''}.{alias.name}".replace("..", ".")
-
 
 def committed() -> list[Path]:
     """The text files of the tree: what git knows, or everything where there is no git."""
@@ -133,27 +101,10 @@ def test_there_is_something_to_check() -> None:
     assert len(SOURCES) > 12
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_layers(part: str) -> None:
-    for path in SOURCES:
-        if not name_of(path).startswith(f"{part}/"):
-            continue
-        ours = {name.split(".")[1] for name in imports_of(path) if name.startswith("gpulease.")}
-        assert ours <= MAY_IMPORT[part], f"{name_of(path)} imports {ours - MAY_IMPORT[part]}"
-        assert not {name.split(".")[0] for name in imports_of(path)} & set(PARTS), f"{name_of(path)}: say gpulease.NAME"
-
-
 @pytest.mark.parametrize("package", ONLY_IN)
 def test_a_package_is_imported_in_one_place(package: str) -> None:
     importers = [name_of(path) for path in SOURCES if package in {name.split(".")[0] for name in imports_of(path)}]
     assert [name for name in importers if not name.startswith(ONLY_IN[package])] == []
-
-
-def test_the_protocol_does_no_io_and_reads_no_clock() -> None:
-    forbidden = {"asyncio", "datetime", "io", "os", "pathlib", "random", "select", "socket", "ssl", "threading", "time"}
-    for path in SOURCES:
-        if name_of(path).startswith("protocol/"):
-            assert not {name.split(".")[0] for name in imports_of(path)} & forbidden, name_of(path)
 
 
 def test_nothing_says_to_install_a_published_package() -> None:
@@ -212,58 +163,6 @@ def test_nothing_in_the_tree_says(words: tuple[str, ...]) -> None:
         if word in line
     ]
     assert found == []
-
-
-# --- Layers of the daemon. ---
-
-
-UNDER_ALL = {"contract", "host", "log", "native", "sandbox", "capabilities", "config", "gpus", "leases", "bench", ""}
-LAYERS = {
-    "supervisor": {"broker"},
-    "broker": {"workers", "record", "web", "remote", "fleet", "supervisor"},
-    "workers": {"record", "zygote"},
-    "record": set[str](),
-    "web": set[str](),
-    "remote": set[str](),
-    "fleet": {"remote", "record", "web"},
-    "zygote": {"session", "drivers"},
-    "session": {"drivers"},
-    "drivers": set[str](),
-}
-"""By room of daemon/: rooms below it that it may import, beside those under all."""
-
-BELOW = {"host": {"contract"}, "log": {"host"}}
-"""Of the rooms under all: those that may not import all of the others."""
-
-
-def docstring_of(path: Path) -> str | None:
-    return ast.get_docstring(tree_of(path))
-
-
-def docstrings_of(path: Path) -> Iterator[tuple[str, str]]:
-    """Each docstring of a file: the place with its name, and the text."""
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            text = ast.get_docstring(node)
-            if text:
-                yield f"{name_of(path)}:{getattr(node, 'lineno', 1)} {getattr(node, 'name', '')}", text
-
-
-def test_no_room_of_the_daemon_imports_a_higher_one() -> None:
-    wrong = []
-    for path in SOURCES:
-        parts = path.relative_to(ROOT).parts
-        room = parts[1] if len(parts) > 2 else ""
-        if parts[0] != "daemon" or room not in LAYERS | BELOW:
-            continue
-        for name in imports_of(path):
-            if not name.startswith("gpulease.daemon."):
-                continue
-            other = name.split(".")[2]
-            allowed = BELOW[room] if room in BELOW else {*LAYERS[room], *UNDER_ALL}
-            if (ROOT / "daemon" / other).is_dir() and other not in {room, *allowed}:
-                wrong.append(f"{name_of(path)} imports {name}")
-    assert wrong == [], wrong
 
 
 # --- What docstrings and comments name is there. ---
