@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from helpers.layers import ARCHITECTURE, DOORS, HALL, ROOMS, SHARED, TOOL, WING, WINGS, Room, room_of, with_drawing
 from helpers.source_files import PARTS, ROOT, SOURCES, TESTS, imports_of, name_of, tree_of
-
-from .layers import ARCHITECTURE, DOORS, HALL, ROOMS, SHARED, TOOL, WING, WINGS, Room, room_of, with_drawing
 
 # protocol imports nothing of ours; client and daemon know protocol and not each other.
 MAY_IMPORT = {"protocol": {"protocol"}, "client": {"client", "protocol"}, "daemon": {"daemon", "protocol"}}
@@ -171,7 +170,7 @@ def test_every_room_has_files() -> None:
 
 def test_the_architecture_draws_the_table() -> None:
     text = ARCHITECTURE.read_text(encoding="utf-8")
-    assert with_drawing(text) == text, "write it: PYTHONPATH=.dev python -m tests.layers"
+    assert with_drawing(text) == text, "write it: PYTHONPATH=.dev python -m tests.helpers.layers"
 
 
 # --- What a newcomer reads. ---

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpulease.client.decode.decode_errors import RequestRejected
+from gpulease.client.decode.engine import engine as engine_module
 from gpulease.client.decode.engine.engine import BlockPool, _runs
-from gpulease.client.decode.engine.engine import engine as engine_module
 from gpulease.client.decode.row_records import PAGE
 from gpulease.client.errors import RegionRevoked
 from helpers.daemon import Daemon

@@ -1,6 +1,6 @@
 """The table of rooms: which folder may import which.
 
-`PYTHONPATH=.dev python -m tests.layers` draws it in the architecture.
+`PYTHONPATH=.dev python -m tests.helpers.layers` draws it in the architecture.
 
 A room is a folder with what is in it, less the rooms inside it. The rows stand from the top down: a room imports rooms
 that stand below it, so there are no circles. Every room may import `protocol`, which imports nothing of ours.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-ARCHITECTURE: Final = Path(__file__).parents[1] / "daemon" / "ARCHITECTURE.md"
+ARCHITECTURE: Final = Path(__file__).parents[2] / "daemon" / "ARCHITECTURE.md"
 
 HALL, SHARED, WING, TOOL = "hall", "shared", "wing", "tool"
 """Kinds of rooms. The hall is what every reader must know. A wing is a product of its own: it imports the hall and what
