@@ -29,7 +29,7 @@ from gpulease.daemon.ptx.parse.syntax import (
 )
 from gpulease.daemon.ptx.translate.heap import with_heap
 from gpulease.daemon.ptx.translate.inliner import Inliner, map_variables, meets
-from gpulease.daemon.ptx.translate.wait_points import find_waits, watches
+from gpulease.daemon.ptx.translate.waits import find_waits, watches
 
 
 def link(image: Image) -> Image:

@@ -9,6 +9,7 @@ from gpulease.daemon.ptx.translate.callees import GIVEN, STACK_END
 from gpulease.daemon.ptx.translate.forms import Family, Modifiers
 from gpulease.daemon.ptx.translate.ir import FALSE, LIKELY, Value, constant
 from gpulease.daemon.ptx.translate.vprintf import SYSTEM_CALLS
+from gpulease.daemon.ptx.translate.wait_points import count_turn
 
 if TYPE_CHECKING:
     from gpulease.daemon.ptx.translate.thread import ThreadTranslator
@@ -64,7 +65,7 @@ def branch_by_index(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None
     index, *targets = i.operands
     if not isinstance(index, Register):
         raise t.problem("an indexed branch takes a register")
-    t.count_turn()
+    count_turn(t)
     number = t.read(index, _INDEX)
     places: list[str] = []
     for target in targets:

@@ -7,6 +7,7 @@ from gpulease.daemon.ptx.parse.syntax import Instruction, Space, Target
 from gpulease.daemon.ptx.translate.access import fail_unless
 from gpulease.daemon.ptx.translate.forms import Family, Modifiers
 from gpulease.daemon.ptx.translate.ir import FALSE, constant
+from gpulease.daemon.ptx.translate.wait_points import count_turn
 
 if TYPE_CHECKING:
     from gpulease.daemon.ptx.translate.thread import ThreadTranslator
@@ -20,7 +21,7 @@ def branch(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     target = i.operands[0]
     if not isinstance(target, Target):
         raise t.problem("a branch goes to a label")
-    t.count_turn()
+    count_turn(t)
     t.jump(target.index)
 
 

@@ -66,7 +66,7 @@ def count(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 
 @FAMILY.form("nanosleep.u32", 1, writes=False)
 def sleep(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """A sleep may end at once; in a loop the other threads of the block get to run (see thread.py)."""
+    """A sleep may end at once; in a loop the other threads of the block get to run (see wait_points.py)."""
     t.read(i.operands[0], SCALARS["u32"])
 
 

@@ -20,13 +20,13 @@ from gpulease.daemon.ptx.translate.callees import SIGNATURE, STACK, STACK_END, C
 from gpulease.daemon.ptx.translate.inliner import MEETINGS
 from gpulease.daemon.ptx.translate.ir import IrWriter, Value, constant
 from gpulease.daemon.ptx.translate.operand_values import ENVIRONMENT
-from gpulease.daemon.ptx.translate.thread import ThreadTranslator
-from gpulease.daemon.ptx.translate.wait_points import Waits, find_waits
+from gpulease.daemon.ptx.translate.thread_body import BodyTranslator
+from gpulease.daemon.ptx.translate.waits import Waits, find_waits
 
 _OWN_STACK = Value("i64", "%own_stack")
 
 
-class FunctionTranslator(ThreadTranslator):
+class FunctionTranslator(BodyTranslator):
     """Translates one .func's body."""
 
     def __init__(

@@ -26,7 +26,7 @@ from gpulease.daemon.ptx.parse.syntax import (
     Variable,
     Vector,
 )
-from gpulease.daemon.ptx.translate.wait_points import WAITING
+from gpulease.daemon.ptx.translate.waits import WAITING
 
 # Instructions at which threads meet (PTX ISA sections 9.7.9.23 to 9.7.9.28, 9.7.13, 9.7.14), supported or not.
 MEETINGS = WAITING.union(("wgmma",))

@@ -8,10 +8,10 @@ from gpulease.daemon.ptx.native.structures import SHORT_HEAD_BYTES, SLOT_BYTES, 
 from gpulease.daemon.ptx.parse.declarations import round_up
 from gpulease.daemon.ptx.parse.syntax import Register
 from gpulease.daemon.ptx.translate.ir import LIKELY, NO_LANE, Value, constant
-from gpulease.daemon.ptx.translate.thread import ThreadTranslator
+from gpulease.daemon.ptx.translate.thread_body import BodyTranslator
 from gpulease.daemon.ptx.translate.uniformity import Uniformity
 from gpulease.daemon.ptx.translate.vectors import NotTogether, NotWide, VectorWriter, is_wide
-from gpulease.daemon.ptx.translate.wait_points import FRAME
+from gpulease.daemon.ptx.translate.waits import FRAME
 
 ALIVE = Value("ptr", "%alive")
 
@@ -19,7 +19,7 @@ ALIVE = Value("ptr", "%alive")
 _HELD_BITS = {1: 8, 8: 8, 16: 16, 32: 32, 64: 64, 128: 128}
 
 
-class LaneRegisters(ThreadTranslator):
+class LaneRegisters(BodyTranslator):
     """State of the lanes at the current instruction, and access to their registers.
 
     Attributes:

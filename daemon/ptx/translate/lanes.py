@@ -28,7 +28,7 @@ from gpulease.daemon.ptx.translate.liveness import TooComplex, effect_of, regist
 from gpulease.daemon.ptx.translate.specials import ARGUMENTS, WARP_THREADS
 from gpulease.daemon.ptx.translate.uniformity import Unordered, leaves_at, uniformity_of
 from gpulease.daemon.ptx.translate.vectors import NotTogether, NotWide, VectorWriter, is_wide
-from gpulease.daemon.ptx.translate.wait_points import WAITING, Waits, find_waits
+from gpulease.daemon.ptx.translate.waits import WAITING, Waits, find_waits
 
 # How many threads run together: what one register of the widest hosts holds of 32-bit numbers.
 LANES = 16

@@ -29,10 +29,10 @@ from gpulease.daemon.ptx.translate.ir import METADATA
 from gpulease.daemon.ptx.translate.lanes import LOCAL_STEP, LaneTranslator
 from gpulease.daemon.ptx.translate.runner import LaneRunnerWriter, RunnerWriter, WarpRunnerWriter
 from gpulease.daemon.ptx.translate.scheduler import SchedulerWriter
-from gpulease.daemon.ptx.translate.thread import ThreadTranslator
+from gpulease.daemon.ptx.translate.thread_body import BodyTranslator
 from gpulease.daemon.ptx.translate.vectors import NotTogether
 from gpulease.daemon.ptx.translate.vprintf import print_ir
-from gpulease.daemon.ptx.translate.wait_points import WAITING
+from gpulease.daemon.ptx.translate.waits import WAITING
 
 # What has checks of its own, or a place where the thread may stop: see MAX_OPTIMISED_ACCESSES.
 _MEMORY = ("ld", "st", "atom", "red", "cp")
@@ -106,7 +106,7 @@ class Part:
 
     def _add(self, function: Function, places: dict[str, int]) -> None:
         number = len(self.runners)
-        thread = ThreadTranslator(function, places, self._declarations, self.callees)
+        thread = BodyTranslator(function, places, self._declarations, self.callees)
         self._define(thread.translate(f"thread{number}"), function)
         writer = RunnerWriter if thread.waits.is_short else SchedulerWriter
         if not thread.waits.is_short:

@@ -30,7 +30,7 @@ from gpulease.daemon.ptx.native.structures import (
 from gpulease.daemon.ptx.translate.ir import INVARIANT, TRUE, IrWriter, Value, constant
 from gpulease.daemon.ptx.translate.operand_values import ENVIRONMENT, LAUNCH
 from gpulease.daemon.ptx.translate.specials import WARP_THREADS
-from gpulease.daemon.ptx.translate.wait_points import Waits
+from gpulease.daemon.ptx.translate.waits import Waits
 
 # In a frame's head: the thread has ended. Barriers are numbered from 1.
 ENDED = -1

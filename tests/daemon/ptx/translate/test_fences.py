@@ -7,7 +7,7 @@ import pytest
 
 from gpulease.daemon.drivers.interface import ImageRejected
 from gpulease.daemon.ptx.parse.parser import parse
-from gpulease.daemon.ptx.translate.wait_points import find_waits
+from gpulease.daemon.ptx.translate.waits import find_waits
 
 RunBlock = Callable[..., list[list[int]]]
 
