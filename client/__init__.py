@@ -15,12 +15,11 @@
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from gpulease.client.sync.public import *  # noqa: F403
+import gpulease.client.moved_modules as _moved_modules
 
-__all__ = [  # noqa: F405
+__all__ = [
     "AllocFailed",
     "Array",
     "Buffer",
@@ -80,6 +79,8 @@ __all__ = [  # noqa: F405
     "my_audience",
     "submit_by",
 ]
+
+_moved_modules.install()
 
 
 def __getattr__(name: str) -> Any:

@@ -4,8 +4,8 @@ import os
 import re
 from typing import Any, Final
 
-from gpulease.client.engine.memory_views import readable_bytes
 from gpulease.client.errors import InvalidRequest
+from gpulease.client.memory_views import readable_bytes
 from gpulease.client.texts import quoted, utf8
 
 _BINARY: Final = (b"\x7fELF", b"\x50\xed\x55\xba")

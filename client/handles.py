@@ -122,7 +122,7 @@ class Module(Handle):
         kernels: Its kernels by name, each with the sizes of its parameters in bytes and the most threads a block may
             have.
         parameter_types: By kernel, the types of its parameters if the image is PTX, which declares them; else empty.
-        templates: Launches that were checked once (`engine.launch`). They are void after the module is unloaded.
+        templates: Launches that were checked once (`core.launch`). They are void after the module is unloaded.
         latest: The most recent of these launches that named no regions.
         latest_in: The most recent that named regions.
     """

@@ -145,7 +145,7 @@ def test_the_decode_engine_is_imported_without_its_extra() -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]);"
         "sys.modules.update(dict.fromkeys(['gguf', 'safetensors', 'tokenizers', 'jinja2', 'triton', 'jax']));"
-        "import gpulease.client.serve.decode as decode; print(len([getattr(decode, name) for name in decode.__all__]))"
+        "import gpulease.client.decode as decode; print(len([getattr(decode, name) for name in decode.__all__]))"
     )
     command = [sys.executable, "-c", code, str(import_root())]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)

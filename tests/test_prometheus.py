@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from prometheus_client import ProcessCollector
 
-from gpulease.client.serve.decode.decode_metrics import DecodeMetrics
+from gpulease.client.decode.openai.decode_metrics import DecodeMetrics
 from gpulease.daemon.record.metrics.families import FAMILIES
 
 FOLDER = Path(__file__).parents[1] / "systemd" / "prometheus"

@@ -24,7 +24,7 @@ import click
 import pytest
 
 from gpulease.client.cli.__main__ import main as gpulease
-from gpulease.client.engine.lease_request import LEASE_ID_VARIABLE
+from gpulease.client.core.lease_request import LEASE_ID_VARIABLE
 from gpulease.client.transport.credentials import VARIABLES
 from gpulease.daemon.__main__ import main as gpuleased
 from gpulease.daemon.config.settings import load_config

@@ -1,4 +1,4 @@
-"""Rules about the source itself: who may import whom, and what must not be in the tree."""
+"""Rules about the source itself: what is imported in one place only, and what must not be in the tree."""
 
 import ast
 import builtins
@@ -13,11 +13,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-PARTS = ("client", "daemon", "protocol")
+from helpers.source_files import PARTS, ROOT, SOURCES, TESTS, imports_of, name_of, tree_of
 
-# protocol imports nothing of ours; client and daemon know protocol and not each other.
-MAY_IMPORT = {"protocol": {"protocol"}, "client": {"client", "protocol"}, "daemon": {"daemon", "protocol"}}
 # Who may import what is slow to load, needs hardware, or would be a second definition of the wire format.
 ONLY_IN: dict[str, str | tuple[str, ...]] = {
     "pycuda": ("daemon/drivers/cuda/", "client/bench/pycuda_peer.py"),
@@ -35,30 +32,34 @@ ONLY_IN: dict[str, str | tuple[str, ...]] = {
     # What a gateway alone needs.
     "psycopg": "client/serve/gateway/postgres_store.py",
     "starlette": (
-        "client/serve/http/",
+        "client/http/",
         "client/serve/gateway/",
         "client/serve/models/model_server.py",
-        "client/serve/decode/openai_http/",
-        "client/serve/decode/decode_page.py",
+        "client/decode/openai/",
+        "client/decode/page/decode_page.py",
         "daemon/web/",
     ),
-    "uvicorn": ("client/serve/http/", "daemon/web/"),
+    "uvicorn": ("client/http/", "daemon/web/"),
     # Their threads start with the import, and most processes of the daemon fork.
-    "grpc": ("daemon/fleet/etcd/client.py", "daemon/fleet/etcd/etcd_messages.py", "client/serve/dra/kubelet_plugin.py"),
+    "grpc": (
+        "daemon/fleet/etcd/client.py",
+        "daemon/fleet/etcd/etcd_messages.py",
+        "client/integrations/kubernetes/kubelet_plugin.py",
+    ),
     # Models' files, and their text; the program that made the tiny model.
-    "gguf": "client/serve/decode/checkpoint/",
-    "safetensors": ("client/serve/decode/checkpoint/", "client/serve/decode/tiny/train.py"),
-    "tokenizers": ("client/serve/decode/text/", "client/serve/decode/tiny/train.py"),
-    "jax": "client/serve/decode/tiny/train.py",
-    "jinja2": "client/serve/decode/text/",
+    "gguf": "client/decode/checkpoint/",
+    "safetensors": ("client/decode/checkpoint/", "client/decode/tiny/train.py"),
+    "tokenizers": ("client/decode/text/", "client/decode/tiny/train.py"),
+    "jax": "client/decode/tiny/train.py",
+    "jinja2": "client/decode/text/",
     # The example's weights are made from what it ships; nothing that serves needs it.
     "sklearn": "client/serve/models/example/digits.py",
     # Reports on the wire; messages between the daemon's own processes, and a decode server's; what is kept of images.
     "msgpack": (
         "protocol/primitives.py",
         "daemon/host/ipc.py",
-        "daemon/drivers/ptx/image.py",
-        "client/serve/decode/text/text_jobs.py",
+        "daemon/ptx/image.py",
+        "client/decode/text/text_jobs.py",
     ),
 }
 
@@ -82,35 +83,6 @@ NOT_PORTABLE = tuple(
         ("conda", ".anaconda"),
     )
 )
-
-SOURCES = sorted(path for part in PARTS for path in (ROOT / part).rglob("*.py"))
-TESTS = sorted((ROOT / "tests").rglob("*.py"))
-
-
-def name_of(path: Path) -> str:
-    return path.relative_to(ROOT).as_posix()
-
-
-@cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), name_of(path))
-
-
-@cache
-def imports_of(path: Path) -> tuple[str, ...]:
-    """Every module a file imports, at its top or inside a function, by its full name."""
-    return tuple(_imports_of(path))
-
-
-def _imports_of(path: Path) -> Iterator[str]:
-    package = ("gpulease", *path.relative_to(ROOT).with_suffix("").parts)
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            start = ".".join(package[: -node.level]) + "." if node.level else ""
-            for alias in node.names:
-                yield f"{start}{node.module or ''}.{alias.name}".replace("..", ".")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -137,27 +109,10 @@ def test_there_is_something_to_check() -> None:
     assert len(SOURCES) > 12
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_layers(part: str) -> None:
-    for path in SOURCES:
-        if not name_of(path).startswith(f"{part}/"):
-            continue
-        ours = {name.split(".")[1] for name in imports_of(path) if name.startswith("gpulease.")}
-        assert ours <= MAY_IMPORT[part], f"{name_of(path)} imports {ours - MAY_IMPORT[part]}"
-        assert not {name.split(".")[0] for name in imports_of(path)} & set(PARTS), f"{name_of(path)}: say gpulease.NAME"
-
-
 @pytest.mark.parametrize("package", ONLY_IN)
 def test_a_package_is_imported_in_one_place(package: str) -> None:
     importers = [name_of(path) for path in SOURCES if package in {name.split(".")[0] for name in imports_of(path)}]
     assert [name for name in importers if not name.startswith(ONLY_IN[package])] == []
-
-
-def test_the_protocol_does_no_io_and_reads_no_clock() -> None:
-    forbidden = {"asyncio", "datetime", "io", "os", "pathlib", "random", "select", "socket", "ssl", "threading", "time"}
-    for path in SOURCES:
-        if name_of(path).startswith("protocol/"):
-            assert not {name.split(".")[0] for name in imports_of(path)} & forbidden, name_of(path)
 
 
 def test_nothing_says_to_install_a_published_package() -> None:
@@ -216,45 +171,6 @@ def test_nothing_in_the_tree_says(words: tuple[str, ...]) -> None:
         if word in line
     ]
     assert found == []
-
-
-# --- Layers of the daemon. ---
-
-
-UNDER_ALL = {"contract", "host", "log", "native", "sandbox", "capabilities", "config", "gpus", "leases", "bench", ""}
-LAYERS = {
-    "supervisor": {"broker"},
-    "broker": {"workers", "record", "web", "remote", "fleet", "supervisor"},
-    "workers": {"record", "zygote"},
-    "record": set[str](),
-    "web": set[str](),
-    "remote": set[str](),
-    "fleet": {"remote", "record", "web"},
-    "zygote": {"session", "drivers"},
-    "session": {"drivers"},
-    "drivers": set[str](),
-}
-"""By room of daemon/: rooms below it that it may import, beside those under all."""
-
-BELOW = {"host": {"contract"}, "log": {"host"}}
-"""Of the rooms under all: those that may not import all of the others."""
-
-
-def test_no_room_of_the_daemon_imports_a_higher_one() -> None:
-    wrong = []
-    for path in SOURCES:
-        parts = path.relative_to(ROOT).parts
-        room = parts[1] if len(parts) > 2 else ""
-        if parts[0] != "daemon" or room not in LAYERS | BELOW:
-            continue
-        for name in imports_of(path):
-            if not name.startswith("gpulease.daemon."):
-                continue
-            other = name.split(".")[2]
-            allowed = BELOW[room] if room in BELOW else {*LAYERS[room], *UNDER_ALL}
-            if (ROOT / "daemon" / other).is_dir() and other not in {room, *allowed}:
-                wrong.append(f"{name_of(path)} imports {name}")
-    assert wrong == [], wrong
 
 
 # --- What docstrings and comments name is there. ---

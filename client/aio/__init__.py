@@ -24,10 +24,10 @@ from gpulease.client.aio.regions import Region
 from gpulease.client.aio.session import GpuSession
 from gpulease.client.aio.streams import Event, Stream
 from gpulease.client.aio.submits import Submission, submit_by
-from gpulease.client.engine.events import ForwardRevoked, LeaseEvent
-from gpulease.client.engine.lease import LeaseReport, LeaseUse, SubmitReport
-from gpulease.client.engine.region_sets import RegionSet
-from gpulease.client.engine.tokens import Grant, HeldToken
+from gpulease.client.core.events import ForwardRevoked, LeaseEvent
+from gpulease.client.core.lease import LeaseReport, LeaseUse, SubmitReport
+from gpulease.client.core.region_sets import RegionSet
+from gpulease.client.core.tokens import Grant, HeldToken
 from gpulease.client.errors import (
     AllocFailed,
     Busy,

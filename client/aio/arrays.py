@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 
 from gpulease.client.aio.driver import drive, undisturbed
 from gpulease.client.aio.streams import Stream
-from gpulease.client.engine.arrays import Call, Calls, SessionArray, assign, copy, fill, read
+from gpulease.client.core.arrays import Call, Calls, SessionArray, assign, copy, fill, read
 from gpulease.client.errors import InvalidRequest
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from contextlib import AbstractAsyncContextManager, suppress
 from types import TracebackType
 from typing import Any, Final, TypeVar
 
-from gpulease.client.engine.exchange import CONTROL_REPLY_LIMIT_S, ask_once
-from gpulease.client.engine.lease_request import address_of
-from gpulease.client.engine.waits import Locked, Procedure, Sleep, Step, Wait
+from gpulease.client.core.exchange import CONTROL_REPLY_LIMIT_S, ask_once
+from gpulease.client.core.lease_request import address_of
+from gpulease.client.core.waits import Locked, Procedure, Sleep, Step, Wait
 from gpulease.client.errors import GpuLeaseError
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Body

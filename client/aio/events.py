@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Generic, Self, TypeVar
 
 from gpulease.client.aio.driver import drive, task_of
-from gpulease.client.engine.events import (
+from gpulease.client.core.events import (
     EventStream,
     ForwardRevoked,
     LeaseEvent,
@@ -15,7 +15,7 @@ from gpulease.client.engine.events import (
     Subscription,
     warnings,
 )
-from gpulease.client.engine.lease import OnLoss, RenewalSchedule, Renewed, keep_renewed, raise_untold
+from gpulease.client.core.lease import OnLoss, RenewalSchedule, Renewed, keep_renewed, raise_untold
 from gpulease.client.errors import GpuLeaseError
 
 E = TypeVar("E")

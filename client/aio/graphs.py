@@ -6,11 +6,11 @@ from typing import Any
 
 from gpulease.client.aio.driver import drive, drive_holding, undisturbed
 from gpulease.client.aio.streams import Stream
-from gpulease.client.engine.graphs import GraphHandle
-from gpulease.client.engine.recorder import Recording
-from gpulease.client.engine.region_sets import RegionSet
-from gpulease.client.engine.session import SessionView
-from gpulease.client.engine.waits import Begun
+from gpulease.client.core.graphs import GraphHandle
+from gpulease.client.core.recorder import Recording
+from gpulease.client.core.region_sets import RegionSet
+from gpulease.client.core.session import SessionView
+from gpulease.client.core.waits import Begun
 
 
 class Graph(GraphHandle):

@@ -1,10 +1,10 @@
-"""The timer that frees dropped objects in idle asyncio sessions (`engine.idle_frees`)."""
+"""The timer that frees dropped objects in idle asyncio sessions (`core.idle_frees`)."""
 
 import asyncio
 import weakref
 
-from gpulease.client.engine.idle_frees import LOOK_S, IdleLook
-from gpulease.client.engine.session import Session
+from gpulease.client.core.idle_frees import LOOK_S, IdleLook
+from gpulease.client.core.session import Session
 
 
 def look_after(session: Session) -> None:

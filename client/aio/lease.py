@@ -10,13 +10,13 @@ from gpulease.client.aio.driver import ConnectionLock, Opening, ask, drive, undi
 from gpulease.client.aio.events import KeepAlive, LeaseEvents, RegionWatch, WarningWatch, keep_alive
 from gpulease.client.aio.regions import Region
 from gpulease.client.aio.submits import Submission
-from gpulease.client.engine.events import OnWarning
-from gpulease.client.engine.lease import LeaseReport, LeaseState, LeaseUse, LeaseView, acquire, reacquire
-from gpulease.client.engine.lease_request import LeaseRequest
-from gpulease.client.engine.regions import open_region, resize
-from gpulease.client.engine.submits import Image
-from gpulease.client.engine.tokens import TOKEN_S, Grant, HeldToken, issue_request, token_of
-from gpulease.client.engine.waits import Procedure
+from gpulease.client.core.events import OnWarning
+from gpulease.client.core.lease import LeaseReport, LeaseState, LeaseUse, LeaseView, acquire, reacquire
+from gpulease.client.core.lease_request import LeaseRequest
+from gpulease.client.core.regions import open_region, resize
+from gpulease.client.core.submits import Image
+from gpulease.client.core.tokens import TOKEN_S, Grant, HeldToken, issue_request, token_of
+from gpulease.client.core.waits import Procedure
 from gpulease.client.errors import GpuLeaseError
 from gpulease.protocol import Opcode
 from gpulease.protocol.capabilities import Permission

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from gpulease.client.aio.driver import drive, undisturbed
-from gpulease.client.engine.resources import LoadedModule
+from gpulease.client.core.resources import LoadedModule
 from gpulease.client.handles import Variable
 from gpulease.protocol.messages import KernelFigures
 

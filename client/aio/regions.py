@@ -7,9 +7,9 @@ from typing import Any, Self, TypeVar
 
 from gpulease.client.aio.driver import drive, undisturbed
 from gpulease.client.aio.events import KeepAlive, LeaseEvents, RegionWatch, keep_alive
-from gpulease.client.engine.lease import LeaseReport
-from gpulease.client.engine.regions import RegionView
-from gpulease.client.engine.waits import Procedure
+from gpulease.client.core.lease import LeaseReport
+from gpulease.client.core.regions import RegionView
+from gpulease.client.core.waits import Procedure
 from gpulease.client.errors import GpuLeaseError
 from gpulease.protocol import RevokeOutcome
 

@@ -15,16 +15,16 @@ from gpulease.client.aio.lease import GpuLease, GpuSharedLease
 from gpulease.client.aio.modules import Module
 from gpulease.client.aio.regions import Region
 from gpulease.client.aio.streams import Stream, fence
-from gpulease.client.engine.arrays import new, upload
-from gpulease.client.engine.elementwise import ElementwiseOperation
-from gpulease.client.engine.launch import KernelArguments, LaunchAttributes
-from gpulease.client.engine.lease import by_environment, by_token, state_of
-from gpulease.client.engine.lease_request import address_of
-from gpulease.client.engine.region_sets import RegionSet
-from gpulease.client.engine.session import Session, SessionView
-from gpulease.client.engine.streams import PrintedCallback, PrintedText
-from gpulease.client.engine.tokens import Grant, token_of
-from gpulease.client.engine.waits import Begun, Procedure
+from gpulease.client.core.arrays import new, upload
+from gpulease.client.core.elementwise import ElementwiseOperation
+from gpulease.client.core.launch import KernelArguments, LaunchAttributes
+from gpulease.client.core.lease import by_environment, by_token, state_of
+from gpulease.client.core.lease_request import address_of
+from gpulease.client.core.region_sets import RegionSet
+from gpulease.client.core.session import Session, SessionView
+from gpulease.client.core.streams import PrintedCallback, PrintedText
+from gpulease.client.core.tokens import Grant, token_of
+from gpulease.client.core.waits import Begun, Procedure
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.fork_guard import register
 from gpulease.client.handles import BorrowedBuffer, Buffer, ModuleHandle

@@ -5,7 +5,7 @@ from types import TracebackType
 from typing import Self
 
 from gpulease.client.aio.driver import drive, drive_holding, undisturbed
-from gpulease.client.engine.streams import EventHandle, StreamHandle, Streams
+from gpulease.client.core.streams import EventHandle, StreamHandle, Streams
 
 
 class Event(EventHandle):

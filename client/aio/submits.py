@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import Callable
 
 from gpulease.client.aio.driver import drive
-from gpulease.client.engine.lease_request import address_of
-from gpulease.client.engine.submits import Image, SubmissionBase
-from gpulease.client.engine.tokens import Grant, token_of
-from gpulease.client.engine.waits import Procedure
+from gpulease.client.core.lease_request import address_of
+from gpulease.client.core.submits import Image, SubmissionBase
+from gpulease.client.core.tokens import Grant, token_of
+from gpulease.client.core.waits import Procedure
 
 
 class Submission(SubmissionBase):

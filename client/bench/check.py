@@ -19,9 +19,9 @@ from gpulease.client.bench.figures import Figures, Say
 from gpulease.client.bench.gateway_load import request_figures
 from gpulease.client.bench.region_times import measure_regions
 from gpulease.client.bench.suite import REQUEST_CONTEXTS, Plan, measure_beside_direct_calls
-from gpulease.client.cli.demo import transform_ptx
-from gpulease.client.cli.exit_status import CannotStart
-from gpulease.client.cli.private_daemon import private_daemon, running_address
+from gpulease.client.console.exit_status import CannotStart
+from gpulease.client.console.private_daemon import private_daemon, running_address
+from gpulease.client.console.transform import transform_ptx
 
 ROUNDS: Final = {"cuda": 3, "cpu": 1}
 LAUNCHES: Final = {"cuda": 10_000, "cpu": 5_000}
@@ -95,7 +95,7 @@ def _decode(address: str, driver: str, say: Say) -> dict[str, Any]:
         from gpulease.client.bench.decode_shapes import SHAPES as CONFIGS
         from gpulease.client.bench.decode_speed import DecodePlan, measure_decode
         from gpulease.client.bench.rebind_times import measure_rebinds
-        from gpulease.client.serve.decode import RandomCheckpoint
+        from gpulease.client.decode import RandomCheckpoint
     except ImportError as error:
         raise CannotStart(f"the decode engine's promises need the extra `decode`: {error}") from None
     shape = SHAPES[driver]

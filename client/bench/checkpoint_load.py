@@ -26,12 +26,12 @@ from gpulease.client.aio import Buffer, GpuBuilder, GpuLease, GpuSession
 from gpulease.client.aio.driver import Opening
 from gpulease.client.bench.decode_shapes import SHAPES
 from gpulease.client.bench.figures import print_figures
-from gpulease.client.cli.private_daemon import private_daemon, running_address
-from gpulease.client.serve.decode import ModelConfig, RandomCheckpoint, open_model
-from gpulease.client.serve.decode.checkpoint import Checkpoint, load_weights, size_bytes
-from gpulease.client.serve.decode.checkpoint.model_tensors import model_tensors
-from gpulease.client.serve.decode.checkpoint.tensor_file import TensorFile
-from gpulease.client.serve.decode.checkpoint.weight_loader import WINDOW_BYTES
+from gpulease.client.console.private_daemon import private_daemon, running_address
+from gpulease.client.decode import ModelConfig, RandomCheckpoint, open_model
+from gpulease.client.decode.checkpoint import Checkpoint, load_weights, size_bytes
+from gpulease.client.decode.checkpoint.model_tensors import model_tensors
+from gpulease.client.decode.checkpoint.tensor_file import TensorFile
+from gpulease.client.decode.checkpoint.weight_loader import WINDOW_BYTES
 
 COPIED_BYTES: Final = 1 << 30
 ARENA_BYTES: Final = 1 << 28

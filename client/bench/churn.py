@@ -14,11 +14,11 @@ from typing import Final, TypeVar
 import numpy as np
 
 from gpulease.client.aio import GpuBuilder, GpuLease, GpuSession
-from gpulease.client.engine.launch import KernelArguments
+from gpulease.client.console.scene import Breach, worker_pid
+from gpulease.client.core.launch import KernelArguments
 from gpulease.client.errors import GpuLeaseError, LeaseExpired, Revoked
 from gpulease.client.kernel_args import KernelArgs
 from gpulease.client.sync.driver import ask
-from gpulease.client.verify.scene import Breach, worker_pid
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Empty, LeaseRevoke
 

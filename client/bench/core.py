@@ -6,7 +6,7 @@ import sys
 from typing import Final
 
 from gpulease.client.bench.bounds import keeps_bounds
-from gpulease.client.cli.exit_status import CannotStart
+from gpulease.client.console.exit_status import CannotStart
 
 LEASES: Final = 10_000
 TIMEOUT_S: Final = 300

@@ -27,13 +27,13 @@ from gpulease.client.bench.decode_steps import (
     step_time,
 )
 from gpulease.client.bench.figures import print_figures
+from gpulease.client.decode import ModelConfig, RandomCheckpoint
+from gpulease.client.decode.checkpoint import load_weights
+from gpulease.client.decode.engine.engine import MAX_STEPS
+from gpulease.client.decode.engine.forward_pass import ForwardPass, StepLimits, block_bytes
+from gpulease.client.decode.row_records import RESULT, ROW, Results, Rows
 from gpulease.client.handles import Buffer, Module
 from gpulease.client.kernel_args import KernelArgs
-from gpulease.client.serve.decode import ModelConfig, RandomCheckpoint
-from gpulease.client.serve.decode.checkpoint import load_weights
-from gpulease.client.serve.decode.engine import MAX_STEPS
-from gpulease.client.serve.decode.forward_pass import ForwardPass, StepLimits, block_bytes
-from gpulease.client.serve.decode.row_records import RESULT, ROW, Results, Rows
 from gpulease.protocol import Opcode
 
 SHARED_BYTES: Final = 48 << 10

@@ -11,11 +11,11 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, Final
 
 from gpulease.client.bench.decode_steps import Blocks, decode_rows
+from gpulease.client.decode.engine.engine import DecodeEngine
+from gpulease.client.decode.engine.forward_pass import chunk_of
+from gpulease.client.decode.engine.kernel_library import KernelLaunch, manifest
+from gpulease.client.decode.engine.linear_tiles import SM_80, grid_of, tiles_of
 from gpulease.client.handles import Buffer
-from gpulease.client.serve.decode.engine import DecodeEngine
-from gpulease.client.serve.decode.forward_pass import chunk_of
-from gpulease.client.serve.decode.kernel_library import KernelLaunch, manifest
-from gpulease.client.serve.decode.linear_tiles import SM_80, grid_of, tiles_of
 
 KERNEL_LAUNCHES: Final = 32
 """Least launches in a graph that times one kernel."""

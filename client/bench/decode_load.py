@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import click
 
 from gpulease.client.bench.figures import percentile
-from gpulease.client.cli.tables import table
+from gpulease.client.console.tables import table
 from gpulease.protocol.json_text import indented_json
 
 MAX_OPEN: Final = 400

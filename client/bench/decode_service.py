@@ -19,8 +19,8 @@ import numpy as np
 
 from gpulease.client.bench.decode_shapes import SHAPES
 from gpulease.client.bench.figures import percentile, print_figures
-from gpulease.client.cli.private_daemon import private_daemon, running_address
-from gpulease.client.serve.decode import (
+from gpulease.client.console.private_daemon import private_daemon, running_address
+from gpulease.client.decode import (
     TINY_MODEL,
     Checkpoint,
     Decoder,
@@ -30,9 +30,9 @@ from gpulease.client.serve.decode import (
     TenantConfig,
     open_model,
 )
-from gpulease.client.serve.decode.decode_reports import DecoderObserver, ForwardRevoked, RebindReport, StepReport
-from gpulease.client.serve.decode.row_records import NOBODY, PAGE, ROW
-from gpulease.client.serve.decode.step_plan import LiveSequence
+from gpulease.client.decode.decode_reports import DecoderObserver, ForwardRevoked, RebindReport, StepReport
+from gpulease.client.decode.row_records import NOBODY, PAGE, ROW
+from gpulease.client.decode.scheduler.step_plan import LiveSequence
 
 TENANTS: Final = 8
 BATCHES: Final = (1, 8, 64, 256)

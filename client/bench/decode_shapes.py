@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from gpulease.client.serve.decode import Family, ModelConfig
+from gpulease.client.decode import Family, ModelConfig
 
 SHAPES: Final = {
     "two-layers": ModelConfig(Family.LLAMA, 2, 64, 4, 2, 32, 128, 512, 2048, 10_000.0, 1e-5, is_tied=True),

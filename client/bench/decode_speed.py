@@ -34,13 +34,13 @@ from gpulease.client.bench.decode_steps import (
 )
 from gpulease.client.bench.figures import print_figures
 from gpulease.client.bench.kernel_times import kernels_ptx
-from gpulease.client.cli.private_daemon import private_daemon, running_address
-from gpulease.client.cli.reports import first_card
+from gpulease.client.console.private_daemon import private_daemon, running_address
+from gpulease.client.console.reports import first_card
+from gpulease.client.decode import ModelConfig, RandomCheckpoint
+from gpulease.client.decode.engine.engine import DecodeEngine, lease_bytes
+from gpulease.client.decode.engine.forward_pass import block_bytes
+from gpulease.client.decode.row_records import PAGE
 from gpulease.client.kernel_args import KernelArgs
-from gpulease.client.serve.decode import ModelConfig, RandomCheckpoint
-from gpulease.client.serve.decode.engine import DecodeEngine, lease_bytes
-from gpulease.client.serve.decode.forward_pass import block_bytes
-from gpulease.client.serve.decode.row_records import PAGE
 
 COPIES: Final = 10
 

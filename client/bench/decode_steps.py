@@ -8,8 +8,8 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 
-from gpulease.client.serve.decode.forward_pass import StepLimits
-from gpulease.client.serve.decode.row_records import NOBODY, PAGE, ROW, Results, Rows
+from gpulease.client.decode.engine.forward_pass import StepLimits
+from gpulease.client.decode.row_records import NOBODY, PAGE, ROW, Results, Rows
 
 PREFILL: Final = 512
 """Rows of the step that computes a prompt at once."""

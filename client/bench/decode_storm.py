@@ -29,12 +29,10 @@ import click
 
 from gpulease.client.bench.decode_service import checkpoint_named
 from gpulease.client.bench.figures import trend_of
-from gpulease.client.bench.footprint import broker_pid, footprints_of, rss_kib
-from gpulease.client.cli.daemon_modules import AUDIT_MODULE
-from gpulease.client.cli.private_daemon import private_daemon, running_address
-from gpulease.client.cli.tables import table
-from gpulease.client.errors import GpuLeaseError
-from gpulease.client.serve.decode import (
+from gpulease.client.console.footprint import broker_pid, footprints_of, rss_kib
+from gpulease.client.console.private_daemon import private_daemon, running_address
+from gpulease.client.console.tables import table
+from gpulease.client.decode import (
     TINY_MODEL,
     Checkpoint,
     Decoder,
@@ -42,10 +40,11 @@ from gpulease.client.serve.decode import (
     SamplingParameters,
     TenantConfig,
 )
-from gpulease.client.serve.decode.decode_audit import DecodeAudit, TokenDigest
-from gpulease.client.serve.decode.decode_reports import DecoderObserver, FinishedRequest, RebindReport, StepReport
-from gpulease.client.serve.decode.decode_requests import CompletionReason
-from gpulease.client.serve.decode.row_records import PAGE
+from gpulease.client.decode.decode_reports import DecoderObserver, FinishedRequest, RebindReport, StepReport
+from gpulease.client.decode.decode_requests import CompletionReason
+from gpulease.client.decode.row_records import PAGE
+from gpulease.client.decode.supervisor.decode_audit import DecodeAudit, TokenDigest
+from gpulease.client.errors import GpuLeaseError
 from gpulease.protocol.json_text import indented_json
 
 TENANTS: Final = ("ann", "bob", "cid", "dot")
@@ -344,7 +343,10 @@ def audited(folder: Path, run: str, finished: Sequence[int], digests: dict[int, 
 def _audit(*words: str) -> str:
     """Run `gpulease audit`; returns its output. Status 1 says that the log is not whole, which the output says too."""
     done = subprocess.run(
-        [sys.executable, "-P", "-m", AUDIT_MODULE, *words], capture_output=True, text=True, check=False
+        [sys.executable, "-P", "-m", "gpulease.client.cli", "audit", *words],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode not in (0, 1):
         raise click.ClickException(f"the audit log can't be read: {done.stderr.strip()}")

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from gpulease.client.bench.decode_shapes import SHAPES
 from gpulease.client.bench.decode_steps import numbers_of
 from gpulease.client.bench.figures import print_figures
-from gpulease.client.serve.decode import ModelConfig
+from gpulease.client.decode import ModelConfig
 
 WARM_STEPS: Final = 3
 STEPS: Final = 20

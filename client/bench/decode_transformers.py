@@ -17,7 +17,7 @@ from gpulease.client.bench.decode_shapes import SHAPES
 from gpulease.client.bench.decode_steps import numbers_of
 from gpulease.client.bench.decode_torch import STEPS, WARM_STEPS, recorded, step_s
 from gpulease.client.bench.figures import print_figures
-from gpulease.client.serve.decode import Family, ModelConfig
+from gpulease.client.decode import Family, ModelConfig
 
 SPARE_STEPS: Final = 8
 """Positions of the cache beyond those of timed steps: for the first step, and for recording."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from gpulease.client.cli.exit_status import CannotStart
+from gpulease.client.console.exit_status import CannotStart
 
 PROCESS_TIMEOUT_S: Final = 300.0
 """Longest time for one round of direct calls, in seconds. Stops a hung driver from hanging the benchmark."""

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpulease.client.bench.figures import Say
-from gpulease.client.cli.demo import transform_ptx
-from gpulease.client.cli.exit_status import CannotStart
-from gpulease.client.cli.named_tenant import Tenant, Work, acquire_name, overlaps
-from gpulease.client.cli.private_daemon import PrivateDaemon, short_folder
-from gpulease.client.cli.private_fleet import EtcdMember, Link, PrivateFleet, leader_of, private_etcd
+from gpulease.client.console.exit_status import CannotStart
+from gpulease.client.console.named_tenant import Tenant, Work, acquire_name, overlaps
+from gpulease.client.console.private_daemon import PrivateDaemon, short_folder
+from gpulease.client.console.private_fleet import EtcdMember, Link, PrivateFleet, leader_of, private_etcd
+from gpulease.client.console.transform import transform_ptx
 
 MEMBERS: Final = 3
 NODES: Final = 2

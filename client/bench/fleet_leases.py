@@ -10,8 +10,8 @@ from typing import Final
 from gpulease.client import GpuBuilder
 from gpulease.client.bench.figures import Figures, Say, load_figures, medians, percentiles_ms
 from gpulease.client.bench.session_speed import hot_path
-from gpulease.client.cli.demo import transform_ptx
-from gpulease.client.cli.private_fleet import PrivateFleet, end_all, lasting_daemon, private_etcd
+from gpulease.client.console.private_fleet import PrivateFleet, end_all, lasting_daemon, private_etcd
+from gpulease.client.console.transform import transform_ptx
 
 MEMBERS: Final = 3
 """Members of etcd, as many as a fleet has."""

@@ -15,9 +15,9 @@ from typing import Any, Final
 from gpulease.client.bench.figures import Say
 from gpulease.client.bench.fleet_fail_over import FAULTS, GOAL_HORIZON_S, STAYS, fails_over, measure_fail_over
 from gpulease.client.bench.fleet_leases import measure_leases
-from gpulease.client.cli.exit_status import CannotStart
-from gpulease.client.cli.private_daemon import short_folder, unwound_by_signals
-from gpulease.client.cli.private_fleet import etcd_program, private_etcd
+from gpulease.client.console.exit_status import CannotStart
+from gpulease.client.console.private_daemon import short_folder, unwound_by_signals
+from gpulease.client.console.private_fleet import etcd_program, private_etcd
 
 USED: Final = (0.5, 0.9, 0.97)
 ORDERS: Final = ("spread", "pack")

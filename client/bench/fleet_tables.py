@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from gpulease.client.bench.fleet_fail_over import GOAL_HORIZON_S, GOAL_S
 from gpulease.client.bench.fleet_leases import ANONYMOUS, HOST, NAMED
-from gpulease.client.cli.tables import MISSING, table
+from gpulease.client.console.tables import MISSING, table
 
 BEAT_TIMES: Final = ("beat_p50_ms", "beat_p99_ms", "claim_p50_ms", "claim_p99_ms", "plain_put_p50_ms")
 KINDS: Final = {HOST: "one host, no fleet", ANONYMOUS: "a fleet", NAMED: "a fleet, by a name"}

@@ -17,7 +17,7 @@ from gpulease.client import (
     Revoked,
 )
 from gpulease.client.bench.figures import percentile
-from gpulease.client.cli.reports import first_card
+from gpulease.client.console.reports import first_card
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import LeaseRevoke

@@ -20,10 +20,10 @@ import click
 
 from gpulease.client.bench.churn import SLICE_BYTES, Churn
 from gpulease.client.bench.figures import Trend, percentile, trend_of
-from gpulease.client.bench.footprint import Footprints, broker_pid, footprints_of
-from gpulease.client.cli.demo import transform_ptx
-from gpulease.client.cli.private_daemon import private_daemon
-from gpulease.client.cli.tables import table
+from gpulease.client.console.footprint import Footprints, broker_pid, footprints_of
+from gpulease.client.console.private_daemon import private_daemon
+from gpulease.client.console.tables import table
+from gpulease.client.console.transform import transform_ptx
 from gpulease.protocol.json_text import indented_json
 
 BOUNDS: Final = {

@@ -16,7 +16,7 @@ from gpulease.client.bench.bounds import load_bounds
 from gpulease.client.bench.figures import Figures, Say, figures_of, medians
 from gpulease.client.bench.lease_life import warm_acquisition
 from gpulease.client.bench.round_trips import measure_session
-from gpulease.client.cli.exit_status import CannotStart
+from gpulease.client.console.exit_status import CannotStart
 
 LEASED: Final = "leased"
 C: Final = "C"

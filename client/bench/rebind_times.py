@@ -19,16 +19,16 @@ import numpy as np
 from gpulease.client.aio import GpuBuilder
 from gpulease.client.bench.decode_service import checkpoint_named
 from gpulease.client.bench.figures import percentile
-from gpulease.client.cli.private_daemon import private_daemon, running_address
-from gpulease.client.serve.decode import (
+from gpulease.client.console.private_daemon import private_daemon, running_address
+from gpulease.client.decode import (
     TINY_MODEL,
     BlockPool,
     Checkpoint,
     DecodeEngine,
     StepLimits,
 )
-from gpulease.client.serve.decode.engine import MAX_STEPS, lease_bytes
-from gpulease.client.serve.decode.row_records import NOBODY, PAGE, ROW, Rows
+from gpulease.client.decode.engine.engine import MAX_STEPS, lease_bytes
+from gpulease.client.decode.row_records import NOBODY, PAGE, ROW, Rows
 
 PROMPTS: Final = (64, 128, 256, 512, 1024)
 ROUNDS: Final = 5

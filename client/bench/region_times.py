@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from gpulease.client import GpuBuilder, GpuLease, GpuSession, KernelArgs, Region, RegionRevoked
 from gpulease.client.bench.figures import Figures, Say, in_a_process, per_call_us, percentile, timed_us
-from gpulease.client.cli.reports import first_card
+from gpulease.client.console.reports import first_card
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.limits import MAX_REGIONS

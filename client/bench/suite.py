@@ -10,7 +10,6 @@ from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any, Final
 
-from gpulease.client.bench.card import card_title
 from gpulease.client.bench.figures import Figures, Say, in_a_process, medians
 from gpulease.client.bench.gateway_load import request_figures
 from gpulease.client.bench.kernel_times import kernel_figures
@@ -21,10 +20,11 @@ from gpulease.client.bench.remote import NoCertificates, make_certificates, open
 from gpulease.client.bench.session_speed import bulk_copies, copy_sizes, graph_figures, hot_path
 from gpulease.client.bench.stream import stream_rates
 from gpulease.client.bench.submit_times import submit_figures
-from gpulease.client.cli.demo import transform_ptx
-from gpulease.client.cli.exit_status import CannotStart
-from gpulease.client.cli.private_daemon import private_daemon, running_address
-from gpulease.client.cli.reports import first_card
+from gpulease.client.console.card import card_title
+from gpulease.client.console.exit_status import CannotStart
+from gpulease.client.console.private_daemon import private_daemon, running_address
+from gpulease.client.console.reports import first_card
+from gpulease.client.console.transform import transform_ptx
 
 WARM_CONTEXTS: Final = 2
 """Contexts of the private daemon for warm leases: one to use, and one that remains while the next is made."""
@@ -281,7 +281,7 @@ def _free_port() -> int:
 
 def _direct(driver: str, launches: int) -> Figures:
     sizes = [str(size) for size in copy_sizes(driver)]
-    with as_file(files("gpulease.client.cli").joinpath("transform.ptx")) as ptx:
+    with as_file(files("gpulease.client.console").joinpath("transform.ptx")) as ptx:
         return in_a_process("direct", driver, str(ptx), str(launches), str(SAMPLES), *sizes)
 
 
@@ -290,5 +290,5 @@ def _bare(card: dict[str, Any], count: int) -> Figures:
 
 
 def _gate(card: dict[str, Any], flips: int) -> Figures:
-    with as_file(files("gpulease.client.cli").joinpath("transform.ptx")) as ptx:
+    with as_file(files("gpulease.client.console").joinpath("transform.ptx")) as ptx:
         return in_a_process("revocation", card["driver"], card["uuid"], str(ptx), str(flips))

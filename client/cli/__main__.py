@@ -8,8 +8,8 @@ import click
 from click.shell_completion import CompletionItem
 
 import gpulease
-from gpulease.client.cli.exit_status import check_words, failures_as_sentences, interrupt_unwinds
 from gpulease.client.cli.start import run
+from gpulease.client.console.exit_status import check_words, failures_as_sentences, interrupt_unwinds
 
 PROGRAM: Final = "gpulease"
 

@@ -14,13 +14,13 @@ from typing import Any, Final
 
 import click
 
-from gpulease.client.cli.exit_status import CannotStart
 from gpulease.client.cli.fleet import ask_about
 from gpulease.client.cli.lease_ids import lease_id_argument
 from gpulease.client.cli.lease_options import WantedLease, lease_options, time_option
-from gpulease.client.cli.tables import seconds_text, size_text
-from gpulease.client.engine import lease as engine
-from gpulease.client.engine.lease_request import LEASE_ID_VARIABLE, LeaseRequest, address_of
+from gpulease.client.console.exit_status import CannotStart
+from gpulease.client.console.tables import seconds_text, size_text
+from gpulease.client.core import lease as engine
+from gpulease.client.core.lease_request import LEASE_ID_VARIABLE, LeaseRequest, address_of
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.sync.driver import drive
 from gpulease.protocol import Opcode

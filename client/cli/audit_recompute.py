@@ -8,11 +8,11 @@ from typing import BinaryIO, Final
 
 import click
 
-from gpulease.client.cli.exit_status import EXIT_FAILED, fail
-from gpulease.client.cli.private_daemon import private_daemon, running_address
-from gpulease.client.serve.decode import Checkpoint, Decoder, DecoderSettings, open_model
-from gpulease.client.serve.decode.decode_audit import ComputedBy, DecodeRecord, TokenDigest
-from gpulease.client.serve.decode.sample_models import TINY_MODEL
+from gpulease.client.console.exit_status import EXIT_FAILED, fail
+from gpulease.client.console.private_daemon import private_daemon, running_address
+from gpulease.client.decode import Checkpoint, Decoder, DecoderSettings, open_model
+from gpulease.client.decode.sample_models import TINY_MODEL
+from gpulease.client.decode.supervisor.decode_audit import ComputedBy, DecodeRecord, TokenDigest
 
 EXIT_OUTPUT_DIFFERS: Final = EXIT_FAILED
 EXIT_PROMPT_DIFFERS: Final = 3

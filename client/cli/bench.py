@@ -21,12 +21,12 @@ from gpulease.client.bench.load import main as measure_load
 from gpulease.client.bench.peers import CALLERS, LEASED, NOTES, ROWS
 from gpulease.client.bench.region_times import measure_regions
 from gpulease.client.bench.suite import Plan, measure_beside_direct_calls, measure_requests, measure_round_trips
-from gpulease.client.cli.demo import transform_ptx
-from gpulease.client.cli.exit_status import CannotStart
-from gpulease.client.cli.private_daemon import private_daemon, running_address
-from gpulease.client.cli.reports import first_card
-from gpulease.client.cli.tables import seconds_text, table
-from gpulease.client.verify.scene import Scene
+from gpulease.client.console.exit_status import CannotStart
+from gpulease.client.console.private_daemon import private_daemon, running_address
+from gpulease.client.console.reports import first_card
+from gpulease.client.console.scene import Scene
+from gpulease.client.console.tables import seconds_text, table
+from gpulease.client.console.transform import transform_ptx
 from gpulease.protocol.json_text import indented_json
 
 GATE_FLIPS: Final = 400

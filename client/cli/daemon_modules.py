@@ -11,7 +11,7 @@ from typing import Final, NoReturn
 
 import click
 
-from gpulease.client.cli.exit_status import CannotStart
+from gpulease.client.console.exit_status import CannotStart
 
 _STARTER: Final = "from gpulease.client.cli.start import run_module_instead; run_module_instead()"
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from gpulease.client.cli.private_daemon import private_daemon, running_address
-from gpulease.client.cli.reports import first_card
-from gpulease.client.cli.tables import size_text
-from gpulease.client.serve.decode import (
+from gpulease.client.console.private_daemon import private_daemon, running_address
+from gpulease.client.console.reports import first_card
+from gpulease.client.console.tables import size_text
+from gpulease.client.decode import (
     Checkpoint,
     CompletionReason,
     Decoder,
@@ -25,13 +25,13 @@ from gpulease.client.serve.decode import (
     SamplingParameters,
     open_model,
 )
-from gpulease.client.serve.decode.sample_models import TINY_MODEL, find_smollm2
+from gpulease.client.decode.sample_models import TINY_MODEL, find_smollm2
 from gpulease.protocol.address import FLEET_SCHEME
 from gpulease.protocol.counts import counted
 
 if TYPE_CHECKING:
     # Needs the extra `decode`, without which `open_model` says what to install.
-    from gpulease.client.serve.decode.text.tokenizer import Tokenizer
+    from gpulease.client.decode.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS: Final = 64
 

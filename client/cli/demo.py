@@ -2,18 +2,18 @@
 
 import contextlib
 import sys
-from importlib.resources import files
 from typing import Final
 
 import click
 
-from gpulease.client.cli.exit_status import EXIT_FAILED
 from gpulease.client.cli.fleet_demo import run_fleet_demo
 from gpulease.client.cli.live_lines import LiveLines
-from gpulease.client.cli.private_daemon import private_daemon, running_address
-from gpulease.client.cli.reports import first_card
-from gpulease.client.cli.tables import size_text
 from gpulease.client.cli.tenants_demo import PRIVATE_VRAM, run_tenants_demo
+from gpulease.client.console.exit_status import EXIT_FAILED
+from gpulease.client.console.private_daemon import private_daemon, running_address
+from gpulease.client.console.reports import first_card
+from gpulease.client.console.tables import size_text
+from gpulease.client.console.transform import transform_ptx
 from gpulease.protocol.json_text import indented_json
 
 _NEXT: Final = """
@@ -67,8 +67,3 @@ def demo(as_json: bool, of_fleet: bool, driver: str) -> None:
     lines.say(_NEXT)
     if broken:
         sys.exit(EXIT_FAILED)
-
-
-def transform_ptx() -> bytes:
-    """PTX with `scale` and `bias`, compiled by nvcc from transform.cu of the vectors."""
-    return files("gpulease.client.cli").joinpath("transform.ptx").read_bytes()

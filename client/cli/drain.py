@@ -8,10 +8,10 @@ from typing import Any, Final
 import click
 from click.core import ParameterSource
 
-from gpulease.client.cli.exit_status import EXIT_FAILED
-from gpulease.client.cli.reports import cards_of, leases_of
-from gpulease.client.cli.tables import seconds_text, shown
-from gpulease.client.engine.lease_request import milliseconds
+from gpulease.client.console.exit_status import EXIT_FAILED
+from gpulease.client.console.reports import cards_of, leases_of
+from gpulease.client.console.tables import seconds_text, shown
+from gpulease.client.core.lease_request import milliseconds
 from gpulease.client.errors import Disconnected, InvalidRequest
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode

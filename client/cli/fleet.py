@@ -6,12 +6,13 @@ import click
 
 from gpulease.client.cli.daemon_modules import FLEET, become_module
 from gpulease.client.cli.drain import drain_text, milliseconds_of
-from gpulease.client.cli.reports import Report, json_text
-from gpulease.client.cli.tables import MISSING, fitted, output_width, seconds_text, shown, size_text
-from gpulease.client.engine.fleet_acquire import Fleet, ask_directories
-from gpulease.client.engine.lease_request import fleet_of
+from gpulease.client.console.fleet_listing import listing_of
+from gpulease.client.console.reports import Report, json_text
+from gpulease.client.console.tables import MISSING, fitted, output_width, seconds_text, shown, size_text
+from gpulease.client.core.fleet_acquire import Fleet
+from gpulease.client.core.lease_request import fleet_of
 from gpulease.client.errors import Denied, Disconnected, GpuLeaseError, InvalidRequest, NotFound
-from gpulease.client.sync.driver import ask, drive
+from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.lease_ids import LeaseId
 from gpulease.protocol.messages import Body, Drain, DrainStatus, Empty
@@ -119,12 +120,6 @@ def _fleet() -> Fleet:
     return found
 
 
-def listing_of(fleet: Fleet) -> Report:
-    """Ask a fleet's directories for its nodes and names. Raises Disconnected if none answers."""
-    report: Any = drive(ask_directories(fleet, Opcode.FLEET_LIST, Empty())).report
-    return _checked(report)
-
-
 def _listing() -> Report:
     return listing_of(_fleet())
 
@@ -135,25 +130,6 @@ def _operators_listing() -> Report:
     if not listing.get("operator", True):
         raise Denied("the fleet's nodes are listed for operators", "A directory's option --operator names them.")
     return listing
-
-
-def _checked(report: Any) -> Report:
-    """Check what a directory sent, and return it. Raises Disconnected if it is not a listing."""
-    try:
-        # Check every member that is used below, so that a wrong listing fails here and not while printing.
-        texts = [text for node in report["nodes"] for text in (node["node_id"], node["version"], *node["addresses"])]
-        texts += [name[key] for name in report["names"] for key in ("name", "node_id", "tenant", "lease_id")]
-        texts += [text for node in report["nodes"] for label in node["labels"].items() for text in label]
-        cards = [card for node in report["nodes"] for card in node["cards"]]
-        numbers = [card[key] for card in cards for key in ("capacity_bytes", "largest_bytes", "leases")]
-        numbers += [node["silent_ms"] for node in report["nodes"]] + [name["epoch"] for name in report["names"]]
-        if all(isinstance(text, str) for text in texts) and all(type(number) is int for number in numbers):
-            return dict(report)
-    except (AttributeError, KeyError, TypeError):
-        pass
-    raise Disconnected(
-        "the directory's listing can't be read", "Do the versions of the directory and of this client differ?"
-    )
 
 
 def _state(node: Report) -> str:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpulease.client import GpuLeaseError
-from gpulease.client.cli.exit_status import CannotStart
-from gpulease.client.cli.named_tenant import ASK_PAUSE_S, Tenant, acquire_name, builder_of, overlaps
-from gpulease.client.cli.private_daemon import PrivateDaemon, short_folder, unwound_by_signals
-from gpulease.client.cli.private_fleet import PrivateFleet, private_etcd
+from gpulease.client.console.exit_status import CannotStart
+from gpulease.client.console.named_tenant import ASK_PAUSE_S, Tenant, acquire_name, builder_of, overlaps
+from gpulease.client.console.private_daemon import PrivateDaemon, short_folder, unwound_by_signals
+from gpulease.client.console.private_fleet import PrivateFleet, private_etcd
 
 NODES: Final = 3
 NAME: Final = "model-a"

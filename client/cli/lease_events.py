@@ -7,9 +7,9 @@ from typing import Any, Final
 import click
 
 from gpulease.client.cli.lease_ids import lease_id_argument
-from gpulease.client.cli.tables import seconds_text, shown
-from gpulease.client.engine.events import EVERY_LEASE, EventStream, ForwardRevoked, LeaseEvent, RefusalStream
-from gpulease.client.engine.lease_request import address_of
+from gpulease.client.console.tables import seconds_text, shown
+from gpulease.client.core.events import EVERY_LEASE, EventStream, ForwardRevoked, LeaseEvent, RefusalStream
+from gpulease.client.core.lease_request import address_of
 from gpulease.client.sync.events import LeaseEvents, RegionWatch
 from gpulease.protocol import Phase, Status
 from gpulease.protocol.counts import counted

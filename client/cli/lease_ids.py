@@ -9,8 +9,8 @@ from typing import Any, Final
 import click
 from click.shell_completion import CompletionItem
 
-from gpulease.client.cli.reports import leases_of
-from gpulease.client.cli.tables import shown, size_text
+from gpulease.client.console.reports import leases_of
+from gpulease.client.console.tables import shown, size_text
 from gpulease.client.errors import InvalidRequest, NotFound
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 import click
 
 from gpulease.client.cli.drain import milliseconds_of
-from gpulease.client.engine.lease_request import LeaseRequest
+from gpulease.client.core.lease_request import LeaseRequest
 from gpulease.protocol.sizes import parse_size
 
 Builder = TypeVar("Builder", bound=LeaseRequest)

@@ -7,7 +7,7 @@ from typing import Final
 
 import click
 
-from gpulease.client.cli.tables import is_terminal, output_width, shown
+from gpulease.client.console.tables import is_terminal, output_width, shown
 
 PIPE_LINE_S: Final = 1.0
 """Seconds between two lines of `show` in a pipe, whose reader keeps all of them."""

@@ -4,8 +4,8 @@ import sys
 
 import click
 
-from gpulease.client.cli.reports import Report, health_of, json_text
-from gpulease.client.cli.tables import MISSING, fitted, is_terminal, output_width, shown
+from gpulease.client.console.reports import Report, health_of, json_text
+from gpulease.client.console.tables import MISSING, fitted, is_terminal, output_width, shown
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Empty

@@ -7,10 +7,10 @@ from typing import Final
 
 import click
 
-from gpulease.client.cli.exit_status import EXIT_FAILED
 from gpulease.client.cli.lease_ids import lease_id_argument
-from gpulease.client.cli.reports import REGION_MARK, Report, as_tree, cards_of, json_text, leases_of
-from gpulease.client.cli.tables import MISSING, fitted, output_width, seconds_text, shown, size_text, wrapped_text
+from gpulease.client.console.exit_status import EXIT_FAILED
+from gpulease.client.console.reports import REGION_MARK, Report, as_tree, cards_of, json_text, leases_of
+from gpulease.client.console.tables import MISSING, fitted, output_width, seconds_text, shown, size_text, wrapped_text
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode, RevokeOutcome
 from gpulease.protocol.counts import counted

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 import click
 
-from gpulease.client.cli.exit_status import die_by_signal, fail
 from gpulease.client.cli.lease_options import WantedLease, lease_options
-from gpulease.client.engine.lease_request import LEASE_ID_VARIABLE
+from gpulease.client.console.exit_status import die_by_signal, fail
+from gpulease.client.core.lease_request import LEASE_ID_VARIABLE
 from gpulease.client.errors import Disconnected, GpuLeaseError
 from gpulease.client.sync.events import LeaseEvents
 from gpulease.protocol import Phase

@@ -7,9 +7,9 @@ from pathlib import Path
 import click
 
 from gpulease.client.cli.daemon_modules import FLEET, become_module
-from gpulease.client.cli.exit_status import needing
-from gpulease.client.cli.private_daemon import private_daemon, running_address
 from gpulease.client.cli.serve_decode import serve_decode
+from gpulease.client.console.exit_status import needing
+from gpulease.client.console.private_daemon import private_daemon, running_address
 from gpulease.client.errors import InvalidRequest
 
 STOP_MARGIN_S = 10.0
@@ -89,9 +89,9 @@ def gateway(
 ) -> None:
     """Serve each request on a lease of its own, once however often it is asked."""
     with needing("serve"):
+        from gpulease.client.http.uvicorn_server import known_hosts, listening, serve
         from gpulease.client.serve.gateway.admission import Bounds
         from gpulease.client.serve.gateway.gateway import Gateway
-        from gpulease.client.serve.http.uvicorn_server import known_hosts, listening, serve
     from gpulease.client.serve.gateway.attempt import DaemonEffects, NodeAuthority
     from gpulease.client.serve.gateway.settings import EXAMPLE, load_models
     from gpulease.client.serve.gateway.store import open_store
@@ -141,7 +141,7 @@ def models(config: Path | None, listen: str, host_names: tuple[str, ...], rpc: s
     See the README and client/serve/models/model_settings.py for the file's settings.
     """
     with needing("serve"):
-        from gpulease.client.serve.http.uvicorn_server import known_hosts, listening, serve
+        from gpulease.client.http.uvicorn_server import known_hosts, listening, serve
         from gpulease.client.serve.models.model_server import ModelServer
     from gpulease.client.serve.models.host import STOP_LIMIT_S
     from gpulease.client.serve.models.model_settings import EXAMPLE, load_settings

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from gpulease.client.cli.decode import EMBEDDED_DRIVER, model_at_hand
-from gpulease.client.cli.exit_status import needing
-from gpulease.client.cli.private_daemon import private_daemon, running_address
-from gpulease.client.serve.decode import Decoder, DecoderObserver, DecoderSettings, TenantConfig, open_model
-from gpulease.client.serve.decode.demo_traffic import DemoTraffic
+from gpulease.client.console.exit_status import needing
+from gpulease.client.console.private_daemon import private_daemon, running_address
+from gpulease.client.decode import Decoder, DecoderObserver, DecoderSettings, TenantConfig, open_model
+from gpulease.client.decode.page.demo_traffic import DemoTraffic
 
 if TYPE_CHECKING:
     # Needs the extra `serve`, without which the command says what to install.
-    from gpulease.client.serve.decode.openai_http.decode_settings import DecodeSettings
+    from gpulease.client.decode.openai.decode_settings import DecodeSettings
     from gpulease.protocol.http_origin import KnownHosts
 
 STOP_LIMIT_S: Final = 30.0
@@ -55,11 +55,11 @@ DEMO_ROWS: Final = 16
 def serve_decode(config: Path | None, listen: str | None, host_names: tuple[str, ...], demo: bool) -> None:
     """Serve the language model of a TOML file to its tenants: /v1/completions and /v1/chat/completions.
 
-    See client/serve/decode/openai_http/example/decode.toml for the file's settings.
+    See client/decode/openai/example/decode.toml for the file's settings.
     """
     with needing("serve,decode"):
-        from gpulease.client.serve.decode.openai_http.decode_settings import DEFAULT_LISTEN, load_decode_settings
-        from gpulease.client.serve.http.uvicorn_server import known_hosts, listening
+        from gpulease.client.decode.openai.decode_settings import DEFAULT_LISTEN, load_decode_settings
+        from gpulease.client.http.uvicorn_server import known_hosts, listening
     if (config is None) is not demo:
         raise click.UsageError("give CONFIG, or try --demo")
     with contextlib.ExitStack() as stack:
@@ -101,11 +101,11 @@ async def _serve(
     observers: Sequence[DecoderObserver] = (),
 ) -> None:
     """Open the decoder, and serve until a signal; the lease ends with this call."""
-    from gpulease.client.serve.decode.decode_audit import DecodeAudit
-    from gpulease.client.serve.decode.decode_metrics import DecodeMetrics
-    from gpulease.client.serve.decode.decode_page import DecodePage
-    from gpulease.client.serve.decode.openai_http.openai_server import make_openai_application
-    from gpulease.client.serve.http.uvicorn_server import serve_within
+    from gpulease.client.decode.openai.decode_metrics import DecodeMetrics
+    from gpulease.client.decode.openai.openai_server import make_openai_application
+    from gpulease.client.decode.page.decode_page import DecodePage
+    from gpulease.client.decode.supervisor.decode_audit import DecodeAudit
+    from gpulease.client.http.uvicorn_server import serve_within
 
     serving: list[Decoder] = []
     traffic: list[DemoTraffic] = []
@@ -163,14 +163,14 @@ async def _serve(
 
 def _demo_settings(stack: contextlib.ExitStack) -> "tuple[DecodeSettings, _DemoKeys]":
     """A demonstration's settings and keys; starts a private daemon if none is running."""
-    from gpulease.client.serve.decode.openai_http.api_keys import distinct_keys, key_digest
-    from gpulease.client.serve.decode.openai_http.decode_settings import (
+    from gpulease.client.decode.openai.api_keys import distinct_keys, key_digest
+    from gpulease.client.decode.openai.decode_settings import (
         DEFAULT_CHAT_TOKENS,
         DEFAULT_LISTEN,
         DEFAULT_WAIT_S,
         DecodeSettings,
     )
-    from gpulease.client.serve.decode.row_records import PAGE
+    from gpulease.client.decode.row_records import PAGE
 
     address = running_address()
     if address is None:

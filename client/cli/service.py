@@ -11,7 +11,7 @@ from typing import Final
 
 import click
 
-from gpulease.client.cli.exit_status import CannotStart
+from gpulease.client.console.exit_status import CannotStart
 
 UNITS: Final = Path(__file__).resolve().parents[2] / "systemd"
 """The folder of the units, next to the client's, in a checkout as in an installation."""

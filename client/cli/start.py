@@ -21,7 +21,7 @@ def run_module_instead() -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     from runpy import run_module
 
-    from gpulease.client.cli.exit_status import failures_as_sentences, needing
+    from gpulease.client.console.exit_status import failures_as_sentences, needing
 
     # The daemon's package is installed with the client; the packages that it needs may not be.
     with failures_as_sentences(), needing(sys.argv.pop(1)):

@@ -7,7 +7,7 @@ from typing import Any, Final
 import click
 
 from gpulease.client import GpuBuilder, KernelArgs, Submission
-from gpulease.client.cli.exit_status import CannotStart
+from gpulease.client.console.exit_status import CannotStart
 
 DEFAULT_ROOM_MIB: Final = 64
 """MiB reserved for the job: a small image, and the largest outputs of a job several times over."""

@@ -24,14 +24,14 @@ from gpulease.client import (
     Module,
     RegionRevoked,
 )
-from gpulease.client.cli.exit_status import CannotStart
 from gpulease.client.cli.live_lines import LiveLines
-from gpulease.client.cli.reports import first_card
-from gpulease.client.cli.tables import size_text, table
+from gpulease.client.console.exit_status import CannotStart
+from gpulease.client.console.reports import first_card
+from gpulease.client.console.scene import Breach, Scene
+from gpulease.client.console.tables import size_text, table
 from gpulease.client.verify.faulty_kernels import BLOCK, ONE, count_set, fill, rule_breakers
 from gpulease.client.verify.neighbour import ORPHAN_S, Neighbour, neighbour
 from gpulease.client.verify.neighbour import SLICE_BYTES as ANN_BYTES
-from gpulease.client.verify.scene import Breach, Scene
 
 MIB: Final = 1 << 20
 PRIVATE_VRAM: Final = {"cpu": "256MiB", "cuda": "4GiB"}

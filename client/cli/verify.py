@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import click
 
-from gpulease.client.cli.tables import fitted, output_width
+from gpulease.client.console.tables import fitted, output_width
 from gpulease.client.verify.matrix import FaultResult, MatrixReport, run_matrix
 from gpulease.protocol.json_text import indented_json
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gpulease.client.engine.arrays import Call, Calls, SessionArray, assign, copy, fill, read
+from gpulease.client.core.arrays import Call, Calls, SessionArray, assign, copy, fill, read
 from gpulease.client.errors import InvalidRequest
 from gpulease.client.sync.driver import drive
 from gpulease.client.sync.streams import Stream

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
-from gpulease.client.engine.exchange import CONTROL_REPLY_LIMIT_S, ask_once
-from gpulease.client.engine.lease_request import address_of
-from gpulease.client.engine.waits import Locked, Procedure, Sleep, Step, Wait
+from gpulease.client.core.exchange import CONTROL_REPLY_LIMIT_S, ask_once
+from gpulease.client.core.lease_request import address_of
+from gpulease.client.core.waits import Locked, Procedure, Sleep, Step, Wait
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.transport.channel import Channel
 from gpulease.protocol import Opcode

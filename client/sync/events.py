@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
-from gpulease.client.engine.events import (
+from gpulease.client.core.events import (
     EventStream,
     ForwardRevoked,
     LeaseEvent,
@@ -14,7 +14,7 @@ from gpulease.client.engine.events import (
     Subscription,
     warnings,
 )
-from gpulease.client.engine.lease import OnLoss, RenewalSchedule, Renewed, keep_renewed, raise_untold
+from gpulease.client.core.lease import OnLoss, RenewalSchedule, Renewed, keep_renewed, raise_untold
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.sync.driver import drive
 

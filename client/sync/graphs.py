@@ -4,10 +4,10 @@ import threading
 from types import TracebackType
 from typing import Any
 
-from gpulease.client.engine.graphs import GraphHandle
-from gpulease.client.engine.recorder import Recording
-from gpulease.client.engine.region_sets import RegionSet
-from gpulease.client.engine.session import SessionView
+from gpulease.client.core.graphs import GraphHandle
+from gpulease.client.core.recorder import Recording
+from gpulease.client.core.region_sets import RegionSet
+from gpulease.client.core.session import SessionView
 from gpulease.client.sync.driver import drive
 from gpulease.client.sync.streams import Stream
 

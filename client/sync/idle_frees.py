@@ -1,4 +1,4 @@
-"""The thread that frees dropped objects in blocking sessions that are idle (`engine.idle_frees`).
+"""The thread that frees dropped objects in blocking sessions that are idle (`core.idle_frees`).
 
 A session frees what its program has dropped with its next request; an idle session has none. One thread serves all
 sessions of the process. It ends with the last session and never keeps a program from exiting.
@@ -10,8 +10,8 @@ import weakref
 from _thread import start_new_thread
 from contextlib import suppress
 
-from gpulease.client.engine.idle_frees import LOOK_S, IdleLook
-from gpulease.client.engine.session import Session
+from gpulease.client.core.idle_frees import LOOK_S, IdleLook
+from gpulease.client.core.session import Session
 
 
 class _Looker:

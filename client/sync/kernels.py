@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from gpulease.client.engine.elementwise import ElementwiseOperation
-from gpulease.client.engine.region_sets import RegionSet
+from gpulease.client.core.elementwise import ElementwiseOperation
+from gpulease.client.core.region_sets import RegionSet
 from gpulease.client.kernels.prepared_launch import MAX_VARIANTS, NOTHING_LAUNCHED, CompiledKernel, FunctionKernel
 from gpulease.client.kernels.toolchain import checked_version
 from gpulease.client.sync.arrays import Array, make

@@ -7,13 +7,13 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
-from gpulease.client.engine.events import OnWarning
-from gpulease.client.engine.lease import LeaseReport, LeaseState, LeaseUse, LeaseView, acquire, free_silently, reacquire
-from gpulease.client.engine.lease_request import LeaseRequest
-from gpulease.client.engine.regions import RegionState, open_region, resize
-from gpulease.client.engine.submits import Image
-from gpulease.client.engine.tokens import TOKEN_S, Grant, HeldToken, issue_request, token_of
-from gpulease.client.engine.waits import Procedure
+from gpulease.client.core.events import OnWarning
+from gpulease.client.core.lease import LeaseReport, LeaseState, LeaseUse, LeaseView, acquire, free_silently, reacquire
+from gpulease.client.core.lease_request import LeaseRequest
+from gpulease.client.core.regions import RegionState, open_region, resize
+from gpulease.client.core.submits import Image
+from gpulease.client.core.tokens import TOKEN_S, Grant, HeldToken, issue_request, token_of
+from gpulease.client.core.waits import Procedure
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.sync.driver import ask, drive
 from gpulease.client.sync.events import KeepAlive, LeaseEvents, RegionWatch, WarningWatch, keep_alive

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from gpulease.client.engine.resources import LoadedModule
+from gpulease.client.core.resources import LoadedModule
 from gpulease.client.handles import Variable
 from gpulease.client.sync.driver import drive
 from gpulease.protocol.messages import KernelFigures

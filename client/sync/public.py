@@ -1,9 +1,9 @@
 """What `gpulease.client` exports; the package imports this module when one of the names is first accessed."""
 
-from gpulease.client.engine.events import ForwardRevoked, LeaseEvent
-from gpulease.client.engine.lease import LeaseReport, LeaseUse, SubmitReport
-from gpulease.client.engine.region_sets import RegionSet
-from gpulease.client.engine.tokens import Grant, HeldToken
+from gpulease.client.core.events import ForwardRevoked, LeaseEvent
+from gpulease.client.core.lease import LeaseReport, LeaseUse, SubmitReport
+from gpulease.client.core.region_sets import RegionSet
+from gpulease.client.core.tokens import Grant, HeldToken
 from gpulease.client.errors import (
     AllocFailed,
     Busy,

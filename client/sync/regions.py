@@ -5,8 +5,8 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
-from gpulease.client.engine.lease import LeaseReport
-from gpulease.client.engine.regions import RegionView
+from gpulease.client.core.lease import LeaseReport
+from gpulease.client.core.regions import RegionView
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.sync.driver import drive
 from gpulease.client.sync.events import KeepAlive, LeaseEvents, RegionWatch, keep_alive

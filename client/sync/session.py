@@ -6,16 +6,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar, overload
 
-from gpulease.client.engine.arrays import new, upload
-from gpulease.client.engine.copies import SMALL_READ_BYTES
-from gpulease.client.engine.elementwise import ElementwiseOperation
-from gpulease.client.engine.launch import KernelArguments, LaunchAttributes
-from gpulease.client.engine.lease import LeaseState, by_environment, by_token, state_of
-from gpulease.client.engine.lease_request import address_of
-from gpulease.client.engine.region_sets import RegionSet
-from gpulease.client.engine.session import Session, SessionView
-from gpulease.client.engine.streams import PrintedCallback, PrintedText
-from gpulease.client.engine.tokens import Grant, token_of
+from gpulease.client.core.arrays import new, upload
+from gpulease.client.core.copies import SMALL_READ_BYTES
+from gpulease.client.core.elementwise import ElementwiseOperation
+from gpulease.client.core.launch import KernelArguments, LaunchAttributes
+from gpulease.client.core.lease import LeaseState, by_environment, by_token, state_of
+from gpulease.client.core.lease_request import address_of
+from gpulease.client.core.region_sets import RegionSet
+from gpulease.client.core.session import Session, SessionView
+from gpulease.client.core.streams import PrintedCallback, PrintedText
+from gpulease.client.core.tokens import Grant, token_of
 from gpulease.client.fork_guard import register
 from gpulease.client.handles import BorrowedBuffer, Buffer, ModuleHandle
 from gpulease.client.kernels.cuda_c import ptx_of

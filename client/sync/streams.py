@@ -3,7 +3,7 @@
 from types import TracebackType
 from typing import Self
 
-from gpulease.client.engine.streams import EventHandle, StreamHandle, Streams
+from gpulease.client.core.streams import EventHandle, StreamHandle, Streams
 from gpulease.client.sync.driver import drive
 
 

@@ -3,10 +3,10 @@
 import threading
 from collections.abc import Callable
 
-from gpulease.client.engine.lease_request import address_of
-from gpulease.client.engine.submits import Image, SubmissionBase
-from gpulease.client.engine.tokens import Grant, token_of
-from gpulease.client.engine.waits import Procedure
+from gpulease.client.core.lease_request import address_of
+from gpulease.client.core.submits import Image, SubmissionBase
+from gpulease.client.core.tokens import Grant, token_of
+from gpulease.client.core.waits import Procedure
 from gpulease.client.sync.driver import drive
 
 

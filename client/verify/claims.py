@@ -28,10 +28,10 @@ from gpulease.client import (
 )
 from gpulease.client.bench.figures import percentile
 from gpulease.client.bench.kernel_times import Prepared, kernels_ptx, works
+from gpulease.client.console.scene import Breach, Check, Scene, breach_of, worker_pid
 from gpulease.client.sync.driver import ask
 from gpulease.client.verify.faulty_kernels import BLOCK, GRID, ONE, WARP, count_set, fill, rule_breakers
 from gpulease.client.verify.memory_search import count_in_process
-from gpulease.client.verify.scene import Breach, Check, Scene, breach_of, worker_pid
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import LeaseRevoke
 

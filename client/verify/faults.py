@@ -20,6 +20,7 @@ from gpulease.client import (
     LoadFailed,
     SyncFailed,
 )
+from gpulease.client.console.scene import SLICE_BYTES, Breach, Check, Scene, worker_pid
 from gpulease.client.verify.faulty_kernels import (
     BLOCK,
     GRID,
@@ -33,7 +34,6 @@ from gpulease.client.verify.faulty_kernels import (
     with_managed_variable,
     with_variable,
 )
-from gpulease.client.verify.scene import SLICE_BYTES, Breach, Check, Scene, worker_pid
 
 FAR_BYTES: Final = 1 << 40
 SHARED_BYTES: Final = 64

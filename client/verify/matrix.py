@@ -7,12 +7,12 @@ from functools import partial
 from typing import Final
 
 from gpulease.client import GpuLeaseError
-from gpulease.client.cli.private_daemon import private_daemon
+from gpulease.client.console.private_daemon import private_daemon
+from gpulease.client.console.scene import Breach, Check, Scene, breach_of
 from gpulease.client.verify.claims import GIB, ClaimResult, check, claims, six_and_no_seventh
 from gpulease.client.verify.faults import FaultOutcome, Sizes, faults
 from gpulease.client.verify.neighbour import Neighbour, Window, neighbour
 from gpulease.client.verify.region_claims import broker_killed, region_claims
-from gpulease.client.verify.scene import Breach, Check, Scene, breach_of
 
 SIX_LEASES: Final = "six leases"
 BROKER_KILLED: Final = "regions of a killed broker"

@@ -19,7 +19,7 @@ import numpy as np
 
 from gpulease.client import GpuBuilder, GpuLeaseError, GpuSession, KernelArgs
 from gpulease.client.bench.figures import percentile
-from gpulease.client.cli.exit_status import CannotStart
+from gpulease.client.console.exit_status import CannotStart
 from gpulease.client.verify.faulty_kernels import BLOCK, ONE, rule_breakers
 
 SLICE_BYTES: Final = 64 << 20

@@ -27,9 +27,9 @@ from gpulease.client import (
     RegionSet,
 )
 from gpulease.client.bench.figures import percentile
-from gpulease.client.cli.private_daemon import killable_daemon
+from gpulease.client.console.private_daemon import killable_daemon
+from gpulease.client.console.scene import Breach, Check, Scene, worker_pid
 from gpulease.client.verify.faulty_kernels import BLOCK, WARP, count_set, fill, rule_breakers
-from gpulease.client.verify.scene import Breach, Check, Scene, worker_pid
 from gpulease.protocol.limits import MAX_REGIONS
 
 MIB: Final = 1 << 20

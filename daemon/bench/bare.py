@@ -12,9 +12,9 @@ import time
 import traceback
 from typing import Final, NoReturn
 
-from gpulease.daemon.drivers.driver_registry import driver_named
 from gpulease.daemon.drivers.interface import Dim3, Driver
 from gpulease.daemon.host.processes import die_with_parent
+from gpulease.daemon.zygote.driver_registry import driver_named
 
 SLICE_BYTES: Final = 1 << 20
 ONE: Final[Dim3] = (1, 1, 1)

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
-from gpulease.daemon.drivers.driver_registry import driver_named
 from gpulease.daemon.drivers.interface import Context, Dim3, Kernel, KernelStep, admit_any, keep_waiting
 from gpulease.daemon.gpus.driver_choice import choose_cards
+from gpulease.daemon.zygote.driver_registry import driver_named
 
 ONE: Final[Dim3] = (1, 1, 1)
 

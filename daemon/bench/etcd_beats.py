@@ -33,7 +33,7 @@ from gpulease.daemon.fleet.etcd.transactions import (
     StoreSize,
     Transaction,
 )
-from gpulease.daemon.fleet.fleet_records import GENERATION, NODES, PREFIX, CardRecord, InventoryRecord, node_key
+from gpulease.daemon.fleet.records.fleet_records import GENERATION, NODES, PREFIX, CardRecord, InventoryRecord, node_key
 from gpulease.daemon.fleet.rules.fleet_events import (
     Answered,
     ArmTimer,

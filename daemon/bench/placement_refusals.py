@@ -16,7 +16,7 @@ from typing import Final
 from gpulease.daemon.fleet.directory.fleet_placement import PlaceWanted, place
 from gpulease.daemon.fleet.directory.fleet_view import FleetView
 from gpulease.daemon.fleet.etcd.transactions import KeyValue
-from gpulease.daemon.fleet.fleet_records import CardRecord, InventoryRecord, NodeRecord, inventory_key, node_key
+from gpulease.daemon.fleet.records.fleet_records import CardRecord, InventoryRecord, NodeRecord, inventory_key, node_key
 from gpulease.daemon.leases import PlacementOrder
 
 CARDS: Final = 8

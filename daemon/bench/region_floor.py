@@ -9,7 +9,7 @@ import sys
 import time
 from typing import Final
 
-from gpulease.daemon.drivers.driver_registry import driver_named
+from gpulease.daemon.zygote.driver_registry import driver_named
 
 SLICE_BYTES: Final = 1 << 30
 

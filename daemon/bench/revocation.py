@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from gpulease.daemon.contract.control_page import BrokerPage, WorkerPage
-from gpulease.daemon.drivers.driver_registry import driver_named
 from gpulease.daemon.drivers.interface import Context, Dim3, Kernel, Module, NativeLaunch
 from gpulease.daemon.host.processes import die_with_parent
 from gpulease.daemon.native.code_cache import load_ir
@@ -32,6 +31,7 @@ from gpulease.daemon.native.compiler import NativeCode
 from gpulease.daemon.session import native
 from gpulease.daemon.session.ledger import Ledger
 from gpulease.daemon.session.session import Session
+from gpulease.daemon.zygote.driver_registry import driver_named
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.framing import Frame, FrameReader, build_frame
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES

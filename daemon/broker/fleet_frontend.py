@@ -20,8 +20,8 @@ from gpulease.daemon.contract.control_page import boot_ns
 from gpulease.daemon.fleet.etcd.endpoints import BadEtcdSettings
 from gpulease.daemon.fleet.etcd.etcd_certificates import Stamp, certificate_files, certificate_stamps, open_certificates
 from gpulease.daemon.fleet.etcd.transactions import StoreSize
-from gpulease.daemon.fleet.fleet_settings import FleetSettings, Isolated
 from gpulease.daemon.fleet.live_claims import NOTHING_LIVES, Live, live_messages
+from gpulease.daemon.fleet.records.fleet_settings import FleetSettings, Isolated
 from gpulease.daemon.fleet.rules.fleet_events import FleetIdentity, Mark, Note, Why
 from gpulease.daemon.host.ipc import ChannelClosed, close_all
 from gpulease.daemon.host.periodic_task import PeriodicTask

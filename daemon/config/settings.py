@@ -16,12 +16,12 @@ from typing import Annotated, Any, Final
 
 from gpulease.daemon.capabilities.claims import Demand
 from gpulease.daemon.config.absolute_paths import path_setting
-from gpulease.daemon.drivers.driver_registry import ONE_BY_ONE
-from gpulease.daemon.drivers.ptx.architecture import Architecture, parse_architecture
-from gpulease.daemon.fleet.fleet_settings import FleetSettings
+from gpulease.daemon.drivers.interface import ONE_BY_ONE
+from gpulease.daemon.fleet.records.fleet_settings import FleetSettings
 from gpulease.daemon.leases import Card, CoreLimits, PlacementOrder, Recycling
 from gpulease.daemon.leases.quotas import TenantLimits, TenantRules
 from gpulease.daemon.log.writer import FORMATS, LEVELS, LogStyle
+from gpulease.daemon.ptx.architecture import Architecture, parse_architecture
 from gpulease.daemon.remote.tls_settings import (
     OVER_TCP,
     TlsSettings,
@@ -459,7 +459,7 @@ class Config:
     limits: Annotated[CoreLimits, Setting("Limits for all tenants.")] = field(default_factory=CoreLimits)
 
     def driver_of_workers(self, driver: str) -> str:
-        """Return the driver's name as workers get it; `gpulease.daemon.drivers.driver_registry` reads it."""
+        """Return the driver's name as workers get it; `gpulease.daemon.zygote.driver_registry` reads it."""
         if driver == "cuda" and not self.launch_chains:
             return f"{driver}:{ONE_BY_ONE}"
         if driver != "cpu" or (self.arch is None and self.shuffle_warps is None):

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 Dim3 = tuple[int, int, int]
 
+ONE_BY_ONE: Final = "one-by-one"
+"""Stands in the name of the cards' driver where native code queues each launch by itself: `cuda::one-by-one`."""
+
 
 class DriverError(Exception):
     """The driver refused a call or could not finish it; the context remains usable.

@@ -25,7 +25,7 @@ from gpulease.daemon.fleet.etcd.transactions import (
     Transaction,
 )
 from gpulease.daemon.fleet.etcd_options import NotDone, done, etcd_options
-from gpulease.daemon.fleet.fleet_records import (
+from gpulease.daemon.fleet.records.fleet_records import (
     HORIZON,
     NAMES,
     fenced_key,
@@ -35,10 +35,10 @@ from gpulease.daemon.fleet.fleet_records import (
     read_claim,
     read_horizon_s,
 )
-from gpulease.daemon.fleet.record_reader import Unreadable
+from gpulease.daemon.fleet.records.record_reader import Unreadable
+from gpulease.daemon.fleet.records.unreadable_records import shown_key
 from gpulease.daemon.fleet.rules.fleet_events import DEFAULT_TERMS
 from gpulease.daemon.fleet.rules.membership import node_removal
-from gpulease.daemon.fleet.unreadable_records import shown_key
 
 POLL_S: Final = 1.0
 """Longest single sleep, since a sleep that spans a suspension of the host takes longer."""

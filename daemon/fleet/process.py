@@ -15,9 +15,9 @@ from typing import Any, Final
 from gpulease.daemon.contract.control_page import boot_ns
 from gpulease.daemon.fleet.etcd.client import EtcdClient
 from gpulease.daemon.fleet.etcd.transactions import Outcome, Rejected, Unknown
-from gpulease.daemon.fleet.fleet_records import CardRecord
 from gpulease.daemon.fleet.live_claims import LiveParts
 from gpulease.daemon.fleet.machine_readings import MachineReadings
+from gpulease.daemon.fleet.records.fleet_records import CardRecord
 from gpulease.daemon.fleet.rules.fleet_events import (
     Answered,
     ArmTimer,

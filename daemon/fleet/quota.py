@@ -16,8 +16,9 @@ from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
 from gpulease.daemon.fleet.etcd.endpoints import BadEtcdSettings
 from gpulease.daemon.fleet.etcd.transactions import Get, KeyValue, ModRevisionIs, Transaction
 from gpulease.daemon.fleet.etcd_options import NotDone, done, etcd_options
-from gpulease.daemon.fleet.fleet_records import QUOTA_DEFAULT
-from gpulease.daemon.fleet.record_reader import MAX_QUOTA_BYTES
+from gpulease.daemon.fleet.records.fleet_records import QUOTA_DEFAULT
+from gpulease.daemon.fleet.records.record_reader import MAX_QUOTA_BYTES
+from gpulease.daemon.fleet.records.unreadable_records import shown_key
 from gpulease.daemon.fleet.rules.quota_records import (
     DefaultQuota,
     Shard,
@@ -28,7 +29,6 @@ from gpulease.daemon.fleet.rules.quota_records import (
     spread,
     tenant_of,
 )
-from gpulease.daemon.fleet.unreadable_records import shown_key
 from gpulease.daemon.remote.tls_settings import OVER_TCP, check_tenant
 from gpulease.protocol.counts import counted
 from gpulease.protocol.sizes import parse_size, size_text

@@ -41,7 +41,6 @@ from gpulease.daemon.contract.messages import (
     parse_message,
 )
 from gpulease.daemon.contract.worker_spec import WorkerExit, WorkerSpec
-from gpulease.daemon.drivers.driver_registry import driver_named
 from gpulease.daemon.drivers.interface import Driver, DriverError
 from gpulease.daemon.host.heap_wipe import is_told_to_wipe
 from gpulease.daemon.host.ipc import ChannelClosed, Outbox, channel_listener, close_all, receive_message, send_message
@@ -56,6 +55,7 @@ from gpulease.daemon.sandbox.sandbox_entry import Plan
 from gpulease.daemon.sandbox.trial import prepare
 from gpulease.daemon.session.main import live, stand_by
 from gpulease.daemon.session.native.launch_fast_path import serving_code
+from gpulease.daemon.zygote.driver_registry import driver_named
 from gpulease.daemon.zygote.worker_output import WorkerOutput, redirect_output
 from gpulease.daemon.zygote.worker_table import WorkerTable
 from gpulease.protocol.peer_credentials import UCRED_BYTES, parse_ucred

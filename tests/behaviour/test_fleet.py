@@ -10,7 +10,7 @@ import pytest
 
 from gpulease.client import GpuLeaseError, GpuSession, Revoked
 from gpulease.client.sync.driver import ask
-from gpulease.daemon.fleet.fleet_records import read_inventory
+from gpulease.daemon.fleet.records.fleet_records import read_inventory
 from gpulease.protocol import Opcode
 from gpulease.protocol.lease_options import REQUEST_ID
 from gpulease.protocol.messages import LeaseAlloc

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gpulease.client import CapacityExceeded, Disconnected, GpuBuilder, GpuSession, InvalidRequest, aio
-from gpulease.client.engine import exchange
+from gpulease.client.core import exchange
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Drain, DrainStatus, Empty
@@ -47,8 +47,8 @@ def fleet_builder(*directories: Directory, size_bytes: int = MIB) -> GpuBuilder:
 
 def nodes_known(directory: Directory, count: int) -> None:
     """Wait until a directory sees so many nodes."""
-    from gpulease.client.engine.fleet_acquire import ask_directories
-    from gpulease.client.engine.lease_request import fleet_of
+    from gpulease.client.core.fleet_acquire import ask_directories
+    from gpulease.client.core.lease_request import fleet_of
     from gpulease.client.sync.driver import drive
 
     def seen() -> bool:
@@ -94,8 +94,8 @@ def test_the_asyncio_face_acquires_and_reacquires_in_a_fleet(
 
 
 def _placeable(directory: Directory) -> list[str]:
-    from gpulease.client.engine.fleet_acquire import ask_directories
-    from gpulease.client.engine.lease_request import fleet_of
+    from gpulease.client.core.fleet_acquire import ask_directories
+    from gpulease.client.core.lease_request import fleet_of
     from gpulease.client.sync.driver import drive
     from gpulease.protocol.messages import Place
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gpulease.daemon.fleet.fleet_records import HORIZON, QUOTA_DEFAULT, held_key, name_key, node_key
+from gpulease.daemon.fleet.records.fleet_records import HORIZON, QUOTA_DEFAULT, held_key, name_key, node_key
 from gpulease.daemon.fleet.rules.quota_records import shard_key
 from gpulease.protocol.lease_ids import lease_id_of
 from helpers.daemon import Daemon, python_environment

@@ -13,11 +13,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gpulease.client.serve.decode import Decoder, serving_engine
-from gpulease.client.serve.decode.checkpoint import RandomCheckpoint
-from gpulease.client.serve.decode.decoder import _engine_spec
-from gpulease.client.serve.decode.openai_http.decode_settings import EXAMPLE
-from gpulease.client.serve.decode.sample_models import TINY_MODEL
+from gpulease.client.decode import Decoder
+from gpulease.client.decode.checkpoint import RandomCheckpoint
+from gpulease.client.decode.openai.decode_settings import EXAMPLE
+from gpulease.client.decode.sample_models import TINY_MODEL
+from gpulease.client.decode.supervisor import serving_engine
+from gpulease.client.decode.supervisor.decoder import _engine_spec
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Drain, Empty

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import httpx
 
-from gpulease.daemon.fleet.fleet_records import GENERATION
+from gpulease.daemon.fleet.records.fleet_records import GENERATION
 from helpers.etcd_cluster import EtcdCluster
 from helpers.fleet_rig import HORIZON_S, FleetNode
 from helpers.waiting import wait_until

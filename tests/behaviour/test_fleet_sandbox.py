@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gpulease.daemon.__main__ import EXIT_UNAVAILABLE
-from gpulease.daemon.fleet.fleet_records import GENERATION
+from gpulease.daemon.fleet.records.fleet_records import GENERATION
 from gpulease.daemon.remote.pki.certificates import Authority
 from helpers.daemon import python_environment
 from helpers.etcd_cluster import EtcdCluster, issued_tenant

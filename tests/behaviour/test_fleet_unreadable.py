@@ -9,7 +9,7 @@ import pytest
 
 from gpulease.client import GpuLeaseError
 from gpulease.client.sync.driver import ask
-from gpulease.daemon.fleet.fleet_records import CLOCKS, EPOCHS, inventory_key, name_key, node_key
+from gpulease.daemon.fleet.records.fleet_records import CLOCKS, EPOCHS, inventory_key, name_key, node_key
 from gpulease.daemon.fleet.rules.quota_records import shard_key
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Empty

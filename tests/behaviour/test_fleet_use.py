@@ -10,8 +10,8 @@ from click.testing import CliRunner
 
 from gpulease.client import GpuBuilder, GpuSession, InvalidRequest, Permission
 from gpulease.client.cli.__main__ import main
-from gpulease.client.serve.decode import Decoder
-from gpulease.client.serve.decode.checkpoint.random_checkpoint import RandomCheckpoint
+from gpulease.client.decode import Decoder
+from gpulease.client.decode.checkpoint.random_checkpoint import RandomCheckpoint
 from gpulease.client.serve.gateway import DaemonEffects, NodeAuthority, SqliteStore, serve_inference_request
 from gpulease.client.sync.lease import my_audience
 from gpulease.protocol import Phase

@@ -17,7 +17,7 @@ from gpulease.client import (
     inspect_token,
     my_audience,
 )
-from gpulease.client.engine.tokens import Grant
+from gpulease.client.core.tokens import Grant
 from gpulease.client.narrowing import attenuate
 from gpulease.client.serve.gateway import (
     SUBMISSION,

@@ -20,7 +20,7 @@ from gpulease.client import (
     SyncFailed,
     aio,
 )
-from gpulease.client.engine.recorder import Recording
+from gpulease.client.core.recorder import Recording
 from gpulease.protocol import Opcode
 from gpulease.protocol.operations import Trait, having
 from helpers.daemon import Daemon

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from gpulease.client import GpuBuilder
-from gpulease.client.engine import lease as leases
+from gpulease.client.core import lease as leases
 from gpulease.protocol.rpc import CallErrorCode
 from helpers.daemon import Daemon
 from helpers.model_rig import SLOW, SLOW_STEPS, code_of, item, obey, right, serving, until

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from gpulease.client.engine import daemon_warnings
+from gpulease.client.core import daemon_warnings
 from gpulease.client.sync.driver import ask
 from gpulease.daemon.gpus.driver_choice import PRETENDED, has_nvidia_driver
 from gpulease.protocol import Opcode

@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from gpulease.client import Buffer, GpuSession, KernelArgs
-from gpulease.client.engine.region_sets import RegionSet
+from gpulease.client.core.region_sets import RegionSet
 from gpulease.client.errors import (
     CapacityExceeded,
     RegionCancelled,

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from gpulease.client import Buffer, GpuBuilder, GpuSession, InvalidHandle, KernelArgs, LaunchFailed, Revoked
-from gpulease.client.engine import staged_copies as staging
-from gpulease.client.engine.staged_copies import ONE_PIECE_BYTES, SLOT_BYTES, SLOTS, STAGED_FROM_BYTES, Copiers
-from gpulease.client.engine.waits import Procedure
+from gpulease.client.core import staged_copies as staging
+from gpulease.client.core.staged_copies import ONE_PIECE_BYTES, SLOT_BYTES, SLOTS, STAGED_FROM_BYTES, Copiers
+from gpulease.client.core.waits import Procedure
 from gpulease.protocol import Opcode
 from helpers.daemon import Daemon
 from helpers.kernels import TRANSFORM

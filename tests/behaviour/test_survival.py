@@ -25,7 +25,7 @@ from gpulease.client import (
     aio,
     keep_alive,
 )
-from gpulease.client.engine import lease as renewal
+from gpulease.client.core import lease as renewal
 from gpulease.protocol import Exclusivity
 from gpulease.protocol.capabilities import SESSION_PERMISSIONS
 from helpers import audit_log

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gpulease.client.cli.tables import seconds_text, size_text
+from gpulease.client.console.tables import seconds_text, size_text
 from gpulease.daemon.contract.control_page import boot_ns
 from gpulease.daemon.web.fleet_membership import FleetMembership
 from gpulease.daemon.web.load_samples import MAX_SAMPLES, SAMPLE_S, LoadSample, message_of

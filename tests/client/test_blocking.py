@@ -21,7 +21,7 @@ from gpulease.client import (
     Revoked,
     keep_alive,
 )
-from gpulease.client.engine.lease import RenewalSchedule
+from gpulease.client.core.lease import RenewalSchedule
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Failure, Opcode, Status
 from gpulease.protocol.messages import Empty, Ping

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from gpulease.client.cli.demo import transform_ptx
 from gpulease.client.code_texts import cuda_c_of, image_of
-from gpulease.client.engine.submits import SubmissionBase
+from gpulease.client.console.transform import transform_ptx
+from gpulease.client.core.submits import SubmissionBase
 from gpulease.client.errors import InvalidRequest
 
 CUDA_C = 'extern "C" __global__ void f(float *x) { x[0] = 1; }'

@@ -183,7 +183,7 @@ def test_a_goodbye_says_why_by_itself(run: Run, peer: ScriptedPeer) -> None:
 
 
 def test_eof_while_the_broker_knows_of_nothing(run: Run, peer: ScriptedPeer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpulease.client.engine.lease.END_REASON_WAIT_S", 0.2)
+    monkeypatch.setattr("gpulease.client.core.lease.END_REASON_WAIT_S", 0.2)
     peer.on(Opcode.SYNC, HangUp())
 
     async def scenario(face: Face) -> None:
@@ -226,7 +226,7 @@ def test_a_forgotten_lease_past_its_end_is_expired(run: Run, peer: ScriptedPeer)
 def test_a_sync_that_never_ends_ends_with_the_lease(
     run: Run, peer: ScriptedPeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gpulease.client.engine.operations.EXPIRY_MARGIN_S", 0.1)
+    monkeypatch.setattr("gpulease.client.core.operations.EXPIRY_MARGIN_S", 0.1)
     peer.ttl_ms = 100
     peer.on(Opcode.SYNC, Silence())
     answers: list[dict[str, Any]] = [{"remaining_ms": 100}, {"cause": "expired", "remaining_ms": 0}]

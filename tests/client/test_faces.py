@@ -17,7 +17,7 @@ from gpulease.client import (
     LaunchFailed,
     LeaseFreed,
 )
-from gpulease.client.engine.attachment import QUIET_WRITE_BYTES
+from gpulease.client.core.attachment import QUIET_WRITE_BYTES
 from gpulease.protocol import Opcode, Status
 from gpulease.protocol.limits import DATA_CHUNK_BYTES
 from gpulease.protocol.messages import LeaseAlloc, MemRead, MemWrite

@@ -268,8 +268,8 @@ def test_control_goes_on_over_a_new_connection(run: Run, peer: ScriptedPeer) -> 
 
 def test_a_daemon_that_hangs(run: Run, peer: ScriptedPeer, monkeypatch: pytest.MonkeyPatch) -> None:
     for limit in ("ACQUIRE_REPLY_LIMIT_S", "CONTROL_REPLY_LIMIT_S"):
-        monkeypatch.setattr(f"gpulease.client.engine.lease.{limit}", 0.1)
-    monkeypatch.setattr("gpulease.client.engine.lease.CONNECT_LIMIT_S", 0.1)
+        monkeypatch.setattr(f"gpulease.client.core.lease.{limit}", 0.1)
+    monkeypatch.setattr("gpulease.client.core.lease.CONNECT_LIMIT_S", 0.1)
     peer.on(Opcode.LEASE_ALLOC, Silence())
 
     async def scenario(face: Face) -> None:

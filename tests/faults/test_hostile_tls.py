@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from gpulease.client import Disconnected, GpuSession
-from gpulease.client.engine import lease as fate
+from gpulease.client.core import lease as fate
 from gpulease.daemon.remote.acceptor import MAX_HANDSHAKES, MAX_REFUSED_RELAYS, SPARE_RELAYS
 from gpulease.daemon.remote.pending_connections import MAX_PENDING, NOT_TLS_ALERT
 from gpulease.protocol import Opcode, Status

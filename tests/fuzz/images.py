@@ -1,4 +1,4 @@
-"""Whole images on the embedded driver: PTX through LLVM to native code, daemon/drivers/ptx/image.py and kernel_code.py.
+"""Whole images on the embedded driver: PTX through LLVM to native code, daemon/ptx/image.py and kernel_code.py.
 
 The invariant. Whatever text a tenant loads:
 
@@ -12,9 +12,9 @@ import time
 from collections.abc import Iterator
 
 from gpulease.daemon.drivers.interface import ImageRejected
-from gpulease.daemon.drivers.ptx import limits
-from gpulease.daemon.drivers.ptx.image import TranslatedImage, translate_image
-from gpulease.daemon.drivers.ptx.kernel_code import compile_source
+from gpulease.daemon.ptx import limits
+from gpulease.daemon.ptx.image import TranslatedImage, translate_image
+from gpulease.daemon.ptx.kernel_code import compile_source
 
 from . import ptx_texts
 

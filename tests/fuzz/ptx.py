@@ -13,11 +13,11 @@ import time
 from collections.abc import Iterator
 
 from gpulease.daemon.drivers.interface import ImageRejected
-from gpulease.daemon.drivers.ptx.image import _decode
-from gpulease.daemon.drivers.ptx.limits import MAX_IR_LINES
-from gpulease.daemon.drivers.ptx.parse.parser import parse
-from gpulease.daemon.drivers.ptx.translate.call_graph import link
-from gpulease.daemon.drivers.ptx.translate.module import Part, translate
+from gpulease.daemon.ptx.image import _decode
+from gpulease.daemon.ptx.limits import MAX_IR_LINES
+from gpulease.daemon.ptx.parse.parser import parse
+from gpulease.daemon.ptx.translate.call_graph import link
+from gpulease.daemon.ptx.translate.module import Part, translate
 
 from . import ptx_texts
 

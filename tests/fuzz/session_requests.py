@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gpulease.daemon.contract.control_page import BrokerPage
-from gpulease.daemon.drivers.ptx.context import CpuContext
-from gpulease.daemon.drivers.ptx.image import CpuModule
+from gpulease.daemon.ptx.context import CpuContext
+from gpulease.daemon.ptx.image import CpuModule
 from gpulease.daemon.session.ledger import Ledger
 from gpulease.daemon.session.memory_operations import GRANULE_BYTES
 from gpulease.daemon.session.session import Session

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from gpulease.daemon.contract.control_page import BrokerPage, Counter, WorkerPage
-from gpulease.daemon.drivers.ptx.context import CpuContext
+from gpulease.daemon.ptx.context import CpuContext
 from gpulease.daemon.session.ledger import Ledger
 from gpulease.daemon.session.memory_operations import GRANULE_BYTES
 from gpulease.daemon.session.session import Session

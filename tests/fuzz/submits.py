@@ -23,8 +23,8 @@ from typing import Final
 from gpulease.daemon.contract.control_page import BrokerPage, Counter, WorkerPage
 from gpulease.daemon.contract.guests import Guest
 from gpulease.daemon.drivers.interface import KernelFault
-from gpulease.daemon.drivers.ptx.context import CpuContext
 from gpulease.daemon.host.ipc import channel_pair, receive_message, send_message
+from gpulease.daemon.ptx.context import CpuContext
 from gpulease.daemon.session.ledger import Ledger
 from gpulease.daemon.session.server import SubmitServer
 from gpulease.daemon.session.session import Session

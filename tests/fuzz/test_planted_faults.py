@@ -15,8 +15,8 @@ from gpulease.daemon.capabilities.authority import CapabilityAuthority
 from gpulease.daemon.config import settings as daemon_settings
 from gpulease.daemon.contract.control_page import WorkerPage
 from gpulease.daemon.contract.guests import Guest
-from gpulease.daemon.drivers.ptx import image, kernel_code
 from gpulease.daemon.native.compiler import BadIr
+from gpulease.daemon.ptx import image, kernel_code
 from gpulease.daemon.record.audit.verification import Verifier
 from gpulease.daemon.session.ledger import Ledger
 from gpulease.daemon.session.replies import SyncPattern

@@ -11,12 +11,12 @@ from typing import Final
 import numpy as np
 import pytest
 
-from gpulease.client.serve.decode.checkpoint import Checkpoint, RandomCheckpoint, open_model
-from gpulease.client.serve.decode.decode_requests import SamplingParameters
-from gpulease.client.serve.decode.forward_pass import StepLimits, block_bytes
-from gpulease.client.serve.decode.model_config import ModelConfig
-from gpulease.client.serve.decode.row_records import NOBODY, PAGE, Rows
-from gpulease.client.serve.decode.sample_models import TINY_MODEL, find_smollm2
+from gpulease.client.decode.checkpoint import Checkpoint, RandomCheckpoint, open_model
+from gpulease.client.decode.decode_requests import SamplingParameters
+from gpulease.client.decode.engine.forward_pass import StepLimits, block_bytes
+from gpulease.client.decode.model_config import ModelConfig
+from gpulease.client.decode.row_records import NOBODY, PAGE, Rows
+from gpulease.client.decode.sample_models import TINY_MODEL, find_smollm2
 from helpers.daemon import Daemon
 from helpers.decode.engine_rig import GREEDY, EngineRig, Line, MixedStep, Seat, Tally, opened
 from helpers.decode.random_models import BIASED, HEAD_NORMS, MIDDLING, SHARED_KEYS, WIDE

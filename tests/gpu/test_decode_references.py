@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from gpulease.client.serve.decode.checkpoint import open_model
-from gpulease.client.serve.decode.forward_pass import StepLimits
-from gpulease.client.serve.decode.model_config import ModelConfig
+from gpulease.client.decode.checkpoint import open_model
+from gpulease.client.decode.engine.forward_pass import StepLimits
+from gpulease.client.decode.model_config import ModelConfig
 from helpers.daemon import Daemon
 from helpers.decode.agreement import Scorer, compare_scorers
 from helpers.decode.engine_rig import running

@@ -4,7 +4,7 @@ import pytest
 
 from gpulease.client.bench.peers import BINDINGS, CALLERS, PYCUDA, ROWS, C, measure_beside_peers
 from gpulease.client.cli.bench import round_trip_table
-from gpulease.client.cli.reports import first_card
+from gpulease.client.console.reports import first_card
 from helpers.daemon import Daemon
 
 pytestmark = pytest.mark.gpu

@@ -12,7 +12,7 @@ from gpulease.daemon.broker.fleet_frontend import ETCD_PART
 from gpulease.daemon.fleet.etcd.client import EtcdClient
 from gpulease.daemon.fleet.etcd.etcd_messages import messages_of
 from gpulease.daemon.fleet.etcd.transactions import Answer, Transaction
-from gpulease.daemon.fleet.fleet_records import HELD, NAMES, NODES
+from gpulease.daemon.fleet.records.fleet_records import HELD, NAMES, NODES
 from gpulease.daemon.fleet.rules.fleet_events import Effect, EndClaimed, Event, LiveClaims, MoveHorizon
 from gpulease.daemon.fleet.rules.member import Member
 from gpulease.daemon.sandbox.measures import SandboxSettings

@@ -2,7 +2,7 @@
 
 import struct
 
-from gpulease.daemon.drivers.ptx.context import CpuContext
+from gpulease.daemon.ptx.context import CpuContext
 
 HEAD = ".version 8.0\n.target sm_75\n.address_size 64\n"
 INT = "(.param .b32 r) {}(.param .b32 a)"

@@ -8,10 +8,10 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from gpulease.client.serve.decode.kernel_library import manifest
-from gpulease.client.serve.decode.row_records import NOBODY, ROW
-from gpulease.daemon.drivers.ptx.context import CpuContext
-from gpulease.daemon.drivers.ptx.image import CpuKernel
+from gpulease.client.decode.engine.kernel_library import manifest
+from gpulease.client.decode.row_records import NOBODY, ROW
+from gpulease.daemon.ptx.context import CpuContext
+from gpulease.daemon.ptx.image import CpuKernel
 
 Array = NDArray[Any]
 
@@ -74,7 +74,7 @@ class KernelRig:
 
     def _kernel(self, name: str) -> CpuKernel:
         if name not in self._kernels:
-            ptx = files("gpulease.client.serve.decode.kernels").joinpath(f"{name}.ptx").read_bytes()
+            ptx = files("gpulease.client.decode.kernels").joinpath(f"{name}.ptx").read_bytes()
             self._kernels[name] = self._context.module_load(ptx).kernels[manifest().kernels[name].kernel]
         return self._kernels[name]
 

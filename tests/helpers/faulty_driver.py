@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from gpulease.client.serve.dra.__main__ import run
+from gpulease.client.integrations.kubernetes.__main__ import run
 from helpers.faulty_daemon import hang_syncs
 
 if __name__ == "__main__":

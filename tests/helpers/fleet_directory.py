@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final, Self
 
-from gpulease.daemon.fleet.fleet_records import (
+from gpulease.daemon.fleet.records.fleet_records import (
     HORIZON,
     CardRecord,
     ClaimRecord,

@@ -23,7 +23,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any, Final
 
-from gpulease.daemon.fleet.fleet_records import GENERATION
+from gpulease.daemon.fleet.records.fleet_records import GENERATION
 from helpers.broken_fleet import FOREVER_NS, Design
 from helpers.daemon import Faults, python_environment
 from helpers.etcd_cluster import EtcdCluster, need_etcd

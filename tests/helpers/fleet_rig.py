@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from gpulease.client import GpuBuilder, GpuLease, GpuLeaseError, GpuSession
 from gpulease.client.sync.driver import ask
-from gpulease.daemon.fleet.fleet_records import GENERATION
+from gpulease.daemon.fleet.records.fleet_records import GENERATION
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Empty
 from helpers.daemon import python_environment

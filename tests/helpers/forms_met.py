@@ -11,11 +11,11 @@ from unittest import mock
 
 import pytest
 
-from gpulease.daemon.drivers.ptx.parse.syntax import Instruction
-from gpulease.daemon.drivers.ptx.translate.form_table import FAMILIES
-from gpulease.daemon.drivers.ptx.translate.forms import Form, Modifiers
+from gpulease.daemon.ptx.parse.syntax import Instruction
+from gpulease.daemon.ptx.translate.form_table import FAMILIES
+from gpulease.daemon.ptx.translate.forms import Form, Modifiers
 
-TESTS: Final = Path(__file__).parents[1] / "daemon" / "drivers" / "ptx"
+TESTS: Final = Path(__file__).parents[1] / "daemon" / "ptx"
 
 # A form's number in the catalogue, one of its slots, and what stood there.
 Choice = tuple[int, str, str]

@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from gpulease.client import GpuLease, GpuLeaseError, GpuSession
-from gpulease.client.engine.tokens import Grant
+from gpulease.client.core.tokens import Grant
 from gpulease.client.serve.gateway import (
     DaemonEffects,
     InferenceKernel,

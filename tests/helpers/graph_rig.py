@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from gpulease.daemon.contract.control_page import BrokerPage, WorkerPage
-from gpulease.daemon.drivers.ptx.context import CpuContext
-from gpulease.daemon.drivers.ptx.driver import CpuDriver
+from gpulease.daemon.ptx.context import CpuContext
+from gpulease.daemon.ptx.driver import CpuDriver
 from gpulease.daemon.session.ledger import Ledger
 from gpulease.daemon.session.memory_operations import GRANULE_BYTES
 from gpulease.daemon.session.session import Session

@@ -230,7 +230,9 @@ class Node:
         self.daemon = daemon
         self.folder = daemon.folder / "k"
         self.stuck = self.folder / "stuck"
-        self._module = ("helpers.faulty_driver", str(self.stuck)) if may_hang else ("gpulease.client.serve.dra",)
+        self._module = (
+            ("helpers.faulty_driver", str(self.stuck)) if may_hang else ("gpulease.client.integrations.kubernetes",)
+        )
         self.cdi = self.folder / "cdi"
         self.folder.mkdir()
         # Pods are other users.

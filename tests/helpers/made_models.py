@@ -11,10 +11,10 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import quantize
 from numpy.typing import NDArray
 
-from gpulease.client.serve.decode.checkpoint.gguf_file import LAYER, TOP
-from gpulease.client.serve.decode.checkpoint.model_tensors import model_tensors
-from gpulease.client.serve.decode.checkpoint.tensors import BLOCKS, TensorType, rounded_to_bf16
-from gpulease.client.serve.decode.model_config import Family, ModelConfig
+from gpulease.client.decode.checkpoint.gguf_file import LAYER, TOP
+from gpulease.client.decode.checkpoint.model_tensors import model_tensors
+from gpulease.client.decode.checkpoint.tensors import BLOCKS, TensorType, rounded_to_bf16
+from gpulease.client.decode.model_config import Family, ModelConfig
 
 LLAMA: Final = ModelConfig(
     family=Family.LLAMA,

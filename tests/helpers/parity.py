@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from gpulease.daemon.drivers.ptx.translate.form_table import FAMILIES
-from gpulease.daemon.drivers.ptx.translate.forms import Form
+from gpulease.daemon.ptx.translate.form_table import FAMILIES
+from gpulease.daemon.ptx.translate.forms import Form
 from helpers.rows import OPERAND_NAMES, RESULT_BYTES, rows_ptx
 
 ROWS: Final = 48

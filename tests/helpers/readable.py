@@ -2,7 +2,7 @@
 
 from typing import TypeVar
 
-from gpulease.daemon.fleet.record_reader import Unreadable
+from gpulease.daemon.fleet.records.record_reader import Unreadable
 
 R = TypeVar("R")
 

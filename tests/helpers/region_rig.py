@@ -12,7 +12,7 @@ from gpulease.daemon.contract.control_page import BrokerPage, WorkerPage, sealed
 from gpulease.daemon.contract.message_fields import Message
 from gpulease.daemon.contract.messages import OpenRegion
 from gpulease.daemon.drivers.interface import DriverError, KernelFault, Poll, RegionReturn, keep_waiting
-from gpulease.daemon.drivers.ptx.driver import CpuDriver
+from gpulease.daemon.ptx.driver import CpuDriver
 from gpulease.daemon.session.ledger import Ledger
 from gpulease.daemon.session.session import Session
 from gpulease.protocol.codec import build_body, parse_body, reply_body

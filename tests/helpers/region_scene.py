@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gpulease.client import GpuLease, GpuSession, KernelArgs, Module
-from gpulease.client.engine.region_sets import RegionSet
+from gpulease.client.core.region_sets import RegionSet
 from gpulease.client.sync.regions import Region
 from helpers.daemon import Daemon
 from helpers.kernels import BLOCK, TRANSFORM, floats, grid_for, numbers

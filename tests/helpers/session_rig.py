@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from gpulease.daemon.contract.control_page import BrokerPage, Counter, WorkerPage
 from gpulease.daemon.drivers.interface import Dim3, Kernel, KernelStep, LaunchRejected, NativeLaunch
-from gpulease.daemon.drivers.ptx.context import CpuContext
-from gpulease.daemon.drivers.ptx.driver import CpuDriver
+from gpulease.daemon.ptx.context import CpuContext
+from gpulease.daemon.ptx.driver import CpuDriver
 from gpulease.daemon.session.ledger import Ledger
 from gpulease.daemon.session.session import Session
 from gpulease.protocol.codec import build_body

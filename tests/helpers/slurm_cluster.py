@@ -27,13 +27,13 @@ class SlurmCluster:
     def __init__(self, folder: Path, address: str, vram_mib: int) -> None:
         self.folder = folder
         self._logs = [folder / f"{name}.log" for name in ("munged", "slurmctld", "slurmd")]
-        scripts = Path(__file__).parents[2] / "client" / "serve" / "slurm"
+        scripts = Path(__file__).parents[2] / "client" / "integrations" / "slurm"
         command = folder / "gpulease-slurm"
         paths = python_environment()["PYTHONPATH"]
         folders = f'[ "$1" = prolog ] && more="--daemon {address}"\n'
         command.write_text(
             f"#!/bin/sh\nexport PYTHONPATH={paths}\nverb=$1\nmore=\n{folders}exec {sys.executable} -P -m "
-            f'gpulease.client.serve.slurm "$verb" --folder {folder}/jobs $more\n'
+            f'gpulease.client.integrations.slurm "$verb" --folder {folder}/jobs $more\n'
         )
         command.chmod(0o755)
         for name in ("prolog.sh", "task_prolog.sh", "epilog.sh"):

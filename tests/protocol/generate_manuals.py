@@ -11,7 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Final, get_origin
 
-from gpulease.client.serve.decode.openai_http.decode_settings import EngineTable, KeyTable, ServerTable, TenantTable
+from gpulease.client.decode.openai.decode_settings import EngineTable, KeyTable, ServerTable, TenantTable
 from gpulease.client.serve.gateway.settings import ModelTable
 from gpulease.client.serve.models.model_settings import ModelSettings
 from gpulease.daemon.config.settings import SettingsFile
@@ -182,7 +182,7 @@ DOCUMENTS: Final[dict[Path, dict[str, Callable[[], str]]]] = {
     ROOT / "daemon" / "manual" / "settings.md": {"settings": daemon_table},
     ROOT / "daemon" / "manual" / "metrics.md": {"metrics": metrics_table},
     ROOT / "daemon" / "manual" / "logs.md": {"events": events_table},
-    ROOT / "client" / "serve" / "decode" / "README.md": {"settings": decode_table},
+    ROOT / "client" / "decode" / "README.md": {"settings": decode_table},
     ROOT / "client" / "serve" / "README.md": {
         "gateway settings": lambda: table(TITLES, list(rows(declared(ModelTable)))),
         "model settings": lambda: table(TITLES, list(rows(declared(ModelSettings)))),

@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from gpulease.client.cli.reports import REGION_MARK
-from gpulease.client.cli.tables import MISSING, pad, seconds_text, shown, size_text
 from gpulease.client.cli.top.sample import LeaseLine
+from gpulease.client.console.reports import REGION_MARK
+from gpulease.client.console.tables import MISSING, pad, seconds_text, shown, size_text
 
 SHORT_ID: Final = 8
 """Digits of a lease id where there is no room for all 32: enough to distinguish the leases of one node."""

@@ -7,13 +7,13 @@ from typing import Any, Final
 
 import click
 
-from gpulease.client.cli.exit_status import die_by_signal
-from gpulease.client.cli.tables import is_terminal, output_width
 from gpulease.client.cli.top.frame import plain
 from gpulease.client.cli.top.readings import Readings
 from gpulease.client.cli.top.sample import LeaseLine, Sample, Scene, lease_lines, word
 from gpulease.client.cli.top.view import MAX_EVERY_S, MIN_EVERY_S, View
-from gpulease.client.engine.lease_request import address_of
+from gpulease.client.console.exit_status import die_by_signal
+from gpulease.client.console.tables import is_terminal, output_width
+from gpulease.client.core.lease_request import address_of
 from gpulease.client.errors import GpuLeaseError, Unsupported
 
 EVERY_S: Final = 2.0

@@ -5,7 +5,6 @@ from dataclasses import replace
 from enum import Enum, auto
 from typing import Final, TypeAlias
 
-from gpulease.client.cli.tables import MISSING, fit, pad, seconds_text, shown, size_text, width_of
 from gpulease.client.cli.top.columns import BY_TITLE, COLUMNS, GAP, bar_text, cell, fitting, offered, time_share
 from gpulease.client.cli.top.sample import LeaseLine, Report, Sample, Scene, number, word
 from gpulease.client.cli.top.view import (
@@ -17,6 +16,7 @@ from gpulease.client.cli.top.view import (
     View,
     visible,
 )
+from gpulease.client.console.tables import MISSING, fit, pad, seconds_text, shown, size_text, width_of
 from gpulease.protocol.counts import counted
 
 CARD_BAR: Final = 24

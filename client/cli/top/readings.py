@@ -8,9 +8,9 @@ from typing import Final
 
 from gpulease.client.cli.node import outcome_text
 from gpulease.client.cli.top.sample import Sample, Scene
-from gpulease.client.engine.exchange import TimeLimit, dial, disconnected
-from gpulease.client.engine.exchange import ask as ask_on
-from gpulease.client.engine.waits import Procedure
+from gpulease.client.core.exchange import TimeLimit, dial, disconnected
+from gpulease.client.core.exchange import ask as ask_on
+from gpulease.client.core.waits import Procedure
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.sync.driver import ask, drive
 from gpulease.client.transport.channel import Channel

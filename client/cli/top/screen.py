@@ -15,10 +15,10 @@ from dataclasses import replace
 from types import FrameType
 from typing import Final
 
-from gpulease.client.cli.tables import fit, width_of
 from gpulease.client.cli.top.frame import Line, Style, frame
 from gpulease.client.cli.top.readings import Poller
 from gpulease.client.cli.top.view import Quit, Refresh, Revoke, View, press
+from gpulease.client.console.tables import fit, width_of
 from gpulease.client.errors import InvalidRequest, Unsupported
 from gpulease.protocol.address import Address
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Final, TypeAlias
 
-from gpulease.client.cli.reports import as_tree
-from gpulease.client.cli.tables import shown
 from gpulease.client.cli.top.columns import COLUMNS, arranged, offered
 from gpulease.client.cli.top.sample import LeaseLine, Scene, lease_lines, number
+from gpulease.client.console.reports import as_tree
+from gpulease.client.console.tables import shown
 
 MIN_EVERY_S: Final = 0.1
 """Least seconds between samples: a shorter interval would keep the broker busy with reports."""

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Final, Protocol
 
-from gpulease.client.engine.tokens import Grant
+from gpulease.client.core.tokens import Grant
 from gpulease.client.errors import Denied, GpuLeaseError, LeaseExpired
 from gpulease.client.handles import Module
 from gpulease.client.kernel_args import KernelArgs

@@ -50,7 +50,17 @@ from starlette.responses import JSONResponse, Response
 
 from gpulease.client import errors
 from gpulease.client.errors import InvalidRequest
-from gpulease.client.serve.caller_text import text_for_callers
+from gpulease.client.http.application import (
+    BINARY,
+    JSON,
+    make_application,
+    media_type_of,
+    problem_response,
+    read_body,
+)
+from gpulease.client.http.caller_text import text_for_callers
+from gpulease.client.http.problems import Problem, RequestRefused
+from gpulease.client.http.server_metrics import ServerMetrics
 from gpulease.client.serve.gateway.admission import Admission, Bounds
 from gpulease.client.serve.gateway.attempt import Authority, Effects, serve_inference_request
 from gpulease.client.serve.gateway.gateway_errors import (
@@ -67,16 +77,6 @@ from gpulease.client.serve.gateway.inference import MAX_INPUT_BYTES, InferenceRe
 from gpulease.client.serve.gateway.ledger import checked_id
 from gpulease.client.serve.gateway.settings import Model
 from gpulease.client.serve.gateway.store import ReplicatedIdempotencyStore
-from gpulease.client.serve.http.application import (
-    BINARY,
-    JSON,
-    make_application,
-    media_type_of,
-    problem_response,
-    read_body,
-)
-from gpulease.client.serve.http.problems import Problem, RequestRefused
-from gpulease.client.serve.http.server_metrics import ServerMetrics
 
 FORGET_EVERY_S: Final = 600.0
 """Seconds between two removals of outcomes older than `Bounds.keep_s`."""

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 from gpulease.client.errors import InvalidRequest
+from gpulease.client.http.settings_file import read_model_tables, settings_of
 from gpulease.client.serve.gateway.inference import (
     DEFAULT_ARGUMENTS,
     DEFAULT_BYTES_PER_THREAD,
@@ -15,7 +16,6 @@ from gpulease.client.serve.gateway.inference import (
     InferenceKernel,
 )
 from gpulease.client.serve.gateway.ledger import checked_id
-from gpulease.client.serve.settings_file import read_model_tables, settings_of
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
 from gpulease.protocol.settings_reader import Setting, must_be
 

@@ -19,7 +19,7 @@ from gpulease.client.errors import (
     LeaseExpired,
     OperationFailed,
 )
-from gpulease.client.serve.caller_text import text_for_callers
+from gpulease.client.http.caller_text import text_for_callers
 from gpulease.client.serve.models.model_metrics import ModelMetrics
 from gpulease.client.serve.models.model_settings import ModelSettings
 from gpulease.client.serve.models.recovery import RestartPause, code_of, is_broken, lease_end_of

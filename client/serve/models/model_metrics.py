@@ -17,7 +17,7 @@ from typing import Final
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from gpulease.client.serve.http.server_metrics import ServerMetrics
+from gpulease.client.http.server_metrics import ServerMetrics
 
 LATENCY_BUCKETS_MS: Final = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000)
 BATCH_BUCKETS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)

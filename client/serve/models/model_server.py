@@ -27,7 +27,7 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from gpulease.client.serve.http.application import (
+from gpulease.client.http.application import (
     BINARY,
     JSON,
     make_application,
@@ -35,7 +35,7 @@ from gpulease.client.serve.http.application import (
     problem_response,
     read_body,
 )
-from gpulease.client.serve.http.problems import Problem, RequestRefused
+from gpulease.client.http.problems import Problem, RequestRefused
 from gpulease.client.serve.models.host import ModelHost
 from gpulease.client.serve.models.json_numbers import (
     MAX_NUMBER_CHARS,

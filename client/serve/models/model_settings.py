@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 from gpulease.client.errors import InvalidRequest
+from gpulease.client.http.settings_file import read_model_tables, values_of
 from gpulease.client.serve.models.json_numbers import FORMATS, size_of
-from gpulease.client.serve.settings_file import read_model_tables, values_of
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
 from gpulease.protocol.settings_reader import Setting, must_be, read_text
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from gpulease.client.errors import GpuLeaseError
-from gpulease.client.serve.caller_text import text_for_callers
+from gpulease.client.http.caller_text import text_for_callers
 from gpulease.client.serve.models.model_metrics import ModelMetrics
 from gpulease.client.serve.models.model_settings import ModelSettings
 from gpulease.client.serve.models.recovery import is_broken

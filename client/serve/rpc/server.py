@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Self
 
+from gpulease.client.http.unix_path import keep_path
 from gpulease.client.serve.rpc.shared import SharedCall
-from gpulease.client.serve.unix_path import keep_path
 from gpulease.protocol.rpc import (
     DESCRIBE,
     MAX_PAYLOAD_BYTES,

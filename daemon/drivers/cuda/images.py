@@ -28,7 +28,7 @@ from gpulease.daemon.drivers.interface import (
     refuse_managed_text,
     text_of,
 )
-from gpulease.daemon.drivers.ptx.translate.cooperative import confirm_by_text
+from gpulease.daemon.ptx.translate.cooperative import confirm_by_text
 
 LOG_BYTES: Final = 64 << 10
 """Most bytes kept of the compiler's log, which may have a line for every line of a hostile image."""

@@ -12,7 +12,7 @@ from typing import Final
 
 from gpulease.daemon.fleet.directory.fleet_view import FleetView
 from gpulease.daemon.fleet.directory.node_index import Room, SeenNode
-from gpulease.daemon.fleet.fleet_records import CardRecord
+from gpulease.daemon.fleet.records.fleet_records import CardRecord
 from gpulease.daemon.leases import PlacementOrder
 from gpulease.protocol.messages import Candidate, Placement
 from gpulease.protocol.opcodes import Exclusivity

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 from gpulease.daemon.fleet.directory.node_index import NodeIndex, SeenNode, rooms_of
 from gpulease.daemon.fleet.etcd.transactions import KeyValue
-from gpulease.daemon.fleet.fleet_records import (
+from gpulease.daemon.fleet.records.fleet_records import (
     HORIZON,
     INVENTORIES,
     NAMES,
@@ -24,8 +24,8 @@ from gpulease.daemon.fleet.fleet_records import (
     read_inventory,
     read_node,
 )
-from gpulease.daemon.fleet.record_reader import Unreadable
-from gpulease.daemon.fleet.unreadable_records import UnreadableRecords
+from gpulease.daemon.fleet.records.record_reader import Unreadable
+from gpulease.daemon.fleet.records.unreadable_records import UnreadableRecords
 from gpulease.protocol.address import parse_address
 from gpulease.protocol.limits import MAX_NODE_ADDRESSES, MAX_TEXT_BYTES
 from gpulease.protocol.time_units import NS_PER_S

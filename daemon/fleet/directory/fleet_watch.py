@@ -23,7 +23,7 @@ from gpulease.daemon.fleet.etcd.transactions import (
     WatchBatch,
     WatchEnded,
 )
-from gpulease.daemon.fleet.fleet_records import GENERATION, HORIZON, INVENTORIES, NAMES, NODES, PREFIX
+from gpulease.daemon.fleet.records.fleet_records import GENERATION, HORIZON, INVENTORIES, NAMES, NODES, PREFIX
 from gpulease.daemon.fleet.rules.fleet_events import DEFAULT_TERMS
 from gpulease.daemon.fleet.rules.membership import SILENT_PART
 from gpulease.daemon.leases import PlacementOrder

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from enum import IntEnum
 from typing import Final, NamedTuple
 
-from gpulease.daemon.fleet.fleet_records import CardRecord, InventoryRecord, NodeRecord
+from gpulease.daemon.fleet.records.fleet_records import CardRecord, InventoryRecord, NodeRecord
 
 MAX_CARDS: Final = 64
 """Cards of one node that are indexed by UUID and index. No host has as many; a foreign writer's record may."""

@@ -19,8 +19,8 @@ from typing import Final, NamedTuple
 from zlib import crc32
 
 from gpulease.daemon.fleet.etcd.transactions import Get, KeyValue, ModRevisionIs, Put, Transaction
-from gpulease.daemon.fleet.fleet_records import CLOCKS
-from gpulease.daemon.fleet.record_reader import Number, Text, Unreadable, read_record
+from gpulease.daemon.fleet.records.fleet_records import CLOCKS
+from gpulease.daemon.fleet.records.record_reader import Number, Text, Unreadable, read_record
 from gpulease.daemon.fleet.rules.membership import Membership
 from gpulease.protocol.time_units import NS_PER_S
 

@@ -19,7 +19,7 @@ from gpulease.daemon.fleet.etcd.transactions import Outcome, Transaction
 
 if TYPE_CHECKING:
     # The broker has these events too, and needs nothing of the extra `fleet` where it is in none.
-    from gpulease.daemon.fleet.fleet_records import CardRecord, NodeRecord
+    from gpulease.daemon.fleet.records.fleet_records import CardRecord, NodeRecord
 
 
 @dataclass(frozen=True, slots=True)

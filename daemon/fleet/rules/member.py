@@ -42,7 +42,7 @@ from gpulease.daemon.fleet.etcd.transactions import (
     Transaction,
     Unknown,
 )
-from gpulease.daemon.fleet.fleet_records import (
+from gpulease.daemon.fleet.records.fleet_records import (
     EPOCHS,
     GENERATION,
     HORIZON,
@@ -58,7 +58,7 @@ from gpulease.daemon.fleet.fleet_records import (
     read_horizon_s,
     read_node,
 )
-from gpulease.daemon.fleet.fleet_settings import HISTORY_S
+from gpulease.daemon.fleet.records.fleet_settings import HISTORY_S
 from gpulease.daemon.fleet.rules.clock_rates import ClockRates
 from gpulease.daemon.fleet.rules.fleet_events import (
     DEFAULT_TERMS,

@@ -15,11 +15,11 @@ from gpulease.daemon.fleet.etcd.transactions import (
     Transaction,
     Unknown,
 )
-from gpulease.daemon.fleet.fleet_records import EPOCHS, GENERATION, inventory_key, node_key
-from gpulease.daemon.fleet.record_reader import Unreadable
+from gpulease.daemon.fleet.records.fleet_records import EPOCHS, GENERATION, inventory_key, node_key
+from gpulease.daemon.fleet.records.record_reader import Unreadable
+from gpulease.daemon.fleet.records.unreadable_records import UnreadableRecords
 from gpulease.daemon.fleet.rules.fleet_events import Ask, Effect, FleetTerms, RecordsUnreadable, Why
 from gpulease.daemon.fleet.rules.revision_dates import RevisionDates
-from gpulease.daemon.fleet.unreadable_records import UnreadableRecords
 from gpulease.protocol.time_units import NS_PER_S
 
 SILENT_PART: Final = 0.5

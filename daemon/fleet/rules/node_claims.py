@@ -27,7 +27,7 @@ from gpulease.daemon.fleet.etcd.transactions import (
     Transaction,
     Unknown,
 )
-from gpulease.daemon.fleet.fleet_records import (
+from gpulease.daemon.fleet.records.fleet_records import (
     ClaimRecord,
     held_key,
     held_name,
@@ -35,7 +35,7 @@ from gpulease.daemon.fleet.fleet_records import (
     name_key,
     read_claim,
 )
-from gpulease.daemon.fleet.record_reader import Unreadable
+from gpulease.daemon.fleet.records.record_reader import Unreadable
 from gpulease.daemon.fleet.rules.fleet_events import (
     Claimed,
     ClaimRefused,

@@ -26,7 +26,7 @@ from gpulease.daemon.fleet.etcd.transactions import (
     Put,
     Transaction,
 )
-from gpulease.daemon.fleet.fleet_records import fenced_key, held_key, name_key, node_key
+from gpulease.daemon.fleet.records.fleet_records import fenced_key, held_key, name_key, node_key
 from gpulease.daemon.fleet.rules.fleet_events import Note, Noted
 from gpulease.daemon.fleet.rules.membership import Membership, node_removal
 

@@ -12,8 +12,8 @@ from typing import Final, NamedTuple
 from urllib.parse import quote, unquote
 
 from gpulease.daemon.fleet.etcd.transactions import KeyValue, Put
-from gpulease.daemon.fleet.fleet_records import QUOTA_DEFAULT, QUOTAS, NodeId, held_key
-from gpulease.daemon.fleet.record_reader import (
+from gpulease.daemon.fleet.records.fleet_records import QUOTA_DEFAULT, QUOTAS, NodeId, held_key
+from gpulease.daemon.fleet.records.record_reader import (
     MAX_QUOTA_BYTES,
     LeaseText,
     Number,

@@ -27,8 +27,8 @@ from gpulease.daemon.fleet.etcd.transactions import (
     Rejected,
     Transaction,
 )
-from gpulease.daemon.fleet.fleet_records import QUOTA_DEFAULT, is_quotas
-from gpulease.daemon.fleet.record_reader import Unreadable
+from gpulease.daemon.fleet.records.fleet_records import QUOTA_DEFAULT, is_quotas
+from gpulease.daemon.fleet.records.record_reader import Unreadable
 from gpulease.daemon.fleet.rules.fleet_events import (
     Note,
     Noted,

@@ -7,7 +7,7 @@ rewritten it.
 """
 
 from gpulease.daemon.fleet.etcd.transactions import Answer, Get, KeyValue, ModRevisionIs, Outcome, Put, Transaction
-from gpulease.daemon.fleet.fleet_records import COMPACTION
+from gpulease.daemon.fleet.records.fleet_records import COMPACTION
 from gpulease.daemon.fleet.rules.fleet_events import Compact
 from gpulease.daemon.fleet.rules.membership import Membership
 from gpulease.protocol.time_units import NS_PER_S

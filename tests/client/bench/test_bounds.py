@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from gpulease.client.bench.bounds import DRIVERS, FALL, Outcome, flat, has_fallen, load_bounds, outcomes, parse_bounds
 from gpulease.client.bench.check import fallen, read_earlier
 from gpulease.client.cli.bench import check_table, missed_text
-from gpulease.client.cli.exit_status import CannotStart
+from gpulease.client.console.exit_status import CannotStart
 
 FILE = """
 [launch]

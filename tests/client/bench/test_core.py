@@ -9,7 +9,7 @@ from gpulease.client.bench import core
 from gpulease.client.bench.bounds import load_bounds
 from gpulease.client.bench.core import core_figures
 from gpulease.client.cli.bench import CORE_ROWS, bench
-from gpulease.client.cli.exit_status import CannotStart
+from gpulease.client.console.exit_status import CannotStart
 from helpers.daemon import python_environment
 
 LEAST_PER_S, LATEST_MS = (bound.limit for bound in load_bounds("cuda") if bound.figure.startswith("core."))

@@ -14,7 +14,7 @@ import pytest
 from gpulease.client.bench import decode_direct, decode_speed, decode_steps
 from gpulease.client.bench.decode_direct import DirectSession, DriverFailed
 from gpulease.client.bench.decode_speed import DecodePlan
-from gpulease.daemon.drivers.ptx.driver import CpuDriver
+from gpulease.daemon.ptx.driver import CpuDriver
 from helpers.daemon import Daemon
 
 

@@ -3,9 +3,9 @@
 import pytest
 
 from gpulease.client.bench.decode_kernels import described, variants, varied
+from gpulease.client.decode.engine.kernel_library import KernelLaunch, manifest
+from gpulease.client.decode.engine.linear_tiles import SM_80, SM_90A
 from gpulease.client.handles import BorrowedBuffer
-from gpulease.client.serve.decode.kernel_library import KernelLaunch, manifest
-from gpulease.client.serve.decode.linear_tiles import SM_80, SM_90A
 
 
 class Owner:

@@ -9,7 +9,7 @@ from gpulease.client.bench import decode_kernels, decode_speed, decode_steps
 from gpulease.client.bench.decode_shapes import SHAPES
 from gpulease.client.bench.decode_speed import DecodePlan, measure_decode, plan_for, step_figure, weight_bytes
 from gpulease.client.bench.decode_steps import StepTime
-from gpulease.client.serve.decode.linear_tiles import tiles_of
+from gpulease.client.decode.engine.linear_tiles import tiles_of
 from helpers.daemon import Daemon
 
 

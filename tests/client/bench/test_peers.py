@@ -26,7 +26,7 @@ from gpulease.client.bench.peers import (
 )
 from gpulease.client.bench.round_trips import Calls, WrongResult, measure_calls, measure_session
 from gpulease.client.cli.bench import round_trip_table
-from gpulease.client.cli.exit_status import CannotStart
+from gpulease.client.console.exit_status import CannotStart
 from helpers.daemon import Daemon
 
 EVERY_FIGURE = {row.figure(percent) for row in ROWS for percent in (50, 99)}

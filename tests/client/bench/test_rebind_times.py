@@ -6,7 +6,7 @@ import pytest
 
 from gpulease.client.bench import rebind_times
 from gpulease.client.bench.rebind_times import measure_rebinds, table_of
-from gpulease.client.serve.decode.checkpoint import RandomCheckpoint
+from gpulease.client.decode.checkpoint import RandomCheckpoint
 from helpers.daemon import Daemon
 from helpers.decode.random_models import TINY
 

@@ -6,7 +6,7 @@ import pytest
 
 from gpulease.client.bench.submit_times import submit_figures
 from gpulease.client.cli.bench import SUBMIT_ROWS
-from gpulease.client.cli.demo import transform_ptx
+from gpulease.client.console.transform import transform_ptx
 from gpulease.client.errors import GpuLeaseError
 from helpers.daemon import Daemon
 from helpers.kernels import FAULTS

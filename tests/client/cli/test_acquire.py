@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from gpulease.client.engine.lease_request import LEASE_ID_VARIABLE
+from gpulease.client.core.lease_request import LEASE_ID_VARIABLE
 from gpulease.protocol.address import ADDRESS_VARIABLE
 from gpulease.protocol.lease_ids import lease_id_of
 from helpers.daemon import Daemon, python_environment

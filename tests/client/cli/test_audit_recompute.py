@@ -11,8 +11,8 @@ from click.testing import CliRunner, Result
 
 from gpulease.client.cli import audit_recompute as command
 from gpulease.client.cli.__main__ import main
-from gpulease.client.serve.decode import TINY_MODEL, Decoder, DecoderSettings, SamplingParameters, open_model
-from gpulease.client.serve.decode.decode_audit import DecodeAudit
+from gpulease.client.decode import TINY_MODEL, Decoder, DecoderSettings, SamplingParameters, open_model
+from gpulease.client.decode.supervisor.decode_audit import DecodeAudit
 from gpulease.protocol.address import ADDRESS_VARIABLE
 from helpers.audit_log import check_whole, config, records
 from helpers.daemon import Daemon

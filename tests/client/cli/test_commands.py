@@ -12,8 +12,8 @@ from gpulease.client.bench import decode_speed
 from gpulease.client.bench.decode_speed import DecodePlan
 from gpulease.client.cli.__main__ import main
 from gpulease.client.cli.bench import _kernel_table
-from gpulease.client.cli.demo import transform_ptx
-from gpulease.client.cli.tables import seconds_text, size_text, table
+from gpulease.client.console.tables import seconds_text, size_text, table
+from gpulease.client.console.transform import transform_ptx
 from gpulease.protocol.address import ADDRESS_VARIABLE
 from helpers.daemon import Daemon
 from helpers.kernels import TRANSFORM

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 from gpulease.client.cli import decode as command
 from gpulease.client.cli.__main__ import main
-from gpulease.client.serve.decode import TINY_MODEL, open_model
+from gpulease.client.decode import TINY_MODEL, open_model
 from gpulease.protocol.address import ADDRESS_VARIABLE
 from helpers.daemon import Daemon, python_environment
 from helpers.processes import marked

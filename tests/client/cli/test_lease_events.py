@@ -3,7 +3,7 @@
 import pytest
 
 from gpulease.client.cli.lease_events import event_text, refusal_text
-from gpulease.client.engine.events import ForwardRevoked, LeaseEvent
+from gpulease.client.core.events import ForwardRevoked, LeaseEvent
 from gpulease.protocol import Phase, Status
 from gpulease.protocol.lease_ids import LeaseId
 

@@ -27,8 +27,8 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         (CLI, ("serve", "gateway", "--demo"), "serve"),
         (CLI, ("serve", "models", "--demo"), "serve"),
         (CLI, ("serve", "decode", "--demo"), "serve,decode"),
-        ("gpulease.client.serve.dra", ("serve", "--node", "n"), "dra"),
-        ("gpulease.client.serve.dra", ("slices", "--node", "n"), "dra"),
+        ("gpulease.client.integrations.kubernetes", ("serve", "--node", "n"), "dra"),
+        ("gpulease.client.integrations.kubernetes", ("slices", "--node", "n"), "dra"),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )

@@ -13,7 +13,7 @@ import pytest
 
 from gpulease.client import GpuSession, InvalidRequest
 from gpulease.client.cli.run import EXIT_LEASE_ENDED, EXIT_NO_PROGRAM, EXIT_NOT_STARTED, GIVE_BACK_S, ORPHAN_S
-from gpulease.client.engine.lease_request import LEASE_ID_VARIABLE
+from gpulease.client.core.lease_request import LEASE_ID_VARIABLE
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.address import ADDRESS_VARIABLE

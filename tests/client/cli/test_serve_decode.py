@@ -8,9 +8,9 @@ import pytest
 from click.testing import CliRunner
 
 from gpulease.client.cli.__main__ import main
-from gpulease.client.serve.decode import TINY_MODEL
-from gpulease.client.serve.decode.openai_http.decode_settings import EXAMPLE
-from gpulease.client.serve.decode.scheduler import ContinuousBatchScheduler
+from gpulease.client.decode import TINY_MODEL
+from gpulease.client.decode.openai.decode_settings import EXAMPLE
+from gpulease.client.decode.scheduler.scheduler import ContinuousBatchScheduler
 from helpers.daemon import Daemon
 
 
@@ -60,6 +60,6 @@ def test_a_decoder_that_fails_by_a_fault_of_its_own_ends_the_process_with_an_err
 
 def test_without_its_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    monkeypatch.delitem(sys.modules, "gpulease.client.serve.http.uvicorn_server", raising=False)
+    monkeypatch.delitem(sys.modules, "gpulease.client.http.uvicorn_server", raising=False)
     done = CliRunner().invoke(main, ["serve", "decode", "--demo"])
     assert (done.exit_code, "pip install '.[serve,decode]' in gpulease's repository" in done.output) == (1, True)

@@ -26,6 +26,6 @@ def test_what_it_refuses(words: list[str], status: int, said: str) -> None:
 def test_without_its_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "starlette.applications", None)
     monkeypatch.delitem(sys.modules, "gpulease.client.serve.models.model_server", raising=False)
-    monkeypatch.delitem(sys.modules, "gpulease.client.serve.http.application", raising=False)
+    monkeypatch.delitem(sys.modules, "gpulease.client.http.application", raising=False)
     done = CliRunner().invoke(main, ["serve", "models", "--demo"])
     assert (done.exit_code, "pip install '.[serve]' in gpulease's repository" in done.output) == (1, True), done.output

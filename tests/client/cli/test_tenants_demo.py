@@ -13,8 +13,8 @@ from click.testing import CliRunner
 
 from gpulease.client.cli import live_lines, tenants_demo
 from gpulease.client.cli.__main__ import main
-from gpulease.client.cli.exit_status import CannotStart
 from gpulease.client.cli.live_lines import PIPE_LINE_S, LiveLines
+from gpulease.client.console.exit_status import CannotStart
 from gpulease.protocol.address import ADDRESS_VARIABLE
 from helpers.daemon import Daemon
 from helpers.waiting import wait_until
@@ -54,7 +54,7 @@ def _leases(daemon: Daemon) -> str:
 
 def test_with_a_daemon_of_its_own_in_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv(ADDRESS_VARIABLE, raising=False)
-    monkeypatch.setattr("gpulease.client.cli.private_daemon.DEFAULT_ADDRESS", f"unix:{tmp_path}/nobody")
+    monkeypatch.setattr("gpulease.client.console.private_daemon.DEFAULT_ADDRESS", f"unix:{tmp_path}/nobody")
     done = CliRunner().invoke(main, ["demo"])
     assert done.exit_code == 0, done.output
     for words in (

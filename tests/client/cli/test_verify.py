@@ -9,9 +9,9 @@ from click.testing import CliRunner, Result
 
 from gpulease.client import GpuSession
 from gpulease.client.cli import verify as command
+from gpulease.client.console.scene import Breach, Check, Scene, worker_pid
 from gpulease.client.verify.claims import at_the_same_time, check
 from gpulease.client.verify.faults import FaultOutcome, Sizes, faults
-from gpulease.client.verify.scene import Breach, Check, Scene, worker_pid
 from helpers.daemon import Daemon
 
 

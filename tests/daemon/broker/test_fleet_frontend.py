@@ -21,7 +21,7 @@ from gpulease.daemon.broker.runtime import Runtime
 from gpulease.daemon.broker.token_service import TokenService
 from gpulease.daemon.contract.control_page import boot_ns
 from gpulease.daemon.fleet.etcd.etcd_certificates import open_certificates
-from gpulease.daemon.fleet.fleet_settings import FleetSettings
+from gpulease.daemon.fleet.records.fleet_settings import FleetSettings
 from gpulease.daemon.gpus.emulated_cards import EmbeddedCards
 from gpulease.daemon.leases import (
     AcquireRequested,

@@ -1,4 +1,4 @@
-from gpulease.client.engine.lease import LeaseReport
+from gpulease.client.core.lease import LeaseReport
 from gpulease.daemon.broker.reports import lease_report, orphan_report
 from gpulease.daemon.leases import LeaseSnapshot, LeaseState
 from gpulease.protocol.lease_options import EXCLUSIVITY, OPTIONS

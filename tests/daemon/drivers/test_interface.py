@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from gpulease.daemon.drivers.interface import Dim3, ImageRejected, KernelStep, LaunchRejected, refuse_managed_text
-from gpulease.daemon.drivers.ptx.context import CpuContext
-from gpulease.daemon.drivers.ptx.translate.cooperative import confirm_by_text
+from gpulease.daemon.ptx.context import CpuContext
+from gpulease.daemon.ptx.translate.cooperative import confirm_by_text
 
 IMAGES = Path(__file__).parent / "images"
 HEAD = ".version 8.0\n.target sm_75\n.address_size 64\n"

@@ -15,10 +15,10 @@ import pytest
 from gpulease.daemon.contract.control_page import boot_ns
 from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
 from gpulease.daemon.fleet.etcd.transactions import Outcome, Transaction
-from gpulease.daemon.fleet.fleet_records import read_inventory, read_node
 from gpulease.daemon.fleet.live_claims import NOTHING_LIVES, Live, live_messages
 from gpulease.daemon.fleet.machine_readings import MachineReadings
 from gpulease.daemon.fleet.process import FleetProcess
+from gpulease.daemon.fleet.records.fleet_records import read_inventory, read_node
 from gpulease.daemon.fleet.rules.fleet_events import Effect, Event, FleetTerms, QuotaWanted
 from gpulease.daemon.fleet.rules.member import Member
 from gpulease.daemon.host.ipc import ChannelClosed, channel_pair, receive_message, send_message

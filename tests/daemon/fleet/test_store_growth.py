@@ -10,7 +10,7 @@ import pytest
 
 from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
 from gpulease.daemon.fleet.etcd.transactions import Answer, Put, Transaction
-from gpulease.daemon.fleet.fleet_records import GENERATION, CardRecord
+from gpulease.daemon.fleet.records.fleet_records import GENERATION, CardRecord
 from gpulease.daemon.fleet.rules.fleet_events import (
     Answered,
     ArmTimer,

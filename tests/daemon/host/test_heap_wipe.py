@@ -56,8 +56,8 @@ def test_one_that_was_not_is_found_by_trying(environment: dict[str, str]) -> Non
 
 
 THREADS = """
-from gpulease.daemon.drivers.ptx.context import CpuContext
-from gpulease.daemon.drivers.ptx.limits import STREAM_STACK_BYTES
+from gpulease.daemon.ptx.context import CpuContext
+from gpulease.daemon.ptx.limits import STREAM_STACK_BYTES
 from helpers.kernels import TRANSFORM
 
 def stacks():

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpulease.daemon.drivers.interface import Context
-from gpulease.daemon.drivers.ptx.driver import CpuDriver
+from gpulease.daemon.ptx.driver import CpuDriver
 from gpulease.daemon.session.connection import (
     MAX_PINNED_BUFFERS,
     MIN_PINNED_WRITE_BYTES,

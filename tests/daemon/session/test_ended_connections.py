@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from gpulease.daemon.contract.control_page import BrokerPage, Counter, WorkerPage
-from gpulease.daemon.drivers.ptx.driver import CpuDriver
+from gpulease.daemon.ptx.driver import CpuDriver
 from gpulease.daemon.session import ended_connections
 from gpulease.daemon.session.ledger import Ledger
 from gpulease.daemon.session.session import Session

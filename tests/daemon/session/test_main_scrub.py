@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import pytest
 
 from gpulease.daemon.contract.control_page import BrokerPage, WorkerPage
-from gpulease.daemon.drivers.ptx.context import CpuContext
-from gpulease.daemon.drivers.ptx.driver import CpuDriver
 from gpulease.daemon.host.heap_wipe import is_heap_wiped
+from gpulease.daemon.ptx.context import CpuContext
+from gpulease.daemon.ptx.driver import CpuDriver
 from gpulease.daemon.session import main
 from gpulease.daemon.session.ledger import Ledger
 from gpulease.daemon.session.main import NotScrubbed, scrub

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pytest
 
 from gpulease.daemon.drivers.interface import Admit, ImageRejected, Poll, admit_all, keep_waiting
-from gpulease.daemon.drivers.ptx.context import CpuContext
-from gpulease.daemon.drivers.ptx.image import CpuModule
+from gpulease.daemon.ptx.context import CpuContext
+from gpulease.daemon.ptx.image import CpuModule
 from gpulease.daemon.session.rehearsal import SLICE_BYTES, RehearsalFailed, rehearse
 from gpulease.daemon.session.session import Session
 from gpulease.protocol.framing import Frame

@@ -26,9 +26,9 @@ from gpulease.daemon.contract.messages import (
     parse_message,
 )
 from gpulease.daemon.drivers.interface import Poll
-from gpulease.daemon.drivers.ptx.context import CpuContext
-from gpulease.daemon.drivers.ptx.driver import CpuDriver
 from gpulease.daemon.host.ipc import receive_message, send_message
+from gpulease.daemon.ptx.context import CpuContext
+from gpulease.daemon.ptx.driver import CpuDriver
 from gpulease.daemon.session.ledger import Ledger
 from gpulease.daemon.session.server import Server
 from gpulease.daemon.session.session import Session

@@ -11,7 +11,7 @@ import pytest
 
 from gpulease.daemon.contract.control_page import BrokerPage, Counter, WorkerPage
 from gpulease.daemon.drivers.interface import ImageRejected
-from gpulease.daemon.drivers.ptx.driver import CpuDriver
+from gpulease.daemon.ptx.driver import CpuDriver
 from gpulease.daemon.session.ledger import Ledger
 from gpulease.daemon.session.session import Session
 from gpulease.protocol.codec import build_body, parse_body, reply_body

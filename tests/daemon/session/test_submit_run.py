@@ -13,9 +13,9 @@ import pytest
 from gpulease.daemon.contract.control_page import BrokerPage, Counter, WorkerPage
 from gpulease.daemon.contract.guests import Guest
 from gpulease.daemon.drivers.interface import KernelFault
-from gpulease.daemon.drivers.ptx.context import CpuContext
-from gpulease.daemon.drivers.ptx.driver import CpuDriver
 from gpulease.daemon.host.ipc import ChannelClosed, receive_message, send_message
+from gpulease.daemon.ptx.context import CpuContext
+from gpulease.daemon.ptx.driver import CpuDriver
 from gpulease.daemon.session import server as once
 from gpulease.daemon.session.ledger import Ledger
 from gpulease.daemon.session.server import SubmitServer

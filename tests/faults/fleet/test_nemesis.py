@@ -9,7 +9,7 @@ from typing import Final
 
 import pytest
 
-from gpulease.daemon.fleet.fleet_records import held_key, name_key
+from gpulease.daemon.fleet.records.fleet_records import held_key, name_key
 from helpers.broken_fleet import Design
 from helpers.fleet_checker import Verdict, check
 from helpers.fleet_nemesis import FASTER_PPM, MEMBERS, WORKER, FleetScene

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from gpulease.client.serve.decode.checkpoint import RandomCheckpoint
-from gpulease.client.serve.decode.decode_reports import (
+from gpulease.client.decode.checkpoint import RandomCheckpoint
+from gpulease.client.decode.decode_reports import (
     DecoderObserver,
     EngineRebuilt,
     FinishedRequest,
@@ -16,10 +16,10 @@ from gpulease.client.serve.decode.decode_reports import (
     RebindReport,
     StepReport,
 )
-from gpulease.client.serve.decode.decode_requests import CompletionReason, SamplingParameters, TenantConfig
-from gpulease.client.serve.decode.decoder import Decoder, DecoderSettings
-from gpulease.client.serve.decode.generation import Emitted, Generation
-from gpulease.client.serve.decode.serving_engine import ServingEngine
+from gpulease.client.decode.decode_requests import CompletionReason, SamplingParameters, TenantConfig
+from gpulease.client.decode.supervisor.decoder import Decoder, DecoderSettings
+from gpulease.client.decode.supervisor.generation import Emitted, Generation
+from gpulease.client.decode.supervisor.serving_engine import ServingEngine
 from helpers.daemon import Daemon
 from helpers.decode.random_models import TINY
 

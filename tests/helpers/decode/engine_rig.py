@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpulease.client.aio import GpuBuilder, GpuLease
-from gpulease.client.serve.decode.checkpoint import Checkpoint
-from gpulease.client.serve.decode.decode_requests import SamplingParameters
-from gpulease.client.serve.decode.engine import MAX_STEPS, BlockPool, DecodeEngine
-from gpulease.client.serve.decode.forward_pass import StepLimits
-from gpulease.client.serve.decode.row_records import NOBODY, PAGE, RESULT, ROW, Results, Rows
+from gpulease.client.decode.checkpoint import Checkpoint
+from gpulease.client.decode.decode_requests import SamplingParameters
+from gpulease.client.decode.engine.engine import MAX_STEPS, BlockPool, DecodeEngine
+from gpulease.client.decode.engine.forward_pass import StepLimits
+from gpulease.client.decode.row_records import NOBODY, PAGE, RESULT, ROW, Results, Rows
 
 T = TypeVar("T")
 

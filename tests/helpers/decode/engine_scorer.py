@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gpulease.client.serve.decode.row_records import PAGE, Rows
+from gpulease.client.decode.row_records import PAGE, Rows
 from helpers.decode.agreement import Logits
 from helpers.decode.engine_rig import BLOCKS, GREEDY, EngineRig, RunningRig, Seat
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType as Type
 
-from gpulease.client.serve.decode.model_config import Family, ModelConfig
+from gpulease.client.decode.model_config import Family, ModelConfig
 from helpers.decode.made_models import F32
 from helpers.decode.reference import frequencies
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from gpulease.client.serve.decode.model_config import Family, ModelConfig
+from gpulease.client.decode.model_config import Family, ModelConfig
 from helpers.decode.agreement import Logits
 from helpers.decode.made_models import F32, write_bf16_tensors
 from helpers.decode.recorded import record

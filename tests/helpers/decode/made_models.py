@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-import gpulease.client.serve.decode
-from gpulease.client.serve.decode.model_config import Family, ModelConfig, RopeScaling
+import gpulease.client.decode
+from gpulease.client.decode.model_config import Family, ModelConfig, RopeScaling
 from helpers.decode.reference import shapes_of
 
-TINY_FOLDER = Path(gpulease.client.serve.decode.__path__[0]) / "tiny"
+TINY_FOLDER = Path(gpulease.client.decode.__path__[0]) / "tiny"
 
 F32 = npt.NDArray[np.float32]
 

@@ -7,7 +7,7 @@ from typing import Final
 
 from hypothesis import strategies as st
 
-from gpulease.client.serve.decode.row_records import PAGE
+from gpulease.client.decode.row_records import PAGE
 from helpers.decode.engine_rig import BLOCKS, TENANTS, Line, MixedStep, Seat
 
 MAX_STEPS: Final = 5

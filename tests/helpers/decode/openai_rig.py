@@ -10,10 +10,10 @@ import httpx
 import openai
 import uvicorn
 
-from gpulease.client.serve.decode import TINY_MODEL, Decoder, DecoderObserver, DecoderSettings, TenantConfig
-from gpulease.client.serve.decode.openai_http.api_keys import distinct_keys, key_digest
-from gpulease.client.serve.decode.openai_http.openai_server import make_openai_application
-from gpulease.client.serve.http.uvicorn_server import known_hosts, listening, serve_within
+from gpulease.client.decode import TINY_MODEL, Decoder, DecoderObserver, DecoderSettings, TenantConfig
+from gpulease.client.decode.openai.api_keys import distinct_keys, key_digest
+from gpulease.client.decode.openai.openai_server import make_openai_application
+from gpulease.client.http.uvicorn_server import known_hosts, listening, serve_within
 from helpers.daemon import Daemon
 
 MODEL: Final = "tiny"

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Final
 
-from gpulease.client.serve.decode.model_config import Family, ModelConfig
+from gpulease.client.decode.model_config import Family, ModelConfig
 
 TINY: Final = ModelConfig(
     family=Family.LLAMA,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gpulease.client.serve.decode.model_config import ModelConfig
+from gpulease.client.decode.model_config import ModelConfig
 
 Array = npt.NDArray[np.floating[Any]]
 Tensors = Mapping[str, npt.NDArray[np.float32]]

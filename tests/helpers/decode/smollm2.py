@@ -7,8 +7,8 @@ import gguf
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from gpulease.client.serve.decode.model_config import Family, ModelConfig
-from gpulease.client.serve.decode.sample_models import find_smollm2
+from gpulease.client.decode.model_config import Family, ModelConfig
+from gpulease.client.decode.sample_models import find_smollm2
 from helpers.decode.made_models import F32, rounded_to_bf16
 from helpers.decode.reference import shapes_of
 

@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpulease.client import InvalidRequest
+from gpulease.client.http.application import BINARY, JSON
+from gpulease.client.http.problems import RequestRefused
 from gpulease.client.serve.gateway.gateway import (
     ParsedBody,
     answer_of,
@@ -24,8 +26,6 @@ from gpulease.client.serve.gateway.inference import (
     outcome_to_response,
     response_to_outcome,
 )
-from gpulease.client.serve.http.application import BINARY, JSON
-from gpulease.client.serve.http.problems import RequestRefused
 from gpulease.protocol.lease_ids import LeaseId
 
 RESPONSE = InferenceResponse("id", LeaseId(0xABC), 1_790_000_000, b"\0out\xff")

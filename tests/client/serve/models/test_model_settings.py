@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from gpulease.client import InvalidRequest
+from gpulease.client.http.settings_file import MAX_MODELS
 from gpulease.client.serve.models.example.digits import HIDDEN, load_weights
 from gpulease.client.serve.models.model_settings import EXAMPLE, load_settings
-from gpulease.client.serve.settings_file import MAX_MODELS
 
 GOOD = """
 method_id = 1

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gpulease.client import Disconnected
-from gpulease.client.serve import unix_path
+from gpulease.client.http import unix_path
 from gpulease.client.serve.rpc import CallTimedOut, RpcClient
 from gpulease.client.serve.rpc.server import MAX_CALLERS, MAX_FALSE_BELLS
 from gpulease.protocol.rpc import MAX_PAYLOAD_BYTES, REPLY_AT, CallErrorCode, CallHeader, CallStatus

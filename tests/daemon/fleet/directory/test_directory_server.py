@@ -21,7 +21,14 @@ from gpulease.daemon.fleet.directory.fleet_view import SeenClaim
 from gpulease.daemon.fleet.directory.fleet_watch import FleetWatch
 from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
 from gpulease.daemon.fleet.etcd.transactions import KeyValue
-from gpulease.daemon.fleet.fleet_records import CardRecord, ClaimRecord, InventoryRecord, NodeRecord, name_key, node_key
+from gpulease.daemon.fleet.records.fleet_records import (
+    CardRecord,
+    ClaimRecord,
+    InventoryRecord,
+    NodeRecord,
+    name_key,
+    node_key,
+)
 from gpulease.daemon.leases import PlacementOrder
 from gpulease.daemon.remote.node_identity import TENANT_PREFIX, IdentityFiles
 from gpulease.protocol import Connection, Failure, Goodbye, Opcode, Reply, Role, Status

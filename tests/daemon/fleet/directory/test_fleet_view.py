@@ -14,7 +14,7 @@ from gpulease.daemon.fleet.directory.fleet_placement import PlaceWanted, place
 from gpulease.daemon.fleet.directory.fleet_view import FleetView
 from gpulease.daemon.fleet.directory.node_index import Room
 from gpulease.daemon.fleet.etcd.transactions import KeyValue
-from gpulease.daemon.fleet.fleet_records import (
+from gpulease.daemon.fleet.records.fleet_records import (
     HORIZON,
     NODES,
     QUOTAS,

@@ -3,7 +3,7 @@
 from typing import Any, TypeVar
 
 from gpulease.daemon.fleet.etcd.transactions import Unknown
-from gpulease.daemon.fleet.fleet_records import ClaimRecord, name_key, read_claim
+from gpulease.daemon.fleet.records.fleet_records import ClaimRecord, name_key, read_claim
 from gpulease.daemon.fleet.rules.fleet_events import (
     Answered,
     ArmTimer,

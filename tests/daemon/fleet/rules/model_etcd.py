@@ -11,7 +11,7 @@ from gpulease.daemon.fleet.etcd.transactions import (
     KeyValue,
     Transaction,
 )
-from gpulease.daemon.fleet.fleet_records import GENERATION
+from gpulease.daemon.fleet.records.fleet_records import GENERATION
 
 
 @dataclass

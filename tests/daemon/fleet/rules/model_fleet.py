@@ -22,7 +22,7 @@ from gpulease.daemon.fleet.etcd.transactions import (
     Transaction,
     Unknown,
 )
-from gpulease.daemon.fleet.fleet_records import (
+from gpulease.daemon.fleet.records.fleet_records import (
     GENERATION,
     NAMES,
     ClaimRecord,

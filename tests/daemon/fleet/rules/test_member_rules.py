@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gpulease.daemon.fleet.etcd.transactions import Answer, Delete, Get, Put, Rejected, Transaction, Unknown
-from gpulease.daemon.fleet.fleet_records import (
+from gpulease.daemon.fleet.records.fleet_records import (
     CLOCKS,
     COMPACTION,
     EPOCHS,
@@ -23,7 +23,7 @@ from gpulease.daemon.fleet.fleet_records import (
     read_inventory,
     read_node,
 )
-from gpulease.daemon.fleet.record_reader import MAX_RECORD_BYTES
+from gpulease.daemon.fleet.records.record_reader import MAX_RECORD_BYTES
 from gpulease.daemon.fleet.rules.clock_rates import SLOTS, ClockRecord, read_clock
 from gpulease.daemon.fleet.rules.fleet_events import (
     NO_MARK,

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpulease.daemon.fleet.etcd.transactions import Get, Put, Transaction, Unknown
-from gpulease.daemon.fleet.fleet_records import HELD, QUOTAS, node_key
+from gpulease.daemon.fleet.records.fleet_records import HELD, QUOTAS, node_key
 from gpulease.daemon.fleet.rules.fleet_events import (
     Answered,
     EndClaimed,

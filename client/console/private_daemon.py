@@ -1,0 +1,256 @@
+"""The daemon that a command uses: the one that is running, or a private one that ends with the command."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+from gpulease.client.console.exit_status import CannotStart, die_by_signal
+from gpulease.client.console.footprint import processes_of
+from gpulease.protocol.address import ADDRESS_VARIABLE, DEFAULT_ADDRESS, MAX_UNIX_PATH_BYTES, UnixAddress, parse_address
+
+START_TIMEOUT_S: Final = 90.0
+"""Longest time for a daemon to listen, in seconds: on a GPU host it first makes a context on every card."""
+
+SOCKET_NAME: Final = "daemon.sock"
+
+STOP_TIMEOUT_S: Final = 15.0
+"""Longest time for the daemon to release everything before it is killed, in seconds."""
+
+SOCKET_NAME_BYTES: Final = 40
+"""Room for `/gpulease-xxxxxxxx/daemon.sock` after the folder of temporary files, in bytes."""
+
+UNWINDING: Final = (signal.SIGTERM, signal.SIGHUP)
+"""Signals, besides an interrupt, that end a program without a handler for them."""
+
+CACHE_VARIABLE: Final = "GPULEASE_CPU_CACHE"
+"""Names the folder in which workers cache compiled kernels. Without it they compile them again in each session."""
+
+_LOOK_S: Final = 0.01
+
+
+def running_address() -> str | None:
+    """GPULEASE_ADDRESS, else the default socket if a daemon listens there, else None."""
+    named = os.environ.get(ADDRESS_VARIABLE)
+    if named:
+        return named
+    address = parse_address(DEFAULT_ADDRESS)
+    return DEFAULT_ADDRESS if isinstance(address, UnixAddress) and _answers(address.path) else None
+
+
+def _cache() -> dict[str, str]:
+    """The variable with the folder in which the embedded driver caches compiled kernels: the user's own."""
+    above = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        folder = Path(above) if os.path.isabs(above) else Path.home() / ".cache"
+    except RuntimeError:
+        # The user has no home folder.
+        return {}
+    return {CACHE_VARIABLE: str(folder / "gpulease" / "cpu")}
+
+
+class PrivateServer:
+    """A process of gpulease that listens at a socket in a folder of its own.
+
+    Attributes:
+        address: Where it listens.
+    """
+
+    def __init__(self, folder: Path, module: str, options: list[str]) -> None:
+        self._path = str(folder / SOCKET_NAME)
+        self.address = f"unix:{self._path}"
+        self._log_path = folder / "log"
+        self._command = [sys.executable, "-P", "-m", module, "--listen", self.address, *options]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the process, and wait until it answers. Raises CannotStart."""
+        self.begin()
+        self.await_answer()
+
+    def begin(self) -> None:
+        """Start the process, and return immediately."""
+        with self._log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=_cache() | os.environ
+            )
+
+    def await_answer(self) -> None:
+        """Wait until the process answers at its socket. Raises CannotStart."""
+        if self._process is not None:
+            _wait_until_it_answers(self._process, self._path, self._log_path)
+
+    @property
+    def has_crashed(self) -> bool:
+        """True if the process has ended with a failure: processes that it started may still run."""
+        return self._process is not None and self._process.poll() not in (None, 0)
+
+    def kill(self) -> None:
+        """Kill the process, as a crash would: sessions of a daemon with a state folder continue."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def kill_all(self) -> None:
+        """Kill the process and all its descendants, as the loss of its host would."""
+        if self._process is not None:
+            # Collect all descendants before killing any: after the broker's death they have another parent.
+            for pid in processes_of(self._process.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+
+    def ask_to_stop(self) -> None:
+        """Send SIGTERM, so that the process stops in order; returns immediately."""
+        if self._process is not None:
+            _ask_to_stop(self._process)
+
+    def stop(self) -> None:
+        """Stop the process in order, or kill it after STOP_TIMEOUT_S."""
+        if self._process is not None:
+            _stop(self._process)
+
+
+class PrivateDaemon(PrivateServer):
+    """A daemon's process, with settings as TOML."""
+
+    def __init__(self, folder: Path, options: list[str], settings: str = "") -> None:
+        if settings:
+            file = folder / "settings.toml"
+            file.write_text(settings)
+            options = [*options, "--config", str(file)]
+        super().__init__(folder, "gpulease.daemon", options)
+
+
+@contextlib.contextmanager
+def private_daemon(
+    driver: str,
+    vram: tuple[str, ...] = (),
+    *,
+    also_at: tuple[str, ...] = (),
+    warm_contexts: int = 0,
+    settings: str = "",
+) -> Iterator[str]:
+    """Start a daemon that ends with the block; yields its address. Raises CannotStart.
+
+    Args:
+        driver: The daemon's driver.
+        vram: Device memory for leases, per card.
+        also_at: Further addresses to listen at.
+        warm_contexts: Number of contexts that the daemon keeps ready.
+        settings: Further settings, as TOML.
+    """
+    options = ["--driver", driver]
+    for address in also_at:
+        options += ["--listen", address]
+    if warm_contexts:
+        options += ["--warm-contexts", str(warm_contexts)]
+    for size in vram:
+        options += ["--vram", size]
+    with unwound_by_signals(), _folder() as folder:
+        daemon = PrivateDaemon(folder, options, settings)
+        try:
+            # stop() also runs if start() is interrupted or fails: the process may exist already.
+            daemon.start()
+            yield daemon.address
+        finally:
+            daemon.stop()
+
+
+@contextlib.contextmanager
+def killable_daemon(driver: str) -> Iterator[PrivateDaemon]:
+    """Start a daemon until the block ends; its leases outlive its broker. Raises CannotStart."""
+    with unwound_by_signals(), _folder() as folder:
+        daemon = PrivateDaemon(folder, ["--driver", driver], f'state = "{folder / "state"}"\n')
+        try:
+            daemon.start()
+            yield daemon
+        finally:
+            daemon.stop()
+
+
+@contextlib.contextmanager
+def unwound_by_signals() -> Iterator[None]:
+    """Make SIGTERM and SIGHUP end the block like an interrupt, and then end the process by the same signal.
+
+    Otherwise either signal would end this process at once and leave the daemon behind.
+    """
+    came: list[signal.Signals] = []
+
+    # Only the first signal counts: a second one must not interrupt the clean-up.
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if came:
+            return
+        came.append(signal.Signals(number))
+        handler = signal.getsignal(signal.SIGINT)
+        if not callable(handler):  # interrupts are ignored, as shells do for `&`
+            raise KeyboardInterrupt
+        handler(signal.SIGINT, frame)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    # Leave alone what the program or its parent has set: only default actions are replaced.
+    taken = [number for number in UNWINDING if is_main and signal.getsignal(number) is signal.SIG_DFL]
+    for number in taken:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
+        if came:
+            die_by_signal(came[0])
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="gpulease-", dir=short_folder()) as folder:
+        yield Path(folder)
+
+
+def short_folder() -> str | None:
+    """A folder in which a socket's path is short enough: None for the usual one, else /tmp."""
+    usual = tempfile.gettempdir()
+    return "/tmp" if len(os.fsencode(usual)) > MAX_UNIX_PATH_BYTES - SOCKET_NAME_BYTES else usual
+
+
+def _wait_until_it_answers(process: "subprocess.Popen[bytes]", path: str, log: Path) -> None:
+    until = time.monotonic() + START_TIMEOUT_S
+    while not _answers(path):
+        if process.poll() is not None or time.monotonic() > until:
+            # The daemon's last line is its reason. A missing module means that the extra is not installed.
+            said = log.read_text(errors="replace").strip().splitlines()
+            if any("No module named" in line for line in said):
+                raise CannotStart(
+                    "no daemon is installed with this client: pip install '.[daemon]' in gpulease's repository"
+                )
+            raise CannotStart(said[-1] if said else "the daemon said nothing and did not start")
+        time.sleep(_LOOK_S)
+
+
+def _answers(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as sock:
+        return sock.connect_ex(path) == 0
+
+
+def _ask_to_stop(process: "subprocess.Popen[bytes]") -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(signal.SIGTERM)
+
+
+def _stop(process: "subprocess.Popen[bytes]") -> None:
+    _ask_to_stop(process)
+    try:
+        process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -1,0 +1,264 @@
+"""A fleet on this host that ends with its command: a real etcd, daemons on the embedded driver, a directory."""
+
+import base64
+import contextlib
+import http.client
+import json
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from gpulease.client.console.exit_status import CannotStart
+from gpulease.client.console.fleet_listing import listing_of
+from gpulease.client.console.private_daemon import SOCKET_NAME, PrivateDaemon, PrivateServer
+from gpulease.client.core.lease_request import fleet_of
+from gpulease.client.errors import Disconnected
+from gpulease.protocol.counts import counted
+
+ETCD: Final = "etcd"
+INSTALL: Final = "install it, as by `apt install etcd-server`, or from etcd.io"
+ETCD_START_S: Final = 60.0
+"""Longest time until all members know a leader, in seconds."""
+
+ETCD_ANSWER_S: Final = 5.0
+JOIN_S: Final = 90.0
+"""Longest time until nodes are members and a directory lists them, in seconds."""
+
+GENERATION: Final = b"/gpulease/v1/generation"
+"""Key of the store's generation. If it exists, a node need not wait for a membership deadline before it joins: this
+store is new and has lost nothing."""
+
+DIRECTORY_MODULE: Final = "gpulease.daemon.fleet.directory"
+
+_CHUNK_BYTES: Final = 1 << 16
+_LOOK_S: Final = 0.05
+
+
+@dataclass(slots=True)
+class EtcdMember:
+    """A member of etcd: HOST:PORT for clients, and its process."""
+
+    endpoint: str
+    process: "subprocess.Popen[bytes]"
+
+    @property
+    def pid(self) -> int:
+        """The process id of the member."""
+        return self.process.pid
+
+    def kill(self) -> None:
+        """Kill the member, as the loss of its host would."""
+        self.process.kill()
+        self.process.wait()
+
+    def ask(self, path: str, **body: str) -> dict[str, Any]:
+        """Send a request to etcd's HTTP gateway. Raises OSError, HTTPException or ValueError if there is no answer."""
+        connection = http.client.HTTPConnection(self.endpoint, timeout=ETCD_ANSWER_S)
+        try:
+            connection.request("POST", path, json.dumps(body))
+            response = connection.getresponse()
+            answer: dict[str, Any] = json.loads(response.read())
+        finally:
+            connection.close()
+        if response.status != http.HTTPStatus.OK:
+            raise ValueError(f"etcd answered {response.status}")
+        return answer
+
+
+def leader_of(members: Sequence[EtcdMember]) -> EtcdMember | None:
+    """The member that reports itself as the leader; None if there is none at present."""
+    for member in members:
+        with contextlib.suppress(OSError, http.client.HTTPException, ValueError):
+            status = member.ask("/v3/maintenance/status")
+            # A member that knows no leader omits the field: JSON leaves out a zero.
+            if status.get("leader") == status["header"]["member_id"]:
+                return member
+    return None
+
+
+def etcd_program() -> str:
+    """Path of the program etcd. Raises CannotStart if it is not installed."""
+    program = shutil.which(ETCD)
+    if program is None:
+        raise CannotStart(f"etcd is not installed: {INSTALL}")
+    return program
+
+
+@contextlib.contextmanager
+def private_etcd(folder: Path, count: int = 1) -> Iterator[list[EtcdMember]]:
+    """Run an etcd of `count` members with its data in a new folder; yields them. Raises CannotStart."""
+    program = etcd_program()
+    # Each member has a port for clients and one for its peers, known to all members in advance.
+    ports = _free_ports(2 * count)
+    urls = [(f"http://127.0.0.1:{ports[2 * n]}", f"http://127.0.0.1:{ports[2 * n + 1]}") for n in range(count)]
+    cluster = ",".join(f"m{number}={peer}" for number, (_, peer) in enumerate(urls))
+    members: list[EtcdMember] = []
+    with contextlib.ExitStack() as stack:
+        for number, (client, peer) in enumerate(urls):
+            home = folder / f"m{number}"
+            home.mkdir(parents=True)
+            command = [program, "--name", f"m{number}", "--data-dir", str(home / "data")]
+            command += ["--listen-client-urls", client, "--advertise-client-urls", client]
+            command += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
+            command += ["--initial-cluster", cluster, "--log-level", "error", "--logger", "zap"]
+            log = stack.enter_context((home / "log").open("ab"))
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            members.append(EtcdMember(client.removeprefix("http://"), process))
+            stack.callback(members[-1].kill)
+        _say_that_it_is_new(members, folder)
+        yield members
+
+
+def _say_that_it_is_new(members: list[EtcdMember], folder: Path) -> None:
+    """Write the fleet's generation as soon as there is a leader."""
+    until_s = time.monotonic() + ETCD_START_S
+    while (leader := leader_of(members)) is None:
+        # A member that has ended will not start by itself: report its last line now.
+        ended = [number for number, member in enumerate(members) if member.process.poll() is not None]
+        if ended or time.monotonic() > until_s:
+            said = (folder / f"m{ended[0] if ended else 0}" / "log").read_text(errors="replace").splitlines()
+            raise CannotStart(f"etcd does not start: {said[-1] if said else 'it said nothing'}")
+        time.sleep(_LOOK_S)
+    key, value = (base64.b64encode(text).decode() for text in (GENERATION, b"a private fleet"))
+    leader.ask("/v3/kv/put", key=key, value=value)
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [int(one.getsockname()[1]) for one in sockets]
+
+
+class PrivateFleet:
+    """Nodes and a directory on one etcd. Use it as a context: their processes end with it.
+
+    Attributes:
+        nodes: The daemons, node-1 first.
+        address: The fleet's address for tenants, after `open_directory`.
+    """
+
+    def __init__(self, folder: Path, endpoints: Sequence[str], horizon_s: int) -> None:
+        self.nodes: list[PrivateDaemon] = []
+        self.address = ""
+        self._folder, self._endpoints, self._horizon_s = folder, endpoints, horizon_s
+        self._directory: PrivateServer | None = None
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> "PrivateFleet":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # Ask all nodes to stop before waiting for any, so that they stop concurrently.
+        for node in self.nodes:
+            if not node.has_crashed:
+                node.ask_to_stop()
+        self._stack.close()
+
+    def add(self, count: int, endpoints_of_first: Sequence[str] = ()) -> None:
+        """Start further daemons; the first of them may use other endpoints of etcd. Raises CannotStart."""
+        new: list[PrivateDaemon] = []
+        # Start all first, then wait for all: they start concurrently.
+        for _ in range(count):
+            etcd = ",".join((endpoints_of_first if not new else ()) or self._endpoints)
+            node_id = f"node-{len(self.nodes) + 1}"
+            home = self._folder / node_id
+            home.mkdir()
+            table = f'[fleet]\netcd = "etcd://{etcd}"\nnode = "{node_id}"\nhorizon_s = {self._horizon_s}\n'
+            node = lasting_daemon(home, f'{table}addresses = ["unix:{home / SOCKET_NAME}"]\n')
+            self._stack.callback(end_all, node)
+            node.begin()
+            new.append(node)
+            self.nodes.append(node)
+        for node in new:
+            node.await_answer()
+
+    def open_directory(self, placement: str = "pack") -> None:
+        """Start the directory, and return immediately."""
+        home = self._folder / "directory"
+        home.mkdir()
+        options = ["--etcd", f"etcd://{','.join(self._endpoints)}"]
+        directory = PrivateServer(home, DIRECTORY_MODULE, [*options, "--placement", placement])
+        self._stack.callback(directory.stop)
+        directory.begin()
+        self._directory = directory
+        self.address = f"fleet:{directory.address}"
+
+    def await_nodes(self) -> None:
+        """Wait until the directory lists all nodes. Raises CannotStart."""
+        fleet = fleet_of(self.address)
+        if fleet is None or self._directory is None:
+            raise ValueError("open_directory comes first")
+        self._directory.await_answer()
+        until_s = time.monotonic() + JOIN_S
+        known, why = 0, "it knows none"
+        while known < len(self.nodes):
+            if time.monotonic() > until_s:
+                raise CannotStart(
+                    f"the directory knows {known} of {counted(len(self.nodes), 'node')} after {JOIN_S:g} s: {why}"
+                )
+            time.sleep(_LOOK_S)
+            try:
+                known = sum(not node["silent"] for node in listing_of(fleet)["nodes"])
+            except Disconnected as error:
+                why = str(error)
+
+
+def lasting_daemon(folder: Path, settings: str = "") -> PrivateDaemon:
+    """Return a daemon that will keep its leases in this folder; `end_all` ends it."""
+    return PrivateDaemon(folder, ["--driver", "cpu"], f'state = "{folder / "state"}"\n{settings}')
+
+
+def end_all(daemon: PrivateDaemon) -> None:
+    """Stop a daemon. One that has crashed is started once more, to end what it left."""
+    try:
+        if daemon.has_crashed:
+            daemon.start()
+    finally:
+        daemon.stop()
+
+
+class Link:
+    """A connection path to one member of etcd that can be cut: from then on bytes vanish without an error."""
+
+    def __init__(self, endpoint: str) -> None:
+        host, _, port = endpoint.rpartition(":")
+        self._member = host, int(port)
+        self._is_cut = threading.Event()
+        self._sockets: list[socket.socket] = [socket.create_server(("127.0.0.1", 0))]
+        self.endpoint = f"127.0.0.1:{self._sockets[0].getsockname()[1]}"
+        threading.Thread(target=self._accept, args=(self._sockets[0],), daemon=True).start()
+
+    def cut(self) -> None:
+        """Discard all further bytes, without closing any connection."""
+        self._is_cut.set()
+
+    def close(self) -> None:
+        """End all connections, and accept no more."""
+        for one in self._sockets:
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+
+    def _accept(self, listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = listener.accept()
+                self._sockets.append(near)
+                far = socket.create_connection(self._member)
+                self._sockets.append(far)
+                for ends in ((near, far), (far, near)):
+                    threading.Thread(target=self._carry, args=ends, daemon=True).start()
+
+    def _carry(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(_CHUNK_BYTES):
+                if not self._is_cut.is_set():
+                    sink.sendall(data)
+            if not self._is_cut.is_set():
+                sink.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,154 @@
+"""The scene of the matrix: one card, its leases and its figures; and `Check`, the type of all rows."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Generic, TypeVar
+
+from gpulease.client import GpuBuilder, GpuLeaseError
+from gpulease.client.console.card import ask_card, card_title
+from gpulease.client.console.reports import first_card, leases_of
+from gpulease.client.sync.driver import ask
+from gpulease.protocol import Opcode
+from gpulease.protocol.messages import Empty, LeaseRef
+
+SLICE_BYTES: Final = 256 << 20
+LEASE_S: Final = 120.0
+
+END_S: Final = 30.0
+"""Longest time for a lease to be torn down, in seconds."""
+
+POOL_S: Final = 60.0
+"""Longest time for the pool of ready contexts to be full again, in seconds."""
+
+CARD_S: Final = 5.0
+"""Longest time for the card's own figure to fall back, in seconds; the daemon proved the memory free before the
+teardown's end."""
+
+NAME_CHARS: Final = 15
+"""Characters of a process's name that the kernel keeps."""
+
+_LOOK_S: Final = 0.001
+
+
+class Breach(Exception):
+    """A promise of leases does not hold on this host; the message names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """The first card of the daemon at `address`.
+
+    Attributes:
+        vram_bytes: The card's capacity for leases.
+    """
+
+    address: str
+    driver: str
+    card_uuid: str
+    card_name: str
+    vram_bytes: int
+
+    @classmethod
+    def at(cls, address: str) -> "Scene":
+        """The scene on the first card of that daemon."""
+        card = first_card(address)
+        return cls(address, card["driver"], card["uuid"], card["name"], card["capacity_bytes"])
+
+    def title(self) -> str:
+        """The title of its tables: the card, its driver and the date."""
+        return card_title(self.driver, self.card_name, self.card_uuid)
+
+    @property
+    def is_card(self) -> bool:
+        """True for a real card, False for the embedded driver."""
+        return self.driver == "cuda"
+
+    def builder(self, size_bytes: int = SLICE_BYTES, seconds: float = LEASE_S) -> GpuBuilder:
+        """A builder for a lease on the card."""
+        return GpuBuilder(self.address).min_vram(size_bytes).lease_secs(seconds).device(self.card_uuid)
+
+    def query(self, lease_id: int) -> dict[str, Any]:
+        """The daemon's report about a lease."""
+        return dict(ask(Opcode.LEASE_QUERY, LeaseRef(lease_id), self.address).report)
+
+    def held_bytes(self) -> int:
+        """The bytes that leases hold, according to the daemon."""
+        return int(first_card(self.address, "held_bytes")["held_bytes"])
+
+    def wait_for_pool(self) -> None:
+        """Wait until the pool of ready contexts is full. Raises Breach."""
+        until = time.monotonic() + POOL_S
+        while (card := first_card(self.address, "warm_contexts", "warm_wanted"))["warm_contexts"] < card["warm_wanted"]:
+            if time.monotonic() > until:
+                raise Breach(f"{card['warm_contexts']} of {card['warm_wanted']} contexts made ahead are there")
+            time.sleep(_LOOK_S)
+
+    def lease_ids(self) -> set[int]:
+        """The ids of all live leases on the daemon."""
+        report = leases_of(ask(Opcode.LEASE_LIST_ACTIVE, Empty(), self.address).report)
+        return {int(lease["lease_id"], 16) for lease in report}
+
+    def used_mib(self) -> int:
+        """MiB used on the card, as nvidia-smi reports; 0 for the embedded driver."""
+        return int(ask_card(self.card_uuid, "memory.used")) if self.is_card else 0
+
+    def wait_for_end(self, lease_id: int, within_s: float = END_S) -> str:
+        """Wait until the lease is torn down; returns the cause of its end. Raises Breach."""
+        until = time.monotonic() + within_s
+        while (report := self.query(lease_id))["state"] != "torndown":
+            if time.monotonic() > until or report["state"] == "fenced":
+                raise Breach(f"the lease is {report['state']}: {report['reason']}")
+            time.sleep(_LOOK_S)
+        return str(report["cause"])
+
+    def free(self, lease_id: int) -> float:
+        """Free a lease; returns the milliseconds until its memory is proved free."""
+        # The reply to LEASE_FREE comes after the memory was proved free.
+        started = time.perf_counter()
+        try:
+            ask(Opcode.LEASE_FREE, LeaseRef(lease_id), self.address)
+        except GpuLeaseError:
+            # The lease has ended already, which is just as good.
+            self.wait_for_end(lease_id)
+        return (time.perf_counter() - started) * 1e3
+
+    def card_is_back_to(self, used_mib: int) -> int:
+        """Wait until the card's use has settled; returns the MiB in use beyond `used_mib`."""
+        until = time.monotonic() + CARD_S
+        while (more := self.used_mib() - used_mib) > 0 and time.monotonic() < until:
+            time.sleep(_LOOK_S)
+        return more
+
+
+Outcome = TypeVar("Outcome")
+
+
+@dataclass(frozen=True, slots=True)
+class Check(Generic[Outcome]):
+    """A row of the matrix: a fault or a promise, with its name and its proof.
+
+    Attributes:
+        prove: Returns what it found. Raises Breach or GpuLeaseError if a promise does not hold.
+    """
+
+    name: str
+    prove: Callable[[Scene], Outcome]
+
+
+def breach_of(error: Exception) -> str:
+    """A sentence about the error that ended a proof."""
+    return f"{type(error).__name__}: {error}"
+
+
+def worker_pid(lease_id: int) -> int:
+    """The process id of a lease's worker, found by its name. Raises Breach."""
+    name = f"gpul-{lease_id:032x}"[:NAME_CHARS]
+    for comm in Path("/proc").glob("[0-9]*/comm"):
+        try:
+            if comm.read_text().strip() == name:
+                return int(comm.parent.name)
+        except OSError:
+            continue  # The process ended meanwhile.
+    raise Breach(f"there is no process {name}")

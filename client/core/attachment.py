@@ -1,0 +1,397 @@
+"""A session's connection to its worker: opened by ATTACH, and ended for good by `Attachment.finish`."""
+
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Final, Protocol
+
+from gpulease.client.core.exchange import CONNECT_LIMIT_S, First, TimeLimit, dial_for, receive
+from gpulease.client.core.lease import LeaseState, find_end_reason
+from gpulease.client.core.waits import Procedure
+from gpulease.client.errors import GpuLeaseError, Unsupported, error_of
+from gpulease.client.fork_guard import OF_PARENT
+from gpulease.client.handles import Buffer, HandleOwner
+from gpulease.client.transport.arena import Arena
+from gpulease.client.transport.channel import Channel, FrameWriter
+from gpulease.client.transport.link import LinkEnded
+from gpulease.client.transport.ring import share
+from gpulease.client.transport.session_words import NO_WORD, SessionWords
+from gpulease.client.transport.spin_policy import SpinPolicy
+from gpulease.protocol import Connection, Failure, Opcode, Status
+from gpulease.protocol.capabilities import AttachOption
+from gpulease.protocol.limits import DATA_CHUNK_BYTES, MAX_DATA_BYTES
+from gpulease.protocol.messages import Attach, AttachReply
+from gpulease.protocol.opcodes import SessionOption
+from gpulease.protocol.operations import SPECS
+from gpulease.protocol.primitives import Tlv
+from gpulease.protocol.ring import Wanted
+
+ATTACH_LIMIT_S: Final = 30.0
+"""Longest time for a session to open, in seconds. A process and its context take 0.6 s, sixteen at once 3 s."""
+
+MEM_WRITE_FIXED_BYTES: Final = 20
+"""Bytes of a MEM_WRITE's payload other than data: handle, offset and length."""
+
+QUIET_WRITE_BYTES: Final = 64 << 10
+"""Largest write that is queued without waiting; its bytes are copied when the call returns. For a larger one, a wait
+costs little compared with the copy, and shows at once whether it succeeded."""
+
+_ABILITIES: Final = {spec.op: spec.ability for spec in SPECS.values() if spec.is_session}
+
+_NOT_OPEN: Final = Failure(
+    Status.INVALID_REQUEST, "the session is not open", "Open it first: `async with GpuSession(lease) as session`"
+)
+_CLOSED: Final = Failure(Status.INVALID_REQUEST, "the session was closed", "Open another one on the lease")
+
+
+class ActiveRecording(Protocol):
+    """The recording that replaces a session's launches and copies; see `recorder`."""
+
+    def refusal(self, doing: str) -> GpuLeaseError:
+        """The error of an operation that a graph can't contain."""
+
+
+class LentArrays:
+    """Arrays of the arena that the worker may still read or write.
+
+    The arena must not reuse their memory, even if the program has dropped them.
+
+    Attributes:
+        is_used: False if there is nothing to take back; a sync reads this, because a call would cost too much.
+    """
+
+    def __init__(self) -> None:
+        self.is_used = False
+        self._by_stream: dict[int, dict[tuple[int, int], memoryview]] = {}
+        self._of_graphs: list[object] = []
+
+    def lend(self, stream: int, place: int, view: memoryview) -> None:
+        """Hold the array of a copy in a stream until that stream, or the session, was waited for."""
+        self.is_used = True
+        self._by_stream.setdefault(stream, {})[place, len(view)] = view
+
+    def lend_to_graph(self, arrays: object) -> None:
+        """Hold the arrays of a closed graph's queued launches until the session was waited for."""
+        self.is_used = True
+        self._of_graphs.append(arrays)
+
+    def take_back(self, stream: int | None = None) -> None:
+        """Release the arrays of one stream, or of the whole session, which was waited for."""
+        if stream is not None:
+            self._by_stream.pop(stream, None)
+        else:
+            self._by_stream.clear()
+            self._of_graphs.clear()
+            self.is_used = False
+
+    def __bool__(self) -> bool:
+        return bool(self._by_stream or self._of_graphs)
+
+
+MAX_HELD_BYTES: Final = 16 << 20
+HELD_PART: Final = 16
+"""Most bytes that freed buffers may continue to occupy in a session, also as a fraction of its slice (1 of this many
+parts): little enough that any other allocation that needs them can have them freed first."""
+
+
+MAX_HELD_BUFFERS: Final = 64
+"""Most held buffers: one operation frees all of them (`operations.FREES_PER_FLUSH`), and the next allocation finds
+their memory."""
+
+
+class HeldBuffers:
+    """Buffers that the tenant has freed and the worker has not been asked to free: the next of the same size takes one.
+
+    So a loop that allocates and frees does not wait (MEM_REUSE). They are freed before anything that may need their
+    memory.
+    """
+
+    def __init__(self) -> None:
+        self._most_bytes = self._held_bytes = self._count = 0
+        self._by_size: dict[int, list[int]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._by_size)
+
+    def allow(self, slice_bytes: int) -> None:
+        """Hold buffers of a slice of this size from now on."""
+        self._most_bytes = min(MAX_HELD_BYTES, slice_bytes // HELD_PART)
+
+    def hold(self, buffer: Buffer) -> bool:
+        """Hold a buffer, which becomes freed for its program; False if there is no room for it."""
+        size_bytes = buffer.size_bytes
+        if self._held_bytes + size_bytes > self._most_bytes or self._count >= MAX_HELD_BUFFERS:
+            return False
+        by_size, handle = self._by_size, buffer.handle
+        # No call from here on, as in `take`: after an interrupt the buffer is either the program's or held.
+        self._count += 1
+        self._held_bytes += size_bytes
+        if size_bytes in by_size:
+            by_size[size_bytes] += [handle]
+        else:
+            by_size[size_bytes] = [handle]
+        buffer.owner = None
+        return True
+
+    def take(self, size_bytes: int, owner: HandleOwner) -> Buffer | None:
+        """A new handle for a held buffer of exactly that size, the one freed last; None if there is none."""
+        by_size = self._by_size
+        if size_bytes not in by_size:
+            return None
+        buffer, handles = Buffer(None, 0, size_bytes), by_size[size_bytes]
+        # No call from here to the owner: after an interrupt the memory is either still held, or the buffer has it.
+        self._count -= 1
+        self._held_bytes -= size_bytes
+        buffer.handle = handles[-1]
+        buffer.owner = owner
+        del handles[-1]
+        if not handles:
+            del by_size[size_bytes]
+        return buffer
+
+    def give_back(self, dropped: list[tuple[Opcode, int]]) -> None:
+        """Hold none any longer; `dropped` receives the (operation, handle) that free them."""
+        frees = [(Opcode.MEM_FREE, handle) for handles in self._by_size.values() for handle in handles]
+        none: dict[int, list[int]] = {}
+        self._held_bytes = self._count = 0
+        self._by_size = none
+        dropped += frees
+
+
+class Attachment:
+    """A session's connection, its lease, and how it ended.
+
+    Attributes:
+        lease: The session's lease.
+        token: The token with which the session was opened; empty if the lease's own tenant opened it.
+        lock: The API's lock; an operation holds it.
+        session_id: The lease's id.
+        channel: The connection.
+        connection: The protocol's state of that connection.
+        writer: The channel's writer, for frames that no caller waits for.
+        reply: The worker's reply to ATTACH.
+        served: The operations that the worker serves, by the abilities in that reply.
+        lease_bytes: The lease's size when the worker replied.
+        end: How the session ended; None while it has not.
+        arena: Memory shared with the worker; None if there is none.
+        lease_word: The lease's word, which the broker writes; not 0 once the lease has ended.
+        words: The session's words, by which the client refuses launches that name an ended region; None if the worker
+            gives none, or is too old to accept a report of such a refusal.
+        regions_epoch: The words' epoch alone, which is raised after each change of a region's word.
+        last_raised: The last failure of a reply, or end of the session, that was raised.
+        dropped: Handles without a reference; the next operation frees them.
+        held: Buffers that were freed; the next allocation of their size reuses them.
+        lent: Arrays that the worker may still use.
+        chunk_bytes: Size of the pieces into which copies are cut.
+        quiet_bytes: Largest write that is not waited for.
+        max_payload_bytes: Largest payload that the daemon accepts.
+        recording: The recording in progress; None while the session does not record.
+        has_sync_word: Whether a sync needs no frame: the session has SYNC_WORD.
+        has_loaded: Whether a module was loaded, so that kernels of this connection may run.
+        at_end: Functions to call once, when the session ends.
+    """
+
+    def __init__(self, lease: LeaseState, lock: Any, *, token: bytes, wanted: Wanted, spin: SpinPolicy) -> None:
+        """Prepare a connection, which `attach` opens.
+
+        Args:
+            lease: The session's lease.
+            lock: The API's kind of lock.
+            token: A token of the lease; empty for its own tenant.
+            wanted: Memory to share with the worker.
+            spin: How long to poll for a reply before sleeping.
+        """
+        self.lease = lease
+        self.token = token
+        self.lock = lock
+        self.session_id = lease.grant.lease_id
+        self._wanted = wanted
+        self._spin = spin
+        self.channel: Channel
+        self.connection: Connection
+        self.writer: FrameWriter
+        self.reply: AttachReply
+        self.served: frozenset[Opcode] = frozenset()
+        self.end: Failure | None = _NOT_OPEN
+        self.arena: Arena | None = None
+        self.lease_word = self.regions_epoch = NO_WORD
+        self.words: SessionWords | None = None
+        self.last_raised: Failure | None = None
+        self.dropped: list[tuple[Opcode, int]] = []
+        self.held = HeldBuffers()
+        self.lent = LentArrays()
+        self.chunk_bytes = DATA_CHUNK_BYTES
+        self.quiet_bytes = 0
+        self.max_payload_bytes = 0
+        self.recording: ActiveRecording | None = None
+        self.has_sync_word = False
+        self.has_loaded = False
+        self.at_end: list[Callable[[], None]] = []
+
+    @property
+    def over(self) -> Failure | None:
+        """The end of the session, or else of its lease; None while neither has ended."""
+        if self.end is None and self.lease_word[0]:
+            self.lease.look()
+        return self.end or self.lease.over
+
+    def check_open(self, doing: str) -> None:
+        """Raise the end of the session or of its lease, if there is one. The end of a block does not raise it again."""
+        if (over := self.over) is not None:
+            self.last_raised = over
+            raise error_of(over, doing)
+
+    @property
+    def is_alive(self) -> bool:
+        """True until the session or its lease is known here to have ended."""
+        return self.end is None and self.lease.remaining_s > 0
+
+    @property
+    def is_at_rest(self) -> bool:
+        """True if the session is open, has nothing to free, records nothing, and awaits no reply."""
+        link = self.channel.link
+        return (
+            self.end is None
+            and self.lease.over is None
+            and not self.dropped
+            and self.recording is None
+            and link.end is None
+            and link.is_at_rest
+        )
+
+    # --- opening ---
+
+    def attach(self) -> Procedure[None]:
+        """Open a connection and make it this session's. Raises the reason if that fails."""
+        lease = self.lease
+        if lease.over is not None:
+            raise error_of(lease.over, "attach")
+        # Step 1: connect, and send HELLO and ATTACH in one flight.
+        limit = TimeLimit(CONNECT_LIMIT_S, "connect", lease.address)
+        body, takes_descriptors = Attach(self._options()), self._wanted != Wanted()
+        first = First(Opcode.ATTACH, body, self.session_id, takes_descriptors)
+        self.channel, hello, number = yield from dial_for(lease.address, limit, first)
+        # Step 2: HELLO's reply bounds the size of frames, hence of copies.
+        self.max_payload_bytes = hello.max_payload_bytes
+        self.chunk_bytes = max(
+            1, min(DATA_CHUNK_BYTES, MAX_DATA_BYTES, hello.max_payload_bytes - MEM_WRITE_FIXED_BYTES)
+        )
+        self.quiet_bytes = min(QUIET_WRITE_BYTES, self.chunk_bytes)
+        # Step 3: ATTACH's reply takes as long as making a context, so it has a limit of its own.
+        try:
+            limit = TimeLimit(ATTACH_LIMIT_S, "attach", lease.address)
+            answer: Any = yield from receive(self.channel, number, limit)
+        except LinkEnded as ended:
+            failure = ended.failure
+        except BaseException:
+            self.channel.close()
+            raise
+        else:
+            if isinstance(answer, Failure):
+                self.channel.close()
+                raise error_of(lease.note_failure(answer), "attach")
+            self._begin(answer)
+            return
+        raise (yield from self.end_error(failure, "attach"))
+
+    def told(self, option: SessionOption) -> bytes | None:
+        """The value of an option in ATTACH's reply; None if the worker did not send it."""
+        return next((found.value for found in self.reply.options if found.type == option), None)
+
+    def require(self, op: Opcode, doing: str) -> None:
+        """Raise Unsupported, naming what is being done, if the worker is too old to serve an operation."""
+        if op not in self.served:
+            raise Unsupported(f"{doing}: the session's daemon is too old for it", "Ask its operator for a newer one")
+
+    def _begin(self, reply: AttachReply) -> None:
+        self.reply = reply
+        # The options of the reply say what this worker can do: an older one has fewer.
+        given = {option.type for option in reply.options}
+        self.served = frozenset(op for op, ability in _ABILITIES.items() if ability is None or ability in given)
+        self.lease_bytes = self.lease.grant.size_bytes
+        # The channel that attached is replaced by the session's kind: a ring, or a socket that gathers frames.
+        self.channel, self.arena, words = share(self.channel, reply.options, self._spin)
+        if words is not None:
+            self.lease.words, self.lease_word = words, words.lease
+            if Opcode.REGION_REFUSED in self.served:
+                self.words, self.regions_epoch = words, words.epoch
+        self.connection, self.writer = self.channel.link.connection, self.channel.writer
+        self.has_sync_word = self.told(SessionOption.SYNC_WORD) is not None
+        if self.has_sync_word and Opcode.MEM_REUSE in self.served:
+            # No other connection allocates in the session.
+            self.held.allow(reply.slice_bytes)
+        self.end = None
+
+    def _options(self) -> tuple[Tlv, ...]:
+        token = (Tlv(AttachOption.TOKEN, self.token),) if self.token else ()
+        return (*self._wanted.to_options(), *token, Tlv(AttachOption.OWN_MEMORY, b""))
+
+    # --- ending ---
+
+    def disown(self) -> Any:
+        """Leave the session to the parent process (`fork_guard.Inherited`).
+
+        Returns:
+            A new lock that replaces the old one: one of the parent's threads may have held that, forever.
+        """
+        if self.end is None:
+            self.end = OF_PARENT
+        # The parent allocates the arena's memory.
+        self.arena = None
+        self.lock = type(self.lock)()
+        return self.lock
+
+    def wake(self) -> None:
+        """Begin to close: a thread or task that waits on the connection stops waiting and releases the lock."""
+        if self.end is None:
+            self.end = _CLOSED
+            self.channel.send_rest()
+            with suppress(OSError):
+                self.channel.sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End the session from this side; its lease continues."""
+        self.finish(_CLOSED)
+        if self.lease.token:
+            # The control connection presented the token, so it is of no further use.
+            self.lease.channel.close()
+
+    def give_up(self) -> None:
+        """Close what an attach that failed or was interrupted has opened."""
+        if getattr(self, "channel", None) is not None:
+            self.finish(_CLOSED)
+
+    def finish(self, failure: Failure) -> None:
+        """End the session for good. If a reason is known already, it stays."""
+        if self.end is None or self.end is _NOT_OPEN:
+            self.end = failure
+        self.channel.close()
+        # Read the word once more before the page goes: it may have the reason of the lease's end.
+        if self.lease.words is not None and self.lease.words.lease is self.lease_word:
+            self.lease.look()
+            self.lease.words = None
+        self.lease_word = self.regions_epoch = NO_WORD
+        self.words = None
+        # Without the arena, nothing can reuse the lent arrays' memory.
+        self.arena = None
+        self.lent.take_back()
+        while self.at_end:
+            self.at_end.pop()()
+
+    def end_error(self, failure: Failure, doing: str) -> Procedure[GpuLeaseError]:
+        """The error to raise after the connection ended with `failure`: the daemon knows how the lease ended."""
+        # In this order: an end that is known already, the lease's end, and only then a question to the broker.
+        if self.end is not None and self.end is not _NOT_OPEN:
+            failure = self.end
+        elif self.lease.over is not None:
+            failure = self.lease.over
+        elif failure.status is Status.SESSION_FAILED:
+            # The worker learned that the session is over, but not why.
+            reason = yield from find_end_reason(self.lease, failure)
+            failure = failure if reason.status is Status.DISCONNECTED else reason
+        elif not self.channel.link.is_end_explained:
+            failure = yield from find_end_reason(self.lease, failure)
+        elif self.channel.link.said_goodbye:
+            failure = self.lease.note_failure(failure)
+        self.finish(failure)
+        return error_of(failure, doing)

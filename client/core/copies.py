@@ -1,0 +1,303 @@
+"""A session's copies to and from device memory: in chunks, pipelined, without copying the data in the client.
+
+A copy takes one of four ways. A small write is a quiet frame. A small read is a `SmallRead`. The worker copies an array
+of the arena (`GpuSession.empty`) in place. Larger copies of ordinary memory go through a part of the arena
+(`staged_copies`) or, without an arena, as a pipeline of MEM_WRITEs or MEM_READs.
+"""
+
+import struct
+from collections import deque
+from typing import Any, Final, Protocol
+
+from gpulease.client.core.exchange import receive, send
+from gpulease.client.core.fast_request import Done, FastRequest, NotSent, Outcome, SmallRead
+from gpulease.client.core.operations import Operations
+from gpulease.client.core.refused_regions import RefusedRegions
+from gpulease.client.core.staged_copies import STAGED_FROM_BYTES, Staging
+from gpulease.client.core.streams import StreamHandle, Streams
+from gpulease.client.core.waits import Begun, Procedure
+from gpulease.client.errors import InvalidRequest
+from gpulease.client.handles import Buffer
+from gpulease.client.memory_views import readable_bytes, writable_bytes
+from gpulease.client.texts import quoted
+from gpulease.protocol import Failure, Opcode
+from gpulease.protocol.fastpath import ARENA_COPY, mem_read_frame, mem_write_prefix
+from gpulease.protocol.messages import Body
+
+SMALL_READ_BYTES: Final = 32 << 10
+"""Largest read that waits for its reply by spinning; the ring has room for much more."""
+
+READ_WINDOW: Final = 4
+"""MEM_READs in flight at once: enough for the worker to copy the next chunk while this one is being received."""
+
+COPY_BYTES_PER_NS: Final = 20
+"""Rate of a slow bus. The client spins for the reply to an arena copy as long as the copy takes, then as usual."""
+
+MAX_COPY_SPIN_NS: Final = 1_000_000
+"""Longest such spin, in nanoseconds: it keeps the tenant's other threads from running. Compared with a longer copy, a
+sleep costs little."""
+
+
+class CopyCommands(Protocol):
+    """Copies, as both a session and a recording implement them."""
+
+    def write(self, buffer: Buffer, offset: int, data: Any, stream: StreamHandle | None = None) -> Begun[None]:
+        """Copy bytes to the device, under the session's lock."""
+
+    def read(
+        self, buffer: Buffer, offset: int, nbytes: int, into: Any = None, stream: StreamHandle | None = None
+    ) -> Procedure[Any]:
+        """Copy bytes from the device into `into`, or into new bytes if that is None; returns them."""
+
+    def read_at_once(self, buffer: Buffer, offset: int, nbytes: int, into: Any) -> Begun[Any]:
+        """`read`, tried immediately, under the session's lock; the result is None if `into` was filled."""
+
+
+class Copies(CopyCommands):
+    """The copies of one session, in all four ways."""
+
+    def __init__(self, operations: Operations, streams: Streams, refused: RefusedRegions) -> None:
+        self._operations = operations
+        self._refused = refused
+        self._attachment = operations.attachment
+        self._streams = streams
+        self._arena_write = FastRequest(operations, Opcode.ARENA_WRITE, ARENA_COPY.size)
+        self._arena_read = FastRequest(operations, Opcode.ARENA_READ, ARENA_COPY.size)
+        self._small_read = SmallRead(operations)
+        self._staging: Staging | None = None
+        self._attachment.at_end.append(self._close_staging)
+
+    # --- to the device ---
+
+    def write(self, buffer: Buffer, offset: int, data: Any, stream: StreamHandle | None = None) -> Begun[None]:
+        """Copy bytes to the device, under the session's lock."""
+        attachment = self._attachment
+        # The fast way: every check that can fail is made here in one expression. Anything unusual takes the general
+        # way, which finds out and reports what it is.
+        if (
+            type(buffer) is Buffer
+            and buffer.owner is attachment
+            and type(offset) is int
+            and attachment.end is None
+            and attachment.lease.over is None
+            and not attachment.dropped
+            and not self._streams.selected
+            and stream is None
+        ):
+            try:
+                view = memoryview(data).cast("B")
+                if 0 < len(view) <= attachment.quiet_bytes and 0 <= offset <= buffer.size_bytes - len(view):
+                    if self._operations.put(self._quiet_prefix(buffer, offset, view), view):
+                        return None
+                elif attachment.arena is not None:
+                    return self._write_from_arena(buffer, offset, data)
+            except (TypeError, ValueError, struct.error):
+                pass  # not contiguous, or invalid: the general way reports it
+        return self._operations.guarded("mem_write", self._write_checked(buffer, offset, data, stream))
+
+    def _write_checked(self, buffer: Buffer, offset: int, data: Any, stream: StreamHandle | None) -> Procedure[None]:
+        self._operations.check(buffer, Buffer, "mem_write")
+        self._refused.check_copy(buffer, "mem_write")
+        view = readable_bytes(data, "mem_write")
+        check_range(buffer, offset, len(view), "mem_write")
+        if view:
+            begun = self._streams.begin_copy(Opcode.ARENA_WRITE, stream, buffer, offset, view)
+            yield from self._streams.run_in(stream, begun or self._write(buffer, offset, view))
+
+    def _write_from_arena(self, buffer: Buffer, offset: int, data: Any) -> Begun[None]:
+        outcome = self._ask_arena(self._arena_write, buffer, offset, data, None)
+        if isinstance(outcome, NotSent):
+            return self._operations.guarded("mem_write", self._write_checked(buffer, offset, data, None))
+        return None if isinstance(outcome, Done) else self._operations.go_on("mem_write", outcome.rest)
+
+    def _write(self, buffer: Buffer, offset: int, data: memoryview) -> Procedure[None]:
+        attachment = self._attachment
+        # Choose the way by size and place: in place in the arena, staged, one quiet frame, or chunks.
+        place = self._place_of(data) if len(data) > attachment.quiet_bytes else None
+        if place is not None:
+            copy = ARENA_COPY.pack(buffer.handle, offset, place, len(data))
+            yield from self._arena_write.do(copy, spin_ns(len(data)))
+        elif len(data) >= STAGED_FROM_BYTES and (staging := self._ready_staging()) is not None:
+            yield from staging.write(buffer.handle, offset, data)
+        elif len(data) <= attachment.quiet_bytes:
+            parts = (self._quiet_prefix(buffer, offset, data), data)
+            yield from send(attachment.channel, parts, self._operations.limit)
+        else:
+            yield from self._write_chunks(buffer, offset, data)
+
+    def _write_chunks(self, buffer: Buffer, offset: int, data: memoryview) -> Procedure[None]:
+        """Send MEM_WRITEs of one chunk each. All but the last are quiet; its reply answers for all of them."""
+        attachment, operations = self._attachment, self._operations
+        link, limit = attachment.channel.link, operations.limit
+        own_requests: list[int] = []
+        first_id = link.connection.last_request_id + 1
+        for at in range(0, len(data), attachment.chunk_bytes):
+            piece = data[at : at + attachment.chunk_bytes]
+            is_last = at + len(piece) == len(data)
+            # Only the last request has a reply; the worker keeps a failure of the quiet ones for it.
+            if is_last:
+                request_id = link.expect(Opcode.MEM_WRITE)
+            else:
+                request_id = link.connection.next_request_id()
+                own_requests.append(request_id)
+            numbers = {"request_id": request_id, "session_id": attachment.session_id}
+            prefix = mem_write_prefix(buffer.handle, offset + at, len(piece), **numbers, quiet=not is_last)
+            yield from send(attachment.channel, (prefix, piece), limit)
+        operations.settle((yield from receive(attachment.channel, request_id, limit)), "mem_write", own_requests)
+        operations.acknowledge(Opcode.MEM_WRITE, request_id, first_id)
+
+    def _quiet_prefix(self, buffer: Buffer, offset: int, data: memoryview) -> bytes:
+        """The part before the data of a write that no caller waits for."""
+        attachment = self._attachment
+        number = attachment.connection.next_request_id()
+        return mem_write_prefix(
+            buffer.handle, offset, len(data), request_id=number, session_id=attachment.session_id, quiet=True
+        )
+
+    # --- from the device ---
+
+    def read(
+        self, buffer: Buffer, offset: int, nbytes: int, into: Any = None, stream: StreamHandle | None = None
+    ) -> Procedure[Any]:
+        """Copy bytes from the device into `into`, or into new bytes if that is None; returns them."""
+        self._operations.check(buffer, Buffer, "mem_read")
+        self._refused.check_copy(buffer, "mem_read")
+        check_range(buffer, offset, nbytes, "mem_read")
+        # Without `into`, read into memory of our own, and return it as bytes at the end.
+        owned = bytearray(nbytes) if into is None else None
+        target = writable_bytes(into if owned is None else owned, nbytes, "mem_read")
+        if nbytes:
+            begun = self._streams.begin_copy(Opcode.ARENA_READ, stream, buffer, offset, target)
+            copy = begun or self._read(buffer, offset, target)
+            yield from self._operations.do("mem_read", self._streams.run_in(stream, copy))
+        return into if owned is None else bytes(owned)
+
+    def read_at_once(self, buffer: Buffer, offset: int, nbytes: int, into: Any) -> Begun[Any]:
+        """`read`, tried immediately, under the session's lock; the result is None if `into` was filled."""
+        outcome: Outcome[None]
+        # Two requests whose reply is known in advance: a small read, or a copy into the arena.
+        if type(nbytes) is int and 0 < nbytes <= SMALL_READ_BYTES:
+            outcome = self._ask_small(buffer, offset, nbytes, into)
+        else:
+            outcome = self._ask_arena(self._arena_read, buffer, offset, into, nbytes)
+        if isinstance(outcome, Done):
+            return None
+        if isinstance(outcome, NotSent):
+            return self.read(buffer, offset, nbytes, into)
+        return self._operations.go_on("mem_read", self._fill_late(outcome.rest))
+
+    def _fill_late(self, rest: Procedure[Any]) -> Procedure[None]:
+        yield from rest
+
+    def _ask_small(self, buffer: Buffer, offset: int, nbytes: int, into: Any) -> Outcome[None]:
+        if (
+            type(buffer) is Buffer
+            and buffer.owner is self._attachment
+            and type(offset) is int
+            and 0 <= offset <= buffer.size_bytes - nbytes
+            and not self._streams.selected
+        ):
+            try:
+                view = memoryview(into).cast("B")
+                if not view.readonly and len(view) >= nbytes:
+                    return self._small_read.ask(buffer.handle, offset, view[:nbytes])
+            except (TypeError, ValueError, struct.error):
+                pass  # `read` reports what is wrong
+        return NotSent()
+
+    def _read(self, buffer: Buffer, offset: int, target: memoryview) -> Procedure[None]:
+        place = self._place_of(target)
+        if place is not None:
+            copy = ARENA_COPY.pack(buffer.handle, offset, place, len(target))
+            yield from self._arena_read.do(copy, spin_ns(len(target)))
+        elif len(target) >= STAGED_FROM_BYTES and (staging := self._ready_staging()) is not None:
+            yield from staging.read(buffer.handle, offset, target)
+        else:
+            yield from self._read_chunks(buffer, offset, target)
+
+    def _read_chunks(self, buffer: Buffer, offset: int, target: memoryview) -> Procedure[None]:
+        """Send MEM_READs of one chunk each, a few in flight at a time, and receive the data in place."""
+        attachment, operations = self._attachment, self._operations
+        in_flight: deque[int] = deque()
+        failures: list[Failure] = []
+        for at in range(0, len(target), attachment.chunk_bytes):
+            # Keep the window full, but take replies in order: the link receives data for the oldest one first.
+            if len(in_flight) == READ_WINDOW:
+                yield from self._take(in_flight.popleft(), failures)
+            # After a failure no further requests, but those in flight must still be received.
+            if failures:
+                break
+            piece = target[at : at + attachment.chunk_bytes]
+            request_id = attachment.channel.link.expect(Opcode.MEM_READ, piece)
+            numbers = {"request_id": request_id, "session_id": attachment.session_id}
+            frame = mem_read_frame(buffer.handle, offset + at, len(piece), **numbers)
+            yield from send(attachment.channel, (frame,), operations.limit)
+            in_flight.append(request_id)
+        while in_flight:
+            yield from self._take(in_flight.popleft(), failures)
+        # Report the first failure: it may be that of an earlier launch, after which the later reads succeed.
+        operations.settle(failures[0] if failures else None, "mem_read")
+        operations.acknowledge(Opcode.MEM_READ, attachment.connection.last_request_id)
+
+    def _take(self, request_id: int, failures: list[Failure]) -> Procedure[None]:
+        result: Body | Failure = yield from receive(self._attachment.channel, request_id, self._operations.limit)
+        if isinstance(result, Failure):
+            failures.append(result)
+
+    # --- through the arena ---
+
+    def _ask_arena(
+        self, request: FastRequest, buffer: Buffer, offset: int, data: Any, nbytes: int | None
+    ) -> Outcome[None]:
+        """Ask for a copy from or to an array of the arena; NotSent if the array is elsewhere or anything is wrong."""
+        arena = self._attachment.arena
+        if (
+            arena is None
+            or data is None
+            or self._streams.selected
+            or type(buffer) is not Buffer
+            or buffer.owner is not self._attachment
+        ):
+            return NotSent()
+        try:
+            # Any mistake of the caller is left to the general way, which reports it.
+            view = memoryview(data)
+            place = arena.offset_of(view)
+            size = view.nbytes if nbytes is None else nbytes
+            if place is None or not 0 < size <= view.nbytes or not 0 <= offset <= buffer.size_bytes - size:
+                return NotSent()
+            copy, more_ns = ARENA_COPY.pack(buffer.handle, offset, place, size), spin_ns(size)
+        except (TypeError, ValueError, struct.error):
+            return NotSent()
+        return request.ask(copy, more_ns)
+
+    def _place_of(self, view: memoryview) -> int | None:
+        """Offset of a view's bytes in the arena; None if they are elsewhere."""
+        arena = self._attachment.arena
+        return None if arena is None else arena.offset_of(view)
+
+    def _ready_staging(self) -> Staging | None:
+        """The slots in the arena; None if there is no arena or no room for them."""
+        arena = self._attachment.arena
+        if arena is None:
+            return None
+        if self._staging is None:
+            self._staging = Staging(arena, self._operations, self._arena_write, self._arena_read)
+        return self._staging if self._staging.is_ready else None
+
+    def _close_staging(self) -> None:
+        staging, self._staging = self._staging, None
+        if staging is not None:
+            staging.close()
+
+
+def spin_ns(nbytes: int) -> int:
+    """How long a copy in the arena takes the card, in nanoseconds, at most `MAX_COPY_SPIN_NS`."""
+    return min(nbytes // COPY_BYTES_PER_NS, MAX_COPY_SPIN_NS)
+
+
+def check_range(buffer: Buffer, offset: int, nbytes: int, doing: str) -> None:
+    """Raise InvalidHandle or InvalidRequest unless the bytes are all inside the buffer."""
+    if not isinstance(offset, int) or not isinstance(nbytes, int) or nbytes < 0:
+        raise InvalidRequest(f"{doing}: offset {quoted(offset)} and length {quoted(nbytes)} are not counts of bytes")
+    buffer.check_range(offset, nbytes, doing)

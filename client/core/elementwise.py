@@ -1,0 +1,159 @@
+"""Calls of elementwise kernels: check the arguments, make the outputs, compile CUDA C for them once, and launch.
+
+All of it is written as `Calls`, so both APIs share it.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpulease.client.array_layout import ArrayView
+from gpulease.client.core.arrays import BLOCK_THREADS, MAX_BLOCKS, Call, Calls, SessionArray, host_value, new
+from gpulease.client.core.session import SessionView
+from gpulease.client.errors import InvalidRequest, LaunchFailed
+from gpulease.client.kernels.elementwise_source import C_TYPES, ElementwiseSource, Parameter
+from gpulease.client.kernels.prepared_launch import MAX_VARIANTS, launch_failed
+from gpulease.client.texts import quoted
+from gpulease.protocol.counts import counted
+
+
+class ElementwiseOperation:
+    """A kernel, and its loaded modules for the dtypes and dimensions of its calls."""
+
+    def __init__(self, source: ElementwiseSource, options: Sequence[str] = (), arch: int | None = None) -> None:
+        """Store a description; `options` and `arch` are those of the session's `compile`."""
+        self._source = source
+        self._parameters = source.parameters
+        self._compile = {"options": options, "arch": arch}
+        self._modules: dict[str, Any] = {}
+
+    def called(
+        self,
+        session: SessionView,
+        kind: type[SessionArray],
+        args: Sequence[Any],
+        size: int | None,
+        place: Sequence[Any],
+    ) -> Calls[Any]:
+        """Run the kernel once.
+
+        Args:
+            session: The session.
+            kind: The API's kind of array.
+            args: Inputs; then all outputs, or none of them, in which case they are made.
+            size: Number of elements if all arrays are raw.
+            place: Stream, regions and position, as in the session's launch.
+
+        Returns:
+            The output array, or a tuple of several.
+
+        Raises LaunchFailed, LoadFailed, AllocFailed or Unsupported.
+        """
+        source = self._source
+        # Check everything before anything is allocated, compiled or launched.
+        self._check_count_and_kinds(args)
+        types = self._types(args)
+        shape = self._shape(args, size)
+        inputs = [
+            value if isinstance(value, ArrayView) else self._number(parameter, value, types[parameter.kind])
+            for parameter, value in zip(source.inputs, args, strict=False)
+        ]
+        outputs = list(args[len(inputs) :])
+        # Outputs that were not given have the broadcast shape of the inputs.
+        if not outputs:
+            for parameter in source.outputs:
+                outputs.append((yield from new(session, kind, shape, types[parameter.kind], source.name)))
+        count = math.prod(shape)
+        if count:
+            text, packed = source.laid_out(types, [*inputs, *outputs], shape)
+            module = yield from self._module(text)
+            blocks = min(-(-count // BLOCK_THREADS), MAX_BLOCKS)
+            yield Call("launch", (module, source.name, (blocks,), (BLOCK_THREADS,), packed, None, 0, *place))
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    def _module(self, text: str) -> Calls[Any]:
+        module = self._modules.get(text)
+        if module is None or not module.is_alive:
+            if len(self._modules) >= MAX_VARIANTS:
+                self._modules.clear()
+            module = self._modules[text] = yield Call("compile", (text,), self._compile)
+        return module
+
+    def _check_count_and_kinds(self, args: Sequence[Any]) -> None:
+        inputs, outputs = len(self._source.inputs), self._source.outputs
+        if len(args) not in (inputs, len(self._parameters)):
+            takes = f"{counted(inputs, 'argument')}, or {len(self._parameters)} with its outputs"
+            raise self._failed(f"it takes {takes}; {len(args)} are given")
+        for number, (parameter, value) in enumerate(zip(self._parameters, args, strict=False)):
+            self._check_kind(parameter, value, needs_array=parameter.is_raw or number >= inputs)
+        if len(args) == inputs and any(parameter.is_raw for parameter in outputs):
+            raise self._failed("a raw output has no shape of its own", "Make the array, and pass it after the inputs")
+
+    def _check_kind(self, parameter: Parameter, value: Any, needs_array: bool) -> None:
+        if isinstance(value, SessionArray):
+            return
+        # A common mistake, with a remedy of its own.
+        if isinstance(value, np.ndarray) and value.ndim:
+            hint = f"Copy it to the card: {parameter.name} = session.array({parameter.name})"
+            raise self._failed(f"{parameter.name} is an array of the host's memory", hint)
+        is_number = isinstance(value, int | float | np.generic | np.ndarray)
+        if needs_array or not is_number:
+            wanted = "no array on the card" if needs_array else "neither an array on the card nor a number"
+            raise self._failed(f"{parameter.name}: {quoted(value)} is {wanted}", "Make one by session.array(values)")
+
+    def _types(self, args: Sequence[Any]) -> dict[str, np.dtype[Any]]:
+        """The element dtype of each parameter's kind: from arrays and numpy scalars, otherwise from Python numbers."""
+        found = {parameter.kind: np.dtype(parameter.kind) for parameter in self._parameters if not parameter.is_generic}
+        untyped: dict[str, list[Any]] = {}
+        # Arrays and numpy scalars have a dtype, which must agree for each letter. Python numbers only decide if nothing
+        # else does.
+        for parameter, value in zip(self._parameters, args, strict=False):
+            dtype = getattr(value, "dtype", None)
+            if dtype is None:
+                untyped.setdefault(parameter.kind, []).append(np.asarray(value).dtype)
+            elif found.setdefault(parameter.kind, dtype) != dtype:
+                told = f"{parameter.kind} is {found[parameter.kind]}" if parameter.is_generic else parameter.kind
+                raise self._failed(f"{parameter.name} has elements of {dtype}, the kernel's are {told}")
+        for kind, dtypes in untyped.items():
+            found.setdefault(kind, np.result_type(*dtypes))
+        for parameter in self._parameters:
+            dtype = found.get(parameter.kind)
+            if dtype is None:
+                raise self._failed(f"no argument determines the type {parameter.kind}", "Give the output arrays, too")
+            if dtype.name not in C_TYPES:
+                raise self._failed(f"{parameter.name}: such kernels have no elements of {dtype}")
+        return found
+
+    def _shape(self, args: Sequence[Any], size: int | None) -> tuple[int, ...]:
+        shaped = [
+            value.shape
+            for parameter, value in zip(self._parameters, args, strict=False)
+            if isinstance(value, ArrayView) and not parameter.is_raw
+        ]
+        # The number of elements comes from arrays or from `size`, never from both.
+        if bool(shaped) == (size is not None):
+            raise self._failed("size is given if, and only if, no array but raw ones is", "Use kernel(..., size=n)")
+        if size is not None:
+            if type(size) is not int or size < 0:
+                raise self._failed(f"size must be a number of elements, not {quoted(size)}")
+            return (size,)
+        try:
+            shape = np.broadcast_shapes(*shaped)
+        except ValueError:
+            raise self._failed(f"arrays of shapes {', '.join(map(str, shaped))} do not fit each other") from None
+        for parameter, value in zip(self._source.outputs, args[len(self._source.inputs) :], strict=False):
+            if not parameter.is_raw and value.shape != shape:
+                raise self._failed(f"{parameter.name} has the shape {value.shape}, the operation runs over {shape}")
+        return shape
+
+    def _number(self, parameter: Parameter, value: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
+        try:
+            return host_value(value, dtype, self._source.name)
+        except InvalidRequest as error:
+            raise self._failed(f"{parameter.name}: {error}") from None
+
+    def _failed(self, why: str, hint: str = "") -> LaunchFailed:
+        return launch_failed(self._source.name, why, hint)

@@ -1,0 +1,228 @@
+"""Subscriptions to a lease's events, each on its own connection, so that no other reply waits for them."""
+
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final, Generic, TypeVar
+
+from gpulease.client.core.exchange import (
+    CONNECT_LIMIT_S,
+    CONTROL_REPLY_LIMIT_S,
+    TimeLimit,
+    ask,
+    dial,
+    disconnected,
+)
+from gpulease.client.core.waits import Procedure, Wait
+from gpulease.client.transport.channel import Channel
+from gpulease.client.transport.link import LinkEnded
+from gpulease.protocol import Notification, Opcode, Phase, RegionNotification, Status
+from gpulease.protocol.address import Address
+from gpulease.protocol.lease_ids import LeaseId
+from gpulease.protocol.messages import CapabilityPresent, LeaseRef, LeaseSubscribe
+
+EVERY_LEASE: Final = 0
+"""Instead of a lease's id: all leases that the daemon shows this user."""
+
+WAIT_S: Final = 3600.0
+"""Longest single wait for an event, in seconds; any number of waits may follow."""
+
+E = TypeVar("E")
+
+OnWarning = Callable[["LeaseEvent"], None]
+"""Receives a WARNING event."""
+
+_DOING: Final = "events"
+_KNOWN_PHASES: Final = {int(phase): phase for phase in Phase}
+_KNOWN_STATUSES: Final = {int(status): status for status in Status}
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseEvent:
+    """A lease's phase, and the reason for it.
+
+    Attributes:
+        lease_id: The lease.
+        phase: ACTIVE, WARNING, GRACE, TEARDOWN, ENDED; a newer daemon may send another number.
+        left_s: At most this many seconds until the next phase; 0 if that is not known.
+        generation: The lease's generation, which each renewal increments.
+        cause: Why it ends or ended, one word; "" while nothing ends it.
+        reason: The cause as a sentence, or the reason of a warning.
+        lost: Number of events that were dropped before this one because they were not read.
+    """
+
+    lease_id: LeaseId
+    phase: Phase | int
+    left_s: float
+    generation: int
+    cause: str
+    reason: str
+    lost: int
+
+    @property
+    def phase_text(self) -> str:
+        """The phase as a word, or "phase N" for a number that this client does not know."""
+        return self.phase.name.lower() if isinstance(self.phase, Phase) else f"phase {self.phase}"
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardRevoked:
+    """A launch was refused because a region that it named had ended or was cancelled.
+
+    Attributes:
+        lease_id: The region.
+        status: How the region ended; FENCED for every refusal but the first. A newer daemon may send another number.
+        kernel: The kernel; "" for a graph of several.
+        site: The launch's index in its burst or graph, from 0.
+        position: The position that the launch passed.
+        flipped_ns: When the daemon ended or cancelled the region, on its host's monotonic clock.
+        seen_ns: When the session noticed that, on the same clock.
+        lost: Number of events that were dropped before this one because they were not read.
+    """
+
+    lease_id: LeaseId
+    status: Status | int
+    kernel: str
+    site: int
+    position: int
+    flipped_ns: int
+    seen_ns: int
+    lost: int
+
+
+def event_of(told: Notification) -> LeaseEvent:
+    """Convert a notification of a lease's phase."""
+    event = told.event
+    phase = _KNOWN_PHASES.get(event.phase, event.phase)
+    return LeaseEvent(
+        LeaseId(event.lease_id), phase, event.left_ms / 1000, event.generation, event.cause, event.reason, event.lost
+    )
+
+
+def refusal_of(told: RegionNotification) -> ForwardRevoked:
+    """Convert a notification of a refused launch."""
+    event = told.event
+    return ForwardRevoked(
+        LeaseId(event.lease_id),
+        _KNOWN_STATUSES.get(event.status, event.status),
+        event.kernel,
+        event.site,
+        event.position,
+        event.flipped_ns,
+        event.seen_ns,
+        event.lost,
+    )
+
+
+class Subscription(Generic[E]):
+    """A subscription on its own connection.
+
+    Args:
+        address: The daemon's address.
+        op: The request that subscribes.
+        body: The request's body, which names the lease.
+        token: A token of another tenant's lease; empty for the program's own.
+    """
+
+    def __init__(self, address: Address, op: Opcode, body: LeaseSubscribe | LeaseRef, token: bytes) -> None:
+        self._address = address
+        self._op = op
+        self._body = body
+        self._token = token
+        self._channel: Channel | None = None
+        self._is_over = False
+
+    def open(self) -> Procedure[None]:
+        """Subscribe. Raises NotFound for a lease that is not this user's, Busy if there are too many subscriptions."""
+        channel: Channel | None = None
+        try:
+            channel, _ = yield from dial(self._address, TimeLimit(CONNECT_LIMIT_S, "connect", self._address))
+            limit = TimeLimit(CONTROL_REPLY_LIMIT_S, _DOING, self._address)
+            # Step 1: another tenant's lease: present the token first, on this same connection. Step 2: subscribe.
+            if self._token:
+                yield from ask(channel, Opcode.CAPABILITY_PRESENT, CapabilityPresent(self._token), limit)
+            yield from ask(channel, self._op, self._body, limit)
+            self._channel = channel
+        except LinkEnded as ended:
+            assert channel is not None
+            raise disconnected(ended, channel, _DOING) from None
+        finally:
+            if channel is not None and self._channel is not channel:
+                channel.close()
+
+    def next(self) -> Procedure[E | None]:
+        """The next event; None once there can be none. Raises Disconnected if the daemon goes away."""
+        channel = self._channel
+        if channel is None:
+            return None
+        # Events may have arrived together with an earlier one; then no wait is needed.
+        while not channel.link.told and channel.link.end is None and not self._is_over:
+            yield Wait(channel, False, WAIT_S)
+            channel.pump()
+        if channel.link.told and not self._is_over:
+            event = self._read(channel.link.told.popleft())
+            if self._is_last(event):
+                self.close()
+            return event
+        # No event: either this side closed the subscription, or the connection ended.
+        is_closed_here = self._is_over
+        self.close()
+        if is_closed_here or channel.link.end is None:
+            return None
+        raise disconnected(LinkEnded(channel.link.end), channel, _DOING)
+
+    def _read(self, told: Notification | RegionNotification) -> E:
+        raise NotImplementedError
+
+    def _is_last(self, event: E) -> bool:
+        return False
+
+    def wake(self) -> None:
+        """Begin to close: a thread or task that waits for an event stops waiting."""
+        self._is_over = True
+        if self._channel is not None:
+            with suppress(OSError):
+                self._channel.sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End the subscription by closing its connection."""
+        channel, self._channel, self._is_over = self._channel, None, True
+        if channel is not None:
+            channel.close()
+
+
+class EventStream(Subscription[LeaseEvent]):
+    """A subscription to the phases of one lease, or of every lease (EVERY_LEASE)."""
+
+    def __init__(self, address: Address, lease_id: int, token: bytes = b"") -> None:
+        super().__init__(address, Opcode.LEASE_SUBSCRIBE, LeaseSubscribe(lease_id), token)
+
+    def _read(self, told: Notification | RegionNotification) -> LeaseEvent:
+        assert isinstance(told, Notification), "the connection must distinguish a subscription from a watch"
+        return event_of(told)
+
+    def _is_last(self, event: LeaseEvent) -> bool:
+        return event.phase == Phase.ENDED and self._body.lease_id != EVERY_LEASE
+
+
+class RefusalStream(Subscription[ForwardRevoked]):
+    """A subscription to the launches that a region, or any region of a lease, refuses. It ends only when closed."""
+
+    def __init__(self, address: Address, lease_id: int, token: bytes = b"") -> None:
+        super().__init__(address, Opcode.REGION_WATCH, LeaseRef(lease_id), token)
+
+    def _read(self, told: Notification | RegionNotification) -> ForwardRevoked:
+        assert isinstance(told, RegionNotification), "the connection must distinguish a watch from a subscription"
+        return refusal_of(told)
+
+
+def warnings(stream: EventStream, tell: Callable[[LeaseEvent], Any]) -> Procedure[None]:
+    """Call `tell` with every warning until the lease has ended. Raises what `open` and `next` raise."""
+    yield from stream.open()
+    try:
+        while (event := (yield from stream.next())) is not None:
+            if event.phase == Phase.WARNING:
+                tell(event)
+    finally:
+        stream.close()

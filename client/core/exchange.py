@@ -1,0 +1,432 @@
+"""The basic procedures: send, receive, ask, connect. All others are built from them."""
+
+import contextlib
+import errno
+import os
+import socket
+import stat
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final, NamedTuple, cast
+
+from gpulease.client.core.clean_ups import CLEAN_UP_S, clean_up
+from gpulease.client.core.waits import Limit, Procedure, Sleep, Wait
+from gpulease.client.errors import Disconnected, GpuLeaseError, error_of
+from gpulease.client.transport.channel import Channel, connect_error, resolve, start_connecting
+from gpulease.client.transport.credentials import SecuredAddress
+from gpulease.client.transport.link import LinkEnded
+from gpulease.protocol import Failure, Opcode, Status
+from gpulease.protocol.address import Address, TcpAddress, UnixAddress
+from gpulease.protocol.messages import Body, Hello, HelloReply, Ping
+from gpulease.protocol.opcodes import HelloRequestOption
+from gpulease.protocol.primitives import Tlv
+
+CONNECT_LIMIT_S: Final = 10.0
+"""Longest time for a connect and its HELLO, in seconds. A daemon answers in milliseconds; ten seconds mean a host that
+swaps."""
+
+CONTROL_REPLY_LIMIT_S: Final = 30.0
+"""Longest time for a control request, in seconds, in addition to the wait that it asks for. Freeing a lease waits until
+a process is reaped and its memory is seen free, which takes well under a second; beyond this the daemon hangs."""
+
+PING_AFTER_S: Final = 2.0
+"""Silence after a request that makes something, or waits for room, before the client pings the daemon, in seconds. Far
+longer than a grant that need not wait, so that hardly any acquire pings."""
+
+CONNECT_RETRY_S: Final = 0.01
+"""Pause before another connect to a Unix socket whose backlog is full, in seconds."""
+
+AGENT: Final = "gpulease-python/0.1"
+"""Name of this client in HELLO."""
+
+_HTTP: Final = "an HTTP server answers there, not gpuleased", "Is it the port of the web page? Name one of `listen`"
+
+OTHER_PEERS: Final = {
+    # A TLS alert (RFC 8446, section 5.1).
+    b"\x15\x03": ("it speaks TLS", "Write the address as tls:HOST:PORT"),
+    b"HTTP/": _HTTP,
+    # Some servers answer a request that they can't parse with the body alone, as in HTTP/0.9.
+    b"<": _HTTP,
+    b"SSH-": ("an SSH server answers there, not gpuleased", "Name the port that gpuleased listens at"),
+}
+"""By the first bytes with which a peer answers plain frames: what is wrong with the address, and what to do."""
+
+_INTERRUPTED: Final = Failure(
+    Status.DISCONNECTED, "an earlier operation was interrupted in the middle of a request", "Open another connection"
+)
+
+Clock = Callable[[], float]
+
+
+class TimeLimit:
+    """A deadline a fixed number of seconds from now; raises Disconnected when it is over."""
+
+    def __init__(self, seconds: float, doing: str, address: Address, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._end = clock() + seconds
+        self._why = f"{doing}: the daemon at {address} did not answer within {seconds:g} s"
+        other = "" if isinstance(address, UnixAddress) else ", or another program listens there"
+        self._hint = f"The daemon hangs or its host is overloaded: see its log{other}"
+
+    def remaining_s(self) -> float:
+        """Seconds left; negative after the deadline."""
+        return self._end - self._clock()
+
+    def over(self) -> Procedure[None]:
+        """Raise Disconnected, which names the daemon and the limit."""
+        raise Disconnected(self._why, self._hint)
+        yield  # makes this a procedure, as `Limit` says
+
+
+def send(channel: Channel, parts: Iterable[bytes | memoryview], limit: Limit) -> Procedure[None]:
+    """Write buffers one after the other, without joining them. Raises LinkEnded, or what the limit raises.
+
+    Returns when the kernel, or the ring, has all of the bytes. If it is interrupted after some of them were sent, the
+    stream can't be used any more and is broken off.
+    """
+    rest = deque(memoryview(part) for part in parts if len(part))
+    whole_bytes = sum(map(len, rest))
+    try:
+        # push() takes what the channel accepts and drops it from `rest`; the bytes that stay need room, so wait for it
+        # and receive meanwhile: a peer that waits for us to read would never make room.
+        while rest or channel.has_unsent:
+            if channel.link.end is not None:
+                raise LinkEnded(channel.link.end)
+            if not channel.push(rest) and channel.link.end is None:
+                yield from _wait(channel, limit, for_room=True)
+                channel.pump()
+    except BaseException:
+        # Half a frame was sent, or how much is unknown: anything sent after it would be read as its rest.
+        if channel.is_torn or 0 < sum(map(len, rest)) < whole_bytes:
+            channel.link.break_off(_INTERRUPTED, is_explained=True)
+        raise
+
+
+def receive(channel: Channel, request_id: int, limit: Limit) -> Procedure[Body | Failure]:
+    """Wait for the result of a request. Raises LinkEnded, or what the limit raises."""
+    take = channel.link.take
+    while (result := take(request_id)) is None:
+        # Most replies come while spinning. Only then does the driver's wait, a system call and perhaps a task switch,
+        # pay.
+        if not channel.spin():
+            yield from _wait(channel, limit, for_room=False)
+            channel.pump()
+    return result
+
+
+def receive_from_living(
+    channel: Channel, request_id: int, limit: Limit, *, pong_limit_s: float, clock: Clock = time.monotonic
+) -> Procedure[Body | Failure]:
+    """Wait for the result of a control request that may take long, while the daemon answers PING meanwhile.
+
+    Args:
+        channel: The connection.
+        request_id: The request.
+        limit: The limit of the request itself.
+        pong_limit_s: Longest time for the answer to a PING, in seconds.
+        clock: The monotonic time in seconds.
+
+    Raises LinkEnded, what the limit raises, or Disconnected if a PING is not answered in time: the daemon hangs, or its
+    host is gone without closing the connection.
+    """
+    take, doing = channel.link.take, doing_of(Opcode.PING)
+    ping_id, quiet = 0, TimeLimit(PING_AFTER_S, doing, channel.address, clock)
+    while (result := take(request_id)) is None:
+        # The daemon answered the PING: begin another period of silence.
+        if ping_id and take(ping_id) is not None:
+            ping_id, quiet = 0, TimeLimit(PING_AFTER_S, doing, channel.address, clock)
+        # Four cases: the request's own time is over; wait quietly; a PING was sent and its time is over; the silence
+        # lasted PING_AFTER_S, so send a PING and give it `pong_limit_s`.
+        if limit.remaining_s() <= 0:
+            yield from limit.over()
+        elif quiet.remaining_s() > 0:
+            yield Wait(channel, False, min(limit.remaining_s(), quiet.remaining_s()))
+            channel.pump()
+        elif ping_id:
+            yield from quiet.over()
+        else:
+            quiet = TimeLimit(pong_limit_s, doing, channel.address, clock)
+            ping_id, frame = channel.link.request(Opcode.PING, Ping(0))
+            yield from send(channel, (frame,), quiet)
+    return result
+
+
+def wait_for_room(channel: Channel, limit: Limit) -> Procedure[None]:
+    """Wait until the channel may accept more. Raises LinkEnded, or what the limit raises."""
+    if channel.link.end is None:
+        yield from _wait(channel, limit, for_room=True)
+        channel.pump()
+    if channel.link.end is not None:
+        raise LinkEnded(channel.link.end)
+
+
+def _wait(channel: Channel, limit: Limit, *, for_room: bool) -> Procedure[None]:
+    remaining_s = limit.remaining_s()
+    if remaining_s > 0:
+        yield Wait(channel, for_room, remaining_s)
+    else:
+        yield from limit.over()
+
+
+def answer_to(channel: Channel, op: Opcode, body: Body, limit: Limit, session_id: int = 0) -> Procedure[Any]:
+    """Send a request; returns the reply's body, or the Failure of a refusal. Raises what `receive` raises."""
+    request_id, frame = channel.link.request(op, body, session_id)
+    yield from send(channel, (frame,), limit)
+    return (yield from receive(channel, request_id, limit))
+
+
+Undo = Callable[[Any], "First | None"]
+"""From a reply's body: the request that gives back what the reply brings; None if there is nothing."""
+
+
+def give_up(channel: Channel, request_id: int, undo: Undo) -> Procedure[None]:
+    """End a connection whose request makes something and was interrupted. Raises only a further interrupt.
+
+    This side closes its half. From then on the daemon makes nothing, and closes its half too. If it had made something
+    before, its reply arrives first, and what it brings is given back over another connection.
+    """
+    return clean_up(_give_up(channel, request_id, undo))
+
+
+def _give_up(channel: Channel, request_id: int, undo: Undo) -> Procedure[None]:
+    limit, link = TimeLimit(CLEAN_UP_S, "give up", channel.address), channel.link
+    try:
+        # Step 1: no more requests from here. The daemon sees the end of the stream and finishes what it has begun.
+        with contextlib.suppress(OSError):
+            channel.sock.shutdown(socket.SHUT_WR)
+        # Step 2: its reply, if it made something, comes before it closes its half.
+        with contextlib.suppress(LinkEnded, GpuLeaseError):
+            reply = yield from receive(channel, request_id, limit)
+            # Step 3: this half is closed, so what the reply brings has to be given back over another connection.
+            again = None if isinstance(reply, Failure) else undo(reply)
+            if again is not None:
+                yield from ask_once(channel.address, again.op, again.body, CLEAN_UP_S, CLEAN_UP_S)
+    finally:
+        channel.close()
+        link.told.clear()
+
+
+def ask(channel: Channel, op: Opcode, body: Body, limit: Limit) -> Procedure[Any]:
+    """Send a request; returns the reply's body. Raises a refusal's error, LinkEnded, or what the limit raises."""
+    result = yield from answer_to(channel, op, body, limit)
+    if isinstance(result, Failure):
+        raise error_of(result, doing_of(op))
+    return result
+
+
+def doing_of(op: Opcode) -> str:
+    """The name of an operation in messages: the opcode's, in lower case."""
+    return op.name.lower()
+
+
+def disconnected(ended: LinkEnded, channel: Channel, doing: str) -> GpuLeaseError:
+    """The error for a control connection that ended: the goodbye's own error, or Disconnected."""
+    # The peer's own reason is the best. Otherwise a hint of the failure, or the guess that no daemon is running.
+    if channel.link.is_end_explained:
+        return error_of(ended.failure, doing)
+    own = ended.failure.hint
+    hint = f"{own} It was asked at {channel.address}" if own else _is_it_running(channel.address)
+    return error_of(Failure(ended.failure.status, ended.failure.message, hint), doing)
+
+
+@contextlib.contextmanager
+def closing_on_failure(channel: Channel, doing: str) -> Iterator[None]:
+    """Close the channel if the block fails. If the stream ended, raises the error that `disconnected` gives."""
+    try:
+        yield
+    except LinkEnded as ended:
+        channel.close()
+        raise disconnected(ended, channel, doing) from None
+    except BaseException:
+        channel.close()
+        raise
+
+
+class First(NamedTuple):
+    """The first request of a connection, sent together with HELLO to save a round trip.
+
+    Attributes:
+        op: Its operation, a control request.
+        body: Its body.
+        session_id: The session that it is for.
+        takes_descriptors: Whether descriptors that come with its reply are wanted.
+        undo: Gives back what the reply brings, if the caller is interrupted.
+    """
+
+    op: Opcode
+    body: Body
+    session_id: int = 0
+    takes_descriptors: bool = False
+    undo: Undo | None = None
+
+
+def dial(address: Address, limit: Limit) -> Procedure[tuple[Channel, HelloReply]]:
+    """Connect and send HELLO. Raises Disconnected, Untrusted, Busy, Unsupported, Denied or InvalidRequest."""
+    channel, hello, _ = yield from _dial(address, limit, None)
+    return channel, hello
+
+
+def dial_for(address: Address, limit: Limit, first: First) -> Procedure[tuple[Channel, HelloReply, int]]:
+    """Connect, and send HELLO and another request together; also returns the request id, for `receive`.
+
+    The request's reply is not awaited here: it has a limit of its own. Raises what `dial` raises.
+    """
+    return (yield from _dial(address, limit, first))
+
+
+def _dial(address: Address, limit: Limit, first: First | None) -> Procedure[tuple[Channel, HelloReply, int]]:
+    # Step 1: the transport: TCP or a Unix socket, and TLS on it.
+    channel = yield from _connect(address, limit)
+    if isinstance(address, SecuredAddress):
+        channel = yield from _secure(channel, address, limit)
+    # Step 2: HELLO and the first request in one flight, which saves a round trip. Only HELLO's reply is awaited here.
+    first_id = 0
+    try:
+        # On TCP another server may be listening. The line end makes one that expects lines answer at once.
+        options = (Tlv(HelloRequestOption.LINE_END, b"\r\n\r\n"),) if isinstance(address, TcpAddress) else ()
+        hello_id, frame = channel.link.request(Opcode.HELLO, Hello(0, AGENT, options))
+        if first is not None:
+            channel.takes_descriptors = first.takes_descriptors
+            makes = first.undo is not None
+            first_id, behind = channel.link.request_behind_hello(first.op, first.body, first.session_id, makes=makes)
+            frame += behind
+        yield from send(channel, (frame,), limit)
+        hello = yield from _receive_hello(channel, hello_id, limit)
+        if isinstance(hello, Failure):
+            raise error_of(hello, "hello")
+    except LinkEnded as ended:
+        channel.close()
+        _check_peer(channel)
+        raise disconnected(ended, channel, "hello") from None
+    except (GpuLeaseError, GeneratorExit):
+        channel.close()
+        raise
+    except BaseException:
+        # Interrupted with a request in flight that may make something: wait for its reply and give that back.
+        if first is not None and first.undo is not None and first_id:
+            yield from give_up(channel, first_id, first.undo)
+        channel.close()
+        raise
+    return channel, cast(HelloReply, hello), first_id
+
+
+def _receive_hello(channel: Channel, hello_id: int, limit: Limit) -> Procedure[Body | Failure]:
+    """Wait for the answer to HELLO.
+
+    Raises what `receive` raises, or Disconnected as soon as another program answers.
+    """
+    # Check the first bytes after each receive: an HTTP or SSH server would otherwise only show as a timeout.
+    while (hello := channel.link.take(hello_id)) is None:
+        yield from _wait(channel, limit, for_room=False)
+        channel.pump()
+        _check_peer(channel)
+    return hello
+
+
+def _check_peer(channel: Channel) -> None:
+    """Raise Disconnected if the first received bytes are those of a known program other than gpuleased."""
+    came = channel.link.strange_bytes()
+    for begin, (what, hint) in OTHER_PEERS.items():
+        if came.startswith(begin):
+            raise Disconnected(f"{channel.address}: {what}", hint)
+
+
+def _connect(address: Address, limit: Limit) -> Procedure[Channel]:
+    try:
+        ways = resolve(address)
+    except OSError as error:
+        raise _unreachable(address, error.strerror or str(error)) from None
+    code = 0
+    # Try every address of the name. A Unix socket with a full backlog answers EAGAIN: try again until the limit.
+    for family, where in ways:
+        channel, code = start_connecting(family, where, address)
+        try:
+            while code == errno.EAGAIN and limit.remaining_s() > 0:
+                channel.sock.close()
+                yield Sleep(CONNECT_RETRY_S)
+                channel, code = start_connecting(family, where, address)
+            if code == errno.EINPROGRESS:
+                is_done = False
+                while not is_done and limit.remaining_s() > 0:
+                    is_done = yield Wait(channel, True, limit.remaining_s())
+                code = connect_error(channel) if is_done else errno.ETIMEDOUT
+        except BaseException:
+            channel.close()
+            raise
+        if not code:
+            return channel
+        channel.close()
+    if code == errno.EACCES:
+        hint = (
+            "Ask the operator to give this user access: the socket's folder, group and mode determine who may "
+            "write to it"
+        )
+        raise Disconnected(f"can't connect to {address}: {os.strerror(code)}", hint)
+    raise _unreachable(address, _why(address, code))
+
+
+def _why(address: Address, code: int) -> str:
+    """The system's error text, or more: it refuses a folder in the same words as a socket without a listener."""
+    # ECONNREFUSED means either that no process listens, or that the path is not a socket, which the path itself shows.
+    if code == errno.ECONNREFUSED and isinstance(address, UnixAddress):
+        with contextlib.suppress(OSError):
+            mode = os.stat(address.path).st_mode
+            if not stat.S_ISSOCK(mode):
+                return "that is a folder, not a socket" if stat.S_ISDIR(mode) else "that is not a socket"
+    return os.strerror(code)
+
+
+def _secure(channel: Channel, address: SecuredAddress, limit: Limit) -> Procedure[Channel]:
+    # Imported only here: ssl takes a third of this package's import time.
+    from gpulease.client.transport.tls import TlsChannel, TlsEnded, TlsStream, context_of
+
+    try:
+        stream = TlsStream(channel.sock, context_of(address.files), address)
+        through = TlsChannel(stream, address)
+        while not stream.shake_hands():
+            yield from _wait(through, limit, for_room=stream.has_unsent)
+    except TlsEnded as ended:
+        channel.close()
+        raise ended.error from None
+    except BaseException:
+        channel.close()
+        raise
+    return through
+
+
+def _unreachable(address: Address, why: str) -> Disconnected:
+    return Disconnected(f"can't connect to {address}: {why}", _is_it_running(address))
+
+
+def _is_it_running(address: Address) -> str:
+    return f"Is gpuleased running? It should listen on {address}; GPULEASE_ADDRESS or the builder names another address"
+
+
+def ask_once(
+    address: Address, op: Opcode, body: Body, reply_limit_s: float, connect_limit_s: float = CONNECT_LIMIT_S
+) -> Procedure[Any]:
+    """Send one control request over a connection of its own; returns the reply's body.
+
+    Args:
+        address: The daemon's address.
+        op: The operation.
+        body: The request's body.
+        reply_limit_s: Longest wait for the reply, in seconds.
+        connect_limit_s: Longest time for the connect and HELLO, in seconds.
+
+    Raises what `dial` raises, the refusal's error, or Disconnected.
+    """
+    doing = doing_of(op)
+    limit = TimeLimit(connect_limit_s, "connect", address)
+    channel, _, number = yield from dial_for(address, limit, First(op, body))
+    try:
+        # The reply has a limit of its own: the connect's is short, but a control request may work for a while.
+        result = yield from receive(channel, number, TimeLimit(reply_limit_s, doing, address))
+        if isinstance(result, Failure):
+            raise error_of(result, doing)
+        return result
+    except LinkEnded as ended:
+        raise disconnected(ended, channel, doing) from None
+    finally:
+        channel.close()

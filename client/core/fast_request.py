@@ -1,0 +1,203 @@
+"""Requests whose reply is known byte for byte in advance: one frame out, one frame back, nothing parsed.
+
+A successful reply without a body is known in advance; one with a handle is known except for the handle. If the reply
+comes while this side still spins for it, it is compared instead of parsed, and a round trip takes a few microseconds.
+Failures and late replies take the general way (`Operations`).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Generic, TypeAlias, TypeVar
+
+from gpulease.client.core.exchange import doing_of, receive
+from gpulease.client.core.operations import Operations
+from gpulease.client.core.waits import Procedure
+from gpulease.client.transport.channel import Asked
+from gpulease.protocol import Failure, Opcode
+from gpulease.protocol.fastpath import MIDDLE_AT, REQUEST_ID_OFFSET, data_prefix, mem_read_frame
+from gpulease.protocol.framing import build_frame
+from gpulease.protocol.messages import Body
+from gpulease.protocol.opcodes import Flag
+from gpulease.protocol.ring import NO_DATA
+
+T = TypeVar("T")
+
+_REPLY: Final = int(Flag.REPLY)
+
+
+@dataclass(slots=True)
+class Done(Generic[T]):
+    """The reply came and reports success; `value` is what it carried."""
+
+    value: T
+
+
+@dataclass(slots=True)
+class Pending:
+    """The request was sent; `rest` waits for its reply and returns the reply's body.
+
+    If the reply brings a new object, use `Operations.made` instead.
+    """
+
+    receive: Callable[[int], Procedure[Any]]
+    request_id: int
+
+    @property
+    def rest(self) -> Procedure[Any]:
+        """The procedure that waits for the reply's body."""
+        return self.receive(self.request_id)
+
+
+class NotSent:
+    """Nothing was sent: the session is not at rest, or the channel can't send this way now."""
+
+
+Outcome: TypeAlias = Done[T] | Pending | NotSent
+
+NOT_SENT: Final = NotSent()
+DONE: Final = Done(None)
+
+# Looking up a member of an enum takes several steps; a global takes one.
+_ANSWERED: Final = Asked.ANSWERED
+_UNANSWERED: Final = Asked.UNANSWERED
+
+
+class _KnownReply:
+    """Base of both requests: one operation of one session, sent only after the last request was answered."""
+
+    def __init__(self, operations: Operations, op: Opcode, makes: Opcode | None = None) -> None:
+        """Prepare the operation.
+
+        Args:
+            operations: The session's operations.
+            op: The operation.
+            makes: The operation that gives back what a reply brings.
+        """
+        self._operations = operations
+        self._attachment = operations.attachment
+        self._op = op
+        self._makes = makes
+
+    def _ask(
+        self,
+        request_id: int,
+        request: bytes,
+        reply: bytes,
+        into: memoryview = NO_DATA,
+        more_ns: int = 0,
+        late_into: memoryview | None = None,
+    ) -> Outcome[None]:
+        """Send by `Channel.ask`, and expect the reply if it is late.
+
+        Args:
+            request_id: The request's id.
+            request: Its frame.
+            reply: The expected reply.
+            into: Target of the data after the reply.
+            more_ns: Time that the operation itself takes, in nanoseconds.
+            late_into: Target of a late reply's data; None if a late reply is to be parsed.
+        """
+        operations, channel = self._operations, self._attachment.channel
+        asked: Asked = _UNANSWERED
+        try:
+            asked = channel.ask(request, reply, into, more_ns)
+        finally:
+            # Also after an interrupt: the reply is still to come, and the link must know its request.
+            if asked is _UNANSWERED:
+                try:
+                    self._expect(request_id, into, late_into)
+                except BaseException:
+                    self._expect(request_id, into, late_into)
+                    raise
+        if asked is _ANSWERED:
+            if operations.freed:
+                operations.settle(None, "")
+            if self._op in operations.fences or operations.settled_id == request_id - 1:
+                operations.settled_id = request_id  # as in `Operations.acknowledge`
+            return DONE
+        return NOT_SENT if asked is Asked.NOT_SENT else Pending(self._receive, request_id)
+
+    def _expect(self, request_id: int, into: memoryview, late_into: memoryview | None) -> None:
+        """Make the link expect the reply to a request that was sent. Calling it twice is harmless."""
+        channel = self._attachment.channel
+        if self._makes is None or not any(into):
+            channel.link.expect_late(self._op, request_id, late_into, self._makes)
+            channel.feed()
+
+    def _receive(self, request_id: int) -> Procedure[Any]:
+        operations = self._operations
+        result: Body | Failure = yield from receive(self._attachment.channel, request_id, operations.limit)
+        operations.settle(result, doing_of(self._op))
+        operations.acknowledge(self._op, request_id)
+        return result
+
+
+class FastRequest(_KnownReply):
+    """A request with a payload of the same size each time."""
+
+    def __init__(
+        self,
+        operations: Operations,
+        op: Opcode,
+        payload_bytes: int = 0,
+        answer_bytes: int = 0,
+        makes: Opcode | None = None,
+    ) -> None:
+        """Build the frames' constant parts.
+
+        Args:
+            operations: The session's operations.
+            op: The operation.
+            payload_bytes: Size of the request's payload.
+            answer_bytes: Size of a successful reply's body.
+            makes: As in `Link.expect`.
+        """
+        super().__init__(operations, op, makes)
+        self._answer_bytes = answer_bytes
+        session_id = self._attachment.session_id
+        request = build_frame(op, bytes(payload_bytes), request_id=0, session_id=session_id)
+        reply = build_frame(op, bytes(answer_bytes), request_id=0, session_id=session_id, flags=_REPLY)
+        self._head, self._middle = request[:REQUEST_ID_OFFSET], request[MIDDLE_AT : len(request) - payload_bytes]
+        self._reply_head, self._reply_tail = reply[:REQUEST_ID_OFFSET], reply[MIDDLE_AT : len(reply) - answer_bytes]
+
+    def ask(self, payload: bytes = b"", more_ns: int = 0, into: memoryview = NO_DATA) -> Outcome[None]:
+        """Send the request, under the session's lock.
+
+        Args:
+            payload: The request's payload.
+            more_ns: Time that the operation itself takes, in nanoseconds.
+            into: Receives the reply's body.
+        """
+        attachment = self._attachment
+        if not attachment.is_at_rest:
+            return NOT_SENT
+        request_id = attachment.connection.next_request_id()
+        number = request_id.to_bytes(8, "big")
+        request = b"".join((self._head, number, self._middle, payload))
+        reply = b"".join((self._reply_head, number, self._reply_tail))
+        return self._ask(request_id, request, reply, into, more_ns)
+
+    def do(self, payload: bytes = b"", more_ns: int = 0) -> Procedure[None]:
+        """Send the request, the fast way if possible, and wait for the reply."""
+        match self.ask(payload, more_ns):
+            case NotSent():
+                yield from self._operations.ask(self._op, payload)
+            case Pending(rest=rest):
+                yield from rest
+
+
+class SmallRead(_KnownReply):
+    """A MEM_READ with a reply that is compared as a whole: a known beginning, then data, received in place."""
+
+    def __init__(self, operations: Operations) -> None:
+        super().__init__(operations, Opcode.MEM_READ)
+
+    def ask(self, handle: int, offset: int, into: memoryview) -> Outcome[None]:
+        """Read `len(into)` bytes from byte `offset`, under the session's lock."""
+        attachment = self._attachment
+        if not attachment.is_at_rest:
+            return NOT_SENT
+        request_id = attachment.connection.next_request_id()
+        numbers = {"request_id": request_id, "session_id": attachment.session_id}
+        request = mem_read_frame(handle, offset, len(into), **numbers)
+        return self._ask(request_id, request, data_prefix(len(into), **numbers), into, late_into=into)

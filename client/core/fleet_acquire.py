@@ -1,0 +1,408 @@
+"""Acquires a lease in a fleet: a directory names nodes, and the client asks one after another until one grants.
+
+Theory of operation. A directory's answer may be seconds old, so a node that it named may refuse. Then the client asks
+the next one. All tries of one acquire have the same request id. If a connection ends before the node's answer came, the
+lease may exist already. So the client asks the same node again, with the same id, before it asks another. A node looks
+for the id before it refuses anything, so its answer is final even if it is a refusal; a refused connection proves
+nothing. A client that waits for a name need not stay with such a node: a name is granted once, and a later round asks
+the node again.
+
+A node that hangs, or whose host is gone, is given up after seconds, because it answers no PING during the request. If
+it resumes and grants a lease without a name after all, that lease is an orphan: nobody is connected to it. After the
+grant the fleet is no longer involved: all requests about the lease go to its node.
+
+The request id belongs to one call. If a program dies in `acquire()` and calls it again, it asks for another lease; the
+first one, if it was granted, ends at its deadline or as an orphan. A name prevents two leases across all calls.
+"""
+
+import random
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar, cast
+
+from gpulease.client.core.exchange import (
+    Clock,
+    TimeLimit,
+    Undo,
+    ask_once,
+    dial,
+    disconnected,
+    doing_of,
+    give_up,
+    receive_from_living,
+    send,
+)
+from gpulease.client.core.waits import Procedure, Sleep
+from gpulease.client.errors import (
+    Busy,
+    CapacityExceeded,
+    Disconnected,
+    GpuLeaseError,
+    InvalidRequest,
+    NotFound,
+    error_of,
+)
+from gpulease.client.transport.channel import Channel
+from gpulease.client.transport.credentials import TlsFiles, with_files
+from gpulease.client.transport.link import LinkEnded
+from gpulease.protocol import Failure, Opcode, Status
+from gpulease.protocol.address import Address, FleetAddress, parse_address
+from gpulease.protocol.counts import counted
+from gpulease.protocol.lease_options import EXCLUSIVITY, LABELS, LEASE_NAME, REQUEST_ID, REQUEST_ID_BYTES
+from gpulease.protocol.limits import MAX_TRIED
+from gpulease.protocol.messages import (
+    Body,
+    Candidate,
+    HelloReply,
+    LeaseAlloc,
+    LeaseGrant,
+    Place,
+    Placement,
+)
+
+T = TypeVar("T")
+
+DIRECTORY_LIMIT_S: Final = 4.0
+"""Longest time to reach a directory, and then for its answer, in seconds. It answers from memory within milliseconds;
+after this another one is asked."""
+
+NODE_LIMIT_S: Final = 4.0
+"""Longest time to reach a node, and for its answer to a PING while it works on the request, in seconds. Both take
+milliseconds; after this another one is asked. A grant itself may take longer."""
+
+PLACEMENTS_PER_ROUND: Final = 3
+"""How often a round asks a directory for further nodes: if none of 24 nodes drawn at random has room, few have."""
+
+GRANT_LIMIT_S: Final = 90.0
+"""Longest time for a grant at a node that answers PING, in addition to the wait for room, in seconds; as for an acquire
+at a single host."""
+
+LOST_ANSWER_S: Final = 15.0
+"""How long a node is asked again after an answer was lost, in seconds. A restarting broker is back by then: on a host
+with few cores, all of them busy, it took 3 s. If a daemon was killed while it was being asked, and the client can't
+wait for a name elsewhere, the acquire takes this much longer."""
+
+LOST_PAUSE_S: Final = 0.1
+"""Pause between two such tries, in seconds."""
+
+WAIT_SLICE_S: Final = 2.0
+"""Longest wait in one node's queue before others are asked again, in seconds: room or the name may be free elsewhere.
+"""
+
+ROUND_PAUSE_S: Final = 0.25
+"""Pause between two rounds if no node has a queue for this request, in seconds."""
+
+NAME_TRIES: Final = 3
+"""How many nodes of a round may answer BUSY to a name. A directory does not say who serves another tenant's name, and
+each node that is asked queries the fleet's store. A node that is cut off answers BUSY too, so one answer is not
+enough."""
+
+MAX_TOLD: Final = 8
+"""Most refusing nodes that an error message lists."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """A fleet as a tenant reaches it.
+
+    Attributes:
+        address: Its address.
+        directories: The addresses of its directories, with the files that they need.
+        files: The tenant's files, for the nodes.
+    """
+
+    address: FleetAddress
+    directories: tuple[Address, ...]
+    files: TlsFiles
+
+    @classmethod
+    def of(cls, address: FleetAddress, files: TlsFiles) -> "Fleet":
+        """Combine a fleet's address and its files. Raises InvalidRequest if a file is missing."""
+        return cls(address, tuple(with_files(one, files) for one in address.directories), files)
+
+    def __str__(self) -> str:
+        return str(self.address)
+
+
+Make: TypeAlias = Callable[[Channel, HelloReply, LeaseGrant], T]
+"""Makes a lease from a grant, and from the connection to its node on which it came."""
+
+
+def ask_directories(fleet: Fleet, op: Opcode, body: Body) -> Procedure[Any]:
+    """Ask the directories in random order until one answers; returns the reply's body.
+
+    Raises InvalidRequest if the request makes no sense; if no directory answered, the only directory's error, or one
+    that names what each said.
+    """
+    directories = list(fleet.directories)
+    # A random order spreads the load. An invalid request is invalid everywhere; any other error may be that
+    # directory's.
+    random.shuffle(directories)
+    errors: list[tuple[Address, GpuLeaseError]] = []
+    for directory in directories:
+        try:
+            return (yield from ask_once(directory, op, body, DIRECTORY_LIMIT_S, DIRECTORY_LIMIT_S))
+        except InvalidRequest:
+            raise
+        except GpuLeaseError as error:
+            errors.append((directory, error))
+    # One directory: its own error says more than a summary of one.
+    if len(errors) == 1:
+        raise errors[0][1].with_traceback(None)
+    told = "; ".join(f"{directory}: {error.message}" for directory, error in errors)
+    # If all failed in the same way, keep that status, so that the caller can react to it.
+    kinds = {type(error) for _, error in errors}
+    status = errors[-1][1].status if len(kinds) == 1 else Status.DISCONNECTED
+    message = f"none of the fleet's {len(errors)} directories can answer: {told}"
+    raise error_of(Failure(status, message, errors[-1][1].hint), doing_of(op)) from None
+
+
+def acquire_in(
+    fleet: Fleet, wanted: LeaseAlloc, make: Make[T], undo: Undo, clock: Clock = time.monotonic
+) -> Procedure[T]:
+    """Ask a fleet for a lease, and make it from the grant.
+
+    Args:
+        fleet: The fleet.
+        wanted: The request, with the time that it may wait for room.
+        make: Makes the lease.
+        undo: Gives back what a node has granted, if this is interrupted.
+        clock: The monotonic time in seconds.
+
+    Raises CapacityExceeded, Drained, Disconnected and their like, or InvalidRequest. The error says how many nodes were
+    asked, and why each refused.
+    """
+    return (yield from _Search(fleet, wanted, make, undo, clock).run())
+
+
+class _Refusal(NamedTuple):
+    """A node that refused, and why. `holds_name`: it serves the name, according to the directory."""
+
+    candidate: Candidate
+    error: GpuLeaseError
+    holds_name: bool
+
+
+class _Search(Generic[T]):
+    """One acquire in a fleet, until a node grants."""
+
+    def __init__(self, fleet: Fleet, wanted: LeaseAlloc, make: Make[T], undo: Undo, clock: Clock) -> None:
+        self._fleet = fleet
+        self._make = make
+        self._undo = undo
+        self._clock = clock
+        # One id for all tries of this call: a node that has granted it already answers with the same lease.
+        request_id = REQUEST_ID.parameter(secrets.token_hex(REQUEST_ID_BYTES))
+        self._wanted = replace(wanted, parameters=(*wanted.parameters, request_id))
+        self._place = _place_of(wanted)
+        self._end = clock() + wanted.wait_ms / 1000
+        self._refusals: dict[str, _Refusal] = {}
+        self._last = Placement((), None, 0, "")
+
+    def run(self) -> Procedure[T]:
+        """Ask until a node grants or the time is over."""
+        while True:
+            # Each round asks nodes that grant immediately. Only if none does, wait for a slice of the time, and begin
+            # again: room may have become free at any node meanwhile.
+            granted = yield from self._round()
+            left_s = self._end - self._clock()
+            if granted is None and left_s > 0:
+                granted = yield from self._wait(left_s)
+            if granted is not None:
+                return granted
+            if self._clock() >= self._end:
+                raise self._error()
+
+    def _round(self) -> Procedure[T | None]:
+        """Ask each node that a directory names, without waiting for room."""
+        self._refusals = {}
+        for _ in range(PLACEMENTS_PER_ROUND):
+            # The directory leaves out nodes that have refused in this round.
+            place = replace(self._place, tried=tuple(self._refusals)[-MAX_TRIED:])
+            self._last = yield from ask_directories(self._fleet, Opcode.PLACE, place)
+            # Ask without waiting. Stop as soon as a node grants, or as it is clear that the name is taken.
+            for candidate in self._last.candidates:
+                granted = yield from self._ask(candidate, 0)
+                if granted is not None or self._is_taken(candidate):
+                    return granted
+            if not self._last.candidates:
+                return None
+        return None
+
+    def _wait(self, left_s: float) -> Procedure[T | None]:
+        """Wait a slice where it helps: for a name at a node that said it is taken, else for room in one node's queue.
+
+        If the node refuses before the slice is over, it has no queue for this request. Then a pause follows, so that no
+        node is asked again at once.
+        """
+        # The node that serves the name comes first: only its lease's end frees the name.
+        slice_s = min(left_s, WAIT_SLICE_S)
+        slice_end = self._clock() + slice_s
+        waits = sorted(self._refusals.values(), key=lambda refusal: not refusal.holds_name)
+        named = [refusal for refusal in waits if self._place.name and type(refusal.error) is Busy]
+        full = [refusal for refusal in waits if type(refusal.error) is CapacityExceeded]
+        for refusal in (named or full)[:1]:
+            granted = yield from self._ask(refusal.candidate, slice_s)
+            # That node may be cut off: let another one try, too, as it could fence it.
+            if granted is None and named and refusal.holds_name and (left_s := self._end - self._clock()) > 0:
+                granted = yield from self._ask_another(refusal.candidate, min(left_s, WAIT_SLICE_S))
+            if granted is not None:
+                return granted
+        # The node refused before the slice was over, because it has no queue for this request.
+        if (pause_s := min(slice_end - self._clock(), ROUND_PAUSE_S)) > 0:
+            yield Sleep(pause_s)
+        return None
+
+    def _ask_another(self, holder: Candidate, wait_s: float) -> Procedure[T | None]:
+        """Wait for a name at a node other than the one that serves it.
+
+        If the serving node is cut off from its fleet, it keeps its waiters waiting. Only another node can fence it.
+        """
+        place = replace(self._place, tried=(holder.node_id,))
+        self._last = yield from ask_directories(self._fleet, Opcode.PLACE, place)
+        for candidate in self._last.candidates[:1]:
+            return (yield from self._ask(candidate, wait_s))
+        return None
+
+    def _is_taken(self, candidate: Candidate) -> bool:
+        """Return whether asking others for the name is useless.
+
+        It is if the node that serves the name refused, or if NAME_TRIES nodes are BUSY.
+        """
+        refusal = self._refusals[candidate.node_id]
+        if not self._place.name or type(refusal.error) is not Busy:
+            return False
+        busy = sum(type(one.error) is Busy for one in self._refusals.values())
+        return refusal.holds_name or busy >= NAME_TRIES
+
+    def _ask(self, candidate: Candidate, wait_s: float) -> Procedure[T | None]:
+        """Ask one node; None if it refuses but another may grant. Raises errors that every node would give."""
+        try:
+            return (yield from self._ask_surely(candidate, wait_s))
+        except GpuLeaseError as error:
+            # An invalid request is refused everywhere. NotFound, which is an InvalidRequest too, concerns only this
+            # node.
+            if isinstance(error, InvalidRequest) and not isinstance(error, NotFound):
+                raise
+            holds_name = candidate.node_id == self._last.holder
+            self._refusals[candidate.node_id] = _Refusal(candidate, error.with_traceback(None), holds_name)
+            return None
+
+    def _ask_surely(self, candidate: Candidate, wait_s: float) -> Procedure[T]:
+        """Ask one node, and ask it again for a while if its answer is lost."""
+        wait_until, left_s = self._clock() + wait_s, wait_s
+        again_until: float | None = None
+        while True:
+            channel: Channel | None = None
+            number = 0
+            try:
+                channel, hello = yield from self._dial(candidate)
+                # Each try waits only for what is left of its slice.
+                wanted = replace(self._wanted, wait_ms=int(left_s * 1000))
+                number, frame = channel.link.request(Opcode.LEASE_ALLOC, wanted, makes=True)
+                answer = yield from _answer(channel, number, frame, GRANT_LIMIT_S + left_s, self._clock)
+                if isinstance(answer, LeaseGrant):
+                    lease = self._make(channel, hello, answer)
+                    channel.link.claim(number)
+                    return lease
+            except GpuLeaseError as error:
+                # Give up if the answer was not lost on the first try, or if later rounds will ask this node for the
+                # name anyway. After the first lost answer every error, including a refused connection, leads to another
+                # try until the time is over: only the node's own answer says whether it has granted the lease.
+                is_lost = _is_lost(error, channel)
+                if channel is not None:
+                    channel.close()
+                if again_until is None and (not is_lost or self._waits_for_name()):
+                    raise
+                if again_until is not None and self._clock() >= again_until:
+                    raise error from None
+            except GeneratorExit:
+                raise
+            except BaseException:
+                # Interrupted while the node may be granting: give back what it grants.
+                if channel is not None and number:
+                    yield from give_up(channel, number, self._undo)
+                raise
+            else:
+                channel.close()
+                raise error_of(answer, doing_of(Opcode.LEASE_ALLOC))
+            again_until = again_until or self._clock() + LOST_ANSWER_S
+            yield Sleep(LOST_PAUSE_S)
+            left_s = max(0.0, wait_until - self._clock())
+
+    def _waits_for_name(self) -> bool:
+        """Return whether a name is wanted and time is left for rounds that ask this node again among others."""
+        return bool(self._place.name) and self._end - self._clock() > LOST_ANSWER_S
+
+    def _dial(self, candidate: Candidate) -> Procedure[tuple[Channel, HelloReply]]:
+        """Connect to a node, at the first of its addresses that answers."""
+        error: GpuLeaseError = Disconnected(f"node {candidate.node_id} has no address that can be used")
+        # An address that this client can't parse belongs to a newer fleet: skip it.
+        for text in candidate.addresses:
+            try:
+                address = with_files(parse_address(text), self._fleet.files)
+            except ValueError:
+                continue
+            try:
+                return (yield from dial(address, TimeLimit(NODE_LIMIT_S, "connect", address, self._clock)))
+            except Disconnected as unreached:
+                error = unreached
+        raise error.with_traceback(None)
+
+    def _error(self) -> GpuLeaseError:
+        refused = self._refusals
+        told = [f"{node_id}: {_short(refusal.error)}" for node_id, refusal in list(refused.items())[:MAX_TOLD]]
+        if len(refused) > MAX_TOLD:
+            told.append(f"and {len(refused) - MAX_TOLD} more")
+        nodes = counted(self._last.nodes, "node was", "nodes were")
+        parts = [f"{len(refused)} of the fleet's {nodes} asked, and none granted the lease"]
+        parts += ["; ".join(told)] if told else []
+        if self._last.why and len(refused) < self._last.nodes:
+            parts.append(f"a directory reports about the nodes: {self._last.why}")
+        if self._place.name and self._last.holder is not None:
+            parts.append(f"the name {self._place.name!r} is served by node {self._last.holder}")
+        # Of several errors, lack of room is the most useful to the caller: it can ask for less, or wait.
+        errors = [refusal.error for refusal in refused.values()]
+        chosen = next((error for error in errors if type(error) is CapacityExceeded), errors[0] if errors else None)
+        message = ": ".join(parts[:2]) + "".join(f"; {part}" for part in parts[2:])
+        status = Status.CAPACITY_EXCEEDED if chosen is None else chosen.status
+        # A full node's own hint recommends other nodes, and these were asked.
+        is_full = status is Status.CAPACITY_EXCEEDED
+        hint = CapacityExceeded.default_hint if chosen is None or is_full else chosen.hint
+        return error_of(Failure(status, message, hint), "acquire")
+
+
+def _is_lost(error: GpuLeaseError, channel: Channel | None) -> bool:
+    """Return whether the node's answer was lost with the connection, so that it may have granted the lease.
+
+    A node that sent a goodbye has granted nothing; one that hangs has not ended the connection.
+    """
+    if channel is None or not isinstance(error, Disconnected):
+        return False
+    return channel.link.end is not None and not channel.link.said_goodbye
+
+
+def _answer(
+    channel: Channel, number: int, frame: bytes, limit_s: float, clock: Clock
+) -> Procedure[LeaseGrant | Failure]:
+    doing = doing_of(Opcode.LEASE_ALLOC)
+    limit = TimeLimit(limit_s, doing, channel.address, clock)
+    try:
+        yield from send(channel, (frame,), limit)
+        answer: Any = yield from receive_from_living(channel, number, limit, pong_limit_s=NODE_LIMIT_S, clock=clock)
+    except LinkEnded as ended:
+        raise disconnected(ended, channel, doing) from None
+    return cast("LeaseGrant | Failure", answer)
+
+
+def _short(error: GpuLeaseError) -> str:
+    return error.message.removeprefix(f"{doing_of(Opcode.LEASE_ALLOC)}: ").rstrip(".")
+
+
+def _place_of(wanted: LeaseAlloc) -> Place:
+    """The request to a directory that corresponds to a request for a lease."""
+    exclusivity, name = EXCLUSIVITY.read(wanted.parameters), LEASE_NAME.read(wanted.parameters)
+    labels = tuple(f"{key}={value}" for key, value in LABELS.read(wanted.parameters).items())
+    return Place(wanted.size_bytes, exclusivity, name, labels, wanted.device, ())

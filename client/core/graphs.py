@@ -1,0 +1,217 @@
+"""Launch graphs in the client: the handle of a recorded graph, and how it is made, launched and closed."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+from gpulease.client.core.attachment import Attachment
+from gpulease.client.core.operations import Operations
+from gpulease.client.core.refused_regions import RefusedRegions
+from gpulease.client.core.region_sets import RegionSet, regions_named
+from gpulease.client.core.streams import StreamHandle, Streams
+from gpulease.client.core.waits import Begun, Procedure
+from gpulease.client.errors import GpuLeaseError, InvalidHandle, InvalidRequest
+from gpulease.client.handles import Handle
+from gpulease.client.kernel_args import BoundParameter, ParameterName, pack_parameter
+from gpulease.client.texts import quoted
+from gpulease.protocol import Opcode
+from gpulease.protocol.codec import build_body
+from gpulease.protocol.fastpath import MIDDLE_AT, REGIONS, REQUEST_ID_OFFSET, graph_launch_payload
+from gpulease.protocol.framing import build_frame
+from gpulease.protocol.limits import MAX_GRAPH_BYTES
+from gpulease.protocol.messages import GraphCreate
+from gpulease.protocol.opcodes import Flag
+
+_LAUNCH: Final = "launch of a graph"
+
+
+@dataclass(frozen=True, slots=True)
+class GraphRecord:
+    """A finished recording.
+
+    Attributes:
+        body: The message that makes the graph.
+        parameters: Its parameters by name, in the body's order.
+        handles: Buffers and modules that the graph uses.
+        arrays: Arrays in the arena that the graph copies from and to.
+        kernel: The kernel of its only launch; "" for a graph of several, or of copies alone.
+    """
+
+    body: GraphCreate
+    parameters: Mapping[ParameterName, BoundParameter]
+    handles: tuple[Handle, ...]
+    arrays: tuple[Any, ...]
+    kernel: str
+
+
+class GraphHandle(Handle):
+    """A recorded sequence of launches and copies; the base of both APIs' graphs.
+
+    It holds the buffers, modules and arrays with which it was recorded, so they exist as long as it does.
+    """
+
+    __slots__ = ("_args", "_graphs", "_head", "_head_in", "_middle", "_record", "_why_not")
+
+    _free_op = Opcode.GRAPH_DESTROY
+
+    def __init__(self) -> None:
+        """Begin as a graph that is still being recorded; `made` completes it."""
+        self.owner = None
+        self.handle = 0
+        self._graphs: Graphs
+        self._record: GraphRecord | None = None
+        self._args = b""
+        self._why_not = "is being recorded"
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The names of the parameters that `launch` accepts."""
+        return () if self._record is None else tuple(self._record.parameters)
+
+    def made(self, graphs: "Graphs", handle: int, record: GraphRecord) -> Self:
+        """Store the worker's handle of the graph, and prepare its launch frame; it has no owner yet."""
+        self._graphs = graphs
+        self.handle, self._record = handle, record
+        self._args = b"".join(parameter.value for parameter in record.parameters.values())
+        session_id = graphs.attachment.session_id
+
+        def made(op: Opcode, payload: bytes) -> bytes:
+            return build_frame(op, payload, request_id=0, session_id=session_id, flags=Flag.QUIET)
+
+        # Build the frame once. A launch fills in the request id, between head and middle, and the arguments at the end.
+        frame = made(Opcode.GRAPH_LAUNCH, graph_launch_payload(handle, self._args))
+        self._head, self._middle = frame[:REQUEST_ID_OFFSET], frame[MIDDLE_AT : len(frame) - len(self._args)]
+        in_regions = graph_launch_payload(handle, self._args, 0, 0)
+        self._head_in = made(Opcode.GRAPH_LAUNCH_IN, in_regions)[:REQUEST_ID_OFFSET]
+        self._why_not = "is closed"
+        return self
+
+    def discarded(self) -> None:
+        """Record that the recording failed, for later errors."""
+        self._why_not = "was discarded: its recording failed"
+
+    def graphs(self, doing: str) -> "Graphs":
+        """The graphs of its session. Raises InvalidHandle, naming the operation `doing`, if it has no session."""
+        if self.owner is None:
+            raise InvalidHandle(f"{doing}: the graph {self._why_not}")
+        return self._graphs
+
+    def mark_freed(self) -> tuple[Opcode, int]:
+        """Mark it as freed, and lend its arrays for as long as queued copies may use them (`Handle.mark_freed`)."""
+        self.lend_arrays()
+        return super().mark_freed()
+
+    def frame(
+        self, attachment: Attachment, values: Mapping[str, Any], regions: RegionSet | None, position: int
+    ) -> tuple[int, bytes, bool]:
+        """(request id, frame, whether its regions are active) of a quiet launch of it.
+
+        Raises InvalidHandle, InvalidRequest or RegionFailed, and nothing is sent.
+        """
+        record = self._record
+        assert record is not None
+        # Whatever the graph uses must still exist in this session.
+        for handle in record.handles:
+            if handle.owner is not attachment:
+                handle.check(attachment, _LAUNCH)
+        args = self._bound(attachment, record, values) if values else self._args
+        head, trailer, are_active = self._head, b"", True
+        if regions is not None:
+            head, trailer = self._head_in, REGIONS.pack(*regions_named(regions, position, attachment, _LAUNCH))
+            are_active = self._graphs.refused.check_set(regions, position, record.kernel, _LAUNCH)
+        number = attachment.connection.next_request_id()
+        return number, b"".join((head, number.to_bytes(8, "big"), self._middle, args, trailer)), are_active
+
+    def _bound(self, attachment: Attachment, record: GraphRecord, values: Mapping[str, Any]) -> bytes:
+        unknown = values.keys() - record.parameters.keys()
+        if unknown:
+            known = ", ".join(record.parameters) or "none"
+            raise InvalidRequest(
+                f"{_LAUNCH}: it has no parameter {quoted(sorted(unknown)[0])}; its parameters: {known}"
+            )
+        parts = []
+        # The wire has the values in the order of the parameters, each with the size that it was recorded with.
+        for name, parameter in record.parameters.items():
+            if name not in values:
+                parts.append(parameter.value)
+                continue
+            bound = pack_parameter(f"{_LAUNCH}: parameter {name!r}", parameter.kind, values[name])
+            if bound.buffer is not None:
+                bound.buffer.check(attachment, f"{_LAUNCH}: parameter {name!r}")
+            if len(bound.value) != len(parameter.value):
+                raise InvalidRequest(
+                    f"{_LAUNCH}: parameter {name!r} has {len(parameter.value)} bytes, not {len(bound.value)}"
+                )
+            parts.append(bound.value)
+        return b"".join(parts)
+
+    def lend_arrays(self) -> None:
+        """Lend its arrays for as long as queued copies may use them."""
+        # Queued copies may still read and write its arrays: their memory must not be given to others yet.
+        if self.owner is not None and self._record is not None and self._record.arrays:
+            self._graphs.attachment.lent.lend_to_graph(self._record.arrays)
+
+    def __del__(self) -> None:
+        # It may be half-built, as in `Handle.__del__`.
+        if getattr(self, "owner", None) is not None:
+            self.lend_arrays()
+        super().__del__()
+
+    def __repr__(self) -> str:
+        if self.owner is None:
+            return f"<{type(self).__name__}, which {self._why_not}>"
+        return (
+            f"<{type(self).__name__} {self.handle} ({', '.join(self.parameters)}){'' if self.is_alive else ', gone'}>"
+        )
+
+
+class Graphs:
+    """Makes, launches and closes the launch graphs of one session.
+
+    Attributes:
+        attachment: The session's connection.
+        refused: The check of the regions that a launch names.
+    """
+
+    def __init__(self, operations: Operations, streams: Streams, refused: RefusedRegions) -> None:
+        self.attachment = operations.attachment
+        self.refused = refused
+        self._operations = operations
+        self._streams = streams
+
+    def make(self, graph: GraphHandle, record: GraphRecord) -> Procedure[None]:
+        """Send a recording to the worker, which checks and keeps it. Raises InvalidRequest if it is too large."""
+        payload = build_body(record.body)
+        # Both the protocol and this daemon limit it; refuse it before it is sent.
+        most = min(MAX_GRAPH_BYTES, self.attachment.max_payload_bytes)
+        if len(payload) > most:
+            raise InvalidRequest(f"record: the graph has {len(payload)} bytes; at most {most} are taken")
+        making = self._operations.make(
+            Opcode.GRAPH_CREATE, payload, Opcode.GRAPH_DESTROY, lambda reply: graph.made(self, reply.handle, record)
+        )
+        yield from self._operations.do("record", making)
+
+    def launch(
+        self,
+        graph: GraphHandle,
+        values: Mapping[str, Any],
+        stream: StreamHandle | None = None,
+        regions: RegionSet | None = None,
+        position: int = 0,
+    ) -> Begun[int]:
+        """Send a graph's launch immediately, under the session's lock; the result is the launch's number."""
+        attachment = self.attachment
+        attachment.check_open(_LAUNCH)
+        if attachment.recording is not None:
+            raise InvalidRequest(f"{_LAUNCH}: the session is recording another", "Launch it before or after the block")
+        try:
+            number, frame, are_active = graph.frame(attachment, values, regions, position)
+        except GpuLeaseError as error:
+            raise error.with_traceback(None)  # noqa: B904  # its traceback begins at the caller's line, as a driver's
+        begun = self._streams.hand_over(stream, number, frame, _LAUNCH)
+        return begun if are_active else self.refused.confirmed(begun, _LAUNCH)
+
+    def close(self, graph: GraphHandle) -> Procedure[None]:
+        """Free a graph. Queued launches of it run to their end."""
+        graph.lend_arrays()
+        yield from self._operations.free(graph, GraphHandle, "close")

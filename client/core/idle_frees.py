@@ -1,0 +1,40 @@
+"""How an idle session frees what its program has dropped: each API polls its sessions.
+
+A handle's last reference may be dropped in any thread, at any moment, so it is only noted then, and the session's next
+operation frees it. An idle session has no next operation. So each API polls its sessions every `LOOK_S`: the blocking
+one from a thread, asyncio's from its event loop. If a handle was noted before two polls and the session sent no request
+between them, the second poll frees it.
+"""
+
+from typing import Final
+
+from gpulease.client.core.operations import Operations
+
+LOOK_S: Final = 0.1
+"""Pause between two polls, in seconds: dropped memory is the lease's again after at most two. Ten polls a second cost a
+process next to nothing."""
+
+
+class IdleLook:
+    """Polls one session for handles that are due to be freed."""
+
+    def __init__(self, operations: Operations) -> None:
+        self._operations = operations
+        self._last_id = -1
+
+    @property
+    def is_over(self) -> bool:
+        """True once the session is known here to have ended."""
+        return self._operations.attachment.end is not None
+
+    def has_found(self) -> bool:
+        """True if no request was sent since the last poll and there is something to free.
+
+        Then call `free`, under the lock.
+        """
+        last_id, self._last_id = self._last_id, self._operations.attachment.connection.last_request_id
+        return last_id == self._last_id and not self.is_over and self._operations.has_leftovers
+
+    def free(self) -> None:
+        """Free what was dropped, without waiting for replies. The caller holds the session's lock."""
+        self._operations.free_leftovers()

@@ -1,0 +1,104 @@
+"""Buffers that a lease keeps by name beyond the session that made them, so that programs can pass them on."""
+
+from typing import Final
+
+from gpulease.client.core.operations import Operations
+from gpulease.client.core.waits import Procedure
+from gpulease.client.errors import InvalidHandle
+from gpulease.client.handles import BorrowedBuffer, Buffer
+from gpulease.client.texts import bounded, quoted
+from gpulease.protocol import Opcode
+from gpulease.protocol.codec import build_body
+from gpulease.protocol.limits import MAX_KEPT_NAME_BYTES
+from gpulease.protocol.messages import Freed, KeptBuffer, MemKeep
+from gpulease.protocol.messages import KeptBuffers as KeptBuffersBody
+
+MAX_NAMED: Final = 16
+"""Most kept buffers that an error message lists."""
+
+
+class KeptBuffers:
+    """The buffers that a session's lease keeps."""
+
+    def __init__(self, operations: Operations) -> None:
+        self._operations = operations
+        self._attachment = operations.attachment
+
+    def keep(self, buffer: Buffer, name: str) -> Procedure[None]:
+        """Make the lease hold a buffer under a name; its handle here stays valid, and no longer frees the buffer."""
+        self._operations.check_recording("keep")
+        return self._keep(buffer, name)
+
+    def _keep(self, buffer: Buffer, name: str) -> Procedure[None]:
+        doing = "keep"
+        text = self._checked_name(name, doing)
+        self._operations.check(buffer, Buffer, doing)
+        yield from self._operations.do(doing, self._ask_to_keep(buffer.handle, text, doing))
+        buffer.lend()
+
+    def find(self, name: str) -> Procedure[BorrowedBuffer]:
+        """Find a kept buffer, which stays kept. Raises InvalidHandle if there is none of that name."""
+        self._operations.check_recording("kept")
+        return self._find(name)
+
+    def _find(self, name: str) -> Procedure[BorrowedBuffer]:
+        doing = "kept"
+        found = yield from self._operations.do(doing, self._named(self._checked_name(name, doing), doing))
+        return BorrowedBuffer(self._attachment, found.handle, found.size_bytes)
+
+    def names(self) -> Procedure[dict[str, int]]:
+        """List the kept buffers: name to size in bytes."""
+        self._operations.check_recording("kept_names")
+        return self._names()
+
+    def _names(self) -> Procedure[dict[str, int]]:
+        doing = "kept_names"
+        self._attachment.require(Opcode.MEM_KEPT, doing)
+        found = yield from self._operations.do(doing, self._list(doing))
+        return {one.name: one.size_bytes for one in found}
+
+    def take(self, name: str) -> Procedure[Buffer]:
+        """Make a kept buffer this session's own, as if it had allocated it. Raises InvalidHandle if there is none."""
+        self._operations.check_recording("take")
+        return self._take(name)
+
+    def _take(self, name: str) -> Procedure[Buffer]:
+        doing = "take"
+        return (yield from self._operations.do(doing, self._taken(self._checked_name(name, doing), doing)))
+
+    def reset(self) -> Procedure[int]:
+        """Wait for all streams, then free what no open session holds; returns the number of bytes."""
+        self._operations.check_recording("reset")
+        return self._reset()
+
+    def _reset(self) -> Procedure[int]:
+        doing = "reset"
+        self._attachment.require(Opcode.MEM_RESET, doing)
+        reply: Freed = yield from self._operations.do(doing, self._operations.ask(Opcode.MEM_RESET, doing=doing))
+        return reply.size_bytes
+
+    # --- parts of them ---
+
+    def _checked_name(self, name: str, doing: str) -> str:
+        self._attachment.require(Opcode.MEM_KEEP, doing)
+        return bounded(name, f"{doing}: the name", MAX_KEPT_NAME_BYTES)
+
+    def _ask_to_keep(self, handle: int, name: str, doing: str) -> Procedure[None]:
+        yield from self._operations.ask(Opcode.MEM_KEEP, build_body(MemKeep(handle, name)), doing=doing)
+
+    def _taken(self, name: str, doing: str) -> Procedure[Buffer]:
+        found = yield from self._named(name, doing)
+        yield from self._ask_to_keep(found.handle, "", doing)
+        return Buffer(self._attachment, found.handle, found.size_bytes)
+
+    def _list(self, doing: str) -> Procedure[tuple[KeptBuffer, ...]]:
+        reply: KeptBuffersBody = yield from self._operations.ask(Opcode.MEM_KEPT, doing=doing)
+        return reply.buffers
+
+    def _named(self, name: str, doing: str) -> Procedure[KeptBuffer]:
+        listed = yield from self._list(doing)
+        for one in listed:
+            if one.name == name:
+                return one
+        names = ", ".join(quoted(one.name) for one in listed[:MAX_NAMED]) + (" and more" if listed[MAX_NAMED:] else "")
+        raise InvalidHandle(f"{doing}: the lease keeps no buffer {quoted(name)}", f"It keeps {names or 'none'}")

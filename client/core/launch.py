@@ -1,0 +1,518 @@
+"""A session's launches: checked once per kernel, shape and argument sizes, then sent from a template."""
+
+import struct
+from collections.abc import Iterable, Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from gpulease.client.core.operations import Operations
+from gpulease.client.core.refused_regions import RefusedRegions
+from gpulease.client.core.region_sets import RegionSet, regions_named
+from gpulease.client.core.streams import StreamHandle, Streams
+from gpulease.client.core.waits import Begun
+from gpulease.client.errors import GpuLeaseError, InvalidHandle, InvalidRequest, LaunchFailed
+from gpulease.client.handles import Buffer, Module
+from gpulease.client.kernel_args import MATCH_HINT, ArgumentKind, KernelArgs, mismatch, pack_listed, sizes_of
+from gpulease.client.texts import kernel_name, quoted
+from gpulease.protocol import Failure, Opcode, ProtocolError, Status
+from gpulease.protocol.errors import FramingError
+from gpulease.protocol.fastpath import LaunchTemplate
+from gpulease.protocol.limits import MAX_ARGUMENT_BYTES
+from gpulease.protocol.messages import KernelEntry, Launch
+from gpulease.protocol.opcodes import LaunchFlag, ParameterType
+
+MAX_TEMPLATES: Final = 1024
+"""Launch templates kept per module, about half a kilobyte each. Stops a tenant whose grid is never the same twice from
+filling memory: beyond this all are dropped and made again."""
+
+MAX_U32: Final = 2**32 - 1
+"""Largest dimension of a grid or block that fits the wire's u32."""
+
+MAX_LISTED_KERNELS: Final = 16
+"""Most kernels that a message lists before it says how many more there are."""
+
+KernelArguments = KernelArgs | bytes | bytearray | memoryview | list[Any] | tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchAttributes:
+    """The attributes of a launch besides its shape.
+
+    Attributes:
+        cooperative: All blocks run at the same time, so that they may wait for each other.
+        cluster: Neighbouring blocks that run together, in one to three dimensions; None for no clusters.
+    """
+
+    cooperative: bool
+    cluster: Sequence[int] | None
+
+    def trailer(self, kernel: str) -> tuple[int, int, int, int]:
+        """The integers at the end of a LAUNCH_WITH, after the regions. Raises LaunchFailed."""
+        cluster = () if self.cluster is None else dimensions(kernel, "cluster", self.cluster)
+        return (LaunchFlag.COOPERATIVE if self.cooperative else 0, *(cluster or (0, 0, 0)))
+
+
+class LaunchCommands(Protocol):
+    """Launches, as both a session and a recording implement them."""
+
+    def launch(
+        self,
+        module: Module,
+        kernel: str,
+        grid: Sequence[int],
+        block: Sequence[int],
+        args: KernelArguments,
+        arg_sizes: Iterable[int] | None,
+        shared_bytes: int,
+        stream: StreamHandle | None = None,
+    ) -> Begun[int]:
+        """Launch a kernel, under the session's lock; the result is the launch's number."""
+
+    def launch_in(
+        self,
+        regions: RegionSet,
+        position: int,
+        module: Module,
+        kernel: str,
+        grid: Sequence[int],
+        block: Sequence[int],
+        args: KernelArguments,
+        arg_sizes: Iterable[int] | None,
+        shared_bytes: int,
+        stream: StreamHandle | None = None,
+    ) -> Begun[int]:
+        """`launch`, only if no region of the set has ended or is cancelled."""
+
+    def launch_with(
+        self,
+        wanted: LaunchAttributes,
+        regions: RegionSet | None,
+        position: int,
+        module: Module,
+        kernel: str,
+        grid: Sequence[int],
+        block: Sequence[int],
+        args: KernelArguments,
+        arg_sizes: Iterable[int] | None,
+        shared_bytes: int,
+        stream: StreamHandle | None = None,
+    ) -> Begun[int]:
+        """`launch`, or `launch_in` if there are regions, with attributes."""
+
+
+class _LatestLaunch:
+    """A module's last launch that was checked and sent; a launch like it is not checked again.
+
+    A sequence that its caller may change is stored as a copy, and compared by value. Only for an immutable object does
+    identity prove an equal value.
+    """
+
+    __slots__ = ("block", "block_type", "grid", "grid_type", "kernel", "kinds", "shared_bytes", "template")
+
+    def __init__(
+        self,
+        template: LaunchTemplate,
+        kernel: str,
+        grid: Sequence[int],
+        block: Sequence[int],
+        kinds: tuple[ArgumentKind, ...],
+        shared_bytes: int,
+    ) -> None:
+        self.template = template
+        self.kernel = kernel
+        self.grid_type, self.block_type = type(grid), type(block)
+        self.grid = grid if self.grid_type is tuple else copy(grid)
+        self.block = block if self.block_type is tuple else copy(block)
+        self.kinds = kinds
+        self.shared_bytes = shared_bytes
+
+    def is_like(
+        self, kernel: str, grid: Sequence[int], block: Sequence[int], args: KernelArguments, shared_bytes: int
+    ) -> bool:
+        """True if a launch with these arguments is like this one."""
+        return (
+            kernel == self.kernel
+            and type(args) is KernelArgs
+            and args.kinds == self.kinds
+            and (grid is self.grid or (type(grid) is self.grid_type and grid == self.grid))
+            and (block is self.block or (type(block) is self.block_type and block == self.block))
+            and shared_bytes == self.shared_bytes
+        )
+
+
+class Launches(LaunchCommands):
+    """The launches of one session."""
+
+    def __init__(self, operations: Operations, streams: Streams, refused: RefusedRegions) -> None:
+        self._attachment = operations.attachment
+        self._refused = refused
+        self._streams = streams
+
+    def launch(
+        self,
+        module: Module,
+        kernel: str,
+        grid: Sequence[int],
+        block: Sequence[int],
+        args: KernelArguments,
+        arg_sizes: Iterable[int] | None,
+        shared_bytes: int,
+        stream: StreamHandle | None = None,
+    ) -> Begun[int]:
+        """Send a launch immediately, under the session's lock; the result is the launch's number.
+
+        A launch like the module's last one is checked and sent inside this function: another call or a generator would
+        cost as much as all the rest. Any other launch, and any error, is left to `_launch_anew`.
+        """
+        attachment = self._attachment
+        try:
+            # One expression checks everything that may have changed since the module's last launch. The first mismatch,
+            # or a module without a last launch, leads to the general way below.
+            latest = module.latest
+            if (
+                kernel == latest.kernel
+                and type(args) is KernelArgs
+                and args.kinds == latest.kinds
+                and (grid is latest.grid or (type(grid) is latest.grid_type and grid == latest.grid))
+                and (block is latest.block or (type(block) is latest.block_type and block == latest.block))
+                and shared_bytes == latest.shared_bytes
+                and arg_sizes is None
+                and module.owner is attachment
+                and attachment.end is None
+                and attachment.lease.over is None
+                and not attachment.lease_word[0]
+                and not attachment.dropped
+                and not self._streams.selected
+                and stream is None
+            ):
+                # Each buffer must still be this session's: a freed one has no owner.
+                for buffer in args.buffers:
+                    if buffer.owner is not attachment:
+                        break
+                else:
+                    template, connection = latest.template, attachment.connection
+                    number = connection.last_request_id = connection.last_request_id + 1
+                    if attachment.writer.put_packed(
+                        template.layout, template.head, number, template.before, args.data, template.after
+                    ):
+                        return number
+        except (AttributeError, TypeError, ValueError, OSError, FramingError):
+            pass  # a wrong type, the first launch, or the peer is gone: the general way reports it
+        try:
+            return self._launch_anew(module, kernel, grid, block, args, arg_sizes, shared_bytes, stream)
+        except GpuLeaseError as error:
+            raise error.with_traceback(None)  # noqa: B904  # its traceback begins at the caller's line, as a driver's
+
+    def _launch_anew(
+        self,
+        module: Module,
+        kernel: str,
+        grid: Sequence[int],
+        block: Sequence[int],
+        args: KernelArguments,
+        arg_sizes: Iterable[int] | None,
+        shared_bytes: int,
+        stream: StreamHandle | None,
+    ) -> Begun[int]:
+        self._attachment.check_open("launch")
+        number, frame = self.frame(module, kernel, grid, block, args, arg_sizes, shared_bytes)
+        return self._streams.hand_over(stream, number, frame, "launch")
+
+    def launch_in(
+        self,
+        regions: RegionSet,
+        position: int,
+        module: Module,
+        kernel: str,
+        grid: Sequence[int],
+        block: Sequence[int],
+        args: KernelArguments,
+        arg_sizes: Iterable[int] | None,
+        shared_bytes: int,
+        stream: StreamHandle | None = None,
+    ) -> Begun[int]:
+        """Send a launch in regions immediately, under the session's lock; the result is the launch's number."""
+        attachment = self._attachment
+        try:
+            latest = module.latest_in
+            if (
+                latest.is_like(kernel, grid, block, args, shared_bytes)
+                and arg_sizes is None
+                and stream is None
+                and type(regions) is RegionSet
+                and type(position) is int
+                and module.owner is regions.owner is attachment
+                and all([buffer.owner is attachment for buffer in args.buffers])  # type: ignore[union-attr]  # noqa: C419  # a generator costs more
+                and regions.epoch == attachment.regions_epoch[0]
+                and attachment.end is None
+                and attachment.lease.over is None
+                and not attachment.lease_word[0]
+                and not attachment.dropped
+                and not self._streams.selected
+            ):
+                connection = attachment.connection
+                number = connection.last_request_id = connection.last_request_id + 1
+                if attachment.writer.put_whole(
+                    latest.template.frame(number, args.data, regions.handle, position)  # type: ignore[union-attr]
+                ):
+                    return number
+        except (AttributeError, TypeError, ValueError, OSError, FramingError, struct.error):
+            pass  # a wrong type or value, the first launch, or the peer is gone: the general way reports it
+        try:
+            attachment.check_open("launch")
+            doing = f"launch of {quoted(kernel)}"
+            named = regions_named(regions, position, attachment, doing)
+            are_active = self._refused.check_set(regions, position, kernel, doing)
+            args = in_order(module, kernel, args)
+            template, data = self._prepared(
+                Opcode.LAUNCH_IN, module, kernel, grid, block, args, arg_sizes, shared_bytes
+            )
+            if isinstance(args, KernelArgs):
+                module.latest_in = _LatestLaunch(template, kernel, grid, block, args.kinds, shared_bytes)
+            number = attachment.connection.next_request_id()
+            begun = self._streams.hand_over(stream, number, template.frame(number, data, *named), "launch")
+            return begun if are_active else self._refused.confirmed(begun, doing)
+        except GpuLeaseError as error:
+            raise error.with_traceback(None)  # noqa: B904  # its traceback begins at the caller's line, as a driver's
+
+    def launch_with(
+        self,
+        wanted: LaunchAttributes,
+        regions: RegionSet | None,
+        position: int,
+        module: Module,
+        kernel: str,
+        grid: Sequence[int],
+        block: Sequence[int],
+        args: KernelArguments,
+        arg_sizes: Iterable[int] | None,
+        shared_bytes: int,
+        stream: StreamHandle | None = None,
+    ) -> Begun[int]:
+        """Send a launch with attributes immediately, under the session's lock; the result is the launch's number."""
+        attachment = self._attachment
+        attachment.check_open("launch")
+        attachment.require(Opcode.LAUNCH_WITH, "launch")
+        doing, are_active = f"launch of {quoted(kernel)}", True
+        # (0, 0) names no region set.
+        named = (0, 0)
+        if regions is not None:
+            named = regions_named(regions, position, attachment, doing)
+            are_active = self._refused.check_set(regions, position, kernel, doing)
+        args = in_order(module, kernel, args)
+        template, data = self._prepared(Opcode.LAUNCH_WITH, module, kernel, grid, block, args, arg_sizes, shared_bytes)
+        trailer = (*named, *wanted.trailer(kernel))
+        number = attachment.connection.next_request_id()
+        begun = self._streams.hand_over(stream, number, template.frame(number, data, *trailer), "launch")
+        return begun if are_active else self._refused.confirmed(begun, doing)
+
+    def frame(
+        self,
+        module: Module,
+        kernel: str,
+        grid: Sequence[int],
+        block: Sequence[int],
+        args: KernelArguments,
+        arg_sizes: Iterable[int] | None,
+        shared_bytes: int,
+    ) -> tuple[int, bytes]:
+        """(request id, frame) of a quiet launch, checked. Raises LaunchFailed, InvalidHandle or InvalidRequest."""
+        args = in_order(module, kernel, args)
+        template, data = self._prepared(Opcode.LAUNCH, module, kernel, grid, block, args, arg_sizes, shared_bytes)
+        if isinstance(args, KernelArgs):
+            module.latest = _LatestLaunch(template, kernel, grid, block, args.kinds, shared_bytes)
+        request_id = self._attachment.connection.next_request_id()
+        return request_id, template.frame(request_id, data)
+
+    def _prepared(
+        self,
+        op: Opcode,
+        module: Module,
+        kernel: str,
+        grid: Sequence[int],
+        block: Sequence[int],
+        args: KernelArgs | bytes | bytearray | memoryview,
+        arg_sizes: Iterable[int] | None,
+        shared_bytes: int,
+    ) -> tuple[LaunchTemplate, bytes]:
+        """The template and the argument bytes of a launch, checked."""
+        attachment = self._attachment
+        buffers: tuple[Buffer, ...]
+        kinds: tuple[ArgumentKind, ...]
+        if isinstance(args, KernelArgs) and arg_sizes is None:
+            data, kinds, buffers = args.data, args.kinds, args.buffers
+        else:
+            data, kinds, buffers = _raw(kernel, args, arg_sizes)
+        template = self._template(op, module, kernel, grid, block, kinds, shared_bytes)
+        # Check again what may have changed since the template was made: whether module and buffers are still this
+        # session's.
+        self._check_owner(module, kernel)
+        for buffer in buffers:
+            if buffer.owner is not attachment:
+                buffer.check(attachment, f"launch of {kernel!r}")
+        if len(data) != template.args_bytes:
+            raise _failed(kernel, f"the arguments have {len(data)} bytes, their sizes add up to {template.args_bytes}")
+        return template, data
+
+    def _template(
+        self,
+        op: Opcode,
+        module: Module,
+        kernel: str,
+        grid: Sequence[int],
+        block: Sequence[int],
+        kinds: tuple[ArgumentKind, ...],
+        shared_bytes: int,
+    ) -> LaunchTemplate:
+        try:
+            # The second way: launches with this kernel, shape and argument sizes were checked before.
+            found = module.templates.get((op, kernel, tuple(grid), tuple(block), shared_bytes, kinds))
+        except (TypeError, AttributeError):
+            found = None  # a wrong type: the checks below report it
+        if found is not None:
+            return found
+        if not isinstance(module, Module):
+            raise InvalidHandle(f"launch of {quoted(kernel)}: {quoted(module)} is not a Module")
+        self._check_owner(module, kernel)
+        if self._attachment.held:
+            # A kernel's first launch may need memory.
+            self._streams.operations.give_back_at_once()
+        try:
+            # The third way: check everything, and keep the result as a template.
+            launch = _checked(module, kernel, grid, block, kinds, shared_bytes)
+            template = LaunchTemplate(launch, self._attachment.session_id, op)
+        except ProtocolError as error:
+            raise _failed(kernel, str(error)) from None
+        if len(module.templates) >= MAX_TEMPLATES:
+            module.templates.clear()
+        module.templates[op, kernel, tuple(grid), tuple(block), shared_bytes, kinds] = template
+        return template
+
+    def _check_owner(self, module: Module, kernel: str) -> None:
+        if module.owner is not self._attachment:
+            why = "is unloaded" if module.owner is None else "belongs to another session"
+            raise _failed(kernel, f"the module {why}", "Load it in this session with module_load()")
+
+
+def _checked(
+    module: Module,
+    kernel: str,
+    grid: Sequence[int],
+    block: Sequence[int],
+    kinds: tuple[ArgumentKind, ...],
+    shared_bytes: int,
+) -> Launch:
+    """The launch's message, with blank arguments. Raises LaunchFailed or InvalidRequest."""
+    entry = _entry(module, kernel)
+    sizes = sizes_of(kinds)
+    _check_sizes(entry, sizes)
+    _check_kinds(entry, kinds, module.parameter_types.get(kernel, ()))
+    full_grid = dimensions(kernel, "grid", grid)
+    full_block = dimensions(kernel, "block", block)
+    threads = full_block[0] * full_block[1] * full_block[2]
+    if entry.max_threads_per_block and threads > entry.max_threads_per_block:
+        raise _failed(kernel, f"a block of {threads} threads; the kernel takes at most {entry.max_threads_per_block}")
+    if not isinstance(shared_bytes, int) or not 0 <= shared_bytes <= MAX_U32:
+        raise _failed(kernel, f"shared_bytes of {quoted(shared_bytes)} is not an integer from 0 to {MAX_U32}")
+    blank = bytes(min(sum(sizes), MAX_ARGUMENT_BYTES + 1))
+    return Launch(module.handle, kernel, *full_grid, *full_block, shared_bytes, blank, sizes)
+
+
+def _entry(module: Module, kernel: str) -> KernelEntry:
+    """A kernel of a module. Raises LaunchFailed if there is none of that name, InvalidRequest for an invalid name."""
+    entry = module.kernels.get(kernel_name(kernel, "launch"))
+    if entry is None:
+        raise _failed(kernel, f"the module has no such kernel; it has {_listed(module)}")
+    return entry
+
+
+def in_order(module: Module, kernel: str, args: KernelArguments) -> KernelArgs | bytes | bytearray | memoryview:
+    """Pack a list of arguments as KernelArgs; return other forms unchanged. Raises what `pack_listed` raises."""
+    if not isinstance(args, list | tuple):
+        return args
+    types: tuple[ParameterType, ...] = ()
+    if isinstance(module, Module):
+        # Check the name first: the types of the arguments depend on it.
+        types = module.parameter_types.get(_entry(module, kernel).name, ())
+    try:
+        return pack_listed(args, types)
+    except LaunchFailed as error:
+        raise _failed(kernel, error.message, error.hint) from None
+    except (InvalidRequest, InvalidHandle) as error:
+        raise type(error)(f"launch of {quoted(kernel)}: {error.message}", error.hint) from None
+
+
+def dimensions(kernel: str, what: str, given: Any) -> tuple[int, int, int]:
+    """Complete a grid, block or cluster of one to three numbers to three.
+
+    Args:
+        kernel: The kernel, for messages.
+        what: "grid", "block" or "cluster", for messages.
+        given: What the program passed.
+
+    Raises LaunchFailed.
+    """
+    try:
+        numbers = [item.__index__() for item in given]
+    except (TypeError, AttributeError):
+        hint = f"Write [{given}]" if hasattr(given, "__index__") else ""
+        raise _failed(kernel, f"{what} {quoted(given)} is not a sequence of integers", hint) from None
+    if not 1 <= len(numbers) <= 3:
+        raise _failed(kernel, f"{what} {quoted(given)} has {len(numbers)} dimensions instead of 1 to 3")
+    for number in numbers:
+        if not 1 <= number <= MAX_U32:
+            raise _failed(kernel, f"{what} {given!r}: {number} is not between 1 and {MAX_U32}")
+    x, y, z = (*numbers, 1, 1)[:3]
+    return x, y, z
+
+
+def _raw(
+    kernel: str, args: KernelArgs | bytes | bytearray | memoryview, arg_sizes: Iterable[int] | None
+) -> tuple[bytes, tuple[ArgumentKind, ...], tuple[Buffer, ...]]:
+    # KernelArgs come here only together with arg_sizes, which contradict their own.
+    if isinstance(args, KernelArgs):
+        raise InvalidRequest(
+            f"launch of {quoted(kernel)}: KernelArgs and lists know their sizes; arg_sizes is for raw bytes"
+        )
+    if arg_sizes is None:
+        raise InvalidRequest(
+            f"launch of {quoted(kernel)}: raw argument bytes need arg_sizes, the size of each argument"
+        )
+    try:
+        return bytes(memoryview(args)), tuple(size.__index__() for size in arg_sizes), ()
+    except (TypeError, AttributeError):
+        raise InvalidRequest(
+            f"launch of {quoted(kernel)}: arguments are KernelArgs, a list, or bytes and arg_sizes"
+        ) from None
+
+
+def _check_sizes(entry: KernelEntry, sizes: tuple[int, ...]) -> None:
+    wanted = entry.parameter_sizes
+    if len(sizes) != len(wanted):
+        raise _failed(entry.name, f"{len(sizes)} arguments are given, the kernel has {len(wanted)} parameters")
+    for index, (size, parameter) in enumerate(zip(sizes, wanted, strict=True)):
+        if size != parameter:
+            raise _failed(entry.name, f"argument {index} has {size!r} bytes, the kernel's parameter has {parameter}")
+
+
+def _check_kinds(entry: KernelEntry, kinds: tuple[ArgumentKind, ...], types: tuple[ParameterType, ...]) -> None:
+    for index, (kind, declared) in enumerate(zip(kinds, types, strict=False)):
+        if mismatch(kind, declared):
+            given = "a buffer" if kind == "buffer" else f"{'an' if str(kind)[0] in 'if' else 'a'} {kind}"
+            raise _failed(
+                entry.name,
+                f"argument {index} is {given}, the kernel's parameter is {declared.text}",
+                MATCH_HINT,
+            )
+
+
+def _listed(module: Module) -> str:
+    names = sorted(module.kernels)
+    more = f" and {len(names) - MAX_LISTED_KERNELS} more" if len(names) > MAX_LISTED_KERNELS else ""
+    return ", ".join(names[:MAX_LISTED_KERNELS]) + more or "none"
+
+
+def _failed(kernel: str, why: str, hint: str = "") -> LaunchFailed:
+    message = f"launch of {quoted(kernel)}: {why}"
+    return LaunchFailed(message, hint, Failure(Status.LAUNCH_FAILED, message, hint, kernel=str(kernel)))

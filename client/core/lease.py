@@ -1,0 +1,1116 @@
+"""A lease in the client: the control requests about it, its renewal, and how it ended.
+
+`LeaseState` holds the lease for both APIs; `LeaseView` is the base of their public classes. `keep_renewed` renews a
+lease by a `RenewalSchedule`. `find_end_reason` asks the broker how a lease ended after its session's connection ended.
+`LeaseReport` types the map of a LEASE_QUERY.
+"""
+
+import json
+import os
+import random
+import time
+import weakref
+from collections import deque
+from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final, Literal, NamedTuple, NotRequired, Protocol, TypedDict, cast
+
+from gpulease.client.core.clean_ups import CLEAN_UP_S, clean_up
+from gpulease.client.core.daemon_warnings import log_warning
+from gpulease.client.core.events import EventStream, RefusalStream
+from gpulease.client.core.exchange import (
+    CONNECT_LIMIT_S,
+    CONTROL_REPLY_LIMIT_S,
+    Clock,
+    First,
+    TimeLimit,
+    Undo,
+    answer_to,
+    dial,
+    dial_for,
+    disconnected,
+    doing_of,
+    give_up,
+    receive,
+    receive_from_living,
+    send,
+)
+from gpulease.client.core.fleet_acquire import Fleet, acquire_in
+from gpulease.client.core.lease_request import ASK_FIRST, LEASE_ID_VARIABLE, LeaseRequest, milliseconds
+from gpulease.client.core.tokens import Grant, HeldToken
+from gpulease.client.core.waits import Locked, Procedure, Sleep, is_held
+from gpulease.client.errors import (
+    PERMANENT_ERRORS,
+    Busy,
+    Disconnected,
+    Drained,
+    GpuLeaseError,
+    InvalidRequest,
+    NotFound,
+    Unsupported,
+    error_of,
+)
+from gpulease.client.fork_guard import OF_PARENT, register
+from gpulease.client.texts import quoted
+from gpulease.client.transport.channel import Channel
+from gpulease.client.transport.link import LinkEnded
+from gpulease.client.transport.session_words import SessionWords
+from gpulease.protocol import Exclusivity, Failure, Opcode, ProtocolError, Status, Waiting
+from gpulease.protocol.address import Address
+from gpulease.protocol.back_off import back_off_s
+from gpulease.protocol.capabilities import Permission
+from gpulease.protocol.failures import KILLED, LEASE_ENDS
+from gpulease.protocol.lease_ids import LeaseId, lease_id_of
+from gpulease.protocol.lease_options import LEASE_NAME, WAITING
+from gpulease.protocol.limits import MAX_NOTE_BYTES
+from gpulease.protocol.messages import (
+    Body,
+    CapabilityGrant,
+    CapabilityHeld,
+    CapabilityIssue,
+    CapabilityPresent,
+    CapabilityRevoke,
+    HelloReply,
+    LeaseAlloc,
+    LeaseGrant,
+    LeaseNote,
+    LeaseRef,
+    LeaseRenew,
+    LeaseRenewed,
+    LeaseResize,
+    RegionGrant,
+)
+from gpulease.protocol.opcodes import HelloOption
+
+
+class SubmitReport(TypedDict):
+    """A one-shot job of a lease.
+
+    Attributes:
+        number: The job's number on the daemon.
+        reason: Why it ended or ends, "" while nothing ends it.
+        timed_out: True if the job, its kernel or its image took too long.
+        state: starting, running, ending or fenced; absent once the job is gone.
+        launches: Number of kernels started; absent once the job is gone.
+    """
+
+    number: int
+    reason: str
+    timed_out: bool
+    state: NotRequired[Literal["starting", "running", "ending", "fenced"]]
+    launches: NotRequired[int]
+
+
+class ConnectionReport(TypedDict):
+    """A connection to a lease's session.
+
+    Attributes:
+        number: Its number in the session, from 1.
+        pid: Its program's process on the daemon's host; 0 for a remote one.
+        held_bytes: Device memory of its buffers.
+    """
+
+    number: int
+    pid: int
+    held_bytes: int
+
+
+class LeaseReport(TypedDict):
+    """A lease, as the daemon reports it.
+
+    A daemon of another version may send more members, and may lack those that are not required.
+
+    Attributes:
+        lease_id: The id as text, 32 hexadecimal digits: equal to `lease.lease_id_text`, not to `lease.lease_id`.
+        state: pending, active, draining (it is ending), torndown (its memory is free) or fenced (that could not be
+            proved).
+        generation: Incremented by every renewal.
+        size_bytes: Device memory granted.
+        card_uuid: The card.
+        exclusivity: shared, session_exclusive, device_exclusive or partition_exclusive.
+        remaining_ms: Milliseconds until its end, 0 once it has ended.
+        ttl_ms: Milliseconds last asked for.
+        cause: Why it ended or ends, one word such as `expired`; None while nothing ends it.
+        reason: Why it ends or ended, as a sentence; "" while there is no reason.
+        fault: The worker's message when the context was lost, "" if it was not.
+        tenant: Its tenant.
+        age_ms: Milliseconds since it was asked for.
+        phase: active, warning, grace, teardown or ended; absent before it was granted.
+        ended_after_deadline_us: Microseconds from its deadline to the proof that its memory is free; negative if it
+            ended earlier, absent while it has not ended.
+        orphan_ms: Milliseconds that it may be without a connection; 0: unlimited.
+        orphaned_in_ms: Milliseconds until it ends because it has no connection; None while it has one.
+        allocated_bytes: Device memory that its session holds. The worker counts this and the members below; they are
+            absent once there is no worker.
+        most_allocated_bytes: The most that its session has held.
+        launches: Number of kernels that its session queued.
+        syncs: Number of waits for the card that succeeded.
+        operations: Number of requests that its session received.
+        failed_operations: Number of requests that failed.
+        sync_errors: Number of waits for the card that ended with a failure.
+        copies: Number of copies to and from the card.
+        copied_bytes: Bytes of these copies.
+        connections: The session's connections; absent with a daemon that is too old.
+        kept_memory_bytes: Bytes of buffers that the lease keeps by name; absent together with `connections`.
+        unheld_bytes: Bytes of buffers that no open session holds: of a session that has ended while its kernels run, or
+            of an older client, whose buffers stay; absent together with `connections`.
+        submit: The job that is not proved gone; absent if there is none.
+        last_submit: The last job that is gone; absent if there was none.
+        parent: For a region, the text of its lease's id; absent for a lease.
+        name: The lease's name, which is unique in its fleet; absent without one.
+        epoch: The number of the name's claim; absent without a name.
+        regions: The ids of a lease's regions, as text; absent for a region, and with an older daemon for a lease
+            without regions.
+        region_bytes: Bytes of its slice that these take; absent together with `regions`.
+    """
+
+    lease_id: str
+    name: NotRequired[str]
+    epoch: NotRequired[int]
+    state: Literal["pending", "active", "draining", "torndown", "fenced"]
+    generation: int
+    size_bytes: int
+    card_uuid: str
+    exclusivity: str
+    remaining_ms: int
+    ttl_ms: int
+    cause: NotRequired[str | None]
+    reason: NotRequired[str]
+    fault: NotRequired[str]
+    tenant: NotRequired[str]
+    age_ms: NotRequired[int]
+    phase: NotRequired[Literal["active", "warning", "grace", "teardown", "ended"]]
+    ended_after_deadline_us: NotRequired[int]
+    orphan_ms: NotRequired[int]
+    orphaned_in_ms: NotRequired[int | None]
+    allocated_bytes: NotRequired[int]
+    most_allocated_bytes: NotRequired[int]
+    launches: NotRequired[int]
+    syncs: NotRequired[int]
+    operations: NotRequired[int]
+    failed_operations: NotRequired[int]
+    sync_errors: NotRequired[int]
+    copies: NotRequired[int]
+    copied_bytes: NotRequired[int]
+    connections: NotRequired[list[ConnectionReport]]
+    kept_memory_bytes: NotRequired[int]
+    unheld_bytes: NotRequired[int]
+    submit: NotRequired[SubmitReport]
+    last_submit: NotRequired[SubmitReport]
+    parent: NotRequired[str]
+    regions: NotRequired[list[str]]
+    region_bytes: NotRequired[int]
+
+
+class LeaseUse(NamedTuple):
+    """The device memory that a lease's session holds.
+
+    Attributes:
+        now_bytes: What it holds now: buffers, modules, streams, and the memory that they share.
+        most_bytes: The most that it has held since the lease began: the size to ask for next time.
+    """
+
+    now_bytes: int
+    most_bytes: int
+
+
+_TEXTS: Final = ("lease_id", "state", "card_uuid", "exclusivity")
+_NUMBERS: Final = ("generation", "size_bytes", "remaining_ms", "ttl_ms")
+
+
+def lease_report_of(found: Any, doing: str) -> LeaseReport:
+    """Check a map that the daemon sent, and return it.
+
+    Raises Disconnected if it is not a map, or if members have other types than the protocol's.
+    """
+    is_typed = (
+        isinstance(found, dict)
+        and all(isinstance(found.get(name, ""), str) for name in _TEXTS)
+        and all(type(found.get(name, 0)) is int for name in _NUMBERS)
+    )
+    if not is_typed:
+        raise error_of(Failure(Status.DISCONNECTED, "the report is not a lease's map"), doing)
+    return cast(LeaseReport, found)
+
+
+LEASE_OVER: Final = frozenset(
+    {
+        Status.LEASE_EXPIRED,
+        Status.REVOKED,
+        Status.FENCED,
+        Status.LEASE_FREED,
+        Status.NOT_FOUND,
+        Status.DISCONNECTED,
+        Status.DRAINED,
+    }
+)
+"""Statuses with which the daemon says that a lease has ended for good. A daemon that stops sends DISCONNECTED. Do not
+use this for failures found in the client, where DISCONNECTED says nothing about the lease."""
+
+LEASE_OVER_FOR_BROKER: Final = LEASE_OVER | {Status.SESSION_FAILED}
+"""`LEASE_OVER` for replies to control requests. In a session's reply, SESSION_FAILED can concern a single operation."""
+
+REPEATABLE: Final = frozenset({Opcode.LEASE_RENEW, Opcode.LEASE_QUERY, Opcode.LEASE_FREE, Opcode.CAPABILITY_REVOKE})
+"""Requests that may be repeated without knowing whether the first one was executed: twice has the same effect as once.
+"""
+
+ACQUIRE_REPLY_LIMIT_S: Final = 90.0
+"""Longest time for a grant, in addition to the wait for room, in seconds. If hundreds ask at once, each waits for the
+workers of those before it. The daemon gives a worker 60 s to start, and then reports that it did not."""
+
+RECONNECT_LIMIT_S: Final = 30.0
+"""Longest time that a request of `REPEATABLE` waits for a daemon whose leases outlive it, in seconds, but never longer
+than the lease lasts. A restart takes seconds; a daemon that is away for longer has another problem."""
+
+END_MARGIN_S: Final = 5.0
+"""How much longer than the lease LEASE_QUERY and LEASE_FREE wait, in seconds: they make sense just after its end, too.
+"""
+
+MAX_NOTES: Final = 256
+"""Most notes in flight together: a larger number gains no speed, and the daemon accepts a bounded number of requests
+per connection."""
+
+FIRST_RECONNECT_PAUSE_S: Final = 0.05
+"""Pause before the first reconnect, in seconds; it doubles with each that fails."""
+
+MAX_RECONNECT_PAUSE_S: Final = 1.0
+"""Longest pause between two reconnects, in seconds."""
+
+DAEMON_STOPS_HINT: Final = LEASE_ENDS["shutdown"].hint.rstrip(".")
+
+
+_GIVEN_BACK: Final = frozenset({Status.LEASE_FREED, Status.LEASE_EXPIRED, Status.DRAINED, Status.NOT_FOUND})
+"""Statuses of a repeated LEASE_FREE if the first one was executed, or if the lease's time ran out meanwhile."""
+
+
+class LeaseState:
+    """A granted lease, and the connection for requests about it.
+
+    Attributes:
+        grant: The daemon's grant.
+        generation: Incremented by every renewal.
+        ttl_s: The time for which it was last granted or renewed.
+        deadline: When it ends, on `clock`.
+        expires_at_unix_s: When it ends, by the daemon's date, for display.
+        over: How the lease ended, once that is known.
+        waiting: How its sessions wait; None: what suits the hosts.
+        token: The token with which another tenant uses it; empty for its own tenant.
+        outlives_daemon: True if the daemon reported that its leases outlive its process.
+        regions: Its regions that were opened here, by their ids.
+        attached: Returns the operations of its session that was opened here last; None if that is gone.
+        asked: The request for which it was granted; None if another program asked.
+        words: The words of its session that was opened here last; None if that is gone, or has none.
+        fleet: The fleet that granted it; None if it was a single daemon.
+        name: Its name, which is unique in its fleet; "" without one.
+        epoch: The number of the name's claim; 0 without a name.
+    """
+
+    token = b""
+    channel: Channel
+    asked: LeaseAlloc | None = None
+    fleet: Fleet | None = None
+    name = ""
+    epoch = 0
+
+    def __init__(self, channel: Channel, lock: Any, grant: LeaseGrant, clock: Clock = time.monotonic) -> None:
+        self.grant = grant
+        self.waiting: Waiting | None = None
+        self.address: Address = channel.address
+        self.clock = clock
+        self.lock = lock
+        self.channel = channel
+        self.over: Failure | None = None
+        self.outlives_daemon = False
+        self.regions: weakref.WeakValueDictionary[int, LeaseState] = weakref.WeakValueDictionary()
+        self.attached: Callable[[], Any] = lambda: None
+        self.words: SessionWords | None = None
+        self.extend(grant.generation, grant.ttl_ms, grant.expires_at_unix_s)
+        register(self)
+
+    def disown(self) -> None:
+        """Leave the lease to the parent process (`fork_guard.Inherited`)."""
+        self.over = self.over or OF_PARENT
+
+    def extend(self, generation: int, ttl_ms: int, expires_at_unix_s: int) -> None:
+        """Record that the lease lasts `ttl_ms` from now."""
+        self.generation = generation
+        self.ttl_s = ttl_ms / 1000
+        self.deadline = self.clock() + self.ttl_s
+        self.expires_at_unix_s = expires_at_unix_s
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds until the lease ends; 0 once it has."""
+        return 0.0 if self.over is not None else max(0.0, self.deadline - self.clock())
+
+    @property
+    def is_revoked(self) -> bool:
+        """True once launches are refused because the lease has ended: one load, while a session has words."""
+        words = self.words
+        return self.over is not None or (words is not None and words.lease[0] != 0)
+
+    def look(self) -> None:
+        """Record an end that the session's words report."""
+        end = None if self.words is None else self.words.lease_end()
+        if end is not None and self.over is None:
+            self.over = end_reason_of(end)
+
+    def note_failure(self, said: Failure, over: Container[Status] = LEASE_OVER) -> Failure:
+        """Record a failure that the daemon sent: it may say that the lease has ended.
+
+        An end that is known already stays. A failure that names a region concerns that region alone.
+
+        Args:
+            said: The failure.
+            over: Statuses that mean the lease's end.
+
+        Returns:
+            The failure, with a hint if the daemon sent none.
+        """
+        # The lease continues; the region, if it was opened here, records its own end.
+        if said.region is not None:
+            region = self.regions.get(said.region)
+            return said if region is None else region.note_failure(said)
+        if said.status is Status.DISCONNECTED and not said.hint:
+            said = replace(said, hint=DAEMON_STOPS_HINT)
+        if said.status in over and self.over is None:
+            self.over = said
+        return said
+
+    # --- procedures ---
+
+    def renew(self, seconds: float, *, waits_for_daemon: bool = True) -> Procedure[None]:
+        """Move the deadline to at least `seconds` from now.
+
+        Args:
+            seconds: The time.
+            waits_for_daemon: Whether to wait for a daemon that is restarting.
+        """
+        ttl_ms = milliseconds(seconds, "renew", least_ms=1)
+        self.look()
+        body = LeaseRenew(self.grant.lease_id, ttl_ms)
+        renewed: LeaseRenewed = yield from self._control(Opcode.LEASE_RENEW, body, waits_for_daemon=waits_for_daemon)
+        self.extend(renewed.generation, renewed.ttl_ms, renewed.expires_at_unix_s)
+
+    def free(self) -> Procedure[None]:
+        """Free the lease. If it had ended before, raises the error of its end."""
+        yield from self._control(Opcode.LEASE_FREE, LeaseRef(self.grant.lease_id))
+        self.over = Failure(Status.LEASE_FREED, "the lease was freed")
+        self.channel.close()
+
+    def free_at_exit(self) -> Procedure[None]:
+        """Free the lease at the end of a `with` block; a lease that has ended already is no error."""
+        try:
+            if self.over is None:
+                yield from clean_up(self.free())
+        except GpuLeaseError as error:
+            # FENCED is reported in any case: the memory was not proved free, and an operator has to act.
+            if self.over is None or error.status is Status.FENCED:
+                raise
+        finally:
+            self.channel.close()
+
+    def issue(self, wanted: CapabilityIssue) -> Procedure[Grant]:
+        """Issue a token for another program, as `GpuLease.issue`."""
+        granted: CapabilityGrant = yield from self._control(Opcode.CAPABILITY_ISSUE, wanted)
+        return Grant(
+            granted.token,
+            granted.public_key,
+            LeaseId(self.grant.lease_id),
+            Permission(wanted.permissions),
+            granted.ttl_ms / 1000,
+            granted.expires_at_unix_s,
+        )
+
+    def inspect_token(self, token: bytes) -> Procedure[HeldToken]:
+        """Ask what a token of the lease permits, on the lease's own connection."""
+        return HeldToken.of((yield from self._control(Opcode.CAPABILITY_PRESENT, CapabilityPresent(token))))
+
+    def revoke_token(self, token: bytes) -> Procedure[None]:
+        """End one token of the lease, and those attenuated from it."""
+        yield from self._control(Opcode.CAPABILITY_REVOKE, CapabilityRevoke(self.grant.lease_id, 0, token))
+
+    def query(self) -> Procedure[LeaseReport]:
+        """Ask the daemon for the lease's state, also after its end."""
+        reply = yield from self._control(Opcode.LEASE_QUERY, LeaseRef(self.grant.lease_id))
+        return lease_report_of(reply.report, doing_of(Opcode.LEASE_QUERY))
+
+    def used(self) -> Procedure[LeaseUse]:
+        """Ask how much device memory its session holds and has held at most. Raises Unsupported."""
+        # Buffers held for reuse are freed for the program, so they must not be counted.
+        yield from self.give_back()
+        report = yield from self.query()
+        now, most = report.get("allocated_bytes"), report.get("most_allocated_bytes")
+        if not isinstance(now, int) or not isinstance(most, int):
+            raise Unsupported(
+                "used: the session's memory is not counted", "Ask while the lease lives, by a newer daemon"
+            )
+        return LeaseUse(now, most)
+
+    def give_back(self) -> Procedure[None]:
+        """Make its session that was opened here last free what its tenant has freed."""
+        operations = self.attached()
+        if operations is not None:
+            yield from operations.give_back()
+
+    def resize(self, size_bytes: int) -> Procedure[None]:
+        """Change its size. Raises CapacityExceeded or AllocFailed."""
+        yield from self.give_back()
+        body, resized = LeaseResize(self.grant.lease_id, size_bytes), list[Any]()
+        try:
+            yield from self._control(Opcode.LEASE_RESIZE, body, made=resized)
+        finally:
+            # Also if the wait was interrupted: the next change counts from this size.
+            if resized:
+                self.grant = replace(self.grant, size_bytes=resized[0].size_bytes)
+
+    def note(self, data: Mapping[str, Any]) -> Procedure[None]:
+        """Write a record about the lease to the audit log."""
+        yield from self._control(Opcode.LEASE_NOTE, LeaseNote(self.grant.lease_id, _note_of(data)))
+
+    def notes(self, several: Sequence[Mapping[str, Any]]) -> Procedure[list[GpuLeaseError | None]]:
+        """Write records about the lease, all in flight together.
+
+        Returns:
+            For each record None, or why it may not be in the log.
+        """
+        doing = doing_of(Opcode.LEASE_NOTE)
+        if len(several) > MAX_NOTES:
+            raise InvalidRequest(f"notes: {len(several)} at once; {MAX_NOTES} are the most")
+        if self.over is not None:
+            raise error_of(self.over, doing)
+        # Step 1: encode all records. One that can't be encoded gets its error, and the others are sent.
+        bodies: dict[int, LeaseNote] = {}
+        outcomes: list[GpuLeaseError | None] = [None] * len(several)
+        for number, data in enumerate(several):
+            try:
+                bodies[number] = LeaseNote(self.grant.lease_id, _note_of(data))
+            except InvalidRequest as error:
+                outcomes[number] = error
+        # Step 2: send all and collect replies. If the connection ends, `answers` has those that came before.
+        answers: dict[int, Body | Failure] = {}
+        lost: GpuLeaseError | None = None
+        try:
+            yield Locked(self.lock, self._ask_all(Opcode.LEASE_NOTE, bodies, answers, doing))
+        except GpuLeaseError as error:
+            lost = error
+        # Step 3: for a record without a reply it is unknown whether it is in the log, so it gets the connection's
+        # error.
+        for number in bodies:
+            answer = answers.get(number)
+            if answer is None:
+                outcomes[number] = lost
+            elif isinstance(answer, Failure):
+                outcomes[number] = error_of(self.note_failure(answer, LEASE_OVER_FOR_BROKER), doing)
+        return outcomes
+
+    def refusal_stream(self) -> RefusalStream:
+        """A subscription to the launches that its regions refuse; not opened yet."""
+        if self.over is OF_PARENT:
+            raise error_of(OF_PARENT, "watch")
+        return RefusalStream(self.address, self.grant.lease_id, self.token)
+
+    def event_stream(self) -> EventStream:
+        """A subscription to its events; not opened yet."""
+        if self.over is OF_PARENT:
+            raise error_of(OF_PARENT, "events")
+        return EventStream(self.address, self.grant.lease_id, self.token)
+
+    def _control(
+        self, op: Opcode, body: Body, *, waits_for_daemon: bool = True, made: list[Any] | None = None
+    ) -> Procedure[Any]:
+        """Send a request about the lease; returns the reply's body.
+
+        Args:
+            op: The operation.
+            body: The request's body.
+            waits_for_daemon: Whether to wait for a daemon that is restarting.
+            made: Receives the reply's body as soon as it comes, even after this call was interrupted.
+        """
+        doing = doing_of(op)
+        if self.over is not None and (op is not Opcode.LEASE_QUERY or self.over is OF_PARENT):
+            raise error_of(self.over, doing)
+        # A repeat after a restart is safe only for some requests, and useful only if the leases outlive the daemon.
+        waits_for_daemon = waits_for_daemon and self.outlives_daemon and op in REPEATABLE
+        wait_s = self.remaining_s + (0.0 if op is Opcode.LEASE_RENEW else END_MARGIN_S)
+        wait_s = min(wait_s, RECONNECT_LIMIT_S) if waits_for_daemon else 0.0
+        answer = yield Locked(self.lock, self._ask_until(op, body, doing, wait_s, made))
+        if isinstance(answer, Failure):
+            raise error_of(self.note_failure(answer, LEASE_OVER_FOR_BROKER), doing)
+        return answer
+
+    def _ask_until(self, op: Opcode, body: Body, doing: str, wait_s: float, made: list[Any] | None) -> Procedure[Any]:
+        """Repeat the request for `wait_s`, with growing pauses, if that is safe and the daemon may come back."""
+        last, failures = self.clock() + wait_s, 0
+        while True:
+            try:
+                return (yield from self._ask_again_if_stale(op, body, doing, made, is_again=failures > 0))
+            # Busy too: right after a restart, all clients reconnect at once.
+            except (Disconnected, Busy):
+                left_s = last - self.clock()
+                if left_s <= 0:
+                    raise
+            yield Sleep(min(back_off_s(failures, FIRST_RECONNECT_PAUSE_S, MAX_RECONNECT_PAUSE_S), left_s))
+            failures += 1
+
+    def _ask_all(
+        self, op: Opcode, bodies: Mapping[int, Body], answers: dict[int, Body | Failure], doing: str
+    ) -> Procedure[None]:
+        """Send several requests, none of them twice.
+
+        `answers` receives the replies that come before the connection ends.
+        """
+        yield from self._reconnect_if_stale(doing)
+        link, limit = self.channel.link, TimeLimit(CONTROL_REPLY_LIMIT_S, doing, self.address, self.clock)
+        try:
+            # All requests in one send, then their replies in order.
+            asked = {number: link.request(op, body) for number, body in bodies.items()}
+            yield from send(self.channel, [frame for _, frame in asked.values()], limit)
+            for number, (request_id, _) in asked.items():
+                answers[number] = yield from receive(self.channel, request_id, limit)
+        except LinkEnded as ended:
+            self.channel.close()
+            raise disconnected(ended, self.channel, doing) from None
+
+    def _reconnect_if_stale(self, doing: str) -> Procedure[bool]:
+        """Connect again if the connection is dead; returns whether it was."""
+        is_stale = self.channel.link.end is not None
+        if is_stale:
+            # The connection may have ended directly after a reply, unnoticed until now.
+            self.channel.close()
+            self.channel, _ = yield from dial(self.address, TimeLimit(CONNECT_LIMIT_S, doing, self.address))
+        self.channel.link.forget([])
+        return is_stale
+
+    def _ask_again_if_stale(
+        self, op: Opcode, body: Body, doing: str, made: list[Any] | None, *, is_again: bool
+    ) -> Procedure[Any]:
+        """Send on the connection on which the lease was granted; if that is dead, send once more on a new one.
+
+        Every request but REGION_OPEN may be repeated: a second LEASE_FREE finds the lease ended, which was the purpose.
+        A second REGION_OPEN could leave a region that no client knows.
+        """
+        while True:
+            fresh = yield from self._reconnect_if_stale(doing)
+            try:
+                limit = TimeLimit(CONTROL_REPLY_LIMIT_S, doing, self.address, self.clock)
+                asking = answer_to(self.channel, op, body, limit)
+                answer = yield from (asking if made is None else self._ask_to_make(asking, op, made))
+            except LinkEnded as ended:
+                self.channel.close()
+                # The daemon is stopping. Its goodbye is the answer: another connection would not be accepted.
+                if self.channel.link.said_goodbye and ended.failure.status is Status.DISCONNECTED:
+                    return ended.failure
+                if fresh or op is Opcode.REGION_OPEN:
+                    raise disconnected(ended, self.channel, doing) from None
+                is_again = True
+                continue
+            is_refused = isinstance(answer, Failure)
+            # The first LEASE_FREE, whose reply was lost, has freed the lease: the refusal of the second is a success.
+            if is_refused and is_again and op is Opcode.LEASE_FREE and answer.status in _GIVEN_BACK:
+                return None
+            return answer
+
+    def _ask_to_make(self, asking: Procedure[Any], op: Opcode, made: list[Any]) -> Procedure[Any]:
+        """Drive a request that makes something, and wait for its reply even if interrupted.
+
+        `made` receives the reply's body. If no reply comes, the connection is closed: the daemon takes back what it
+        made for a connection that is gone.
+        """
+        channel = self.channel
+        number = channel.link.connection.last_request_id + 1
+        answer: Any = None
+        try:
+            answer = yield from asking
+            if isinstance(answer, Failure):
+                return answer
+            made += [answer]
+            return answer
+        except (LinkEnded, GeneratorExit):
+            raise
+        except BaseException:
+            # Interrupted before the reply: wait for it even now, so that what was made has an owner.
+            if answer is None and channel.link.end is None:
+                yield from clean_up(self._take_late(channel, number, op, made))
+            elif answer is not None and not made and not isinstance(answer, Failure):
+                made += [answer]
+            raise
+
+    def _take_late(self, channel: Channel, number: int, op: Opcode, made: list[Any]) -> Procedure[None]:
+        """Wait for the reply to an interrupted request that makes something; `made` receives its body."""
+        try:
+            limit = TimeLimit(CLEAN_UP_S, doing_of(op), self.address, self.clock)
+            answer = yield from receive(channel, number, limit)
+        except BaseException as error:
+            channel.close()
+            if isinstance(error, LinkEnded | GpuLeaseError):
+                return
+            raise
+        if not isinstance(answer, Failure):
+            made += [answer]
+
+
+def _note_of(data: Mapping[str, Any]) -> bytes:
+    """Encode a note in the audit log's canonical form. Raises InvalidRequest if it is too long, or not JSON."""
+    try:
+        text = json.dumps(dict(data), ensure_ascii=False, allow_nan=False, sort_keys=True, separators=(",", ":"))
+        note = text.encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(f"note: it can't be written as JSON: {error}") from None
+    if len(note) > MAX_NOTE_BYTES:
+        raise InvalidRequest(f"note: it has {len(note)} bytes as JSON; {MAX_NOTE_BYTES} are the most")
+    return note
+
+
+class Renewed(Protocol):
+    """The part of a lease or region that its renewal uses."""
+
+    @property
+    def _state(self) -> LeaseState: ...
+
+
+def state_of(lease: Any) -> LeaseState:
+    """A lease's state, for a session on it. Raises InvalidRequest for what programs mistake for a lease."""
+    state = getattr(lease, "_state", None)
+    if isinstance(state, LeaseState):
+        return state
+    if isinstance(lease, LeaseRequest):
+        raise InvalidRequest("session: the argument must be a lease, not a GpuBuilder", ASK_FIRST)
+    hint = "Await it: lease = await builder.acquire()" if isinstance(lease, Awaitable) else ASK_FIRST
+    raise InvalidRequest(f"session: the argument must be a lease, not {quoted(lease)}", hint)
+
+
+class LeaseView:
+    """Base of both APIs' leases: all properties that need no request to the daemon."""
+
+    _state: LeaseState
+
+    @property
+    def lease_id(self) -> LeaseId:
+        """The lease's id, 128 bits, printed as 32 hex digits; also its session's id."""
+        return LeaseId(self._state.grant.lease_id)
+
+    @property
+    def lease_id_text(self) -> str:
+        """The lease's id as 32 hex digits, for code that needs a str."""
+        return str(self.lease_id)
+
+    @property
+    def expires_at_unix_secs(self) -> int:
+        """The date of its end, by the daemon's wall clock; for display."""
+        return self._state.expires_at_unix_s
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds until it ends, by this machine's monotonic clock; 0 once it has."""
+        return self._state.remaining_s
+
+    @property
+    def size_bytes(self) -> int:
+        """Device memory granted, in bytes, after all `grow` and `shrink`."""
+        return self._state.grant.size_bytes
+
+    @property
+    def card_uuid(self) -> str:
+        """The UUID of its card, as the driver reports it."""
+        return self._state.grant.card_uuid
+
+    @property
+    def generation(self) -> int:
+        """Incremented by every renewal, from 1; a token is valid for one generation."""
+        return self._state.generation
+
+    @property
+    def name(self) -> str:
+        """The name set by `GpuBuilder().name(...)`, which is unique in its fleet; "" without one."""
+        return self._state.name
+
+    @property
+    def epoch(self) -> int:
+        """The number of its name's claim, higher than that of every earlier lease of the name; 0 without a name.
+
+        A store that remembers the highest epoch it has seen can refuse late writes of an earlier holder of the name.
+        """
+        return self._state.epoch
+
+    @property
+    def exclusivity(self) -> Exclusivity:
+        """Which other leases may be on the same card."""
+        return Exclusivity(self._state.grant.exclusivity)
+
+    @property
+    def is_alive(self) -> bool:
+        """True while it has time left and is not known here to have ended."""
+        return self._state.remaining_s > 0
+
+    @property
+    def revoked(self) -> bool:
+        """True once launches are refused because the lease has ended, for whatever cause.
+
+        While a session with shared memory is open, this is one load of memory that the daemon writes: an engine may
+        read it between its own steps. Over TCP and TLS it turns True when an operation or the daemon has reported the
+        end.
+        """
+        return self._state.is_revoked
+
+    @property
+    def address(self) -> str:
+        """The address of its daemon; for a fleet's lease, of its node."""
+        return str(self._state.address)
+
+    def __repr__(self) -> str:
+        left = f"{self.remaining_s:.1f} s left" if self.is_alive else "over"
+        return f"<{type(self).__name__} {self.lease_id_text} {self.size_bytes} bytes on {self.card_uuid}, {left}>"
+
+    def _free_when_dropped(self) -> None:
+        """Try to free the lease when its last reference is dropped or the program exits."""
+        weakref.finalize(self, free_silently, self._state)
+
+
+def acquire(where: Address | Fleet, wanted: LeaseAlloc, lock: Any) -> Procedure[LeaseState]:
+    """Ask a daemon or a fleet for a lease. Raises CapacityExceeded, Unsupported, InvalidRequest, Disconnected.
+
+    If this is interrupted before the grant comes, the daemon takes the lease back; after that, it is freed here.
+    """
+    lease: LeaseState | None = None
+    try:
+        # A fleet chooses the node. A single daemon is asked directly, in one flight with HELLO.
+        if isinstance(where, Fleet):
+            lease = yield from acquire_in(where, wanted, partial(_lease_on, lock=lock), free_of)
+            lease.fleet = where
+        else:
+            limit_s = ACQUIRE_REPLY_LIMIT_S + wanted.wait_ms / 1000
+            opening = Opcode.LEASE_ALLOC, wanted, limit_s, lambda grant: grant, free_of
+            lease = yield from _open(where, lock, *opening)
+        lease.waiting, lease.asked = WAITING.read(wanted.parameters), wanted
+        # The grant does not carry the name's epoch: ask for it.
+        if name := LEASE_NAME.read(wanted.parameters):
+            yield from _take_name(lease, name)
+    except BaseException:
+        if lease is not None:
+            free_silently(lease)
+        raise
+    return lease
+
+
+def _take_name(lease: LeaseState, name: str) -> Procedure[None]:
+    """Ask for the epoch of a lease's name. Frees the lease if its daemon is too old for names."""
+    report = yield from lease.query()
+    _take_claim(lease, report)
+    # A daemon that does not know names has granted a lease without one. Using it would break the name's promise.
+    if lease.name != name:
+        yield from lease.free()
+        failure = Failure(Status.UNSUPPORTED, "the daemon knows of no names", hint="Leave the name out, or update it.")
+        raise error_of(failure, doing_of(Opcode.LEASE_ALLOC))
+
+
+def _take_claim(lease: LeaseState, report: LeaseReport) -> None:
+    lease.name, lease.epoch = report.get("name", ""), report.get("epoch", 0)
+
+
+def reacquire(lease: LeaseState, lock: Any) -> Procedure[LeaseState]:
+    """Ask for a lease with the request of one that has ended. Raises InvalidRequest if it has not ended."""
+    if lease.over is OF_PARENT:
+        raise error_of(OF_PARENT, "reacquire")
+    if lease.remaining_s > 0:
+        # By its own deadline the lease is alive: ask the daemon, which may have ended it early or forgotten it.
+        report: LeaseReport | None = None
+        with suppress(NotFound):
+            report = yield from lease.query()
+        if report is not None and end_reason_of(report) is None:
+            raise InvalidRequest(
+                "reacquire: the lease has not ended", "Use it, renew it, or free it and call reacquire() then"
+            )
+    if lease.asked is None:
+        raise InvalidRequest("reacquire: this lease was acquired by another program", "Acquire one by GpuBuilder")
+    return (yield from acquire(lease.fleet or lease.address, lease.asked, lock))
+
+
+def by_token(address: Address, token: bytes, lock: Any) -> Procedure[LeaseState]:
+    """Another tenant's lease, as a token shows it. Raises Denied, naming the check that the token failed."""
+
+    def grant_of(held: CapabilityHeld) -> LeaseGrant:
+        return LeaseGrant(held.lease_id, held.generation, 0, held.ttl_ms, held.expires_at_unix_s, 0, "")
+
+    body = CapabilityPresent(token)
+    lease = yield from _open(address, lock, Opcode.CAPABILITY_PRESENT, body, CONTROL_REPLY_LIMIT_S, grant_of)
+    lease.token = token
+    # A new connection would not have presented the token: after a restart nothing is sent again.
+    lease.outlives_daemon = False
+    return lease
+
+
+def by_environment(address: Address, lock: Any) -> Procedure[LeaseState]:
+    """The tenant's own lease that GPULEASE_LEASE_ID names. Raises InvalidRequest, or NotFound if there is none."""
+    text = os.environ.get(LEASE_ID_VARIABLE, "")
+    if not text:
+        raise InvalidRequest(
+            f"attach: no token was given, and {LEASE_ID_VARIABLE} is not set",
+            "Give a token, or start the program as `gpulease run --vram 4GiB -- CMD`",
+        )
+    try:
+        lease_id = lease_id_of(text)
+    except ValueError as error:
+        raise InvalidRequest(f"{LEASE_ID_VARIABLE}: {error}") from None
+    return (yield from by_id(address, lock, lease_id))
+
+
+def by_id(address: Address, lock: Any, lease_id: int) -> Procedure[LeaseState]:
+    """The tenant's own lease with that id. Raises NotFound if there is none."""
+    # The reply's report has the grant and the name's claim; the list keeps it for the latter.
+    reports: list[LeaseReport] = []
+
+    def grant_of(reply: Any) -> LeaseGrant:
+        reports.append(reply.report)
+        return _granted(lease_id, reply.report)
+
+    body = LeaseRef(lease_id)
+    lease = yield from _open(address, lock, Opcode.LEASE_QUERY, body, CONTROL_REPLY_LIMIT_S, grant_of)
+    _take_claim(lease, reports[0])
+    return lease
+
+
+def _open(
+    address: Address,
+    lock: Any,
+    op: Opcode,
+    body: Body,
+    reply_limit_s: float,
+    grant_of: Callable[[Any], LeaseGrant],
+    undo: Undo | None = None,
+) -> Procedure[LeaseState]:
+    """Connect, send the request that yields a lease, and keep the connection for the lease; close it on any failure.
+
+    Args:
+        address: The daemon's address.
+        lock: The API's kind of lock.
+        op: The request.
+        body: Its body.
+        reply_limit_s: Longest wait for the reply, in seconds.
+        grant_of: Makes the grant from the reply's body.
+        undo: If this is interrupted, gives back what the reply has brought.
+    """
+    doing = doing_of(op)
+    limit = TimeLimit(CONNECT_LIMIT_S, "connect", address)
+    channel: Channel | None = None
+    try:
+        channel, hello, number = yield from dial_for(address, limit, First(op, body, undo=undo))
+        limit = TimeLimit(reply_limit_s, doing, address)
+        # The grant may take long. PINGs show meanwhile whether the daemon is alive.
+        reply = yield from receive_from_living(channel, number, limit, pong_limit_s=CONNECT_LIMIT_S)
+        if isinstance(reply, Failure):
+            raise error_of(reply, doing)
+        # The lease owns the connection from here on: claim the reply, so that no interrupt gives it back.
+        lease = _lease_on(channel, hello, grant_of(reply), lock)
+        channel.link.claim(number)
+        return lease
+    except LinkEnded as ended:
+        assert channel is not None
+        channel.close()
+        raise disconnected(ended, channel, doing) from None
+    except BaseException as error:
+        if channel is not None and undo is not None and not isinstance(error, GpuLeaseError | GeneratorExit):
+            yield from give_up(channel, number, undo)
+        if channel is not None:
+            channel.close()
+        raise
+
+
+def free_of(granted: LeaseGrant | RegionGrant) -> First:
+    """The request that frees a lease, or a region of one's own lease."""
+    return First(Opcode.LEASE_FREE, LeaseRef(granted.lease_id))
+
+
+def _lease_on(channel: Channel, hello: HelloReply, grant: LeaseGrant, lock: Any) -> LeaseState:
+    lease = LeaseState(channel, lock, grant)
+    for option in hello.options:
+        if option.type == HelloOption.KEEPS_LEASES:
+            lease.outlives_daemon = True
+        elif option.type == HelloOption.WARNING:
+            log_warning(option.value.decode(errors="replace"))
+    return lease
+
+
+def _granted(lease_id: int, report: Any) -> LeaseGrant:
+    """The grant, as far as a lease's report contains it. Raises Disconnected for anything but a report."""
+    try:
+        exclusivity = Exclusivity[report["exclusivity"].upper()]
+        # A report has the time that is left, not the original one; that is what this program can rely on.
+        times = report["generation"], report["size_bytes"], report["remaining_ms"]
+        expires_at_unix_s = int(time.time() + report["remaining_ms"] / 1000)
+        return LeaseGrant(lease_id, *times, expires_at_unix_s, exclusivity, report["card_uuid"])
+    except (AttributeError, KeyError, TypeError):
+        failure = Failure(Status.DISCONNECTED, "the daemon's report of the lease can't be read")
+        raise error_of(failure, doing_of(Opcode.LEASE_QUERY)) from None
+
+
+def free_silently(state: LeaseState) -> None:
+    """Send LEASE_FREE if that needs no waiting. Runs in finalizers and after interrupts: never raises."""
+    channel = state.channel
+    # Not if another thread or task uses the connection. The connection's end tells the daemon in any case.
+    if state.over is None and channel.link.end is None and not is_held(state.lock):
+        with suppress(OSError, ProtocolError):
+            _, frame = channel.link.request(Opcode.LEASE_FREE, LeaseRef(state.grant.lease_id))
+            channel.push(deque((memoryview(frame),)))
+    channel.close()
+
+
+RENEW_AT: Final = 0.75
+"""Fraction of its time after which a lease is renewed: early enough for several tries."""
+
+JITTER: Final = 0.10
+"""Fraction by which each renewal is moved at random, so that leases granted together are not renewed together."""
+
+FIRST_BACKOFF_S: Final = 0.1
+"""Pause after the first failure, in seconds; it doubles with each further one."""
+
+MAX_BACKOFF_S: Final = 5.0
+"""Longest pause between two tries, in seconds."""
+
+CUT_SHORT_PART: Final = 0.9
+"""A renewal that grants less than this fraction of the requested time was cut short, which only a drain does."""
+
+CUT_SHORT_SLACK_S: Final = 0.1
+"""How long the daemon's reply may have taken, in seconds; a lease as short as this finds out at the next renewal."""
+
+LEAST_DELAY_S: Final = 0.01
+"""Shortest pause, in seconds, so that a lease of a millisecond does not spin."""
+
+
+class RenewalSchedule:
+    """Computes how long to wait before the next renewal.
+
+    Args:
+        uniform: Returns random numbers from 0 to 1.
+    """
+
+    def __init__(self, uniform: Callable[[], float] = random.random) -> None:
+        self._uniform = uniform
+        self._failures = 0
+
+    def after_grant(self, remaining_s: float) -> float:
+        """Seconds until the next renewal of a lease that was just granted or renewed and has `remaining_s` left."""
+        self._failures = 0
+        return max(LEAST_DELAY_S, remaining_s * RENEW_AT * (1 + JITTER * (2 * self._uniform() - 1)))
+
+    def after_failure(self, error: GpuLeaseError, remaining_s: float) -> float | None:
+        """Seconds until the next try; None if the lease is lost."""
+        if isinstance(error, PERMANENT_ERRORS) or remaining_s <= 0:
+            return None
+        pause_s = back_off_s(self._failures, FIRST_BACKOFF_S, MAX_BACKOFF_S)
+        self._failures += 1
+        # At most half of what is left, so that the last tries get closer together instead of coming too late.
+        return max(LEAST_DELAY_S, min(pause_s, remaining_s / 2))
+
+
+OnLoss = Callable[[GpuLeaseError], None]
+"""Called once with the error that says why a lease is lost."""
+
+
+def raise_untold(loss: GpuLeaseError | None, on_loss: OnLoss | None) -> None:
+    """Raise a loss that was not reported to `on_loss`: a block must not end as if its lease had been renewed."""
+    if loss is not None and on_loss is None:
+        raise loss.with_traceback(None)
+
+
+def keep_renewed(
+    lease: Callable[[], Renewed | None], schedule: RenewalSchedule, stopped: Any = None
+) -> Procedure[GpuLeaseError | None]:
+    """Renew a lease, each time for the time for which it was granted, until it is lost.
+
+    Args:
+        lease: A weak reference to the lease. Dropping or freeing the lease ends this without a loss.
+        schedule: When to renew.
+        stopped: An event of the API's kind that ends this; None if the API ends it in another way.
+
+    Returns:
+        Why the lease was lost; None if it was not.
+    """
+    view = lease()
+    if view is None:
+        return None
+    state = view._state
+    ttl_s = state.ttl_s
+    delay_s = schedule.after_grant(state.remaining_s)
+    while True:
+        # No reference while waiting: dropping the lease must end the renewals.
+        del view
+        yield Sleep(delay_s, stopped)
+        view = lease()
+        if view is None or (stopped is not None and stopped.is_set()):
+            return None
+        try:
+            # Don't wait for a daemon that is restarting: the schedule's own tries do that, and end with the lease.
+            yield from state.renew(ttl_s, waits_for_daemon=False)
+            # Only a drain grants less than was asked for. Renewing again would only shorten the pauses until the end.
+            if state.ttl_s < ttl_s * CUT_SHORT_PART - CUT_SHORT_SLACK_S:
+                del view
+                return Drained(
+                    f"keep_alive: the lease's node is being drained: it lasts {state.ttl_s:.1f} s more, and no longer",
+                    "Finish what you do, and acquire a lease on another node",
+                )
+            delay_s = schedule.after_grant(state.remaining_s)
+        except GpuLeaseError as error:
+            pause_s = schedule.after_failure(error, state.remaining_s)
+            if pause_s is None:
+                del view  # the error's traceback has this frame, and must not keep the lease
+                return None if error.status is Status.LEASE_FREED else error
+            delay_s = pause_s
+
+
+END_REASON_WAIT_S: Final = 2.0
+"""Longest time for the broker to notice that a worker is gone, in seconds. The kernel reports it within milliseconds;
+two seconds mean a host under heavy load."""
+
+END_REASON_POLL_S: Final = 0.05
+"""Pause between two queries for the reason, in seconds."""
+
+_FENCE_MATTERS: Final = frozenset({Status.SESSION_FAILED, Status.DISCONNECTED})
+"""Ends whose status FENCED replaces: any other end matters more to the tenant than its memory."""
+
+
+def end_reason_of(report: Mapping[str, object]) -> Failure | None:
+    """The end of the lease in a LEASE_QUERY report; None if it has not ended."""
+    cause, state = report.get("cause"), report.get("state")
+    if cause is None and state != "fenced":
+        return None
+    reason = str(report.get("reason") or "")
+    end = LEASE_ENDS.get(str(cause))
+    status, words = (end.status, end.words) if end else (Status.SESSION_FAILED, f"the lease ended ({cause})")
+    # A lease that expired or was revoked keeps that reason even if its memory is fenced.
+    if state == "fenced" and status in _FENCE_MATTERS:
+        status, words = Status.FENCED, f"{words} and its memory is fenced"
+    hint = DAEMON_STOPS_HINT if status is Status.DISCONNECTED else ""
+    is_kill = cause == "worker_died" and reason == KILLED
+    return Failure(status, f"{words}: {reason}" if reason else words, hint, is_kill=is_kill)
+
+
+def find_end_reason(lease: LeaseState, ended: Failure) -> Procedure[Failure]:
+    """Ask the broker how a lease ended after its session's connection ended with `ended`. Raises nothing."""
+    last = lease.clock() + END_REASON_WAIT_S
+    try:
+        # The worker's connection often ends before the broker has noticed why: poll for a bounded time.
+        while lease.over is None:
+            lease.over = end_reason_of((yield from lease.query()))
+            if lease.over is not None or lease.clock() >= last:
+                break
+            yield Sleep(END_REASON_POLL_S)
+    # The daemon is gone too, and with it the reason: report both ends.
+    except Disconnected as error:
+        return lease.over or Failure(Status.DISCONNECTED, f"{ended.message}; then {error.message}", error.hint)
+    except GpuLeaseError as error:
+        return _unknown_lease(lease, error.failure)
+    return lease.over or Failure(
+        Status.DISCONNECTED,
+        f"{ended.message}, and the daemon says the lease is still active",
+        "Open another session, or acquire another lease",
+    )
+
+
+def _unknown_lease(lease: LeaseState, failure: Failure) -> Failure:
+    """The end of a lease that the daemon has forgotten, some time after it: after its deadline it expired."""
+    if failure.status is Status.NOT_FOUND and lease.clock() >= lease.deadline:
+        return Failure(Status.LEASE_EXPIRED, "the lease expired")
+    return failure

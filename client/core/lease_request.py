@@ -1,0 +1,294 @@
+"""A tenant's request for a lease: the builder from which both APIs' builders inherit."""
+
+import math
+import os
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, TypeVar
+
+from gpulease.client.core.fleet_acquire import Fleet
+from gpulease.client.errors import InvalidRequest
+from gpulease.client.texts import bounded, quoted, utf8
+from gpulease.client.transport.credentials import TlsFiles, with_files
+from gpulease.protocol import Exclusivity, Waiting
+from gpulease.protocol.address import (
+    ADDRESS_VARIABLE,
+    DEFAULT_ADDRESS,
+    FLEET_SCHEME,
+    Address,
+    parse_address,
+    parse_fleet_address,
+)
+from gpulease.protocol.lease_names import NAME, NAME_RULE
+from gpulease.protocol.lease_options import (
+    EXCLUSIVITY,
+    LABELS,
+    LEASE_NAME,
+    MAX_KERNEL,
+    OPTIONS,
+    ORPHAN,
+    REGIONS_REQUIRED,
+    SUBMIT,
+    WAITING,
+    LeaseOption,
+    NumberOption,
+)
+from gpulease.protocol.limits import MAX_LABELS, MAX_TEXT_BYTES
+from gpulease.protocol.messages import LeaseAlloc
+from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE
+from gpulease.protocol.primitives import LeaseParameter
+from gpulease.protocol.sizes import parse_size
+
+LEASE_ID_VARIABLE: Final = "GPULEASE_LEASE_ID"
+"""Environment variable in which `gpulease run` names a program's lease: 32 hex digits."""
+
+DEFAULT_LEASE_S: Final = 60.0
+"""Lifetime of a lease in seconds if the tenant names none: long enough to try things by hand, short enough to forget.
+"""
+
+MAX_WIRE_MS: Final = 2**32 - 1
+"""Longest time that fits the wire's u32 of milliseconds, 49.7 days."""
+
+MAX_CARD_INDEX: Final = 2**32 - 1
+"""Largest card index: more than any host has, and short to print."""
+
+MAX_WIRE_BYTES: Final = 2**64 - 1
+"""Largest size that fits the wire's u64."""
+
+Value = TypeVar("Value")
+Member = TypeVar("Member", bound=IntEnum)
+
+ASK_FIRST: Final = "Ask for one: lease = GpuBuilder().min_vram(...).acquire()"
+"""Hint for a program that uses a builder, or nothing, as a lease."""
+
+
+def address_of(text: str | None, files: TlsFiles = TlsFiles()) -> Address:  # noqa: B008  # it can't be changed
+    """The given address, else GPULEASE_ADDRESS, else the default socket. Raises InvalidRequest.
+
+    A tls: address includes the files that it needs, from `files` or the environment.
+    """
+    try:
+        if text is not None:
+            utf8(text, "the daemon's address")
+        address = parse_address(text or os.environ.get(ADDRESS_VARIABLE) or DEFAULT_ADDRESS)
+    except ValueError as error:
+        raise InvalidRequest(f"the daemon's address: {error}") from None
+    return with_files(address, files)
+
+
+def fleet_of(text: str | None, files: TlsFiles = TlsFiles()) -> Fleet | None:  # noqa: B008  # it can't be changed
+    """The fleet that the given address, else GPULEASE_ADDRESS, names; None for a daemon. Raises InvalidRequest."""
+    named = text or os.environ.get(ADDRESS_VARIABLE) or ""
+    if not isinstance(named, str) or not named.startswith(FLEET_SCHEME):
+        return None  # `address_of` refuses anything but a string
+    try:
+        utf8(named, "the fleet's address")
+        return Fleet.of(parse_fleet_address(named), files)
+    except ValueError as error:
+        raise InvalidRequest(f"the fleet's address: {error}") from None
+
+
+def milliseconds(seconds: float, what: str, *, least_ms: int) -> int:
+    """Convert seconds to the wire's milliseconds, rounded up.
+
+    Args:
+        seconds: What the program gave.
+        what: How messages name it.
+        least_ms: Shortest time that is allowed.
+
+    Raises InvalidRequest for a time that does not fit.
+    """
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not math.isfinite(seconds):
+        hint = "Give seconds as a number: 600 for ten minutes" if isinstance(seconds, str) else ""
+        raise InvalidRequest(f"{what}: {quoted(seconds)} is not a number of seconds", hint)
+    value = math.ceil(seconds * 1000)
+    if not least_ms <= value <= MAX_WIRE_MS:
+        raise InvalidRequest(f"{what}: {seconds!r} s is not between {least_ms / 1000:g} s and {MAX_WIRE_MS // 1000} s")
+    return value
+
+
+class LeaseRequest:
+    """Describes the lease to acquire; every public method returns the builder itself."""
+
+    def __init__(self, address: str | None = None) -> None:
+        """Describe a lease.
+
+        Args:
+            address: The daemon's or the fleet's address; None for GPULEASE_ADDRESS, else the default socket.
+        """
+        self._address = address
+        self._min_vram_bytes = 0
+        self._submit_bytes = 0
+        self._ttl_ms = milliseconds(DEFAULT_LEASE_S, "lease_secs", least_ms=1)
+        self._wait_ms = 0
+        self._device: str | None = None
+        self._parameters: dict[int, LeaseParameter] = {}
+        self._labels: dict[str, str] = {}
+        self._tls_files = TlsFiles()
+
+    if not TYPE_CHECKING:
+        # Helps programs that use the builder as a lease and have no type checker to report that.
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(
+                f"a GpuBuilder has no {name!r}, because it is not a lease yet. {ASK_FIRST}", name=name, obj=self
+            )
+
+        def __enter__(self) -> NoReturn:
+            raise InvalidRequest("with: a GpuBuilder is not a lease", ASK_FIRST)
+
+        def __exit__(self, *ended: object) -> None: ...
+
+        async def __aenter__(self) -> NoReturn:
+            raise InvalidRequest("async with: a GpuBuilder is not a lease", ASK_FIRST)
+
+        async def __aexit__(self, *ended: object) -> None: ...
+
+    def tls(self, certificate: str | None = None, key: str | None = None, ca: str | None = None) -> Self:
+        """Set the PEM files with which this tenant proves itself to a remote daemon and verifies the daemon.
+
+        Args:
+            certificate: The tenant's certificate; None for GPULEASE_TLS_CERTIFICATE.
+            key: Its private key; None for GPULEASE_TLS_KEY.
+            ca: The CAs that issue nodes' certificates; None for GPULEASE_TLS_CA.
+        """
+        self._tls_files = TlsFiles(certificate, key, ca)
+        return self
+
+    def min_vram(self, size_bytes: int | str) -> Self:
+        """Set the device memory that the tenant can use completely: bytes, or a string such as "4GiB"."""
+        self._min_vram_bytes = size_of(size_bytes, "min_vram")
+        return self
+
+    def submits(self, size_bytes: int | str) -> Self:
+        """Reserve device memory for `lease.submit`, in addition to `min_vram`, for a job's image and arguments.
+
+        Args:
+            size_bytes: Bytes, or a string such as "64MiB".
+        """
+        self._submit_bytes = size_of(size_bytes, "submits")
+        return self._give(SUBMIT, self._submit_bytes)
+
+    def lease_secs(self, seconds: float) -> Self:
+        """Set how many seconds the lease lasts unless it is renewed; the daemon has a maximum. The default is 60."""
+        self._ttl_ms = milliseconds(seconds, "lease_secs", least_ms=1)
+        return self
+
+    def exclusivity(self, exclusivity: Exclusivity | int) -> Self:
+        """Set which other leases may be on the same card."""
+        return self._give(EXCLUSIVITY, _member(Exclusivity, exclusivity, "exclusivity"))
+
+    def waiting(self, waiting: Waiting | int) -> Self:
+        """Set how session and worker wait: SPIN for the fastest replies, YIELD on a busy host, BLOCK to sleep at once.
+
+        If this is not called, they spin for a bounded time where the host has cores for both of them.
+        """
+        return self._give(WAITING, _member(Waiting, waiting, "waiting"))
+
+    def max_kernel_secs(self, seconds: float) -> Self:
+        """Set how many seconds one kernel may run; a longer one ends the lease. Unlimited if this is not called."""
+        return self._give_time(MAX_KERNEL, seconds)
+
+    def orphan_secs(self, seconds: float) -> Self:
+        """End the lease when it has had no connection for `seconds`; 0: never for this reason.
+
+        Its connections are the lease object's own, those of its sessions, including sessions by token, and those of its
+        jobs. A renewal restarts the time. If this is not called, the daemon operator's default applies.
+        """
+        return self._give_time(ORPHAN, seconds)
+
+    def regions_required(self) -> Self:
+        """Make the session refuse every launch that names no region set, so that no launch can forget it."""
+        return self._give(REGIONS_REQUIRED, value=True)
+
+    def name(self, name: str) -> Self:
+        """Set a name that is unique in the daemon's fleet: while this lease lives, no other lease has it.
+
+        The lease's `epoch` distinguishes it from every earlier lease of that name. A node that is cut off from its
+        fleet ends the lease.
+        """
+        utf8(name, "name")
+        if not NAME.fullmatch(name):
+            raise InvalidRequest(f"name: {quoted(name)} is not a valid name", f"A name is {NAME_RULE}")
+        return self._give(LEASE_NAME, name)
+
+    def labels(self, **labels: str) -> Self:
+        """Set labels that the node must have, such as zone="a"; its operator assigns them."""
+        for key, value in labels.items():
+            utf8(value, f"labels: {quoted(key)}")
+            if not NAME.fullmatch(key) or not NAME.fullmatch(value):
+                raise InvalidRequest(
+                    f"labels: {quoted(key)}={quoted(value)} is not a valid label",
+                    f"Its key and its value are each {NAME_RULE}",
+                )
+        # Repeated calls add labels, so count all of them.
+        if len(self._labels | labels) > MAX_LABELS:
+            raise InvalidRequest(f"labels: a lease asks for {MAX_LABELS} labels at the most")
+        self._labels |= labels
+        return self._give(LABELS, self._labels) if self._labels else self
+
+    def device(self, uuid_or_index: str | int) -> Self:
+        """Choose the card, by its UUID or its index. If this is not called, any card that fits."""
+        if isinstance(uuid_or_index, str):
+            self._device = bounded(uuid_or_index, "device: a card's name", MAX_TEXT_BYTES)
+        else:
+            self._device = str(whole(uuid_or_index, "device", least=0, most=MAX_CARD_INDEX))
+        return self
+
+    def timeout(self, seconds: float) -> Self:
+        """Set how many seconds to wait for room; 0, the default: do not wait."""
+        self._wait_ms = milliseconds(seconds, "timeout", least_ms=0)
+        return self
+
+    def _give(self, option: LeaseOption[Value, Any], value: Value) -> Self:
+        self._parameters[option.tag] = option.parameter(value)
+        return self
+
+    def _give_time(self, option: NumberOption[Any], seconds: float) -> Self:
+        return self._give(option, milliseconds(seconds, option.method, least_ms=option.least))
+
+    def _where(self) -> Address | Fleet:
+        return fleet_of(self._address, self._tls_files) or address_of(self._address, self._tls_files)
+
+    def _request(self) -> LeaseAlloc:
+        if not self._min_vram_bytes:
+            raise InvalidRequest("acquire: the lease's size is missing", 'Set it with GpuBuilder().min_vram("4GiB")')
+        size_bytes = self._min_vram_bytes + self._submit_bytes
+        return LeaseAlloc(
+            GPU_RESOURCE_TYPE, size_bytes, self._ttl_ms, self._wait_ms, self._device, tuple(self._parameters.values())
+        )
+
+
+if _missing := [option.method for option in OPTIONS if option.method and option.method not in vars(LeaseRequest)]:
+    raise TypeError(f"LeaseRequest must have the method of each lease option: {', '.join(_missing)}")
+
+
+def _member(kind: type[Member], given: int, what: str) -> Member:
+    try:
+        return kind(given)
+    except ValueError:
+        names = ", ".join(f"{item.name} ({item.value})" for item in kind)
+        raise InvalidRequest(f"{what}: {quoted(given)} is none of {names}") from None
+
+
+def size_of(size: Any, what: str) -> int:
+    """Convert a size such as "4GiB" or 4 << 30 to bytes. Raises InvalidRequest, naming it `what`."""
+    if isinstance(size, str):
+        try:
+            size = parse_size(bounded(size, what, MAX_TEXT_BYTES))
+        except ValueError as error:
+            raise InvalidRequest(f"{what}: {error}") from None
+    return whole(size, what, least=1, most=MAX_WIRE_BYTES)
+
+
+def whole(value: Any, what: str, *, least: int, most: int) -> int:
+    """Check an integer's range and return it as an int; numpy's integers are accepted.
+
+    Raises InvalidRequest, naming the value `what`.
+    """
+    try:
+        number = value.__index__()
+    except (AttributeError, TypeError):
+        raise InvalidRequest(f"{what}: {quoted(value)} is not an integer") from None
+    if not least <= number <= most:
+        raise InvalidRequest(f"{what}: {number} is not between {least} and {most}")
+    return int(number)

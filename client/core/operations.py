@@ -1,0 +1,448 @@
+"""A session's operations: each is executed under the session's lock, one at a time.
+
+The worker keeps the failure of a quiet request, and replies with it to the next request that has a reply. That request
+was not executed, and neither was anything after the failed one. So frees among these are sent again.
+
+Whatever an operation makes has an owner at every moment, wherever the operation is interrupted (`transport.link`): the
+request until its reply has come, the link until its handle is made and has an owner, then the handle. The next
+operation, or the poll of idle sessions, frees what an interrupted one has left. In the same way, a free that is due is
+listed in `dropped` until the channel has queued it.
+"""
+
+from collections import deque
+from collections.abc import Callable, Container
+from typing import Any, Final, TypeVar
+
+from gpulease.client.core.attachment import Attachment
+from gpulease.client.core.exchange import doing_of, receive, send, wait_for_room
+from gpulease.client.core.lease import LEASE_OVER, LeaseState
+from gpulease.client.core.waits import Begun, Limit, Locked, Procedure
+from gpulease.client.errors import GpuLeaseError, InvalidHandle, TimedOut, error_of
+from gpulease.client.handles import Handle
+from gpulease.client.texts import quoted
+from gpulease.client.transport.link import LinkEnded
+from gpulease.protocol import Failure, Opcode, Status
+from gpulease.protocol.codec import build_body
+from gpulease.protocol.errors import FramingError
+from gpulease.protocol.fastpath import HANDLE, mem_reuse_frame
+from gpulease.protocol.framing import build_frame
+from gpulease.protocol.messages import Body, Ping
+from gpulease.protocol.opcodes import Flag
+from gpulease.protocol.operations import Trait, having
+
+T = TypeVar("T")
+H = TypeVar("H", bound=Handle)
+
+EXPIRY_MARGIN_S: Final = 5.0
+"""How long after the lease's end an operation still waits for a reply, in seconds: the daemon's grace, the reclaim, and
+a slow host."""
+
+FREES_PER_FLUSH: Final = 128
+"""Most dropped handles that one operation frees, so that dropping a long list does not delay it. Their frames go in one
+piece (`coalescing_socket.FLUSH_BYTES`)."""
+
+STREAMS_FENCES: Final = having(Trait.SETTLES)
+"""Operations that wait for everything before them, also when the session has several streams."""
+
+ONE_STREAM_FENCES: Final = STREAMS_FENCES | having(Trait.SETTLES_ALONE)
+"""Operations that wait for everything before them while the session has only the default stream."""
+
+
+class LeaseLimit:
+    """Bounds an operation by the lease's deadline. A renewal moves the deadline; then the broker is asked."""
+
+    def __init__(self, lease: LeaseState) -> None:
+        self._lease = lease
+
+    def remaining_s(self) -> float:
+        """Seconds left; negative after the deadline and its margin."""
+        return self._lease.deadline + EXPIRY_MARGIN_S - self._lease.clock()
+
+    def over(self) -> Procedure[None]:
+        """Raise LinkEnded, unless the broker reports that the lease was renewed elsewhere."""
+        report = yield from self._lease.query()
+        remaining_ms = report.get("remaining_ms")
+        if report.get("cause") is None and isinstance(remaining_ms, int) and remaining_ms > 0:
+            self._lease.deadline = self._lease.clock() + remaining_ms / 1000
+            return
+        raise LinkEnded(Failure(Status.DISCONNECTED, "the session did not answer until the end of its lease"))
+
+
+class FenceLimit(LeaseLimit):
+    """Bounds the wait at the end of a `with` block by the time that the lease had left at that moment.
+
+    A renewal does not extend it: a lease that is kept alive may have no end.
+    """
+
+    def __init__(self, lease: LeaseState) -> None:
+        super().__init__(lease)
+        self._end = lease.deadline + EXPIRY_MARGIN_S
+
+    def remaining_s(self) -> float:
+        """Seconds left of the limit; negative after it."""
+        return self._end - self._lease.clock()
+
+    def over(self) -> Procedure[None]:
+        """Raise TimedOut, or LinkEnded if the lease has ended."""
+        yield from super().over()
+        raise self.error()
+
+    def error(self) -> TimedOut:
+        """The error to raise if the lease continues and its last work has not ended."""
+        return TimedOut(
+            "leaving the `with` block: the session's last work has not ended in the time that its lease had left",
+            "Does a kernel run for ever? The session is closed, its lease continues. Call sync() to wait longer",
+        )
+
+
+class Operations:
+    """Sends requests, receives replies, and frees dropped handles.
+
+    Attributes:
+        attachment: The session's connection.
+        limit: Bounds the time of an operation.
+        freed: (request id, operation, handle) of frees and reuses in flight; any later reply settles them.
+        settled_id: Every request up to this one is known to have ended well, or its failure was raised.
+        fences: Operations whose reply settles everything before them.
+    """
+
+    def __init__(self, attachment: Attachment) -> None:
+        self.attachment = attachment
+        self.limit: Limit = LeaseLimit(attachment.lease)
+        self.freed: deque[tuple[int, Opcode, int]] = deque()
+        self.settled_id = 0
+        self.fences = ONE_STREAM_FENCES
+
+    def begin(self) -> None:
+        """Start counting: the session has just been attached."""
+        self.settled_id = self.attachment.connection.last_request_id
+
+    # --- whole operations ---
+
+    def check_recording(self, doing: str) -> None:
+        """Raise InvalidRequest while the session records a launch graph.
+
+        Called before an operation's procedure is made: asyncio drives the procedure in another task than the caller's.
+        """
+        if self.attachment.recording is not None:
+            raise self.attachment.recording.refusal(doing)
+
+    def do(self, doing: str, procedure: Procedure[T]) -> Procedure[T]:
+        """Execute an operation under the session's lock. Raises if the session has ended."""
+        result: T = yield Locked(self.attachment.lock, self.guarded(doing, procedure))
+        return result
+
+    def guarded(self, doing: str, procedure: Procedure[T]) -> Procedure[T]:
+        """Execute an operation whose caller holds the lock.
+
+        Refuses if the session has ended, then frees dropped handles, then continues with the operation.
+        """
+        attachment = self.attachment
+        attachment.check_open(doing)
+        return (yield from self.go_on(doing, self._prepared(procedure)))
+
+    def go_on(self, doing: str, procedure: Procedure[T]) -> Procedure[T]:
+        """Drive the rest of an operation; if the connection ends, raise how the lease ended."""
+        try:
+            return (yield from procedure)
+        except LinkEnded as ended:
+            failure = ended.failure
+        # Not inside the except block: the tenant's traceback shows one error, not two.
+        raise (yield from self.attachment.end_error(failure, doing))
+
+    def _prepared(self, procedure: Procedure[T]) -> Procedure[T]:
+        # Step 1: replies that interrupted operations have left. Step 2: frees that are due, so that this operation
+        # finds their memory. Step 3: the operation itself.
+        link = self.attachment.channel.link
+        if link.has_leftovers:
+            yield from self._clear_up()
+        if link.end is not None:
+            # The daemon's goodbye followed the last reply directly.
+            raise LinkEnded(link.end)
+        self.drop_held()
+        if self.attachment.dropped:
+            yield from self.send_frees()
+        return (yield from procedure)
+
+    def _clear_up(self) -> Procedure[None]:
+        """Take the replies to interrupted operations; raise an earlier failure that one of them reports."""
+        link, dropped = self.attachment.channel.link, self.attachment.dropped
+        # Step 1: replies that have come. What they brought is listed in `dropped`, and freed with the next operation.
+        kept = link.forget(dropped)
+        if kept is not None:
+            self.settle(kept, "")
+        # Step 2: replies that are still to come. A round trip makes sure that they are here.
+        if link.has_leftovers:
+            # The worker answers in order: when this is answered, everything sent before it is, too.
+            yield from self.ask(Opcode.PING, build_body(Ping(0)))
+            link.forget(dropped)
+            link.forget_unsent()
+
+    @property
+    def has_leftovers(self) -> bool:
+        """True if `free_leftovers` may find something to free."""
+        attachment = self.attachment
+        return bool(attachment.dropped or attachment.held or attachment.channel.link.has_leftovers)
+
+    def free_leftovers(self) -> None:
+        """Free what the program has dropped, without waiting, under the lock of a session that is idle.
+
+        If it finds a failure, it leaves that to the session's next operation.
+        """
+        attachment = self.attachment
+        if attachment.over is not None or attachment.recording is not None:
+            return
+        channel = attachment.channel
+        # Receive what is there without waiting: replies to interrupted operations bring handles to free.
+        while channel.link.end is None and channel.pump():
+            pass
+        if not channel.link.has_failure:
+            channel.link.forget(attachment.dropped)
+        self.drop_held()
+        while attachment.dropped and channel.link.end is None and self.put_frees():
+            pass
+
+    def close(self) -> None:
+        """Free what the program has dropped, then end the session from this side."""
+        self.free_leftovers()
+        self.attachment.close()
+
+    def give_back(self) -> Procedure[None]:
+        """Have the worker free what the tenant has freed, before another session asks for the lease's memory."""
+        if self.attachment.held and self.attachment.over is None:
+            yield from self.do("mem_free", _nothing())
+
+    # --- requests that are answered ---
+
+    def ask(
+        self,
+        op: Opcode,
+        payload: bytes = b"",
+        limit: Limit | None = None,
+        doing: str = "",
+        own_requests: Container[int] = (),
+    ) -> Procedure[Any]:
+        """Send a request and wait for its reply's body.
+
+        Args:
+            op: The request's operation.
+            payload: Its payload.
+            limit: Bounds the wait; the lease's deadline if None.
+            doing: The operation that the request is a part of, for messages.
+            own_requests: Ids of the quiet requests that are parts of this operation (`error_of`).
+        """
+        attachment, limit = self.attachment, limit or self.limit
+        request_id = attachment.channel.link.expect(op)
+        frame = build_frame(op, payload, request_id=request_id, session_id=attachment.session_id)
+        yield from send(attachment.channel, (frame,), limit)
+        result: Body | Failure = yield from receive(attachment.channel, request_id, limit)
+        self.settle(result, doing or doing_of(op), own_requests)
+        self.acknowledge(op, request_id)
+        return result
+
+    def make(self, op: Opcode, payload: bytes, free_op: Opcode, handle_of: Callable[[Any], H]) -> Procedure[H]:
+        """`ask` for a new object.
+
+        Args:
+            op: The request's operation.
+            payload: Its payload.
+            free_op: The operation that gives back what was made.
+            handle_of: Makes the handle, without an owner, from the reply's body.
+        """
+        attachment = self.attachment
+        request_id = attachment.channel.link.expect(op, makes=free_op)
+        frame = build_frame(op, payload, request_id=request_id, session_id=attachment.session_id)
+        yield from send(attachment.channel, (frame,), self.limit)
+        return (yield from self.made(op, request_id, handle_of))
+
+    def made(self, op: Opcode, request_id: int, handle_of: Callable[[Any], H]) -> Procedure[H]:
+        """Wait for the reply to a request that was sent, and make the handle of what it brings (`make`)."""
+        attachment = self.attachment
+        link = attachment.channel.link
+        result = yield from receive(attachment.channel, request_id, self.limit)
+        if isinstance(result, Failure):
+            link.claim(request_id)
+        self.settle(result, doing_of(op))
+        self.acknowledge(op, request_id)
+        # The object passes from the link to its handle. An interrupt before the claim leaves it with the link, which
+        # `forget` empties; there is no call between the claim and the owner.
+        made = handle_of(result)
+        link.claim(request_id)
+        made.owner = attachment
+        return made
+
+    def acknowledge(self, op: Opcode, last_id: int, first_id: int = 0) -> None:
+        """Record that the requests `first_id` to `last_id` (by default `last_id` alone) were answered."""
+        if op in self.fences or self.settled_id >= (first_id or last_id) - 1:
+            self.settled_id = last_id
+
+    def settle(self, result: Body | Failure | None, doing: str, own_requests: Container[int] = ()) -> None:
+        """Process a reply: every quiet request before it has been executed, has failed, or was skipped.
+
+        Raises the reply's failure, or LinkEnded if the failure's reason is still to be found.
+        """
+        if not self.freed and not isinstance(result, Failure):
+            return
+        freed, self.freed = self.freed, deque()
+        if not isinstance(result, Failure):
+            return
+        # The worker skipped what came after the failed request. Frees among these are still due.
+        failed_at = result.failed_request_id
+        if failed_at is not None:
+            again = [(op, handle) for request_id, op, handle in freed if request_id > failed_at]
+            self.attachment.dropped.extend(again)
+        # The worker is lost; the broker knows why, and `go_on` asks it.
+        if result.status is Status.SESSION_FAILED:
+            raise LinkEnded(result)
+        self.attachment.last_raised = result
+        result = self.attachment.lease.note_failure(result)
+        if result.status in LEASE_OVER and result.region is None:
+            self.attachment.finish(result)
+        raise error_of(result, doing, own_requests)
+
+    def fence_limit(self) -> FenceLimit | None:
+        """The limit for waiting at the end of a `with` block; None if there is nothing to wait for."""
+        attachment = self.attachment
+        is_settled = attachment.end is not None or self.settled_id == attachment.connection.last_request_id
+        over = attachment.lease.over
+        is_given_back = over is not None and over.status is Status.LEASE_FREED
+        if is_settled or is_given_back or attachment.recording is not None:
+            return None
+        return FenceLimit(attachment.lease)
+
+    # --- quiet requests ---
+
+    def put(self, first: bytes, second: bytes | memoryview = b"") -> bool:
+        """Queue a quiet frame immediately, in two parts; False if it has to be sent by `send`."""
+        try:
+            return self.attachment.writer.put_whole(first, second)
+        except (OSError, FramingError):
+            return False  # the peer is gone: `send` reports it
+
+    def send_frames(self, frames: bytes) -> Procedure[None]:
+        """Queue quiet frames, or wait for room for them."""
+        if not self.put(frames):
+            yield from send(self.attachment.channel, (frames,), self.limit)
+
+    def put_noting(self, frames: bytes, note: Callable[[], None]) -> bool:
+        """`put`, and call `note` if the frames were queued, even if the call is interrupted.
+
+        `note` itself calls nothing: it can only be interrupted before it has begun.
+        """
+        writer = self.attachment.writer
+        # The writer's counter shows whether the frames were queued, even if put() was interrupted before it returned.
+        before = writer.tail
+        try:
+            return self.put(frames)
+        finally:
+            if writer.tail != before:
+                try:
+                    note()
+                except BaseException:
+                    note()
+                    raise
+
+    def send_noting(self, frames: bytes, note: Callable[[], None]) -> Procedure[None]:
+        """`put_noting`, or wait for room for the frames: they are queued completely or not at all. Raises LinkEnded."""
+        channel = self.attachment.channel
+        while not self.put_noting(frames, note):
+            # The channel accepts nothing more, and `send` of nothing would not notice that.
+            if channel.link.end is not None:
+                raise LinkEnded(channel.link.end)
+            # The outbox or ring is full: send what it holds, then wait until it may accept the frames whole.
+            yield from send(channel, (), self.limit)
+            yield from wait_for_room(channel, self.limit)
+
+    def quiet_frame(self, op: Opcode, payload: bytes) -> bytes:
+        """A quiet request with the next request id."""
+        attachment = self.attachment
+        request_id = attachment.connection.next_request_id()
+        return build_frame(op, payload, request_id=request_id, session_id=attachment.session_id, flags=Flag.QUIET)
+
+    # --- frees ---
+
+    def drop_held(self) -> None:
+        """Make the next operation free the buffers that are held for reuse."""
+        if self.attachment.held:
+            self.attachment.held.give_back(self.attachment.dropped)
+
+    def give_back_at_once(self) -> None:
+        """Free the held buffers before the next launch or, if the channel has no room, after it."""
+        self.drop_held()
+        self.put_frees()
+
+    def reuse(self, handle: int) -> Begun[None]:
+        """Have an allocation freed and allocated again in place, under the session's lock."""
+        attachment = self.attachment
+        request_id = attachment.connection.next_request_id()
+        frame = mem_reuse_frame(handle, request_id=request_id, session_id=attachment.session_id)
+        self.freed.append((request_id, Opcode.MEM_REUSE, handle))
+        return None if self.put(frame) else self.go_on("mem_alloc", send(attachment.channel, (frame,), self.limit))
+
+    def put_frees(self) -> bool:
+        """Queue quiet frees of dropped handles; False if the channel has no room for them."""
+        frames, note = self._frees()
+        return self.put_noting(frames, note)
+
+    def send_frees(self) -> Procedure[None]:
+        """Queue quiet frees of dropped handles, or wait for room for them."""
+        yield from self.send_noting(*self._frees())
+
+    def _frees(self) -> tuple[bytes, Callable[[], None]]:
+        dropped, freed = self.attachment.dropped, []
+        frames = []
+        # Number the frames now, but leave `dropped` alone until they are queued: `note` removes exactly these.
+        for op, handle in dropped[:FREES_PER_FLUSH]:
+            frames.append(self.quiet_frame(op, HANDLE.pack(handle)))
+            freed.append((self.attachment.connection.last_request_id, op, handle))
+        count = len(freed)
+
+        def note() -> None:
+            del dropped[:count]
+            self.freed += freed
+
+        return b"".join(frames), note
+
+    def free(self, handle: Handle, kind: type[Handle], doing: str) -> Procedure[None]:
+        """Free one handle now, and wait for the reply."""
+        self.attachment.check_open(doing)
+        self.check(handle, kind, doing)
+        yield from self.do(doing, self._free(handle))
+
+    def _free(self, handle: Handle) -> Procedure[None]:
+        attachment = self.attachment
+        op, number = handle._free_op, handle.handle
+        request_id = attachment.channel.link.expect(op)
+        frame = build_frame(op, HANDLE.pack(number), request_id=request_id, session_id=attachment.session_id)
+
+        def note() -> None:
+            handle.owner = None
+
+        # From the moment the frame is queued, the handle has no owner, so that its destructor does not free it again.
+        # If the free turns out not to have happened, the handle gets its owner back.
+        try:
+            yield from self.send_noting(frame, note)
+            yield from send(attachment.channel, (), self.limit)
+            result = yield from receive(attachment.channel, request_id, self.limit)
+        except (LinkEnded, GpuLeaseError):
+            handle.owner = attachment  # the session's end frees it
+            raise
+        except BaseException:
+            # The reply may report an earlier failure, because of which this was not executed: then it is sent again.
+            self.freed += [(request_id, op, number)]
+            raise
+        if isinstance(result, Failure):
+            handle.owner = attachment  # not executed: an earlier operation failed, or the lease has ended
+        self.settle(result, doing_of(op))
+        self.acknowledge(op, request_id)
+
+    def check(self, handle: Handle, kind: type[Handle], doing: str) -> None:
+        """Raise InvalidHandle unless this is a handle of that kind in this session."""
+        if not isinstance(handle, kind):
+            raise InvalidHandle(f"{doing}: {quoted(handle)} is not a {kind.__name__}")
+        handle.check(self.attachment, doing)
+
+
+def _nothing() -> Procedure[None]:
+    return
+    yield

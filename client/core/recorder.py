@@ -1,0 +1,260 @@
+"""Records a launch graph: launches and copies are checked as usual and recorded; anything else is refused.
+
+A recording replaces the session's launches and copies (`LaunchCommands`, `CopyCommands`) in the API while it lasts. So
+a session that does not record pays nothing for being able to.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+from gpulease.client.core.copies import CopyCommands, check_range
+from gpulease.client.core.graphs import GraphRecord
+from gpulease.client.core.launch import KernelArguments, LaunchAttributes, LaunchCommands, in_order
+from gpulease.client.core.region_sets import RegionSet
+from gpulease.client.core.session import Session
+from gpulease.client.core.streams import StreamHandle, not_recorded
+from gpulease.client.core.waits import Procedure
+from gpulease.client.errors import InvalidRequest
+from gpulease.client.handles import Buffer, Module
+from gpulease.client.kernel_args import BoundParameter, KernelArgs, ParameterName
+from gpulease.client.memory_views import readable_bytes, writable_bytes
+from gpulease.protocol import Opcode
+from gpulease.protocol.fastpath import ARENA_COPY, mem_write_prefix
+from gpulease.protocol.framing import HEADER_BYTES
+from gpulease.protocol.limits import (
+    MAX_ARGUMENT_BYTES,
+    MAX_GRAPH_HANDLES,
+    MAX_GRAPH_NODE_BYTES,
+    MAX_GRAPH_NODES,
+    MAX_GRAPH_PARAMETERS,
+    MAX_GRAPH_PLACES,
+    MAX_PARAMETER_NAME_BYTES,
+)
+from gpulease.protocol.messages import GraphCreate, GraphNode, GraphParameter, GraphPlace
+from gpulease.protocol.opcodes import ParameterKind
+
+MAX_WRITE_BYTES: Final = MAX_GRAPH_NODE_BYTES - 20
+"""Most data of one recorded write, in bytes: a node's body also holds handle, offset and length."""
+
+
+class Recording(LaunchCommands, CopyCommands):
+    """The launches and copies of one graph, while they are recorded."""
+
+    def __init__(self, session: Session, caller: Callable[[], object]) -> None:
+        """Prepare a recording, which `begin` starts.
+
+        Args:
+            session: The session.
+            caller: Returns the calling thread or task; the one that started the recording owns it.
+        """
+        self._session = session
+        self._attachment = session.attachment
+        self._caller = caller
+        self._owner = caller()
+        self._nodes: list[GraphNode] = []
+        self._buffers: dict[int, Buffer] = {}
+        self._used: set[int] = set()
+        self._modules: dict[int, Module] = {}
+        self._arrays: list[Any] = []
+        self._parameters: dict[ParameterName, BoundParameter] = {}
+        self._places: list[GraphPlace] = []
+        self._kernels: list[str] = []
+
+    def begin(self) -> None:
+        """Start recording. Raises InvalidRequest if the session is recording already, or the error of its end."""
+        self._attachment.check_open("record")
+        if self._attachment.recording is not None:
+            raise InvalidRequest("record: the session is recording already", "One graph is recorded at a time")
+        self._attachment.recording = self
+
+    def stop(self) -> None:
+        """Stop recording. Calling it twice is harmless, also after another recording has started."""
+        if self._attachment.recording is self:
+            self._attachment.recording = None
+
+    def refusal(self, doing: str) -> InvalidRequest:
+        """The error of an operation that a graph can't contain. Raises what `_check_caller` raises."""
+        self._check_caller(doing)
+        return not_recorded(doing)
+
+    def record(self) -> GraphRecord:
+        """The finished recording. Raises InvalidRequest if it can't become a graph."""
+        if not self._nodes:
+            raise InvalidRequest("record: nothing was recorded", "Launch or copy something in the block")
+        if len(self._used) > MAX_GRAPH_HANDLES:
+            raise InvalidRequest(f"record: {len(self._used)} buffers; a graph has at most {MAX_GRAPH_HANDLES}")
+        total_bytes = sum(len(parameter.value) for parameter in self._parameters.values())
+        if total_bytes > MAX_ARGUMENT_BYTES:
+            raise InvalidRequest(f"record: parameters of {total_bytes} bytes; at most {MAX_ARGUMENT_BYTES} are taken")
+        # Buffers and values differ on the wire: the worker checks a buffer's handle at each launch.
+        parameters = tuple(
+            GraphParameter(
+                name, ParameterKind.BUFFER if found.kind == "buffer" else ParameterKind.VALUE, found.argument_bytes
+            )
+            for name, found in self._parameters.items()
+        )
+        body = GraphCreate(tuple(self._nodes), tuple(sorted(self._used)), parameters, tuple(self._places))
+        handles = (*self._buffers.values(), *self._modules.values())
+        kernel = self._kernels[0] if len(self._kernels) == 1 else ""
+        return GraphRecord(body, self._parameters, handles, tuple(self._arrays), kernel)
+
+    # --- launches and copies ---
+
+    def launch(
+        self,
+        module: Module,
+        kernel: str,
+        grid: Sequence[int],
+        block: Sequence[int],
+        args: KernelArguments,
+        arg_sizes: Iterable[int] | None,
+        shared_bytes: int,
+        stream: StreamHandle | None = None,
+    ) -> int:
+        """Record a launch; returns the number of its node."""
+        self._check_caller("launch")
+        _check_stream(stream, "launch")
+        args = in_order(module, kernel, args)
+        _, frame = self._session.launches.frame(module, kernel, grid, block, args, arg_sizes, shared_bytes)
+        number = len(self._nodes)
+        # First the check that can fail, then the node, then what the node uses: a refused launch leaves nothing behind.
+        if isinstance(args, KernelArgs):
+            self._add_parameters(kernel, number, args)
+        self._add(Opcode.LAUNCH, frame[HEADER_BYTES:])
+        self._kernels.append(kernel)
+        self._modules[id(module)] = module
+        if isinstance(args, KernelArgs):
+            # A buffer that is a parameter may be replaced at each launch, so the graph doesn't need it to stay.
+            rebound = {id(bound.buffer) for _, _, bound in args.parameters}
+            self._buffers |= {id(buffer): buffer for buffer in args.buffers}
+            self._used |= {buffer.handle for buffer in args.buffers if id(buffer) not in rebound}
+        return number
+
+    def launch_in(self, regions: RegionSet, position: int, *launch: Any) -> int:
+        """Refuse: a graph's regions are named by its launch, for all of it."""
+        self._check_caller("launch")
+        raise InvalidRequest(
+            "launch: what is recorded names no regions of its own; a graph's launch names them for all of it",
+            "Give the set to graph.launch(regions=...)",
+        )
+
+    def launch_with(self, wanted: LaunchAttributes, *launch: Any) -> int:
+        """Refuse: graphs don't support cooperative launches and clusters."""
+        self._check_caller("launch")
+        raise InvalidRequest("launch: cooperative launches and clusters can't be recorded", "Launch it by itself")
+
+    def write(self, buffer: Buffer, offset: int, data: Any, stream: StreamHandle | None = None) -> None:
+        """Record a copy to the device: the bytes of an immutable object, or the place of an array in the arena."""
+        self._check_caller("mem_write")
+        _check_stream(stream, "mem_write")
+        self._session.operations.check(buffer, Buffer, "mem_write")
+        view = readable_bytes(data, "mem_write")
+        check_range(buffer, offset, len(view), "mem_write")
+        if not view:
+            return
+        # Memory that can change is copied at each launch of the graph, from its place in the arena. Immutable bytes
+        # become part of the graph.
+        if not memoryview(data).readonly:
+            self._add_arena_copy(Opcode.ARENA_WRITE, buffer, offset, data, len(view))
+        elif len(view) > MAX_WRITE_BYTES:
+            raise InvalidRequest(
+                f"mem_write: {len(view)} bytes can't be recorded; at most {MAX_WRITE_BYTES}",
+                "Copy from an array of session.empty(), whose bytes are taken at each launch of the graph",
+            )
+        else:
+            head = mem_write_prefix(buffer.handle, offset, len(view), request_id=1, session_id=0, quiet=True)
+            self._add(Opcode.MEM_WRITE, head[HEADER_BYTES:] + bytes(view))
+            self._buffers[id(buffer)] = buffer
+
+    def read(
+        self, buffer: Buffer, offset: int, nbytes: int, into: Any = None, stream: StreamHandle | None = None
+    ) -> Procedure[Any]:
+        """Record a copy from the device into `into`, an array in the arena; returns `into`."""
+        self._check_caller("mem_read")
+        _check_stream(stream, "mem_read")
+        self.read_at_once(buffer, offset, nbytes, into)
+        return _done(into)
+
+    def read_at_once(self, buffer: Buffer, offset: int, nbytes: int, into: Any) -> None:
+        """Record a copy from the device into `into`, an array in the arena."""
+        self._check_caller("mem_read")
+        self._session.operations.check(buffer, Buffer, "mem_read")
+        check_range(buffer, offset, nbytes, "mem_read")
+        if into is None:
+            raise InvalidRequest("mem_read: a graph has nowhere to put the bytes", "Give an array of session.empty()")
+        writable_bytes(into, nbytes, "mem_read")
+        if nbytes:
+            self._add_arena_copy(Opcode.ARENA_READ, buffer, offset, into, nbytes)
+
+    # --- nodes ---
+
+    def _check_caller(self, doing: str) -> None:
+        """Raise the error of the session's end, or InvalidRequest if another thread or task owns the recording."""
+        self._attachment.check_open(doing)
+        if self._caller() != self._owner:
+            raise InvalidRequest(
+                f"{doing}: another thread or task records a launch graph in this session",
+                "Wait until it has left its `with` block",
+            )
+
+    def _add(self, op: Opcode, body: bytes) -> None:
+        if len(self._nodes) >= MAX_GRAPH_NODES:
+            raise InvalidRequest(f"{op.name.lower()}: a graph has at most {MAX_GRAPH_NODES} nodes", "Record several")
+        self._nodes.append(GraphNode(op, body))
+
+    def _add_arena_copy(self, op: Opcode, buffer: Buffer, offset: int, data: Any, nbytes: int) -> None:
+        """Add a copy from or to an array. Raises InvalidRequest if the array is not in the arena."""
+        arena, place = self._attachment.arena, None
+        if arena is not None:
+            try:
+                place = arena.offset_of(memoryview(data))
+            except (TypeError, ValueError):
+                place = None  # not contiguous
+        if place is None:
+            writes = op is Opcode.ARENA_WRITE
+            raise InvalidRequest(
+                f"{'mem_write' if writes else 'mem_read'}: the array's memory is not shared with the session, so a "
+                "graph can't copy it at each launch",
+                "Use an array of session.empty(), in a session that shares memory"
+                + ("; or give bytes(array), to record its bytes as they are now" if writes else ""),
+            )
+        self._add(op, ARENA_COPY.pack(buffer.handle, offset, place, nbytes))
+        self._buffers[id(buffer)] = buffer
+        self._arrays.append(data)
+
+    def _add_parameters(self, kernel: str, node: int, args: KernelArgs) -> None:
+        added = dict(self._parameters)
+        for name, _, bound in args.parameters:
+            if len(name.encode()) > MAX_PARAMETER_NAME_BYTES:
+                raise InvalidRequest(f"launch of {kernel!r}: a name of over {MAX_PARAMETER_NAME_BYTES} bytes")
+            # Several arguments may share a name. They must agree, because a launch without a value uses the recorded
+            # one.
+            known = added.setdefault(name, bound)
+            if (known.kind, known.value) != (bound.kind, bound.value):
+                raise InvalidRequest(
+                    f"launch of {kernel!r}: parameter {name!r} is {bound}, and {known} in a launch before it",
+                    "Give it the same kind and value everywhere, or another name",
+                )
+        if len(added) > MAX_GRAPH_PARAMETERS or len(self._places) + len(args.parameters) > MAX_GRAPH_PLACES:
+            raise InvalidRequest(
+                f"launch of {kernel!r}: a graph has at most {MAX_GRAPH_PARAMETERS} parameters "
+                f"in {MAX_GRAPH_PLACES} places"
+            )
+        self._parameters = added
+        numbers = {name: number for number, name in enumerate(added)}
+        self._places += [GraphPlace(numbers[name], node, sum(args.sizes[:index])) for name, index, _ in args.parameters]
+
+
+def _check_stream(stream: StreamHandle | None, doing: str) -> None:
+    """Raise InvalidRequest for a launch or copy that names a stream."""
+    if stream is not None:
+        raise InvalidRequest(
+            f"{doing}: recorded operations can't choose a stream; launch the graph in one",
+            "Give the stream to graph.launch(stream=...)",
+        )
+
+
+def _done(result: Any) -> Procedure[Any]:
+    """A procedure that has ended already, with that result."""
+    return result
+    yield  # makes this a procedure

@@ -1,0 +1,99 @@
+"""Refusals in the client: a launch or copy that names an ended region is refused by a load, before a frame is made.
+
+The broker writes the words of a session's regions to a page that the client maps (`protocol.session_words`). The page's
+epoch is raised after every change, so a launch compares two numbers; only when they differ are the words of its regions
+read. The worker checks every launch by itself: a client that does not look, or whose page is of an earlier broker,
+learns of an end from the worker.
+
+The client refuses only what comes first after a wait. Otherwise the worker may have refused an earlier launch, and
+skipped what is behind that one, also in other regions. So the launch is sent, and the worker is asked at once instead
+of at the next wait: its error names the first launch that did not begin.
+"""
+
+from collections.abc import Iterable
+
+from gpulease.client.core.operations import Operations
+from gpulease.client.core.region_sets import RegionSet
+from gpulease.client.core.regions import RegionState, RegionView
+from gpulease.client.core.waits import Begun, Procedure
+from gpulease.client.errors import error_of
+from gpulease.protocol import Failure, Opcode, Status
+from gpulease.protocol.codec import build_body
+from gpulease.protocol.messages import Ping, RegionRefusal
+from gpulease.protocol.session_words import ENDED_WORDS, REFUSAL_TEXTS, STATUS_OF_WORD
+
+
+class RefusedRegions:
+    """Checks one session's regions by the session's words."""
+
+    def __init__(self, operations: Operations) -> None:
+        self._operations = operations
+        self._attachment = operations.attachment
+
+    def check_set(self, regions: RegionSet, position: int, kernel: str, doing: str) -> bool:
+        """Return whether all regions of a set are active; if not, the launch is to be `confirmed` by the worker.
+
+        Args:
+            regions: A set of this session.
+            position: What the launch says of itself.
+            kernel: The kernel; "" for a graph of several.
+            doing: The operation, for the error's text.
+
+        Raises RegionFailed if one has ended or is cancelled, and nothing was sent since the last wait.
+        """
+        # The epoch is read first: a change after that makes the next launch compare all words.
+        epoch = self._attachment.regions_epoch[0]
+        if regions.epoch == epoch:
+            return True
+        if self._check([region._state for region in regions.regions], kernel, position, doing):
+            regions.epoch = epoch
+            return True
+        return False
+
+    def check_copy(self, buffer: object, doing: str) -> None:
+        """Do the same for a copy: RegionFailed is raised here if `buffer` is such a region, or by the worker."""
+        if isinstance(buffer, RegionView):
+            self._check([buffer._state], "", None, doing)
+
+    def confirmed(self, launched: Begun[int], doing: str) -> Procedure[int]:
+        """Wait until the worker has taken or refused a launch that was sent, whose number is the result."""
+        number = launched if isinstance(launched, int) else (yield from launched)
+        ping = self._operations.ask(Opcode.PING, build_body(Ping(0)), doing=doing, own_requests=(number,))
+        yield from self._operations.go_on(doing, ping)
+        return number
+
+    def _check(self, regions: Iterable[RegionState], kernel: str, position: int | None, doing: str) -> bool:
+        attachment, operations = self._attachment, self._operations
+        if attachment.words is None:
+            return True
+        for region in regions:
+            refusing = attachment.words.refusing_word(region.slot, region.number)
+            if refusing is not None:
+                break
+        else:
+            return True
+        if operations.settled_id != attachment.connection.last_request_id:
+            return False
+        # The worker notifies whoever watches the region. Without room for this, the launch goes to the worker.
+        refusal = RegionRefusal(region.slot, region.number, kernel, position or 0)
+        if not operations.put(operations.quiet_frame(Opcode.REGION_REFUSED, build_body(refusal))):
+            return False
+        word, flipped_ns = refusing
+        status = STATUS_OF_WORD.get(word, Status.FENCED)
+        if word in ENDED_WORDS and region.is_end_raised:
+            status = Status.FENCED
+        said, hint = REFUSAL_TEXTS[status]
+        region_id = region.grant.lease_id
+        failure = Failure(
+            status,
+            f"region {region_id:032x} {said}",
+            hint,
+            kernel=kernel,
+            region=region_id,
+            site=0,
+            flipped_ns=flipped_ns,
+            position=position,
+        )
+        attachment.last_raised = failure
+        region.note_failure(failure)
+        raise error_of(failure, doing)

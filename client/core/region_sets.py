@@ -1,0 +1,97 @@
+"""Region sets: the regions that launches name, sent to the session's worker once for many launches."""
+
+from collections.abc import Iterable
+
+from gpulease.client.core.lease_request import MAX_WIRE_BYTES, whole
+from gpulease.client.core.operations import Operations
+from gpulease.client.core.regions import RegionView
+from gpulease.client.core.waits import Procedure
+from gpulease.client.errors import InvalidHandle, InvalidRequest, Unsupported
+from gpulease.client.handles import Handle, HandleOwner
+from gpulease.client.texts import quoted
+from gpulease.protocol import Opcode
+from gpulease.protocol.codec import build_body
+from gpulease.protocol.counts import counted
+from gpulease.protocol.limits import MAX_REGIONS
+from gpulease.protocol.messages import RegionRef
+from gpulease.protocol.messages import RegionSet as RegionSetBody
+from gpulease.protocol.opcodes import SessionOption
+
+
+class RegionSet(Handle):
+    """The regions that launches use; made by `session.region_set`, freed with its last reference.
+
+    A launch that names it starts only if none of its regions has ended or is cancelled.
+
+    Attributes:
+        regions: The regions.
+        epoch: The epoch of the session's words at which all of them were active; -1 if none is known.
+    """
+
+    __slots__ = ("epoch", "regions")
+
+    _free_op = Opcode.REGION_SET_FREE
+
+    def __init__(self, handle: int, regions: tuple[RegionView, ...]) -> None:
+        super().__init__(None, handle)
+        self.regions = regions
+        self.epoch = -1
+
+    def __repr__(self) -> str:
+        return f"<RegionSet {self.handle} of {counted(len(self.regions), 'region')}{'' if self.is_alive else ', gone'}>"
+
+
+class RegionSets:
+    """Makes the region sets of one session, which launches name."""
+
+    def __init__(self, operations: Operations) -> None:
+        self._operations = operations
+        self._attachment = operations.attachment
+
+    @property
+    def granule_bytes(self) -> int:
+        """Sizes of regions are multiples of this many bytes; 0 if the session's worker has no regions."""
+        told = self._attachment.told(SessionOption.REGIONS)
+        return int.from_bytes(told) if told is not None and len(told) == 4 else 0
+
+    def make(self, regions: Iterable[RegionView]) -> Procedure[RegionSet]:
+        """Name regions. Raises Unsupported, InvalidHandle, or InvalidRequest, also while the session records."""
+        self._operations.check_recording("region_set")
+        return self._make(tuple(dict.fromkeys(regions)))
+
+    def _make(self, regions: tuple[RegionView, ...]) -> Procedure[RegionSet]:
+        if not self.granule_bytes:
+            raise Unsupported(
+                "region_set: this session has no regions",
+                "Its daemon is too old for them, or its driver can't take memory away: acquire a lease on another node",
+            )
+        if not 1 <= len(regions) <= MAX_REGIONS:
+            raise InvalidRequest(f"region_set: {len(regions)} regions; a set has 1 to {MAX_REGIONS}")
+        # Check here, where the mistake is: a launch with the set could only say that some region is wrong.
+        for region in regions:
+            if not isinstance(region, RegionView):
+                raise InvalidHandle(f"region_set: {quoted(region)} is not a Region")
+            region.check(self._attachment, "region_set")
+        named = RegionSetBody(tuple(RegionRef(region._state.slot, region._state.number) for region in regions))
+        making = self._operations.make(
+            Opcode.REGION_SET, build_body(named), Opcode.REGION_SET_FREE, lambda reply: RegionSet(reply.handle, regions)
+        )
+        return (yield from self._operations.do("region_set", making))
+
+
+def regions_named(regions: RegionSet, position: int, session: HandleOwner, what: str) -> tuple[int, int]:
+    """The set's handle and the position of a launch, as its frame carries them.
+
+    Args:
+        regions: The set.
+        position: What the launch passed.
+        session: The session's connection, which the set must belong to.
+        what: The operation, for messages.
+
+    Raises InvalidHandle or InvalidRequest.
+    """
+    if not isinstance(regions, RegionSet):
+        raise InvalidHandle(f"{what}: {quoted(regions)} is not a RegionSet", "Make one with session.region_set([...])")
+    if regions.owner is not session:
+        regions.check(session, what)
+    return regions.handle, whole(position, f"{what}: position", least=0, most=MAX_WIRE_BYTES)

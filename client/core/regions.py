@@ -1,0 +1,300 @@
+"""A region in the client: the requests about it, its end, and its use as a buffer of a session.
+
+A region is a lease inside a session, so `RegionState` is a `LeaseState` that uses its lease's connection. A failure
+that names a region, in the reply to any operation, ends that region here and nothing else.
+"""
+
+from collections.abc import Container
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, Final
+
+from gpulease.client.core.attachment import Attachment
+from gpulease.client.core.clean_ups import clean_up
+from gpulease.client.core.events import RefusalStream
+from gpulease.client.core.lease import LEASE_OVER, LeaseState
+from gpulease.client.core.lease_request import MAX_WIRE_BYTES, milliseconds, size_of, whole
+from gpulease.client.core.waits import Procedure, Sleep
+from gpulease.client.errors import GpuLeaseError, InvalidHandle, InvalidRequest
+from gpulease.client.handles import BorrowedBuffer, HandleOwner
+from gpulease.client.texts import bounded
+from gpulease.client.transport.channel import Channel
+from gpulease.protocol import Failure, Opcode, RevokeOutcome, Status
+from gpulease.protocol.fastpath import HANDLE
+from gpulease.protocol.lease_ids import LeaseId
+from gpulease.protocol.limits import MAX_TEXT_BYTES
+from gpulease.protocol.messages import Body, LeaseGrant, LeaseRef, LeaseRevoke, RegionCancel, RegionGrant, RegionOpen
+
+RETURN_WAIT_S: Final = 30.0
+"""Longest time that closing a region waits for the launches that named it to end, in seconds; the daemon's grace is
+shorter."""
+
+FIRST_RETURN_POLL_S: Final = 0.0005
+LAST_RETURN_POLL_S: Final = 0.01
+"""Pauses between two polls for that, in seconds: from the first one, doubling, up to the last one. A small region is
+free within a millisecond or two."""
+
+_KNOWN_OUTCOMES: Final = {int(outcome): outcome for outcome in RevokeOutcome}
+_HAS_MEMORY: Final = frozenset({"pending", "active", "draining"})
+"""States in which a region's memory is still mapped."""
+
+
+class RegionState(LeaseState):
+    """An open region, and its lease, through which requests about the region go.
+
+    Attributes:
+        parent: Its lease.
+        tenant: Its tenant; "" for the lease's own.
+        address_on_card: Its device address.
+        slot: Together with `number`, its name in region sets.
+        number: Distinguishes it from other regions that have had the slot.
+        is_end_raised: Whether an error has said how it ended; later errors are RegionFenced.
+        dropped: Never used: as the owner of a buffer that no session has used yet, it has nothing to free.
+    """
+
+    def __init__(self, parent: LeaseState, granted: RegionGrant, tenant: str) -> None:
+        self.parent = parent
+        self.tenant = tenant
+        self.address_on_card = granted.address
+        self.slot, self.number = granted.slot, granted.number
+        self.is_end_raised = False
+        self.dropped: list[tuple[Opcode, int]] = []
+        grant = LeaseGrant(
+            granted.lease_id,
+            granted.generation,
+            granted.size_bytes,
+            granted.ttl_ms,
+            granted.expires_at_unix_s,
+            parent.grant.exclusivity,
+            parent.grant.card_uuid,
+        )
+        super().__init__(parent.channel, parent.lock, grant, parent.clock)
+        self.outlives_daemon = parent.outlives_daemon
+        parent.regions[granted.lease_id] = self
+
+    @property
+    def channel(self) -> Channel:
+        """The connection of its lease, which both use."""
+        return self.parent.channel
+
+    @channel.setter
+    def channel(self, channel: Channel) -> None:
+        self.parent.channel = channel
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds until it ends, at the latest with its lease; 0 once it has."""
+        return min(super().remaining_s, self.parent.remaining_s)
+
+    @property
+    def is_alive(self) -> bool:
+        """True while it has time left and is not known here to have ended."""
+        return self.remaining_s > 0
+
+    @property
+    def is_revoked(self) -> bool:
+        """True while launches that name it are refused."""
+        words = self.parent.words
+        return (
+            self.over is not None
+            or self.parent.is_revoked
+            or (words is not None and words.is_refused(self.slot, self.number))
+        )
+
+    def note_failure(self, said: Failure, over: Container[Status] = LEASE_OVER) -> Failure:
+        """Record a failure that concerns it; its lease continues."""
+        if said.status not in over and said.region is None:
+            return said
+        if said.region is None:
+            said = replace(said, region=self.grant.lease_id)
+        if said.status in over and said.flipped_ns is not None:
+            self.is_end_raised = True
+        if said.status in over and self.over is None:
+            self.over = said
+        return said
+
+    # --- procedures ---
+
+    def free(self) -> Procedure[None]:
+        """Free the region. If it had ended before, raises the error of its end."""
+        lease_id = self.grant.lease_id
+        yield from self._control(Opcode.LEASE_FREE, LeaseRef(lease_id))
+        self.over = Failure(Status.LEASE_FREED, "the region was freed", region=lease_id)
+
+    def revoke(self, reason: str) -> Procedure[RevokeOutcome | int]:
+        """End the region, whoever uses it; its own tenant receives the reason."""
+        body = LeaseRevoke(self.grant.lease_id, bounded(reason, "revoke: the reason", MAX_TEXT_BYTES))
+        revoked = yield from self._control(Opcode.LEASE_REVOKE, body)
+        self.over = Failure(Status.REVOKED, f"the region was revoked: {reason}", region=self.grant.lease_id)
+        return _KNOWN_OUTCOMES.get(revoked.outcome, int(revoked.outcome))
+
+    def cancel(self, *, is_cancelled: bool) -> Procedure[None]:
+        """Refuse launches that name it, or accept them again."""
+        yield from self._control(Opcode.REGION_CANCEL, RegionCancel(self.grant.lease_id, int(is_cancelled)))
+
+    def give_up(self) -> Procedure[None]:
+        """Close it after the call that asked for it was interrupted. Raises only a further interrupt."""
+        with suppress(GpuLeaseError):
+            yield from self.close()
+
+    def close(self) -> Procedure[None]:
+        """End it if it has not ended, and release its addresses in the session that is open here."""
+        return clean_up(self._close())
+
+    def _close(self) -> Procedure[None]:
+        # Step 1: end it. Only FENCED is raised if it had ended by itself: its memory was not proved free.
+        if self.over is None and self.parent.over is None:
+            try:
+                yield from self.revoke("its lease's tenant is done with it") if self.tenant else self.free()
+            except GpuLeaseError as error:
+                if self.over is None or error.status is Status.FENCED:
+                    raise
+        operations = self.parent.attached()
+        if operations is None or operations.attachment.over is not None:
+            return  # the rest of its memory is freed with the lease
+        # Step 2: wait until the launches that named it have ended. Step 3: release its addresses.
+        yield from self._returned()
+        release = operations.ask(Opcode.REGION_RELEASE, HANDLE.pack(self.address_on_card))
+        try:
+            yield from operations.do("close", release)
+        except InvalidHandle as error:
+            # Not a failure of an earlier operation: the worker itself releases them when the last session ends, or by
+            # `reset`.
+            if error.failure.failed_request_id is not None:
+                raise
+
+    def _returned(self) -> Procedure[None]:
+        last, pause_s = self.clock() + RETURN_WAIT_S, FIRST_RETURN_POLL_S
+        while (yield from self.query()).get("state") in _HAS_MEMORY and self.clock() < last:
+            yield Sleep(pause_s)
+            pause_s = min(2 * pause_s, LAST_RETURN_POLL_S)
+
+    def _control(
+        self, op: Opcode, body: Body, *, waits_for_daemon: bool = True, made: list[Any] | None = None
+    ) -> Procedure[Any]:
+        if self.over is None:
+            self.over = self.parent.over
+        return (yield from super()._control(op, body, waits_for_daemon=waits_for_daemon, made=made))
+
+
+class RegionView(BorrowedBuffer):
+    """Base of both APIs' regions: a buffer of every session of its lease, and all properties that need no request.
+
+    Attributes:
+        size_bytes: Its size.
+    """
+
+    __slots__ = ("_state",)
+
+    def __init__(self, state: RegionState) -> None:
+        super().__init__(state, state.address_on_card, state.grant.size_bytes)
+        self._state = state
+
+    def check(self, session: HandleOwner, what: str) -> None:
+        """Raise InvalidHandle, naming the operation `what`, if `session` is not of its lease, or if it is closed."""
+        lease_id = self._state.parent.grant.lease_id
+        if self.owner is None:
+            raise InvalidHandle(f"{what}: region {self.lease_id} is closed")
+        if not isinstance(session, Attachment) or session.session_id != lease_id:
+            raise InvalidHandle(f"{what}: region {self.lease_id} belongs to another lease")
+        # From now on each launch's own check of the owner succeeds at once.
+        self.owner = session
+
+    def mark_freed(self) -> tuple[Opcode, int]:
+        """Raise InvalidRequest: a region is not an allocation."""
+        raise InvalidRequest(
+            "mem_free: the argument must be an allocation, not a region", "End it with region.free() or region.close()"
+        )
+
+    @property
+    def lease_id(self) -> LeaseId:
+        """The region's own id, from the same space as lease ids."""
+        return LeaseId(self._state.grant.lease_id)
+
+    @property
+    def lease_id_text(self) -> str:
+        """The region's id as 32 hex digits, for code that needs a str."""
+        return str(self.lease_id)
+
+    @property
+    def address(self) -> int:
+        """The region's device address. No other region of the session ever has the same one."""
+        return self.handle
+
+    @property
+    def generation(self) -> int:
+        """Incremented by every renewal, from 1."""
+        return self._state.generation
+
+    @property
+    def tenant(self) -> str:
+        """The tenant for which it was opened; "" for the lease's own."""
+        return self._state.tenant
+
+    @property
+    def expires_at_unix_secs(self) -> int:
+        """The date of its end, by the daemon's wall clock; for display."""
+        return self._state.expires_at_unix_s
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds until it ends, by this machine's monotonic clock; 0 once it has."""
+        return self._state.remaining_s
+
+    @property
+    def is_alive(self) -> bool:
+        """True while it has time left and is not known here to have ended."""
+        return self._state.is_alive
+
+    @property
+    def revoked(self) -> bool:
+        """True while launches that name it are refused: it has ended, for whatever cause, or is cancelled.
+
+        While a session with shared memory is open, this is one load of memory that the daemon writes: an engine may
+        read it between its own steps. Over TCP and TLS it turns True when an operation or the daemon has reported the
+        end.
+        """
+        return self._state.is_revoked
+
+    def __repr__(self) -> str:
+        left = f"{self.remaining_s:.1f} s left" if self.is_alive else "over"
+        return f"<{type(self).__name__} {self.lease_id_text} {self.size_bytes} bytes at {self.handle:#x}, {left}>"
+
+    def _refusals(self) -> RefusalStream:
+        return self._state.refusal_stream()
+
+
+def open_region(
+    lease: LeaseState, size: int | str, tenant: str | None, ttl_secs: float | None
+) -> Procedure[RegionState]:
+    """Open a region of a lease. Raises CapacityExceeded, Denied, Unsupported, InvalidRequest and their like.
+
+    Args:
+        lease: The lease.
+        size: Bytes, or a string such as "64MiB".
+        tenant: The region's tenant; None for the lease's own.
+        ttl_secs: Its lifetime in seconds; None for the lease's last one.
+    """
+    owner = "" if tenant is None else bounded(tenant, "region: the tenant", MAX_TEXT_BYTES)
+    ttl_ms = milliseconds(lease.ttl_s if ttl_secs is None else ttl_secs, "region: ttl_secs", least_ms=1)
+    body = RegionOpen(lease.grant.lease_id, size_of(size, "region"), ttl_ms, owner)
+    # Buffers that the client holds for reuse take room in the slice: free them first.
+    yield from lease.give_back()
+    # `made` receives the grant even if this is interrupted: then the region is closed again.
+    made: list[RegionGrant] = []
+    try:
+        yield from lease._control(Opcode.REGION_OPEN, body, made=made)
+        region = RegionState(lease, made[0], owner)
+        return region
+    except GeneratorExit:
+        raise
+    except BaseException:
+        for granted in made:
+            yield from RegionState(lease, granted, owner).give_up()
+        raise
+
+
+def resize(lease: LeaseState, more_bytes: int | str, doing: str, sign: int) -> Procedure[None]:
+    """Make a lease larger (sign 1) or smaller (sign -1). Raises CapacityExceeded or InvalidRequest."""
+    size_bytes = lease.grant.size_bytes + sign * size_of(more_bytes, doing)
+    yield from lease.resize(whole(size_bytes, doing, least=1, most=MAX_WIRE_BYTES))

@@ -1,0 +1,188 @@
+"""A session's device memory and modules: allocate, free, load, unload."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final, TypeVar
+
+from gpulease.client.code_texts import image_of
+from gpulease.client.core.fast_request import DONE, FastRequest, Pending
+from gpulease.client.core.lease_request import MAX_WIRE_BYTES, whole
+from gpulease.client.core.operations import Operations
+from gpulease.client.core.waits import Begun, Procedure
+from gpulease.client.errors import GpuLeaseError, InvalidRequest
+from gpulease.client.handles import Buffer, Module, Variable
+from gpulease.client.texts import bounded
+from gpulease.protocol import Opcode
+from gpulease.protocol.codec import build_body
+from gpulease.protocol.fastpath import HANDLE, MEM_ALLOC
+from gpulease.protocol.limits import MAX_KERNEL_NAME_BYTES
+from gpulease.protocol.messages import KernelEntry, KernelFigures, ModuleLoad, VariableName
+
+MODULE_LOAD_FIXED_BYTES: Final = 4
+"""Bytes of a MODULE_LOAD's payload other than the image: the field with its length."""
+
+
+MAX_UNSETTLED: Final = 256
+"""Most frees and reuses without a settling reply. At this number an allocation asks the worker, and the reply settles
+them."""
+
+
+class LoadedModule(Module):
+    """Code that a session has loaded; the base of both APIs' modules."""
+
+    __slots__ = ("_resources",)
+
+    def __init__(self, resources: "Resources", handle: int, kernels: tuple[KernelEntry, ...]) -> None:
+        super().__init__(None, handle, kernels)
+        self._resources = resources
+
+
+M = TypeVar("M", bound=LoadedModule)
+
+
+class Resources:
+    """Allocates and frees one session's device memory; loads and unloads its modules."""
+
+    def __init__(self, operations: Operations) -> None:
+        self._operations = operations
+        self.attachment = operations.attachment
+        self._alloc_request = FastRequest(
+            operations, Opcode.MEM_ALLOC, MEM_ALLOC.size, HANDLE.size, makes=Opcode.MEM_FREE
+        )
+
+    def alloc(self, size_bytes: int) -> Procedure[Buffer]:
+        """Allocate device memory of `size_bytes`, zeroed. Raises InvalidRequest while the session records."""
+        self._operations.check_recording("mem_alloc")
+        return self._alloc(size_bytes)
+
+    def _alloc(self, size_bytes: int) -> Procedure[Buffer]:
+        size = whole(size_bytes, "mem_alloc", least=1, most=MAX_WIRE_BYTES)
+        making = self._operations.make(
+            Opcode.MEM_ALLOC, MEM_ALLOC.pack(size), Opcode.MEM_FREE, lambda reply: Buffer(None, reply.handle, size)
+        )
+        return (yield from self._operations.do("mem_alloc", making))
+
+    def alloc_at_once(self, size_bytes: int) -> Begun[Buffer]:
+        """`alloc`, tried immediately, under the session's lock."""
+        size = whole(size_bytes, "mem_alloc", least=1, most=MAX_WIRE_BYTES)
+        attachment = self.attachment
+        # A freed buffer of this size that the client still holds saves the round trip. Otherwise the held ones really
+        # go back first, because the slice may need their room.
+        if attachment.held:
+            again = self._alloc_again(size)
+            if again is not None:
+                return again
+            self._operations.drop_held()
+        # The handle arrives in `answer`, which is reachable here at every moment: an interrupt can't lose it.
+        buffer, answer = Buffer(None, 0, size), bytearray(HANDLE.size)
+        try:
+            outcome = self._alloc_request.ask(MEM_ALLOC.pack(size), into=memoryview(answer))
+            if outcome is DONE:
+                (buffer.handle,) = HANDLE.unpack(answer)
+                buffer.owner = attachment
+                return buffer
+        except BaseException:
+            if any(answer):
+                # Interrupted after the reply came: no handle owns the memory yet, so free it.
+                attachment.dropped.append((Opcode.MEM_FREE, *HANDLE.unpack(answer)))
+            raise
+        # The reply did not come while spinning. Wait for it in the general way, with the same handle object.
+        if isinstance(outcome, Pending):
+
+            def late(reply: Any) -> Buffer:
+                buffer.handle = reply.handle
+                return buffer
+
+            making = self._operations.made(Opcode.MEM_ALLOC, outcome.request_id, late)
+            return self._operations.go_on("mem_alloc", making)
+        return self.alloc(size)
+
+    def _alloc_again(self, size: int) -> Begun[Buffer] | None:
+        """Reuse a held buffer; None if there is none, or if the worker has to reply first."""
+        attachment, operations = self.attachment, self._operations
+        # When the worker fails, it must be able to name the requests that it has not executed; hence the limit.
+        if attachment.over is not None or attachment.recording is not None or len(operations.freed) >= MAX_UNSETTLED:
+            return None
+        buffer = attachment.held.take(size, attachment)
+        if buffer is None:
+            return None
+        rest = operations.reuse(buffer.handle)
+        return buffer if rest is None else _after(rest, buffer)
+
+    def free(self, buffer: Buffer) -> Begun[None]:
+        """Free a buffer immediately, under the session's lock, without waiting for a reply."""
+        attachment, operations = self.attachment, self._operations
+        operations.check_recording("mem_free")
+        try:
+            operations.check(buffer, Buffer, "mem_free")
+        except GpuLeaseError as error:
+            raise error.with_traceback(None)  # noqa: B904  # its traceback begins at the caller's line, as a driver's
+        attachment.check_open("mem_free")
+        # Keep the memory for the next allocation of its size, if there is room for that.
+        if type(buffer) is Buffer and attachment.held.hold(buffer):
+            return None
+        attachment.dropped.append(buffer.mark_freed())
+        if operations.put_frees():
+            return None
+        return operations.go_on("mem_free", operations.send_frees())
+
+    def load(self, image: Any, kind: type[M]) -> Procedure[M]:
+        """Compile and load PTX, or load a cubin, as the API's kind of module. Raises InvalidRequest while recording."""
+        self._operations.check_recording("module_load")
+        return self.load_unrecorded(image, kind)
+
+    def load_unrecorded(self, image: Any, kind: type[M]) -> Procedure[M]:
+        """Load code that a recording will launch, even while the session records: the worker knows of no recording."""
+        code = image_of(image, "module_load")
+        most = self.attachment.max_payload_bytes - MODULE_LOAD_FIXED_BYTES
+        if not 0 < len(code) <= most:
+            raise InvalidRequest(f"module_load: an image of {len(code)} bytes; 1 to {most} are taken")
+        return (yield from self._operations.do("module_load", self._load_code(code, kind)))
+
+    def _load_code(self, code: bytes, kind: type[M]) -> Procedure[M]:
+        operations, attachment = self._operations, self.attachment
+
+        def loaded(reply: Any) -> M:
+            attachment.has_loaded = True
+            return kind(self, reply.module, reply.kernels)
+
+        load = build_body(ModuleLoad(code))
+        module = yield from operations.make(Opcode.MODULE_LOAD, load, Opcode.MODULE_UNLOAD, loaded)
+        # A newer worker also reports the parameter types, with which launches check Python numbers.
+        if Opcode.MODULE_PARAMETERS in attachment.served:
+            parameters = HANDLE.pack(module.handle)
+            answer = yield from operations.ask(Opcode.MODULE_PARAMETERS, parameters, doing="module_load")
+            module.set_parameter_types(answer.types)
+        return module
+
+    def variable(self, module: Module, name: str) -> Procedure[Variable]:
+        """Find a variable of a module. Raises InvalidHandle if the module has none of that name."""
+        doing = "variable"
+        self._check_details(Opcode.MODULE_VARIABLE, module, doing)
+        wanted = VariableName(module.handle, bounded(name, "variable: a name", MAX_KERNEL_NAME_BYTES))
+        asking = self._operations.ask(Opcode.MODULE_VARIABLE, build_body(wanted), doing=doing)
+        reply = yield from self._operations.do(doing, asking)
+        return Variable(module, name, self.attachment, reply.handle, reply.size_bytes)
+
+    def figures(self, module: Module) -> Procedure[Mapping[str, KernelFigures]]:
+        """Ask how many registers and how much memory each kernel of a module uses."""
+        doing = "kernel_figures"
+        self._check_details(Opcode.MODULE_FIGURES, module, doing)
+        asking = self._operations.ask(Opcode.MODULE_FIGURES, HANDLE.pack(module.handle), doing=doing)
+        reply = yield from self._operations.do(doing, asking)
+        return MappingProxyType(dict(zip(module.kernels, reply.kernels, strict=False)))
+
+    def _check_details(self, op: Opcode, module: Module, doing: str) -> None:
+        self._operations.check_recording(doing)
+        self._operations.check(module, Module, doing)
+        self.attachment.require(op, doing)
+
+    def unload(self, module: Module) -> Procedure[None]:
+        """Unload a module now. Raises InvalidRequest while the session records."""
+        self._operations.check_recording("module_unload")
+        return self._operations.free(module, Module, "module_unload")
+
+
+def _after(rest: Procedure[None], buffer: Buffer) -> Procedure[Buffer]:
+    yield from rest
+    return buffer

@@ -1,0 +1,229 @@
+"""A session: its connection, and the parts that do its work.
+
+Both APIs hold a `Session` and call its parts. Only launches and copies can be recorded: a `Recording` replaces these
+two parts in the API while it lasts.
+"""
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
+
+from gpulease.client.core.attachment import Attachment
+from gpulease.client.core.copies import Copies, CopyCommands
+from gpulease.client.core.graphs import Graphs
+from gpulease.client.core.kept_buffers import KeptBuffers
+from gpulease.client.core.launch import LaunchCommands, Launches
+from gpulease.client.core.lease import LeaseState
+from gpulease.client.core.lease_request import MAX_WIRE_BYTES, whole
+from gpulease.client.core.operations import Operations
+from gpulease.client.core.refused_regions import RefusedRegions
+from gpulease.client.core.region_sets import RegionSets
+from gpulease.client.core.resources import Resources
+from gpulease.client.core.streams import PrintedCallback, Streams
+from gpulease.client.core.tokens import Grant
+from gpulease.client.core.waits import Procedure
+from gpulease.client.errors import InvalidRequest, error_of
+from gpulease.client.fork_guard import OF_PARENT
+from gpulease.client.handles import BorrowedBuffer, Module
+from gpulease.client.transport.arena import empty
+from gpulease.client.transport.ring import wanted_of
+from gpulease.client.transport.spin_policy import spin_policy_of
+from gpulease.protocol.lease_ids import LeaseId
+from gpulease.protocol.opcodes import Opcode, SessionOption
+from gpulease.protocol.ring import Wanted
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+CARD_BYTES: Final = 6
+"""Bytes of the option CARD in ATTACH's reply: a u16 and a u32."""
+
+
+class Session:
+    """A session on a lease.
+
+    Attributes:
+        attachment: Its connection, its lease, and how it ended.
+        operations: How each of its operations is carried out.
+        streams: Its streams, and which one is selected.
+        resources: Its device memory and modules.
+        copies: Copies to and from that memory.
+        launches: Launches of its modules' kernels.
+        graphs: Its launch graphs.
+        region_sets: Its region sets.
+        kept: The buffers that its lease keeps.
+    """
+
+    def __init__(self, lease: LeaseState, lock: Any, *, grant: Grant | None, shared_memory: bool, spin_ns: int) -> None:
+        """Prepare a session, which `attach` opens.
+
+        Args:
+            lease: Its lease.
+            lock: The API's kind of lock.
+            grant: A token of the lease with which to open it; None to open it as the lease's holder.
+            shared_memory: Whether to share memory with the worker, where the address allows it.
+            spin_ns: Longest time to poll for a reply before sleeping, in nanoseconds.
+
+        Raises InvalidRequest for another lease's grant.
+        """
+        # Memory can only be shared on one host, which the address shows.
+        wanted = wanted_of(lease.address) if shared_memory else Wanted()
+        if grant is not None and grant.lease_id != lease.grant.lease_id:
+            raise InvalidRequest(f"attach: the grant is of lease {grant.lease_id}, not of this one")
+        token = lease.token if grant is None else grant.token
+        spin = spin_policy_of(lease.waiting, spin_ns)
+        self.attachment = Attachment(lease, lock, token=token, wanted=wanted, spin=spin)
+        self.operations = Operations(self.attachment)
+        self.streams = Streams(self.operations)
+        self.resources = Resources(self.operations)
+        refused = RefusedRegions(self.operations)
+        self.copies = Copies(self.operations, self.streams, refused)
+        self.launches = Launches(self.operations, self.streams, refused)
+        self.graphs = Graphs(self.operations, self.streams, refused)
+        self.region_sets = RegionSets(self.operations)
+        self.kept = KeptBuffers(self.operations)
+
+    def attach(self) -> Procedure[None]:
+        """Open the session. Raises the reason if it can't be opened."""
+        yield from self.attachment.attach()
+        self.operations.begin()
+        self.attachment.lease.attached = weakref.ref(self.operations)
+
+
+S = TypeVar("S", bound="np.generic")
+
+
+class SessionView:
+    """Base of both APIs' sessions: all properties that need no request to the worker."""
+
+    _session: Session
+    _lock: Any
+    _launches: LaunchCommands
+    _copies: CopyCommands
+    _array_kernels: Module | None = None
+    _on_printed: PrintedCallback | None = None
+
+    def _set_session(self, session: Session) -> None:
+        self._session, self._lock = session, session.attachment.lock
+        self._set_commands(session.launches, session.copies)
+
+    def _set_commands(self, launches: LaunchCommands, copies: CopyCommands) -> None:
+        """Send launches and copies to the session itself, or to a recording."""
+        self._launches, self._copies = launches, copies
+
+    def disown(self) -> None:
+        """Leave the session to the parent process (`fork_guard.Inherited`)."""
+        self._lock = self._session.attachment.disown()
+
+    @overload
+    def empty(self, shape: int | Sequence[int]) -> "NDArray[np.float64]": ...
+
+    @overload
+    def empty(self, shape: int | Sequence[int], dtype: "type[S] | np.dtype[S]") -> "NDArray[S]": ...
+
+    @overload
+    def empty(self, shape: int | Sequence[int], dtype: Any) -> "NDArray[Any]": ...
+
+    def empty(self, shape: int | Sequence[int], dtype: Any = float) -> "NDArray[Any]":
+        """Make an uninitialised numpy array in memory that is shared with the session's worker.
+
+        mem_write and mem_read of the array, or of a contiguous part of it, are as fast as the card's bus. Over TCP, or
+        if the session's arena has no room left, it is an ordinary array, and everything works the same. A forked
+        process shares the arrays made before the fork with its parent.
+
+        Args:
+            shape: One size, or a size per dimension.
+            dtype: The elements' numpy dtype.
+
+        Raises InvalidRequest for a `dtype` that numpy does not know.
+        """
+        if self._session.attachment.end is OF_PARENT:
+            raise error_of(OF_PARENT, "empty")
+        return empty(self._session.attachment.arena, shape, dtype)
+
+    def buffer(self, handle: int, size_bytes: int) -> BorrowedBuffer:
+        """Use memory that another connection to the lease allocated, for as long as it exists (`keep`).
+
+        Dropping the last reference does not free it; `mem_free` does. Operations on it raise InvalidHandle if the
+        handle is wrong.
+
+        Args:
+            handle: Its `handle` there.
+            size_bytes: Its size there.
+        """
+        at = whole(handle, "buffer", least=0, most=MAX_WIRE_BYTES)
+        return BorrowedBuffer(self._session.attachment, at, whole(size_bytes, "buffer", least=1, most=MAX_WIRE_BYTES))
+
+    @property
+    def session_id(self) -> LeaseId:
+        """The session's id, which is its lease's id."""
+        return LeaseId(self._session.attachment.session_id)
+
+    @property
+    def driver(self) -> str:
+        """The driver with which the session computes: "cuda" or "cpu"."""
+        return self._session.attachment.reply.driver
+
+    @property
+    def card_uuid(self) -> str:
+        """The UUID of the session's card, as the driver reports it."""
+        return self._session.attachment.reply.card_uuid
+
+    @property
+    def compute_capability(self) -> int:
+        """The capability to compile kernels for: 90 for 9.0; 0 if the session's daemon is too old to report it."""
+        return int.from_bytes(self._card[:2])
+
+    @property
+    def cuda_version(self) -> int:
+        """The CUDA version of the card's driver, 13000 for 13.0; 0 if there is none, or it is not reported."""
+        return int.from_bytes(self._card[2:])
+
+    @property
+    def _arch(self) -> int | None:
+        """The capability to compile for: the card's. None, the compilers' default, for the embedded driver."""
+        return (self.compute_capability or None) if self.driver == "cuda" else None
+
+    @property
+    def _card(self) -> bytes:
+        told = self._session.attachment.told(SessionOption.CARD)
+        return told if told is not None and len(told) == CARD_BYTES else bytes(CARD_BYTES)
+
+    def on_printed(self, callback: PrintedCallback | None) -> None:
+        """Pass what kernels have printed to `callback` at each sync and at the end of the `with` block.
+
+        None stops this. The sync itself calls it, and only if something was printed. What it raises, the sync raises.
+        Raises Unsupported if the session's daemon is too old.
+        """
+        self._session.attachment.require(Opcode.PRINTED, "on_printed")
+        self._on_printed = callback
+
+    @property
+    def slice_bytes(self) -> int:
+        """Total device memory that the session may allocate, in bytes."""
+        attachment = self._session.attachment
+        return attachment.reply.slice_bytes + attachment.lease.grant.size_bytes - attachment.lease_bytes
+
+    @property
+    def owns_memory(self) -> bool:
+        """True if what this session makes ends with it; False with an older daemon, where it stays in the lease."""
+        return self._session.attachment.told(SessionOption.OWN_MEMORY) is not None
+
+    @property
+    def shares_memory(self) -> bool:
+        """True if `empty` makes arrays that the session's worker reads and graphs can copy; False over TCP."""
+        return self._session.attachment.arena is not None
+
+    @property
+    def region_granule_bytes(self) -> int:
+        """Sizes of the lease's regions are multiples of this many bytes; 0 if its session is too old for regions."""
+        return self._session.region_sets.granule_bytes
+
+    @property
+    def is_alive(self) -> bool:
+        """True until the session or its lease is known here to have ended."""
+        return self._session.attachment.is_alive
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.session_id}{'' if self.is_alive else ', over'}>"

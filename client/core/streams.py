@@ -1,0 +1,369 @@
+"""A session's streams: which one the worker has selected, and what goes into each.
+
+The worker puts launches and copies into the stream that the last STREAM_SELECT named. The client sends a STREAM_SELECT
+before the first operation for another stream, so a program with one stream sends none. The client relies on a selection
+only after all of its frame was sent: after an interrupted send the selection is unknown, and the next operation selects
+again.
+"""
+
+from collections.abc import Callable
+from time import monotonic_ns
+from typing import Any, Final, NamedTuple, TypeVar
+
+from gpulease.client.core.exchange import send
+from gpulease.client.core.fast_request import DONE, FastRequest, Pending
+from gpulease.client.core.operations import STREAMS_FENCES, Operations
+from gpulease.client.core.waits import Begun, Limit, Procedure
+from gpulease.client.errors import GpuLeaseError, InvalidHandle, InvalidRequest
+from gpulease.client.handles import Buffer, Handle
+from gpulease.protocol import Opcode
+from gpulease.protocol.codec import build_body
+from gpulease.protocol.fastpath import ARENA_COPY, HANDLE, STREAM_WAIT
+from gpulease.protocol.messages import EventPair, EventRecord, Ping
+
+T = TypeVar("T")
+S = TypeVar("S", bound="StreamHandle")
+
+DEFAULT: Final = 0
+"""Number of the stream that always exists."""
+
+TRUSTED_NS: Final = 1_000_000
+"""How long after a sync an unused session is assumed to be alive, in nanoseconds. So a sync with nothing to wait for
+sends no request, and one after a lease's sudden end notices it at most this much later."""
+
+_UNKNOWN: Final = -1
+
+
+class StreamHandle(Handle):
+    """A queue of launches and copies; the base of both APIs' streams. Number 0 is the default stream."""
+
+    __slots__ = ("_streams",)
+
+    _free_op = Opcode.STREAM_DESTROY
+
+    def __init__(self, streams: "Streams", handle: int) -> None:
+        super().__init__(None, handle)
+        self._streams = streams
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.handle}{'' if self.is_alive else ', gone'}>"
+
+    def streams(self, what: str) -> "Streams":
+        """The streams of its session. Raises InvalidHandle, naming the operation `what`, if this one was closed."""
+        if self.owner is None:
+            raise InvalidHandle(f"{what}: stream {self.handle} is closed")
+        return self._streams
+
+    def drop(self) -> None:
+        """Make the session's next operation free it, without a reply. Calling it twice is harmless."""
+        owner, self.owner = self.owner, None
+        if owner is not None and self.handle:
+            owner.dropped.append((self._free_op, self.handle))
+
+    def __del__(self) -> None:
+        if getattr(self, "handle", DEFAULT) != DEFAULT:
+            super().__del__()
+
+
+class EventHandle(Handle):
+    """The moment at which a stream has finished what was queued before; the base of both APIs' events."""
+
+    __slots__ = ("_streams",)
+
+    _free_op = Opcode.EVENT_DESTROY
+
+    def __init__(self, streams: "Streams", handle: int) -> None:
+        super().__init__(None, handle)
+        self._streams = streams
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.handle}{'' if self.is_alive else ', gone'}>"
+
+
+E = TypeVar("E", bound=EventHandle)
+
+
+class PrintedText(NamedTuple):
+    """The output of a session's kernels.
+
+    Attributes:
+        text: What they printed.
+        is_lost: True if they printed more than MAX_PRINTED_BYTES: the later part is missing.
+    """
+
+    text: str
+    is_lost: bool
+
+
+PrintedCallback = Callable[[PrintedText], object]
+"""Receives what kernels have printed."""
+
+
+class Streams:
+    """Makes, orders and waits for the streams of one session.
+
+    Attributes:
+        attachment: The session's connection.
+        operations: The session's operations.
+        selected: Number of the stream that the worker has selected; -1 while that is unknown.
+    """
+
+    def __init__(self, operations: Operations) -> None:
+        self.operations = operations
+        self.attachment = operations.attachment
+        self.selected = DEFAULT
+        self._last_event = 0
+        # The last request that a sync found finished, and until when the session is assumed to be alive.
+        self._ended_id = self._ended_until_ns = 0
+        self._sync = FastRequest(operations, Opcode.SYNC)
+        self._stream_sync = FastRequest(operations, Opcode.STREAM_SYNC, HANDLE.size)
+
+    # --- their life ---
+
+    def create(self, kind: type[S]) -> Procedure[S]:
+        """Make a stream, as the API's kind. Raises InvalidRequest while the session records."""
+        self.operations.check_recording("stream")
+        return self._create(kind)
+
+    def _create(self, kind: type[S]) -> Procedure[S]:
+        def created(reply: Any) -> S:
+            self.operations.fences = STREAMS_FENCES
+            return kind(self, reply.handle)
+
+        making = self.operations.make(Opcode.STREAM_CREATE, b"", Opcode.STREAM_DESTROY, created)
+        return (yield from self.operations.do("stream", making))
+
+    def default(self, kind: type[S]) -> S:
+        """The stream that always exists, as the API's kind."""
+        stream = kind(self, DEFAULT)
+        stream.owner = self.attachment
+        return stream
+
+    def destroy(self, stream: StreamHandle) -> Procedure[None]:
+        """Free a stream. Its queued work still runs; its arrays stay lent until the session was waited for."""
+        if stream.handle == DEFAULT:
+            raise InvalidRequest("close: the default stream is always there")
+        yield from self.operations.free(stream, StreamHandle, "close")
+
+    # --- order ---
+
+    def wait_for(self, stream: StreamHandle, other: StreamHandle | None) -> Procedure[None]:
+        """Make later launches and copies of a stream wait for all that another has queued now."""
+        self._check_recording("wait_for")
+        operations = self.operations
+        pair = STREAM_WAIT.pack(self.number(stream, "wait_for"), self.number(other, "wait_for"))
+        frame = operations.quiet_frame(Opcode.STREAM_WAIT, pair)
+        yield from operations.do("wait_for", send(self.attachment.channel, (frame,), operations.limit))
+
+    def record(self, stream: StreamHandle, kind: type[E]) -> Procedure[E]:
+        """Record an event in a stream, as the API's kind; it is queued in order with the stream's launches."""
+        self._check_recording("event")
+        self.attachment.require(Opcode.EVENT_RECORD, "event")
+        return (yield from self.operations.do("event", self._record(self.number(stream, "event"), kind)))
+
+    def _record(self, number: int, kind: type[E]) -> Procedure[E]:
+        self._last_event += 1
+        body = build_body(EventRecord(number, self._last_event))
+        # The client numbers events, so that recording one needs no reply. The event has an owner, and is freed at its
+        # end, only once its frame was queued.
+        event = kind(self, self._last_event)
+
+        def note() -> None:
+            event.owner = self.attachment
+
+        yield from self.operations.send_noting(self.operations.quiet_frame(Opcode.EVENT_RECORD, body), note)
+        return event
+
+    def printed(self) -> Procedure[PrintedText]:
+        """Wait for all streams, and return what kernels have printed since the last call."""
+        self._check_recording("printed")
+        self.attachment.require(Opcode.PRINTED, "printed")
+        asking = self.operations.ask(Opcode.PRINTED, doing="printed")
+        reply = yield from self.operations.do("printed", self._taking_back(asking))
+        return PrintedText(reply.data.decode(errors="replace"), bool(reply.is_lost))
+
+    def elapsed_ms(self, start: EventHandle, end: EventHandle) -> Procedure[float]:
+        """Wait for two events; returns the milliseconds from the first to the second."""
+        doing, operations = "elapsed_ms", self.operations
+        self._check_recording(doing)
+        # Both must be this session's: another session's event number would name an unrelated event here.
+        for event in (start, end):
+            operations.check(event, EventHandle, doing)
+        pair = build_body(EventPair(start.handle, end.handle))
+        reply = yield from operations.do(doing, operations.ask(Opcode.EVENT_ELAPSED, pair, doing=doing))
+        return float(reply.nanoseconds / 1e6)
+
+    def sync(self) -> Procedure[None]:
+        """Wait until all streams have finished. Raises InvalidRequest while the session records."""
+        self.operations.check_recording("sync")
+        return self.operations.do("sync", self._taking_back(self.operations.ask(Opcode.SYNC)))
+
+    def sync_at_once(self) -> Begun[None]:
+        """`sync`, tried immediately, under the session's lock."""
+        attachment = self.attachment
+        connection = attachment.connection
+        # Three ways, the cheapest first. No request since the last sync: all work has ended, and the session was alive
+        # moments ago. Then the shared sync word, without a frame. Then a SYNC request.
+        if attachment.has_sync_word:
+            if (
+                connection.last_request_id == self._ended_id
+                and monotonic_ns() < self._ended_until_ns
+                and attachment.end is None
+                and attachment.lease.over is None
+                and not attachment.dropped
+                and attachment.recording is None
+            ):
+                return None
+            if attachment.is_at_rest and attachment.channel.await_work(connection.next_request_id()):
+                self._note_end()
+                return None
+        outcome = self._sync.ask()
+        if outcome is DONE:
+            self._note_end()
+            return None
+        if isinstance(outcome, Pending):
+            return self.operations.go_on("sync", self._taking_back(outcome.rest))
+        return self.sync()
+
+    def _note_end(self) -> None:
+        """Record that the work of all requests so far has ended without failure."""
+        operations, attachment = self.operations, self.attachment
+        self._ended_id = operations.settled_id = attachment.connection.last_request_id
+        self._ended_until_ns = monotonic_ns() + TRUSTED_NS
+        if operations.freed:
+            operations.settle(None, "")
+        if attachment.lent.is_used:
+            attachment.lent.take_back()
+
+    def sync_one(self, stream: StreamHandle) -> Procedure[None]:
+        """Wait until one stream has finished what it has queued."""
+        self._check_recording("sync")
+        number = self.number(stream, "sync")
+        asking = self.operations.ask(Opcode.STREAM_SYNC, HANDLE.pack(number))
+        yield from self.operations.do("sync", self._taking_back(asking, number))
+
+    def sync_one_at_once(self, stream: StreamHandle) -> Begun[None]:
+        """`sync_one`, tried immediately, under the session's lock."""
+        self._check_recording("sync")
+        number = self.number(stream, "sync")
+        outcome = self._stream_sync.ask(HANDLE.pack(number))
+        if outcome is DONE:
+            self.attachment.lent.take_back(number)
+            return None
+        if isinstance(outcome, Pending):
+            return self.operations.go_on("sync", self._taking_back(outcome.rest, number))
+        return self.sync_one(stream)
+
+    def fence(self, limit: Limit, stream: StreamHandle | None = None) -> Procedure[None]:
+        """Wait for all streams, or for one, under the session's lock; raise what failed and was not raised before.
+
+        A session by token that loaded no module waits for its own requests only: kernels, and their failures, are
+        others'.
+        """
+        operations, raised = self.operations, self.attachment.last_raised
+        # A PING is answered in order, so its reply shows that this connection's own requests are done.
+        if self.attachment.token and not self.attachment.has_loaded:
+            waiting = operations.ask(Opcode.PING, build_body(Ping(0)), limit, "sync")
+        elif stream is None:
+            waiting = self._taking_back(operations.ask(Opcode.SYNC, limit=limit))
+        else:
+            asking = operations.ask(Opcode.STREAM_SYNC, HANDLE.pack(stream.handle), limit)
+            waiting = self._taking_back(asking, stream.handle)
+        try:
+            yield from operations.guarded("sync", waiting)
+        except GpuLeaseError as error:
+            # After a fault ended the context, every request gets that fault as its reply.
+            if error.failure != raised:
+                raise
+
+    def _taking_back(self, waiting: Procedure[T], number: int | None = None) -> Procedure[T]:
+        """Wait for a stream, or for all of them; then take back the arrays that their copies used."""
+        result = yield from waiting
+        if number is None and self.operations.settled_id == self.attachment.connection.last_request_id:
+            self._note_end()
+        else:
+            self.attachment.lent.take_back(number)
+        return result
+
+    # --- launches and copies in them ---
+
+    def run_in(self, stream: StreamHandle | None, procedure: Procedure[T]) -> Procedure[T]:
+        """Execute an operation in a stream, under the session's lock."""
+        number = self.number(stream, "mem_write or mem_read")
+        if self.selected != number:
+            # Unknown until the whole frame was sent: an interrupt may come in between.
+            self.selected = _UNKNOWN
+            yield from self.operations.send_frames(self._select(number))
+            self.selected = number
+        return (yield from procedure)
+
+    def begin_copy(
+        self, op: Opcode, stream: StreamHandle | None, buffer: Buffer, offset: int, view: memoryview
+    ) -> Procedure[None] | None:
+        """Start a copy between a buffer and the arena without waiting; None without a stream, or for other memory."""
+        number, arena = self.number(stream, "mem_write or mem_read"), self.attachment.arena
+        place = None if number == DEFAULT or arena is None else arena.offset_of(view)
+        if place is None:
+            return None
+        return self._begin(op, number, ARENA_COPY.pack(buffer.handle, offset, place, len(view)), place, view)
+
+    def _begin(self, op: Opcode, number: int, copy: bytes, place: int, view: memoryview) -> Procedure[None]:
+        # Lend the array before sending: an interrupted send may have started the copy.
+        self.attachment.lent.lend(number, place, view)
+        yield from self.operations.send_frames(self.operations.quiet_frame(op, copy))
+
+    def hand_over(self, stream: StreamHandle | None, number: int, frame: bytes, doing: str) -> Begun[int]:
+        """Queue the quiet request `number` for a stream, under the session's lock; the result is that number.
+
+        Args:
+            stream: The stream; None for the default one.
+            number: The request id in the frame.
+            frame: The request.
+            doing: The operation, for messages.
+        """
+        if stream is not None or self.selected != DEFAULT:
+            rest = self._put_in(stream, frame, doing)
+        else:
+            rest = b"" if self.operations.put(frame) else frame
+        if self.attachment.dropped and not rest:
+            self.operations.put_frees()
+        return self.operations.go_on(doing, self._send_rest(number, rest)) if rest else number
+
+    def _send_rest(self, number: int, frame: bytes) -> Procedure[int]:
+        yield from send(self.attachment.channel, (frame,), self.operations.limit)
+        return number
+
+    def _put_in(self, stream: StreamHandle | None, frame: bytes, doing: str) -> bytes:
+        """Queue a frame in a stream; returns the bytes that are still to be sent, empty if all were queued."""
+        number = self.number(stream, doing)
+        if self.selected != number:
+            # Both frames go together: no other launch can come between selection and launch.
+            frame = self._select(number) + frame
+            self.selected = _UNKNOWN
+        if not self.operations.put(frame):
+            return frame
+        self.selected = number
+        return b""
+
+    def number(self, stream: StreamHandle | None, doing: str) -> int:
+        """A stream's number; the default stream's for None. Raises InvalidHandle."""
+        if stream is None:
+            return DEFAULT
+        self.operations.check(stream, StreamHandle, doing)
+        return stream.handle
+
+    def _select(self, number: int) -> bytes:
+        return self.operations.quiet_frame(Opcode.STREAM_SELECT, HANDLE.pack(number))
+
+    def _check_recording(self, doing: str) -> None:
+        # A stream refers to the session itself, not to the recording that stands in for it.
+        if self.attachment.recording is not None:
+            raise not_recorded(doing)
+
+
+def not_recorded(doing: str) -> InvalidRequest:
+    """The refusal of anything but a launch or a copy while a session records."""
+    return InvalidRequest(
+        f"{doing}: the session is recording a launch graph, which has launches and copies only",
+        "Do it before or after the `with` block",
+    )

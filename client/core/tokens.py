@@ -1,0 +1,104 @@
+"""Tokens in the client: their bytes, and what their issuer granted."""
+
+import base64
+from dataclasses import dataclass
+from typing import Final, Self
+
+from gpulease.client.core.lease_request import milliseconds, whole
+from gpulease.client.errors import InvalidRequest
+from gpulease.client.texts import quoted
+from gpulease.protocol.capabilities import ALL_PERMISSIONS, Permission, names_of
+from gpulease.protocol.lease_ids import LeaseId
+from gpulease.protocol.limits import AUDIENCE_BYTES, MAX_TOKEN_BYTES
+from gpulease.protocol.messages import CapabilityHeld, CapabilityIssue
+
+TOKEN_S: Final = 60.0
+"""Lifetime of a token in seconds, if its issuer does not choose one."""
+
+MAX_NONCE: Final = 2**128 - 1
+"""Largest nonce, 128 bits; 0 makes the daemon draw one."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Grant:
+    """A token that was issued.
+
+    Attributes:
+        token: The token's bytes. Whoever has them and is its audience can use it.
+        public_key: The key that its holder needs to attenuate it.
+        lease_id: The lease that it is for.
+        permissions: The permissions that it gives.
+        ttl_s: Its lifetime in seconds, from when it was issued.
+        expires_at_unix_secs: The date of its end, by the daemon's wall clock, for display.
+    """
+
+    token: bytes
+    public_key: bytes
+    lease_id: LeaseId
+    permissions: Permission
+    ttl_s: float
+    expires_at_unix_secs: int
+
+    def to_text(self) -> str:
+        """The token as text without blanks, for an environment variable or a file (URL-safe base64)."""
+        return base64.urlsafe_b64encode(self.token).decode()
+
+    def __repr__(self) -> str:
+        # Without the token: printed objects end up in logs.
+        return f"<Grant of {', '.join(names_of(self.permissions))} on {self.lease_id} for {self.ttl_s:g} s>"
+
+
+@dataclass(frozen=True, slots=True)
+class HeldToken:
+    """What a node says about a token that was presented to it.
+
+    Attributes:
+        lease_id: The lease that it is for.
+        permissions: The permissions that it gives this program.
+        ttl_s: Seconds until it ends.
+        expires_at_unix_secs: The date of its end, by the daemon's wall clock, for display.
+    """
+
+    lease_id: LeaseId
+    permissions: Permission
+    ttl_s: float
+    expires_at_unix_secs: int
+
+    @classmethod
+    def of(cls, told: CapabilityHeld) -> Self:
+        """Convert the node's reply: permissions by name, time in seconds."""
+        return cls(LeaseId(told.lease_id), Permission(told.permissions), told.ttl_ms / 1000, told.expires_at_unix_s)
+
+
+def token_of(token: "bytes | str | Grant") -> bytes:
+    """The token's bytes, from its bytes, its text or its grant. Raises InvalidRequest."""
+    if isinstance(token, Grant):
+        return token.token
+    try:
+        if isinstance(token, str):
+            found = base64.b64decode(token, altchars=b"-_", validate=True)
+        else:
+            # memoryview() first: bytes() of a number would be that many zeros.
+            found = bytes(memoryview(token))
+    except (ValueError, TypeError):
+        raise InvalidRequest("a token is bytes, or the text that Grant.to_text gave") from None
+    if len(found) > MAX_TOKEN_BYTES:
+        raise InvalidRequest(f"a token has {MAX_TOKEN_BYTES} bytes at most, not {len(found)}")
+    return found
+
+
+def issue_request(
+    lease_id: int, permissions: Permission, audience: bytes | None, ttl_secs: float, nonce: int
+) -> CapabilityIssue:
+    """The request that issues a token; arguments as of `GpuLease.issue`. Raises InvalidRequest."""
+    if not isinstance(permissions, Permission) or not permissions or permissions & ~ALL_PERMISSIONS:
+        raise InvalidRequest(f"issue: permissions must be Permission members, not {quoted(permissions)}")
+    if audience is not None and (not isinstance(audience, bytes | bytearray) or len(audience) != AUDIENCE_BYTES):
+        raise InvalidRequest(f"issue: an audience has {AUDIENCE_BYTES} bytes", "Ask the holder for their my_audience()")
+    return CapabilityIssue(
+        lease_id,
+        int(permissions),
+        bytes(audience or b""),
+        milliseconds(ttl_secs, "issue", least_ms=1),
+        whole(nonce, "issue", least=0, most=MAX_NONCE),
+    )

@@ -1,0 +1,96 @@
+"""An LLM decode engine on a lease: many tenants, one pass a step, every token what it would be alone.
+
+    async with Decoder.open(TINY_MODEL) as decoder:
+        async for piece in decoder.generate("The with statement", max_tokens=32):
+            print(piece, end="", flush=True)
+
+`Decoder` serves prompts. `DecodeEngine` computes steps and `ContinuousBatchScheduler` decides what is in them, for
+servers with a loop of their own. Importing all of them needs nothing beyond the client; opening a model's files needs
+the extra `decode`, and says so.
+"""
+
+from gpulease.client.decode.checkpoint import Checkpoint, RandomCheckpoint, open_model
+from gpulease.client.decode.decode_errors import (
+    AdmissionRefused,
+    DecodeError,
+    EngineDecodeFailed,
+    ModelRejected,
+    NoModelLoaded,
+    RebindLimited,
+    RequestBreaksEngine,
+    RequestIdInUse,
+    RequestRejected,
+    SequenceEnded,
+    TextNotRead,
+    TextProcessesFailed,
+    WaitedTooLong,
+)
+from gpulease.client.decode.decode_reports import (
+    DecoderObserver,
+    EngineRebuilt,
+    FinishedRequest,
+    ForwardRevoked,
+    PromptRefused,
+    RebindReport,
+    StepReport,
+)
+from gpulease.client.decode.decode_requests import (
+    AdmissionReason,
+    CompletionReason,
+    PromptRequest,
+    SamplingParameters,
+    SchedulerEvent,
+    TenantConfig,
+)
+from gpulease.client.decode.engine.engine import BlockPool, DecodeEngine
+from gpulease.client.decode.engine.forward_pass import StepLimits
+from gpulease.client.decode.model_config import Family, ModelConfig
+from gpulease.client.decode.sample_models import TINY_MODEL, find_smollm2
+from gpulease.client.decode.scheduler.scheduler import ContinuousBatchScheduler, SchedulerSettings
+from gpulease.client.decode.supervisor.decoder import Decoder, DecoderSettings
+from gpulease.client.decode.supervisor.generation import Emitted, Generation
+
+__all__ = [
+    "TINY_MODEL",
+    "AdmissionReason",
+    "AdmissionRefused",
+    "BlockPool",
+    "Checkpoint",
+    "CompletionReason",
+    "ContinuousBatchScheduler",
+    "DecodeEngine",
+    "DecodeError",
+    "Decoder",
+    "DecoderObserver",
+    "DecoderSettings",
+    "Emitted",
+    "EngineDecodeFailed",
+    "EngineRebuilt",
+    "Family",
+    "FinishedRequest",
+    "ForwardRevoked",
+    "Generation",
+    "ModelConfig",
+    "ModelRejected",
+    "NoModelLoaded",
+    "PromptRefused",
+    "PromptRequest",
+    "RandomCheckpoint",
+    "RebindLimited",
+    "RebindReport",
+    "RequestBreaksEngine",
+    "RequestIdInUse",
+    "RequestRejected",
+    "SamplingParameters",
+    "SchedulerEvent",
+    "SchedulerSettings",
+    "SequenceEnded",
+    "StepLimits",
+    "StepReport",
+    "TenantConfig",
+    "TextNotRead",
+    "TextProcessesFailed",
+    "WaitedTooLong",
+    "find_smollm2",
+    "open_model",
+]

@@ -1,0 +1,58 @@
+"""The shape of a model by a GGUF file's metadata, as llama.cpp reads it (load_hparams in llama-model.cpp)."""
+
+from typing import Final
+
+from gpulease.client.decode.checked_file import Members
+from gpulease.client.decode.checkpoint.gguf_keys import GGUF_KEYS
+from gpulease.client.decode.decode_errors import ModelRejected
+from gpulease.client.decode.file_keys import judged
+from gpulease.client.decode.model_config import Family, ModelConfig, check_config
+from gpulease.client.decode.text.gguf_special_tokens import begin_token, end_tokens
+from gpulease.client.texts import quoted
+
+DEFAULT_ROPE_THETA: Final = 10_000.0
+
+
+def gguf_config(said: Members, vocabulary: int, is_tied: bool) -> ModelConfig:
+    """Read the metadata. Raises ModelRejected for a model that the engine does not compute.
+
+    Args:
+        said: The metadata.
+        vocabulary: Rows of the embedding.
+        is_tied: Whether the file has no weights of a head.
+    """
+    name = said.text("general.architecture")
+    try:
+        family = Family(name)
+    except ValueError:
+        where = f"{said.where}: general.architecture {quoted(name)}"
+        raise ModelRejected(f"{where} is none of {', '.join(Family)}") from None
+    said = judged(said, GGUF_KEYS[family])
+    at = f"{family}."
+    width, heads = said.whole(f"{at}embedding_length"), said.whole(f"{at}attention.head_count")
+    if f"{at}attention.key_length" not in said.values and (heads < 1 or width % heads):
+        raise ModelRejected(f"{said.where}: embedding_length {width} must be a multiple of {heads} heads")
+    head_width = said.whole(f"{at}attention.key_length", width // max(heads, 1))
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if (found := said.whole(f"{at}{key}", head_width)) != head_width:
+            raise ModelRejected(f"{said.where}: {at}{key} is {found}, and heads are {head_width} wide")
+    config = ModelConfig(
+        family=family,
+        layers=said.whole(f"{at}block_count"),
+        width=width,
+        heads=heads,
+        key_heads=said.whole(f"{at}attention.head_count_kv", heads),
+        head_width=head_width,
+        inner_width=said.whole(f"{at}feed_forward_length"),
+        vocabulary=vocabulary,
+        context=said.whole(f"{at}context_length"),
+        rope_theta=said.number(f"{at}rope.freq_base", DEFAULT_ROPE_THETA),
+        norm_epsilon=said.number(f"{at}attention.layer_norm_rms_epsilon"),
+        is_tied=is_tied,
+        has_bias=family is Family.QWEN2,
+        has_head_norm=family is Family.QWEN3,
+        begin_token=begin_token(said),
+        end_tokens=end_tokens(said),
+    )
+    check_config(config, said.where)
+    return config

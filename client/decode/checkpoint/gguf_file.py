@@ -1,0 +1,136 @@
+"""A model in one GGUF file, in the types and names of llama.cpp's converter."""
+
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from gguf import GGMLQuantizationType
+from numpy.typing import NDArray
+
+from gpulease.client.decode.checked_file import Members, file_sha256
+from gpulease.client.decode.checkpoint.gguf_config import gguf_config
+from gpulease.client.decode.checkpoint.gguf_header import TYPES, GgufTensor, gguf_header
+from gpulease.client.decode.checkpoint.gguf_keys import GGUF_KEYS
+from gpulease.client.decode.checkpoint.model_tensors import (
+    EMBEDDING,
+    HEAD,
+    NORM,
+    check_names,
+    check_shape,
+    layer_prefix,
+    model_tensors,
+)
+from gpulease.client.decode.checkpoint.tensor_file import FileRows, TensorFile
+from gpulease.client.decode.checkpoint.tensors import RowReader, Tensor, row_bytes
+from gpulease.client.decode.decode_errors import ModelRejected
+from gpulease.client.decode.file_keys import judged
+from gpulease.client.decode.model_config import Family
+from gpulease.client.decode.text.gguf_text import gguf_tokenizer
+from gpulease.client.decode.text.tokenizer import Tokenizer
+
+TOP: Final = {"token_embd.weight": EMBEDDING, "output_norm.weight": NORM, "output.weight": HEAD}
+LAYER: Final = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+"""GGUF's names, within a layer behind `blk.N.`, and Hugging Face's."""
+
+PERMUTED: Final = ("self_attn.q_proj.weight", "self_attn.k_proj.weight")
+"""Suffixes of tensors' names: the converter reorders the rows of these, in a llama's file."""
+
+ROTARY_DIVISORS: Final = "rope_freqs.weight"
+
+
+class GgufFile:
+    """A model in a file."""
+
+    def __init__(self, path: Path) -> None:
+        """Open and check all of it but the weights' values. Raises ModelRejected."""
+        self.name = str(path)
+        self._file = TensorFile(path)
+        header = gguf_header(self._file.mapped, path)
+        entries = {_canonical(name): entry for name, entry in header.tensors.items()}
+        if len(entries) < len(header.tensors):
+            raise ModelRejected(f"{path}: a layer's tensor is in it twice")
+        if EMBEDDING not in entries or len(entries[EMBEDDING].shape) != 2:
+            raise ModelRejected(f"{path}: tensor token_embd.weight is missing, or no matrix")
+        self._said = Members(header.metadata, self.name)
+        self.config = gguf_config(self._said, entries[EMBEDDING].shape[0], HEAD not in entries)
+        divisors = entries.pop(ROTARY_DIVISORS, None)
+        check_names(self.config, entries, self.name)
+        self._tensors = {name: self._tensor(name, entries[name], shape) for name, shape in model_tensors(self.config)}
+        self._divisors = self._divisors_of(divisors)
+
+    def tensor(self, name: str) -> Tensor:
+        """Return one of the config's tensors. Raises KeyError for a name that is none of theirs."""
+        return self._tensors[name]
+
+    def rotary_divisors(self) -> NDArray[np.float64]:
+        """Divisors [head_width / 2] of the rotary embeddings' frequencies: the file's own, or ones."""
+        return self._divisors
+
+    def sha256(self) -> str:
+        """Digest of the file."""
+        return file_sha256(Path(self.name))
+
+    def tokenizer(self) -> Tokenizer:
+        """Make its tokenizer. Raises ModelRejected where there is none, or one of an unknown kind."""
+        return gguf_tokenizer(judged(self._said, GGUF_KEYS[self.config.family]), self.config.begin_token)
+
+    def _divisors_of(self, entry: GgufTensor | None) -> NDArray[np.float64]:
+        half = self.config.head_width // 2
+        if entry is None:
+            return np.ones(half)
+        divisors: NDArray[np.float64] = self._tensor(ROTARY_DIVISORS, entry, (half,)).f32(0, 1)[0].astype(np.float64)
+        if not (np.isfinite(divisors) & (divisors > 0)).all():
+            raise ModelRejected(f"{self.name}: tensor {ROTARY_DIVISORS} has values that divide no frequency")
+        return divisors
+
+    def _tensor(self, name: str, entry: GgufTensor, wanted: tuple[int, ...]) -> Tensor:
+        check_shape(self.config, name, entry.shape, wanted, self.name)
+        if entry.kind is None:
+            kinds = {kind.value: kind.name for kind in GGMLQuantizationType}
+            what = f"tensor {name} is of type {kinds.get(entry.kind_number, entry.kind_number)}"
+            raise ModelRejected(f"{self.name}: {what}; the engine reads {', '.join(TYPES.values())}")
+        rows = FileRows(self._file, entry.offset, row_bytes(entry.kind, wanted[-1], f"{self.name}: tensor {name}"))
+        if self.config.family is Family.LLAMA and name.endswith(PERMUTED):
+            return Tensor(name, wanted, entry.kind, _paired_rows(rows, self.config.head_width // 2))
+        return Tensor(name, wanted, entry.kind, rows)
+
+
+def _canonical(name: str) -> str:
+    """A tensor's name in Hugging Face's checkpoints; GGUF's own where there is none."""
+    if name in TOP:
+        return TOP[name]
+    block, _, rest = name.removeprefix("blk.").partition(".")
+    part, _, end = rest.rpartition(".")
+    if name.startswith("blk.") and block.isdecimal() and part in LAYER and end in ("weight", "bias"):
+        return f"{layer_prefix(int(block))}{LAYER[part]}.{end}"
+    return name
+
+
+def _paired_rows(rows: FileRows, half: int) -> RowReader:
+    """Give q's or k's rows in Hugging Face's order.
+
+    The converter writes a llama's rows i and i + half of each head one behind the other, because ggml turns pairs of
+    neighbours (LlamaModel.permute).
+    """
+
+    def read(begin: int, end: int) -> NDArray[np.uint8]:
+        wanted = np.arange(begin, end)
+        place = wanted % (2 * half)
+        # Rows change places within a head, so those of whole heads are read.
+        first, last = begin // (2 * half) * 2 * half, -(-end // (2 * half)) * 2 * half
+        ordered: NDArray[np.uint8] = rows(first, last)[wanted - place + place % half * 2 + place // half - first]
+        return ordered
+
+    return read

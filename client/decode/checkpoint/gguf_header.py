@@ -1,0 +1,190 @@
+"""The header of a GGUF file: its metadata, and where its tensors lie.
+
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The `gguf` library's own reader takes seconds for
+a vocabulary, and does not end on a list that says it is longer than the file. Here every count is compared with the
+bytes that are left before anything is made of it.
+"""
+
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from gpulease.client.decode.checkpoint.tensors import TensorType, row_bytes
+from gpulease.client.decode.decode_errors import ModelRejected
+from gpulease.client.texts import quoted
+
+MAGIC: Final = b"GGUF"
+VERSIONS: Final = (2, 3)
+"""Versions that are read; 1 had other counts, and big-endian files say another number here."""
+
+MAX_ITEMS: Final = 4 << 20
+"""Most items in all of a file's lists. Stops a file of empty texts from filling the host's memory as Python objects;
+the largest vocabularies have some 700,000 tokens and merges."""
+
+MAX_PAIRS: Final = 4096
+"""Most keys of metadata."""
+
+MAX_TENSORS: Final = 1 << 16
+"""Most tensors; a model of 1,024 layers has some 12,000."""
+
+MAX_DIMENSIONS: Final = 4
+"""GGML's most dimensions of a tensor."""
+
+STRING: Final = 8
+LIST: Final = 9
+SCALARS: Final = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8",
+                  12: "<f8"}  # fmt: skip
+"""Types of metadata by their numbers, but texts and lists."""
+
+TYPES: Final = {
+    0: TensorType.F32,
+    1: TensorType.F16,
+    2: TensorType.Q4_0,
+    3: TensorType.Q4_1,
+    6: TensorType.Q5_0,
+    8: TensorType.Q8_0,
+    12: TensorType.Q4_K,
+    14: TensorType.Q6_K,
+    30: TensorType.BF16,
+}
+"""Tensors' types that are read, by GGML's numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """A tensor's place.
+
+    Attributes:
+        shape: Rows, then columns; the file has them the other way round.
+        kind: Its type, None for one that is not read.
+        kind_number: GGML's number of its type.
+        offset: Its first byte's, in the file.
+    """
+
+    shape: tuple[int, ...]
+    kind: TensorType | None
+    kind_number: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """The header of a file.
+
+    Attributes:
+        metadata: By key: int, float, bool, str, or a list of one of them.
+        tensors: By name, in GGUF's names.
+    """
+
+    metadata: dict[str, Any]
+    tensors: dict[str, GgufTensor]
+
+
+def gguf_header(mapped: mmap.mmap, path: Path) -> GgufHeader:
+    """Read the header, and check that all that it names is inside the file. Raises ModelRejected."""
+    try:
+        return _Reader(mapped, path).header()
+    except UnicodeDecodeError as error:
+        raise ModelRejected(f"{path}: corrupt: a text in its header is not UTF-8: {error}") from None
+
+
+class _Reader:
+    def __init__(self, mapped: mmap.mmap, path: Path) -> None:
+        self._mapped = mapped
+        self._path = path
+        self._at = 0
+        self._items = 0
+
+    def header(self) -> GgufHeader:
+        magic = self._take(4, "its first bytes")
+        if magic != MAGIC:
+            raise ModelRejected(f"{self._path}: no GGUF file: it begins with {magic!r}")
+        (version,) = self._numbers("<I")
+        if version not in VERSIONS:
+            raise ModelRejected(f"{self._path}: GGUF of version {version}; the engine reads {VERSIONS}")
+        tensors, pairs = self._numbers("<QQ")
+        if pairs > MAX_PAIRS or tensors > MAX_TENSORS:
+            raise ModelRejected(
+                f"{self._path}: broken: {pairs} keys and {tensors} tensors; there may be {MAX_PAIRS} and {MAX_TENSORS}"
+            )
+        metadata = dict(self._pair() for _ in range(pairs))
+        if len(metadata) < pairs:
+            raise ModelRejected(f"{self._path}: broken: a key is in its metadata twice")
+        entries = dict(self._tensor() for _ in range(tensors))
+        if len(entries) < tensors:
+            raise ModelRejected(f"{self._path}: broken: a tensor is in it twice")
+        step = metadata.get("general.alignment", 32)
+        if not isinstance(step, int) or step < 1 or step & (step - 1) or step > len(self._mapped):
+            raise ModelRejected(f"{self._path}: general.alignment is {quoted(str(step))}, no power of two")
+        begin = -(-self._at // step) * step
+        return GgufHeader(metadata, {name: self._placed(name, entry, begin) for name, entry in entries.items()})
+
+    def _placed(self, name: str, entry: GgufTensor, begin: int) -> GgufTensor:
+        offset = begin + entry.offset
+        if entry.kind is not None:
+            rows = 1
+            for size in entry.shape[:-1]:
+                rows *= size
+            end = offset + rows * row_bytes(entry.kind, entry.shape[-1], f"{self._path}: tensor {quoted(name)}")
+            if end > len(self._mapped):
+                raise ModelRejected(
+                    f"{self._path}: truncated: tensor {quoted(name)} ends at byte {end:,}, the file at"
+                    f" {len(self._mapped):,}"
+                )
+        return GgufTensor(entry.shape, entry.kind, entry.kind_number, offset)
+
+    def _pair(self) -> tuple[str, Any]:
+        key = self._text("a key")
+        (kind,) = self._numbers("<I")
+        if kind != LIST:
+            return key, self._value(kind, key)
+        kind, count = self._numbers("<IQ")
+        self._items += count
+        if self._items > MAX_ITEMS:
+            raise ModelRejected(f"{self._path}: broken: lists of more than {MAX_ITEMS:,} items, at {quoted(key)}")
+        if kind == STRING:
+            return key, [self._text(key) for _ in range(count)]
+        dtype = self._dtype(kind, key)
+        return key, np.frombuffer(self._take(count * dtype.itemsize, key), dtype).tolist()
+
+    def _tensor(self) -> tuple[str, GgufTensor]:
+        name = self._text("a tensor's name")
+        (dimensions,) = self._numbers("<I")
+        if not 1 <= dimensions <= MAX_DIMENSIONS:
+            raise ModelRejected(f"{self._path}: broken: tensor {quoted(name)} has {dimensions} dimensions")
+        shape = self._numbers(f"<{dimensions}Q")
+        kind, offset = self._numbers("<IQ")
+        if 0 in shape:
+            raise ModelRejected(f"{self._path}: broken: tensor {quoted(name)} has the shape {list(shape)}")
+        return name, GgufTensor(tuple(reversed(shape)), TYPES.get(kind), kind, offset)
+
+    def _value(self, kind: int, key: str) -> Any:
+        if kind == STRING:
+            return self._text(key)
+        dtype = self._dtype(kind, key)
+        return np.frombuffer(self._take(dtype.itemsize, key), dtype)[0].item()
+
+    def _dtype(self, kind: int, key: str) -> np.dtype[Any]:
+        if kind not in SCALARS:
+            raise ModelRejected(f"{self._path}: broken: {quoted(key)} is of type {kind}, which GGUF does not have")
+        return np.dtype(SCALARS[kind])
+
+    def _text(self, what: str) -> str:
+        (size,) = self._numbers("<Q")
+        return self._take(size, what).decode()
+
+    def _numbers(self, form: str) -> tuple[int, ...]:
+        return struct.unpack(form, self._take(struct.calcsize(form), "a number"))
+
+    def _take(self, size: int, what: str) -> bytes:
+        if size > len(self._mapped) - self._at:
+            raise ModelRejected(
+                f"{self._path}: truncated: {size:,} bytes of {quoted(what)} from byte {self._at:,} on; the file ends"
+                f" at {len(self._mapped):,}"
+            )
+        self._at += size
+        return self._mapped[self._at - size : self._at]

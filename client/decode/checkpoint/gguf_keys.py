@@ -1,0 +1,162 @@
+"""The keys of a GGUF file's metadata, and what becomes of each.
+
+The list is llama.cpp's (LLM_KV_NAMES in llama-arch.cpp): what load_hparams and llama-vocab.cpp read for these families,
+and keys by which other architectures compute otherwise.
+"""
+
+from typing import Final
+
+from gpulease.client.decode.file_keys import KeyTable, advice, no_effect, refused, used
+from gpulease.client.decode.model_config import Family
+
+_GENERAL: Final[KeyTable] = {
+    **used("general.architecture", "general.alignment"),
+    **refused("the engine reads models", {"general.type": ("model",)}),
+    **refused("the engine reads blocks of version 2", {"general.quantization_version": (2,)}),
+    **refused("merge its files with llama-gguf-split --merge", {"split.count": (0, 1)}),
+    **advice({"general.sampling.*": ()}),
+    **no_effect("general.*", "quantize.*", "split.no", "split.tensors.count"),
+}
+
+_TOKENIZER: Final[KeyTable] = {
+    **used(
+        "tokenizer.ggml.model",
+        "tokenizer.ggml.pre",
+        "tokenizer.ggml.tokens",
+        "tokenizer.ggml.token_type",
+        "tokenizer.ggml.scores",
+        "tokenizer.ggml.merges",
+        "tokenizer.ggml.bos_token_id",
+        "tokenizer.ggml.eos_token_id",
+        "tokenizer.ggml.eot_token_id",
+        "tokenizer.ggml.eom_token_id",
+        "tokenizer.ggml.fim_pad_token_id",
+        "tokenizer.ggml.fim_rep_token_id",
+        "tokenizer.ggml.fim_sep_token_id",
+        "tokenizer.ggml.unknown_token_id",
+        "tokenizer.ggml.padding_token_id",
+        "tokenizer.ggml.add_bos_token",
+        "tokenizer.ggml.add_space_prefix",
+        "tokenizer.chat_template",
+    ),
+    **refused(
+        "the engine puts at most one token before a prompt, and none after it",
+        {"tokenizer.ggml.add_eos_token": (False,), "tokenizer.ggml.add_sep_token": (False,)},
+    ),
+    **refused(
+        "the engine lets every token come by the model's own probability", {"tokenizer.ggml.suppress_tokens": ()}
+    ),
+    **no_effect(
+        # Templates by name; a plain chat has the one without.
+        "tokenizer.chat_template.*",
+        "tokenizer.chat_templates",
+        # Ids for requests of other kinds.
+        "tokenizer.ggml.seperator_token_id",
+        "tokenizer.ggml.cls_token_id",
+        "tokenizer.ggml.mask_token_id",
+        "tokenizer.ggml.fim_pre_token_id",
+        "tokenizer.ggml.fim_suf_token_id",
+        "tokenizer.ggml.fim_mid_token_id",
+        "tokenizer.ggml.prefix_token_id",
+        "tokenizer.ggml.suffix_token_id",
+        "tokenizer.ggml.middle_token_id",
+        # Read for kinds of vocabularies that are refused.
+        "tokenizer.ggml.token_type_count",
+        "tokenizer.ggml.remove_extra_whitespaces",
+        "tokenizer.ggml.precompiled_charsmap",
+        "tokenizer.ggml.normalizer.lowercase",
+        "tokenizer.ggml.normalizer.strip_accents",
+        "tokenizer.huggingface.json",
+        "tokenizer.rwkv.world",
+    ),
+}
+
+_ARCHITECTURE: Final[KeyTable] = {
+    **used(
+        "context_length",
+        "embedding_length",
+        "block_count",
+        "feed_forward_length",
+        "attention.head_count",
+        "attention.head_count_kv",
+        "attention.key_length",
+        "attention.value_length",
+        "attention.layer_norm_rms_epsilon",
+        "rope.dimension_count",
+        "rope.freq_base",
+    ),
+    **refused(
+        "of stretched rotary embeddings the engine computes Llama 3's alone",
+        {
+            "rope.scaling.type": ("none", "linear"),
+            # 0 is how a converter writes that there is none.
+            "rope.scaling.factor": (1.0, 0.0),
+            "rope.scale_linear": (1.0, 0.0),
+            "rope.scaling.alpha": (1.0, 0.0),
+            "rope.scaling.attn_factor": (1.0,),
+            "rope.scaling.yarn_attn_factor": (1.0,),
+            "rope.scaling.yarn_ext_factor": (-1.0, 0.0),
+            "rope.dimension_sections": (0,),
+        },
+    ),
+    **refused(
+        "the engine computes no mixture of experts",
+        {"expert_count": (0,), "expert_used_count": (0,), "expert_group_count": (0,), "expert_shared_count": (0,)},
+    ),
+    **refused("the engine attends to all positions", {"attention.sliding_window": (0,)}),
+    **refused("the engine attends to what came before", {"attention.causal": (True,)}),
+    **refused("the engine computes no layers that predict further tokens", {"nextn_predict_layers": (0,)}),
+    **refused("the engine computes the likelihood of tokens", {"classifier.output_labels": ()}),
+    **refused(
+        "it is of a relative of this family, which the engine does not compute",
+        {
+            "attention.clamp_kqv": (0.0,),
+            "attention.max_alibi_bias": (0.0,),
+            "attention.output_scale": (1.0,),
+            "attention.scale": (0.0,),
+            "attention.temperature_length": (0,),
+            "attention.temperature_scale": (),
+            "attention.value_scale": (1.0,),
+            "attn_logit_softcapping": (0.0,),
+            "embedding_scale": (1.0,),
+            "final_logit_softcapping": (0.0,),
+            "hidden_activation": ("silu",),
+            "logit_scale": (1.0,),
+            "residual_scale": (1.0,),
+            "swiglu_clamp_exp": (0.0,),
+            "swiglu_clamp_shexp": (0.0,),
+            "use_parallel_residual": (False,),
+        },
+    ),
+    **no_effect(
+        # What the tensors say themselves, and what llama.cpp reads no more.
+        "vocab_size",
+        "tensor_data_layout",
+        # Embeddings of texts.
+        "pooling_type",
+        "embedding_length_out",
+        # Of norms, windows, experts and stretching that are not there.
+        "attention.layer_norm_epsilon",
+        "attention.sliding_window_pattern",
+        "rope.dimension_count_swa",
+        "rope.freq_base_swa",
+        "rope.scaling.original_context_length",
+        "rope.scaling.finetuned",
+        "rope.scaling.yarn_log_multiplier",
+        "rope.scaling.yarn_beta_fast",
+        "rope.scaling.yarn_beta_slow",
+        "expert_feed_forward_length",
+        "expert_shared_feed_forward_length",
+        "expert_gating_func",
+        "expert_weights_norm",
+        "expert_weights_scale",
+        "leading_dense_block_count",
+    ),
+}
+"""Behind the architecture's name and a dot."""
+
+GGUF_KEYS: Final[dict[Family, KeyTable]] = {
+    family: {**_GENERAL, **_TOKENIZER, **{f"{family}.{name}": key for name, key in _ARCHITECTURE.items()}}
+    for family in Family
+}
+"""Keys of metadata, by family."""

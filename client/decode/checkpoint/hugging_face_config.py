@@ -1,0 +1,127 @@
+"""The shape of a model by its config.json, as transformers' LlamaConfig, Qwen2Config and Qwen3Config read it."""
+
+from typing import Final
+
+from gpulease.client.decode.checked_file import Members
+from gpulease.client.decode.checkpoint.hugging_face_keys import CONFIG_KEYS, GENERATION_KEYS, ROPE_KEYS
+from gpulease.client.decode.decode_errors import ModelRejected
+from gpulease.client.decode.file_keys import judged
+from gpulease.client.decode.model_config import Family, ModelConfig, RopeScaling, check_config
+from gpulease.client.texts import quoted
+
+ARCHITECTURES: Final = {
+    Family.LLAMA: "LlamaForCausalLM",
+    Family.QWEN2: "Qwen2ForCausalLM",
+    Family.QWEN3: "Qwen3ForCausalLM",
+}
+"""Families by what config.json says of its class."""
+
+DEFAULT_ROPE_THETA: Final = 10_000.0
+DEFAULT_NORM_EPSILON: Final = 1e-6
+QWEN3_HEAD_WIDTH: Final = 128
+QWEN_KEY_HEADS: Final = 32
+"""What the classes take for members that a file leaves out."""
+
+
+def hugging_face_config(said: Members, generation: Members | None, begin_token: int | None) -> ModelConfig:
+    """Read config.json. Raises ModelRejected for a model that the engine does not compute.
+
+    Args:
+        said: Its members.
+        generation: Those of generation_config.json, which names more end tokens; None where there is no such file.
+        begin_token: The token that the tokenizer puts before a prompt.
+    """
+    family = _family(said)
+    said = judged(said, CONFIG_KEYS[family])
+    width, heads = said.whole("hidden_size"), said.whole("num_attention_heads")
+    head_width = said.whole("head_dim", QWEN3_HEAD_WIDTH if family is Family.QWEN3 else width // max(heads, 1))
+    is_shared = said.values.get("head_dim") is None and family is not Family.QWEN3
+    if heads < 1 or (is_shared and width % heads):
+        raise ModelRejected(
+            f"{said.where}: hidden_size {width} must be a multiple of {heads} heads if head_dim is missing"
+        )
+    # A Qwen has 32 if its file leaves them out; null means as many as query heads in every family.
+    is_left_out = family is not Family.LLAMA and "num_key_value_heads" not in said.values
+    key_heads = QWEN_KEY_HEADS if is_left_out else said.whole("num_key_value_heads", heads)
+    theta, scaling = _rotary(said)
+    # As in generate(): generation_config.json's where there is one, else config.json's.
+    ends = judged(generation, GENERATION_KEYS).tokens("eos_token_id") if generation else ()
+    ends = ends or said.tokens("eos_token_id")
+    config = ModelConfig(
+        family=family,
+        layers=said.whole("num_hidden_layers"),
+        width=width,
+        heads=heads,
+        key_heads=key_heads,
+        head_width=head_width,
+        inner_width=said.whole("intermediate_size"),
+        vocabulary=said.whole("vocab_size"),
+        context=said.whole("max_position_embeddings"),
+        rope_theta=theta,
+        norm_epsilon=said.number("rms_norm_eps", DEFAULT_NORM_EPSILON),
+        is_tied=said.flag("tie_word_embeddings", False),
+        rope_scaling=scaling,
+        has_bias=family is Family.QWEN2,
+        has_head_norm=family is Family.QWEN3,
+        begin_token=begin_token,
+        end_tokens=tuple(dict.fromkeys(ends)),
+    )
+    check_config(config, said.where)
+    return config
+
+
+def _family(said: Members) -> Family:
+    name = said.text("model_type", "")
+    try:
+        family = Family(name)
+    except ValueError:
+        raise ModelRejected(f"{said.where}: model_type {quoted(name)} is none of {', '.join(Family)}") from None
+    architectures = said.values.get("architectures")
+    if architectures is not None and architectures != [ARCHITECTURES[family]]:
+        raise ModelRejected(
+            f"{said.where}: architectures {quoted(str(architectures))} is not [{ARCHITECTURES[family]}]"
+        )
+    return family
+
+
+def _rotary(said: Members) -> tuple[float, RopeScaling | None]:
+    """The base, and how it is stretched.
+
+    The rule is transformers 5's (convert_rope_params_to_dict, standardize_rope_params): `rope_scaling`, or else
+    `rope_parameters`, which takes precedence over members next to it.
+    """
+    scaling = said.object("rope_scaling")
+    if scaling is None or not scaling.values:
+        scaling = said.object("rope_parameters")
+    theta = said.number("rope_theta", DEFAULT_ROPE_THETA)
+    if scaling is None:
+        return theta, None
+    if nested := [key for key, value in scaling.values.items() if isinstance(value, dict) and key not in ROPE_KEYS]:
+        raise ModelRejected(
+            f"{scaling.where}: {quoted(nested[0])} is an object; the engine turns all layers' heads alike"
+        )
+    scaling = judged(scaling, ROPE_KEYS)
+    theta = scaling.number("rope_theta", theta)
+    kind = scaling.text("rope_type", scaling.text("type", "default"))
+    if kind == "default":
+        return theta, None
+    if kind != "llama3":
+        raise ModelRejected(f"{scaling.where}: rope_type {quoted(kind)} is neither default nor llama3")
+    found = RopeScaling(
+        scaling.number("factor"),
+        scaling.number("low_freq_factor"),
+        scaling.number("high_freq_factor"),
+        # Here the member next to it takes precedence, as in transformers; without either, the model was made so long.
+        said.whole(
+            "original_max_position_embeddings",
+            scaling.whole("original_max_position_embeddings", said.whole("max_position_embeddings")),
+        ),
+    )
+    if not (found.factor >= 1 and 0 < found.low_frequency_factor < found.high_frequency_factor):
+        raise ModelRejected(
+            f"{scaling.where}: factor {found.factor}, from {found.low_frequency_factor} to"
+            f" {found.high_frequency_factor}, stretches nothing"
+        )
+    if found.original_context < 1:
+        raise ModelRejected(f"{scaling.where}: original_max_position_embeddings is {found.original_context}")
+    return theta, found

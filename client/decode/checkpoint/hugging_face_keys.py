@@ -1,0 +1,262 @@
+"""The keys of config.json and generation_config.json, and what becomes of each.
+
+The lists are those of transformers 5 and of 4.57, which wrote most of the files that there are: PreTrainedConfig,
+LlamaConfig, Qwen2Config, Qwen3Config, RopeParameters, GenerationConfig; and the keys by which near relatives of these
+families compute otherwise.
+"""
+
+from typing import Final
+
+from gpulease.client.decode.file_keys import KeyTable, advice, no_effect, refused, used
+from gpulease.client.decode.model_config import Family
+
+GENERATION_KEYS: Final[KeyTable] = {
+    **used("eos_token_id"),
+    **advice(
+        {
+            "do_sample": (False,),
+            "temperature": (1.0,),
+            "top_k": (50, 0),
+            "top_p": (1.0,),
+            "min_p": (0.0,),
+            "top_h": (),
+            "typical_p": (1.0,),
+            "epsilon_cutoff": (0.0,),
+            "eta_cutoff": (0.0,),
+            "repetition_penalty": (1.0,),
+            "encoder_repetition_penalty": (1.0,),
+            "no_repeat_ngram_size": (0,),
+            "max_length": (20,),
+            "max_new_tokens": (),
+            "max_time": (),
+            "num_beams": (1,),
+            "num_beam_groups": (1,),
+            "diversity_penalty": (0.0,),
+            "penalty_alpha": (0.0,),
+            "num_return_sequences": (1,),
+        }
+    ),
+    **refused(
+        "the engine lets every token come by the model's own probability",
+        {
+            "suppress_tokens": (),
+            "begin_suppress_tokens": (),
+            "bad_words_ids": (),
+            "force_words_ids": (),
+            "forced_bos_token_id": (),
+            "forced_eos_token_id": (),
+            "forced_decoder_ids": (),
+            "sequence_bias": (),
+            "constraints": (),
+            "exponential_decay_length_penalty": (),
+            "min_length": (0,),
+            "min_new_tokens": (0,),
+            "guidance_scale": (1.0,),
+            "watermarking_config": (),
+            "dola_layers": (),
+        },
+    ),
+    **refused("the engine ends a sequence at tokens, and at the texts of a request", {"stop_strings": ()}),
+    **refused("the engine takes a prompt as it is", {"token_healing": (False,)}),
+    **no_effect(
+        # Ids that transformers pads with, and the begin of an encoder's answer. A prompt's begin is the tokenizer's.
+        "bos_token_id",
+        "pad_token_id",
+        "decoder_start_token_id",
+        "encoder_no_repeat_ngram_size",
+        # Beams alone.
+        "early_stopping",
+        "length_penalty",
+        # How it computes, and not what.
+        "use_cache",
+        "cache_implementation",
+        "cache_config",
+        "max_cache_len",
+        "low_memory",
+        "compile_config",
+        "disable_compile",
+        "continuous_batching_config",
+        "prefill_chunk_size",
+        "remove_invalid_values",
+        "renormalize_logits",
+        # Speculation gives the same tokens as decoding without it.
+        "use_mtp",
+        "is_assistant",
+        "num_assistant_tokens",
+        "num_assistant_tokens_schedule",
+        "assistant_confidence_threshold",
+        "assistant_early_exit",
+        "assistant_ensemble_weight",
+        "assistant_lookbehind",
+        "target_lookbehind",
+        "prompt_lookup_num_tokens",
+        "max_matching_ngram_size",
+        "speculation_type",
+        # What it reports besides.
+        "output_attentions",
+        "output_hidden_states",
+        "output_scores",
+        "output_logits",
+        "return_dict_in_generate",
+        "transformers_version",
+        "_from_model_config",
+        "_commit_hash",
+        "generation_kwargs",
+        "trust_remote_code",
+    ),
+}
+"""Keys of generation_config.json. Older files have them in config.json."""
+
+_COMMON: Final[KeyTable] = {
+    **GENERATION_KEYS,
+    **used(
+        "model_type",
+        "architectures",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "intermediate_size",
+        "vocab_size",
+        "max_position_embeddings",
+        "original_max_position_embeddings",
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "rms_norm_eps",
+        "tie_word_embeddings",
+        "eos_token_id",
+    ),
+    **refused("the engine's activation is SiLU", {"hidden_act": ("silu", "swish")}),
+    **refused("the engine computes no such biases", {"mlp_bias": (False,)}),
+    **refused("the engine attends to all positions in all layers", {"layer_types": ("full_attention",)}),
+    **refused("the engine turns whole heads", {"partial_rotary_factor": (1.0,)}),
+    **refused(
+        "of packed weights the engine reads GGUF's",
+        {"quantization_config": (), "compression_config": (), "quantization": ()},
+    ),
+    **refused(
+        "the engine computes a decoder alone, of all its heads",
+        {"is_encoder_decoder": (False,), "add_cross_attention": (False,), "pruned_heads": ()},
+    ),
+    **refused("the engine computes every layer alike", {"per_layer_config": ()}),
+    **refused(
+        "it is of a relative of this family, which the engine does not compute",
+        {
+            "attention_multiplier": (),
+            "attn_logit_softcapping": (),
+            "clip_qkv": (),
+            "dim_model_base": (),
+            "embedding_multiplier": (1.0,),
+            "final_logit_softcapping": (),
+            "logit_scale": (1.0,),
+            "logits_scaling": (1.0,),
+            "no_rope_layers": (1,),
+            "num_experts": (0,),
+            "num_local_experts": (0,),
+            "query_pre_attn_scalar": (),
+            "residual_multiplier": (1.0,),
+            "rope_interleaved": (False,),
+            "scale_depth": (),
+            "scale_emb": (1.0,),
+            "use_mrope": (False,),
+            "use_qk_norm": (False,),
+        },
+    ),
+    **no_effect(
+        # Training.
+        "attention_dropout",
+        "initializer_range",
+        "hidden_dropout",
+        "attn_pdrop",
+        "embd_pdrop",
+        "resid_pdrop",
+        "gradient_checkpointing",
+        "output_router_logits",
+        # How it computes. Slices of linears (pretraining_tp) are put together to the same sums.
+        "pretraining_tp",
+        "chunk_size_feed_forward",
+        "torch_dtype",
+        "dtype",
+        "torchscript",
+        "use_bfloat16",
+        "attn_implementation",
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "_attn_implementation_internal",
+        "experts_implementation",
+        "_experts_implementation_internal",
+        "return_dict",
+        "tf_legacy_loss",
+        # Heads for other tasks, encoders, other models.
+        "id2label",
+        "label2id",
+        "num_labels",
+        "problem_type",
+        "finetuning_task",
+        "task_specific_params",
+        "is_decoder",
+        "cross_attention_hidden_size",
+        "tie_encoder_decoder",
+        "tie_last_hidden_states",
+        "sep_token_id",
+        "prefix",
+        "tokenizer_class",
+        # Who made it. Code of its own (auto_map) is run by those alone who trust it.
+        "auto_map",
+        "name_or_path",
+        "_name_or_path",
+        "is_llama_config",
+        "transformers.js_config",
+        "unsloth_fixed",
+        "unsloth_version",
+    ),
+}
+
+_WINDOW: Final = ("sliding_window", "max_window_layers")
+
+_QWEN: Final[KeyTable] = {
+    # Without this flag transformers' Qwen2Config and Qwen3Config make no use of the other two.
+    **refused("the engine attends to all positions", {"use_sliding_window": (False,)}),
+    **no_effect(*_WINDOW),
+}
+
+_WITH_BIASES: Final = refused("the engine computes no such biases", {"attention_bias": (False,)})
+
+CONFIG_KEYS: Final[dict[Family, KeyTable]] = {
+    # LlamaConfig has no window, whatever the file says of one.
+    Family.LLAMA: {**_COMMON, **_WITH_BIASES, **no_effect("use_sliding_window", *_WINDOW)},
+    # Qwen2 has biases of q, k and v without saying so, and no others.
+    Family.QWEN2: {**_COMMON, **_QWEN, **no_effect("attention_bias")},
+    Family.QWEN3: {**_COMMON, **_QWEN, **_WITH_BIASES},
+}
+"""Keys of config.json, by the family that reads them."""
+
+ROPE_KEYS: Final[KeyTable] = {
+    **used(
+        "rope_theta",
+        "rope_type",
+        "type",
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+    **refused("the engine turns whole heads", {"partial_rotary_factor": (1.0,)}),
+    # Those of types of stretching that are refused; the types that are taken make no use of them.
+    **no_effect(
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "long_factor",
+        "short_factor",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+        "finetuned",
+        # Parts of a head for the axes of an image: a text's position is the same on each.
+        "mrope_section",
+    ),
+}
+"""Keys of config.json's rope_parameters, or rope_scaling."""

@@ -1,0 +1,70 @@
+"""The tensors of a model by its config: their names in Hugging Face's checkpoints, and their shapes."""
+
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from gpulease.client.decode.decode_errors import ModelRejected
+from gpulease.client.decode.model_config import ModelConfig
+from gpulease.client.texts import quoted
+
+EMBEDDING: Final = "model.embed_tokens.weight"
+NORM: Final = "model.norm.weight"
+HEAD: Final = "lm_head.weight"
+
+IGNORED: Final = "rotary_emb.inv_freq"
+"""Suffix of tensors that old checkpoints hold and transformers computes again. The head's is in some whose
+head is the embedding; transformers leaves it out, too."""
+
+
+def layer_prefix(layer: int) -> str:
+    """The beginning of the names of a layer's tensors."""
+    return f"model.layers.{layer}."
+
+
+def model_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of each tensor that the engine reads."""
+    width, inner = config.width, config.inner_width
+    queries, keys = config.heads * config.head_width, config.key_heads * config.head_width
+    yield EMBEDDING, (config.vocabulary, width)
+    for layer in range(config.layers):
+        at = layer_prefix(layer)
+        yield f"{at}input_layernorm.weight", (width,)
+        for name, rows in (("q", queries), ("k", keys), ("v", keys)):
+            yield f"{at}self_attn.{name}_proj.weight", (rows, width)
+            if config.has_bias:
+                yield f"{at}self_attn.{name}_proj.bias", (rows,)
+        if config.has_head_norm:
+            yield f"{at}self_attn.q_norm.weight", (config.head_width,)
+            yield f"{at}self_attn.k_norm.weight", (config.head_width,)
+        yield f"{at}self_attn.o_proj.weight", (width, queries)
+        yield f"{at}post_attention_layernorm.weight", (width,)
+        yield f"{at}mlp.gate_proj.weight", (inner, width)
+        yield f"{at}mlp.up_proj.weight", (inner, width)
+        yield f"{at}mlp.down_proj.weight", (width, inner)
+    yield NORM, (width,)
+    if not config.is_tied:
+        yield HEAD, (config.vocabulary, width)
+
+
+def check_names(config: ModelConfig, names: Iterable[str], where: str) -> None:
+    """Raise ModelRejected where a tensor is missing, or one is there that the engine would leave out.
+
+    A tensor left out, such as a bias that the family does not have, would make another model of it.
+    """
+    there, wanted = set(names), {HEAD}
+    for name, _ in model_tensors(config):
+        if name not in there:
+            raise ModelRejected(f"{where}: tensor {name} is missing")
+        wanted.add(name)
+    if left := sorted(name for name in there - wanted if not name.endswith(IGNORED)):
+        raise ModelRejected(
+            f"{where}: tensor {quoted(left[0])} is not part of a {config.family} model as the engine computes it"
+        )
+
+
+def check_shape(config: ModelConfig, name: str, shape: tuple[int, ...], wanted: tuple[int, ...], where: str) -> None:
+    """Raise ModelRejected unless a tensor has the shape that the config says."""
+    if shape != wanted:
+        raise ModelRejected(
+            f"{where}: tensor {name} must have the shape {list(wanted)}, as in the config, not {list(shape)}"
+        )

@@ -1,0 +1,128 @@
+"""A folder as Hugging Face's transformers writes it: config.json and safetensors, in one file or in several.
+
+The library checks a file's header against the file: types, shapes, no holes, no overlaps, nothing missing at the end.
+Rows are then views of the mapped file.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import safe_open
+
+from gpulease.client.decode.checked_file import (
+    MAX_JSON_BYTES,
+    Members,
+    files_sha256,
+    json_object,
+    read_bytes,
+    rejected,
+)
+from gpulease.client.decode.checkpoint.hugging_face_config import hugging_face_config
+from gpulease.client.decode.checkpoint.model_tensors import check_names, check_shape, model_tensors
+from gpulease.client.decode.checkpoint.rotary import divisors_of
+from gpulease.client.decode.checkpoint.tensor_file import FileRows, TensorFile
+from gpulease.client.decode.checkpoint.tensors import Tensor, TensorType, row_bytes
+from gpulease.client.decode.decode_errors import ModelRejected
+from gpulease.client.decode.text.hugging_face_text import folder_begin_token, folder_tokenizer
+from gpulease.client.decode.text.tokenizer import Tokenizer
+from gpulease.client.texts import quoted
+
+WEIGHTS: Final = "model.safetensors"
+INDEX: Final = "model.safetensors.index.json"
+
+MAX_FILES: Final = 512
+"""Most files of one model. Stops an index from opening more files than a process may."""
+
+TYPES: Final = {"F32": TensorType.F32, "F16": TensorType.F16, "BF16": TensorType.BF16}
+"""The types that are read, by safetensors' names."""
+
+
+class SafetensorsFolder:
+    """A model in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        """Open and check all of it but the weights' values. Raises ModelRejected."""
+        self.name = str(folder)
+        self._folder = folder
+        said = self._members("config.json")
+        generation = self._members("generation_config.json") if self._has("generation_config.json") else None
+        self.config = hugging_face_config(said, generation, folder_begin_token(folder))
+        found: dict[str, tuple[TensorFile, tuple[int, ...], str, int]] = {}
+        for path in self._files():
+            file = TensorFile(path)
+            for name, shape, kind, offset in _entries(file):
+                if name in found:
+                    raise ModelRejected(f"{path}: tensor {quoted(name)} is in {found[name][0].path.name} too")
+                found[name] = (file, shape, kind, offset)
+        check_names(self.config, found, self.name)
+        self._tensors = {}
+        for name, wanted in model_tensors(self.config):
+            file, shape, kind, offset = found[name]
+            check_shape(self.config, name, shape, wanted, str(file.path))
+            if kind not in TYPES:
+                raise ModelRejected(
+                    f"{file.path}: tensor {name} is of type {kind}; the engine reads {', '.join(TYPES)}"
+                )
+            self._tensors[name] = _tensor(name, shape, TYPES[kind], file, offset)
+
+    def tensor(self, name: str) -> Tensor:
+        """Return one of the config's tensors. Raises KeyError for a name that is none of theirs."""
+        return self._tensors[name]
+
+    def rotary_divisors(self) -> NDArray[np.float64]:
+        """Divisors [head_width / 2] of the rotary embeddings' frequencies."""
+        return divisors_of(self.config)
+
+    def sha256(self) -> str:
+        """Digest of config.json, generation_config.json and the weights' files: of their sorted names and digests."""
+        names = ("config.json", "generation_config.json", INDEX)
+        return files_sha256([*(self._folder / name for name in names if self._has(name)), *self._files()])
+
+    def tokenizer(self) -> Tokenizer:
+        """Make its tokenizer. Raises ModelRejected where there is none, or a broken one."""
+        return folder_tokenizer(self._folder, self.config.begin_token)
+
+    def _has(self, name: str) -> bool:
+        return (self._folder / name).exists()
+
+    def _members(self, name: str) -> Members:
+        path = self._folder / name
+        return Members(json_object(read_bytes(path, MAX_JSON_BYTES), path), str(path))
+
+    def _files(self) -> list[Path]:
+        if self._has(WEIGHTS) or not self._has(INDEX):
+            return [self._folder / WEIGHTS]
+        index = self._members(INDEX)
+        places = index.object("weight_map")
+        names = sorted(set(map(str, places.values.values()))) if places else []
+        if not 1 <= len(names) <= MAX_FILES:
+            raise ModelRejected(f"{index.where}: weight_map names {len(names)} files; there must be 1 to {MAX_FILES}")
+        for name in names:
+            # A name with a folder in it could be any file of the host.
+            if Path(name).name != name or not name.endswith(".safetensors"):
+                raise ModelRejected(
+                    f"{index.where}: {quoted(name)} must be the name of a safetensors file in the same folder"
+                )
+        return [self._folder / name for name in names]
+
+
+def _entries(file: TensorFile) -> Iterator[tuple[str, tuple[int, ...], str, int]]:
+    """Each tensor of a file: name, shape, type, place. Raises ModelRejected."""
+    path, mapped = file.path, file.mapped
+    begin = 8 + int.from_bytes(mapped[:8], "little")
+    if begin > MAX_JSON_BYTES:
+        raise ModelRejected(f"{path}: broken: its header has {begin:,} bytes; it may have {MAX_JSON_BYTES:,}")
+    # The library reads the header alone, and compares it with the file's length.
+    with rejected(ModelRejected, f"{path}: broken or truncated"), safe_open(path, framework="numpy"):
+        pass
+    for name, entry in json_object(mapped[8:begin], path).items():
+        if name != "__metadata__":
+            yield name, tuple(entry["shape"]), entry["dtype"], begin + entry["data_offsets"][0]
+
+
+def _tensor(name: str, shape: tuple[int, ...], kind: TensorType, file: TensorFile, offset: int) -> Tensor:
+    rows = FileRows(file, offset, row_bytes(kind, shape[-1], f"{file.path}: tensor {name}"))
+    return Tensor(name, shape, kind, rows)

@@ -1,0 +1,179 @@
+"""A tensor of a model's files, read by rows: as bf16, as f32, or as the planes of a packed linear.
+
+GGML's types and their blocks: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpulease.client.decode.checkpoint.weights import Layout
+from gpulease.client.decode.decode_errors import ModelRejected
+
+
+class TensorType(StrEnum):
+    """Types of tensors: how their values lie in a file, by GGML's and safetensors' names."""
+
+    F32 = "F32"
+    F16 = "F16"
+    BF16 = "BF16"
+    Q4_0 = "Q4_0"
+    Q4_1 = "Q4_1"
+    Q5_0 = "Q5_0"
+    Q8_0 = "Q8_0"
+    Q4_K = "Q4_K"
+    Q6_K = "Q6_K"
+
+
+BLOCKS: Final = {
+    TensorType.F32: (1, 4),
+    TensorType.F16: (1, 2),
+    TensorType.BF16: (1, 2),
+    TensorType.Q4_0: (32, 18),
+    TensorType.Q4_1: (32, 20),
+    TensorType.Q5_0: (32, 22),
+    TensorType.Q8_0: (32, 34),
+    TensorType.Q4_K: (256, 144),
+    TensorType.Q6_K: (256, 210),
+}
+"""By type: values of a block, and its bytes."""
+
+PACKED: Final = {TensorType.Q8_0: Layout.Q8_0, TensorType.Q4_K: Layout.Q4_K}
+"""Types that the kernels read as they are, and their layouts."""
+
+SLICE_VALUES: Final = 1 << 17
+"""Values that are rounded at a time: they stay in a core's cache between the steps."""
+
+RowReader = Callable[[int, int], NDArray[np.uint8]]
+"""Gives the bytes of rows [begin, end) as [end - begin, bytes of a row]: a view where it can.
+
+A `FileRows` can copy them to given memory, too.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor of a checkpoint.
+
+    Attributes:
+        name: Its name in Hugging Face's checkpoints.
+        shape: Rows and columns, or columns alone. Rows are in Hugging Face's order.
+        kind: How its values lie in its file.
+        read: Its rows' bytes.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kind: TensorType
+    read: RowReader
+
+    @property
+    def rows(self) -> int:
+        """Rows; 1 of a vector."""
+        return self.shape[0] if len(self.shape) > 1 else 1
+
+    @property
+    def columns(self) -> int:
+        """Values of a row."""
+        return self.shape[-1]
+
+    def f32(self, begin: int, end: int) -> NDArray[np.float32]:
+        """Rows [begin, end) as f32 [end - begin, columns]."""
+        data = self.read(begin, end)
+        if self.kind is TensorType.F32:
+            return data.view(np.float32)
+        if self.kind is TensorType.F16:
+            return data.view(np.float16).astype(np.float32)
+        if self.kind is TensorType.BF16:
+            return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        return _dequantised(data, self.kind)
+
+    def bf16(self, begin: int, end: int) -> NDArray[np.uint16]:
+        """Rows [begin, end) as bf16 [end - begin, columns], rounded to the nearest, ties to even.
+
+        Of a tensor that is bf16 already, they are what `read` gives.
+        """
+        if self.kind is TensorType.BF16:
+            return self.read(begin, end).view(np.uint16)
+        result = np.empty((end - begin, self.columns), np.uint16)
+        step = max(1, SLICE_VALUES // self.columns)
+        for at in range(begin, end, step):
+            result[at - begin : at - begin + step] = rounded_to_bf16(self.f32(at, min(at + step, end)))
+        return result
+
+    def planes(self, begin: int, end: int) -> tuple[NDArray[Any], ...]:
+        """Rows [begin, end) as the planes of `weights.Linear`, packed. Raises KeyError for a type that has none."""
+        data = self.read(begin, end)
+        return q8_0_planes(data) if PACKED[self.kind] is Layout.Q8_0 else q4_k_planes(data)
+
+
+def row_bytes(kind: TensorType, columns: int, name: str) -> int:
+    """Bytes of a row. Raises ModelRejected where rows end inside a block; `name` is the tensor's, with its file's."""
+    values, nbytes = BLOCKS[kind]
+    if columns % values:
+        raise ModelRejected(
+            f"{name}: the number of columns must be a multiple of {values}, the values in a block of {kind}, not "
+            f"{columns}"
+        )
+    return columns // values * nbytes
+
+
+def rounded_to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """Round to the nearest bf16, ties to even; NaN stays NaN."""
+    bits = values.view(np.uint32)
+    # A half and more of the last place that stays rounds up, a half alone where that place is odd.
+    rounded = bits >> 16
+    rounded &= 1
+    rounded += 0x7FFF
+    rounded += bits
+    rounded >>= 16
+    result = rounded.astype(np.uint16)
+    if (missing := np.isnan(values)).any():
+        result[missing] = 0x7FC0
+    return result
+
+
+def q8_0_planes(data: NDArray[np.uint8]) -> tuple[NDArray[Any], ...]:
+    """Take rows of Q8_0 apart: an f16 scale and 32 bytes a block, to values i8 [R, K] and scales f16 [R, K / 32]."""
+    blocks = data.reshape(data.shape[0], -1, 34)
+    values = blocks[:, :, 2:].reshape(data.shape[0], -1).view(np.int8)
+    scales = np.ascontiguousarray(blocks[:, :, :2]).view(np.float16)
+    return values, scales.reshape(data.shape[0], -1)
+
+
+def q4_k_planes(data: NDArray[np.uint8]) -> tuple[NDArray[Any], ...]:
+    """Take rows of Q4_K apart: two f16 factors, 12 bytes of eight 6-bit scales and minimums, 128 bytes a block.
+
+    Values u8 [R, K / 2] are the file's bytes. Factors are f16 [R, K / 256, 2]; steps, u8 [R, K / 32, 2], have each
+    group's scale and minimum.
+
+    The 12 bytes are packed as get_scale_min_k4 in ggml-quants.c reads them. The first four have the scales of groups 0
+    to 3 in their low 6 bits, the next four those groups' minimums. The last four have the low 4 bits of both of groups
+    4 to 7. The high 2 bits of those are on top of the first eight bytes.
+    """
+    rows = data.shape[0]
+    blocks = data.reshape(rows, -1, 144)
+    values = blocks[:, :, 16:].reshape(rows, -1)
+    factors = np.ascontiguousarray(blocks[:, :, :4]).view(np.float16)
+    first, second, last = blocks[:, :, 4:8], blocks[:, :, 8:12], blocks[:, :, 12:16]
+    steps = np.empty((rows, blocks.shape[1], 8, 2), np.uint8)
+    steps[:, :, :4, 0] = first & 63
+    steps[:, :, :4, 1] = second & 63
+    steps[:, :, 4:, 0] = (last & 15) | (first >> 6 << 4)
+    steps[:, :, 4:, 1] = (last >> 4) | (second >> 6 << 4)
+    return values, factors, steps.reshape(rows, -1, 2)
+
+
+def _dequantised(data: NDArray[np.uint8], kind: TensorType) -> NDArray[np.float32]:
+    # Here, because a checkpoint without packed tensors needs no gguf.
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    # In one row: the library computes 16 rows at a time, and most are short. A broken file may have infinite scales.
+    with np.errstate(invalid="ignore", over="ignore"):
+        values: NDArray[np.float32] = dequantize(data.reshape(1, -1), GGMLQuantizationType[kind.name])
+    return values.reshape(data.shape[0], -1)

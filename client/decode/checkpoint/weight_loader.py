@@ -1,0 +1,369 @@
+"""Loads a checkpoint into a session's memory, in the layouts that the kernels read.
+
+Theory of operation. First every tensor is looked at and the sizes are added up, then all buffers are allocated, then
+rows are copied in chunks. Threads make the next few chunks while one is copied. Rows that are bf16 in a file are
+copied to windows, arrays of the session's arena, which the card reads itself. Rows of other types are computed. So a
+few chunks of the model are in the host's memory at a time, besides the page cache, and its faults are several threads'.
+"""
+
+import asyncio
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpulease.client.aio import GpuSession
+from gpulease.client.decode.checkpoint.contract import Checkpoint
+from gpulease.client.decode.checkpoint.model_tensors import EMBEDDING, HEAD, NORM, layer_prefix
+from gpulease.client.decode.checkpoint.rotary import rotary_tables
+from gpulease.client.decode.checkpoint.tensor_file import FileRows
+from gpulease.client.decode.checkpoint.tensors import PACKED, Tensor, TensorType
+from gpulease.client.decode.checkpoint.weights import LayerWeights, Layout, Linear, ModelWeights
+from gpulease.client.errors import AllocFailed, GpuLeaseError
+from gpulease.client.handles import Buffer
+
+CHUNK_BYTES: Final = 8 << 20
+"""Bytes of a chunk on the card: enough that a copy's beginning and end cost little, few enough for a progress bar."""
+
+WINDOW_BYTES: Final = 16 << 20
+"""The same for rows that are copied as a file has them: a card's bus copies such a chunk in some 0.3 ms, and to ask for
+it takes a tenth of that."""
+
+AHEAD: Final = max(1, min(8, len(os.sched_getaffinity(0)) // 2))
+"""Chunks read or computed ahead of the copies, each in a thread: their memory, and the cores they take."""
+
+PAGE_BYTES: Final = 2 << 20
+SHARING_BYTES: Final = 1 << 20
+STEP_BYTES: Final = 512
+"""A card gives an allocation of more than `SHARING_BYTES` pages of its own; smaller ones share them, by steps."""
+
+Planes = tuple[NDArray[Any], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """Buffers to be made, and the rows that fill them one tensor after the other.
+
+    Attributes:
+        row_bytes: Bytes of a row in each buffer.
+        tensors: The tensors that the rows belong to.
+        planes: Gives a tensor's rows [begin, end) as each buffer's values.
+        is_as_read: Whether these are the bytes that the tensors' files have.
+    """
+
+    row_bytes: tuple[int, ...]
+    tensors: tuple[Tensor, ...]
+    planes: Callable[[Tensor, int, int], Planes]
+    is_as_read: bool
+
+    @property
+    def rows(self) -> int:
+        return sum(tensor.rows for tensor in self.tensors)
+
+    @property
+    def sizes(self) -> list[int]:
+        return [self.rows * nbytes for nbytes in self.row_bytes]
+
+    def rows_of(self, tensor: Tensor) -> FileRows | None:
+        """A tensor's rows in its file, where they are copied as they are there."""
+        return tensor.read if self.is_as_read and isinstance(tensor.read, FileRows) else None
+
+    def chunks(self, buffers: tuple[Buffer, ...]) -> Iterator["_Chunk"]:
+        """Cut into chunks of whole rows."""
+        before = 0
+        for tensor in self.tensors:
+            most = CHUNK_BYTES if self.rows_of(tensor) is None else WINDOW_BYTES
+            step = max(1, most // sum(self.row_bytes))
+            for begin in range(0, tensor.rows, step):
+                end = min(begin + step, tensor.rows)
+                offsets = tuple((before + begin) * nbytes for nbytes in self.row_bytes)
+                yield _Chunk(self, buffers, offsets, tensor, begin, end)
+            before += tensor.rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    target: _Target
+    buffers: tuple[Buffer, ...]
+    offsets: tuple[int, ...]
+    tensor: Tensor
+    begin: int
+    end: int
+
+    @property
+    def file_rows(self) -> FileRows | None:
+        return self.target.rows_of(self.tensor)
+
+    @property
+    def size_bytes(self) -> int:
+        return (self.end - self.begin) * sum(self.target.row_bytes)
+
+    def planes(self) -> Planes:
+        return self.target.planes(self.tensor, self.begin, self.end)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Made:
+    """A chunk whose values a thread makes, and the window that they are in, if any."""
+
+    chunk: _Chunk
+    planes: asyncio.Future[Planes]
+    window: NDArray[np.uint8] | None
+
+
+def size_bytes(checkpoint: Checkpoint, *, packed: bool = True, positions: int) -> int:
+    """Bytes of a card that `load_weights` takes, rounded as a card rounds them. For choosing a lease's size."""
+    own = shared = 0
+    sizes = [size for target in _model_targets(checkpoint, packed) for size in target.sizes]
+    sizes += 2 * [_table_bytes(checkpoint, positions)]
+    for size in sizes:
+        if size > SHARING_BYTES:
+            own += -(-size // PAGE_BYTES) * PAGE_BYTES
+        else:
+            shared += -(-size // STEP_BYTES) * STEP_BYTES
+    return own + (-(-shared // PAGE_BYTES) + 1) * PAGE_BYTES
+
+
+async def load_weights(
+    session: GpuSession,
+    checkpoint: Checkpoint,
+    *,
+    packed: bool = True,
+    positions: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> ModelWeights:
+    """Load a model. On any failure, what was allocated is freed.
+
+    Args:
+        session: Where to.
+        checkpoint: What.
+        packed: Leave weights of Q8_0 and Q4_K packed, where all that are fused into one linear are of that type.
+            Otherwise they are bf16.
+        positions: Positions that the tables of cosines and sines have.
+        progress: Called with the bytes that are on the card and those that will be, after every chunk.
+
+    Raises AllocFailed where the lease has no room for the model, ModelRejected for a file that became shorter, and the
+    session's errors.
+    """
+    wanted = size_bytes(checkpoint, packed=packed, positions=positions)
+    if wanted > session.slice_bytes:
+        raise AllocFailed(
+            f"{checkpoint.name} takes {wanted:,} bytes; the lease has {session.slice_bytes:,}",
+            "Acquire a lease of at least the model's bytes, and those of its sequences",
+        )
+    loader = _Loader(session, progress)
+    try:
+        weights = await loader.load(checkpoint, packed, positions, wanted)
+        await loader.fill()
+    except BaseException:
+        await loader.free()
+        raise
+    return weights
+
+
+class _Loader:
+    """A load in progress: what was allocated, and what must be copied."""
+
+    def __init__(self, session: GpuSession, progress: Callable[[int, int], None] | None) -> None:
+        self._session = session
+        self._progress = progress
+        self._buffers: list[Buffer] = []
+        self._chunks: list[Iterator[_Chunk]] = []
+        # Of WINDOW_BYTES each; as many as are read ahead, and one that is copied.
+        self._windows: list[NDArray[np.uint8]] = []
+        self._total_bytes = self._done_bytes = 0
+
+    async def load(self, checkpoint: Checkpoint, packed: bool, positions: int, size: int) -> ModelWeights:
+        """Allocate everything, and note what must be copied."""
+        config = checkpoint.config
+        embedding = (await self._make(_bf16_of(checkpoint.tensor(EMBEDDING))))[0]
+        layers = tuple([await self._layer(checkpoint, layer, packed) for layer in range(config.layers)])
+        norm = (await self._make(_f32_of(checkpoint.tensor(NORM))))[0]
+        if config.is_tied:
+            head = Linear(Layout.BF16, config.vocabulary, config.width, (embedding,))
+        else:
+            head = await self._linear(_linear_of((checkpoint.tensor(HEAD),), packed))
+        cosines, sines = [await self._alloc(_table_bytes(checkpoint, positions)) for _ in range(2)]
+        await self._write_tables(checkpoint, positions, cosines, sines)
+        return ModelWeights(config, embedding, layers, norm, head, cosines, sines, size)
+
+    async def fill(self) -> None:
+        """Copy all chunks, a few of which are read or computed ahead."""
+        ahead: deque[_Made] = deque()
+        try:
+            for chunk in (chunk for chunks in self._chunks for chunk in chunks):
+                ahead.append(self._begin(chunk))
+                if len(ahead) > AHEAD:
+                    await self._write(ahead.popleft())
+            while ahead:
+                await self._write(ahead.popleft())
+        finally:
+            for made in ahead:
+                # Threads that failed, too, have said nothing that the first one did not.
+                if not made.planes.cancel() and not made.planes.cancelled():
+                    made.planes.exception()
+            # The arena has room for other arrays again.
+            self._windows.clear()
+
+    async def free(self) -> None:
+        """Free all buffers. A session that is lost has freed them."""
+        for buffer in self._buffers:
+            with suppress(GpuLeaseError):
+                await self._session.mem_free(buffer)
+
+    # --- what to allocate ---
+
+    async def _layer(self, checkpoint: Checkpoint, layer: int, packed: bool) -> LayerWeights:
+        parts = _layer_targets(checkpoint, layer, packed)
+
+        async def vector(name: str) -> Buffer | None:
+            return (await self._make(parts[name]))[0] if name in parts else None
+
+        attention_norm, inner_norm = await vector("attention_norm"), await vector("inner_norm")
+        assert attention_norm is not None
+        assert inner_norm is not None
+        return LayerWeights(
+            attention_norm=attention_norm,
+            qkv=await self._linear(parts["qkv"]),
+            qkv_bias=await vector("qkv_bias"),
+            q_norm=await vector("q_norm"),
+            k_norm=await vector("k_norm"),
+            output=await self._linear(parts["output"]),
+            inner_norm=inner_norm,
+            gate_up=await self._linear(parts["gate_up"]),
+            down=await self._linear(parts["down"]),
+        )
+
+    async def _linear(self, target: _Target) -> Linear:
+        first = target.tensors[0]
+        layout = PACKED[first.kind] if target.planes is _packed else Layout.BF16
+        return Linear(layout, target.rows, first.columns, await self._make(target))
+
+    async def _make(self, target: _Target) -> tuple[Buffer, ...]:
+        buffers = tuple([await self._alloc(size) for size in target.sizes])
+        self._chunks.append(target.chunks(buffers))
+        return buffers
+
+    async def _alloc(self, size: int) -> Buffer:
+        buffer = await self._session.mem_alloc(size)
+        self._buffers.append(buffer)
+        self._total_bytes += size
+        return buffer
+
+    # --- copies ---
+
+    def _begin(self, chunk: _Chunk) -> "_Made":
+        """Have a thread make a chunk's values: in a window, where they are read as they are."""
+        rows = chunk.file_rows
+        if rows is None:
+            return _Made(chunk, asyncio.ensure_future(asyncio.to_thread(chunk.planes)), None)
+        size = chunk.size_bytes
+        has_room = self._windows and self._windows[-1].nbytes >= size
+        window = self._windows.pop() if has_room else self._session.empty(max(size, WINDOW_BYTES), np.uint8)
+
+        def read() -> Planes:
+            rows.fill(chunk.begin, window[:size])
+            return (window[:size],)
+
+        return _Made(chunk, asyncio.ensure_future(asyncio.to_thread(read)), window)
+
+    async def _write(self, made: "_Made") -> None:
+        chunk = made.chunk
+        for buffer, offset, plane in zip(chunk.buffers, chunk.offsets, await made.planes, strict=True):
+            await self._copy(buffer, offset, plane)
+        if made.window is not None:
+            self._windows.append(made.window)
+
+    async def _write_tables(self, checkpoint: Checkpoint, positions: int, cosines: Buffer, sines: Buffer) -> None:
+        divisors = checkpoint.rotary_divisors()
+        step = max(1, CHUNK_BYTES // (checkpoint.config.head_width // 2 * 8))
+        for begin in range(0, positions, step):
+            tables = rotary_tables(checkpoint.config, divisors, begin, min(begin + step, positions))
+            for buffer, table in zip((cosines, sines), tables, strict=True):
+                await self._copy(buffer, begin * table.shape[1] * 4, table)
+
+    async def _copy(self, buffer: Buffer, offset: int, values: NDArray[Any]) -> None:
+        await self._session.mem_write(buffer, offset, values)
+        self._done_bytes += values.nbytes
+        if self._progress is not None:
+            self._progress(self._done_bytes, self._total_bytes)
+
+
+# --- What becomes of each tensor. ---
+
+
+def _model_targets(checkpoint: Checkpoint, packed: bool) -> Iterator[_Target]:
+    config = checkpoint.config
+    yield _bf16_of(checkpoint.tensor(EMBEDDING))
+    for layer in range(config.layers):
+        yield from _layer_targets(checkpoint, layer, packed).values()
+    yield _f32_of(checkpoint.tensor(NORM))
+    if not config.is_tied:
+        yield _linear_of((checkpoint.tensor(HEAD),), packed)
+
+
+def _layer_targets(checkpoint: Checkpoint, layer: int, packed: bool) -> dict[str, _Target]:
+    config, at = checkpoint.config, layer_prefix(layer)
+
+    def tensors(*names: str) -> tuple[Tensor, ...]:
+        return tuple(checkpoint.tensor(f"{at}{name}") for name in names)
+
+    targets = {
+        "attention_norm": _f32_of(*tensors("input_layernorm.weight")),
+        "qkv": _linear_of(tensors(*(f"self_attn.{name}_proj.weight" for name in "qkv")), packed),
+        "output": _linear_of(tensors("self_attn.o_proj.weight"), packed),
+        "inner_norm": _f32_of(*tensors("post_attention_layernorm.weight")),
+        "gate_up": _linear_of(tensors("mlp.gate_proj.weight", "mlp.up_proj.weight"), packed),
+        "down": _linear_of(tensors("mlp.down_proj.weight"), packed),
+    }
+    if config.has_bias:
+        targets["qkv_bias"] = _f32_of(*tensors(*(f"self_attn.{name}_proj.bias" for name in "qkv")))
+    if config.has_head_norm:
+        targets["q_norm"] = _f32_of(*tensors("self_attn.q_norm.weight"))
+        targets["k_norm"] = _f32_of(*tensors("self_attn.k_norm.weight"))
+    return targets
+
+
+def _linear_of(tensors: tuple[Tensor, ...], packed: bool) -> _Target:
+    kinds = {tensor.kind for tensor in tensors}
+    kind = kinds.pop()
+    if not packed or kinds or kind not in PACKED:
+        return _bf16_of(*tensors)
+    columns = tensors[0].columns
+    if kind is TensorType.Q8_0:
+        row_bytes: tuple[int, ...] = (columns, columns // 16)
+    else:
+        row_bytes = (columns // 2, columns // 64, columns // 16)
+    return _Target(row_bytes, tensors, _packed, is_as_read=False)
+
+
+def _bf16_of(*tensors: Tensor) -> _Target:
+    is_as_read = all(tensor.kind is TensorType.BF16 for tensor in tensors)
+    return _Target((tensors[0].columns * 2,), tensors, _bf16, is_as_read)
+
+
+def _f32_of(*tensors: Tensor) -> _Target:
+    """Vectors one after the other: each value is a row, so that those of other lengths fit behind."""
+    as_rows = tuple(Tensor(t.name, (t.columns, 1), t.kind, t.read) for t in tensors)
+    return _Target((4,), as_rows, _f32_vector, is_as_read=False)
+
+
+def _packed(tensor: Tensor, begin: int, end: int) -> Planes:
+    return tensor.planes(begin, end)
+
+
+def _bf16(tensor: Tensor, begin: int, end: int) -> Planes:
+    return (tensor.bf16(begin, end),)
+
+
+def _f32_vector(tensor: Tensor, begin: int, end: int) -> Planes:
+    return (tensor.f32(0, 1)[0, begin:end],)
+
+
+def _table_bytes(checkpoint: Checkpoint, positions: int) -> int:
+    return positions * (checkpoint.config.head_width // 2) * 4

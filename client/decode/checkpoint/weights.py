@@ -1,0 +1,87 @@
+"""A model's weights in a session's memory, in the layouts that the kernels read."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from gpulease.client.decode.model_config import ModelConfig
+from gpulease.client.handles import Buffer
+
+
+class Layout(StrEnum):
+    """Layouts of a linear's weights in memory; the name is part of its kernels' names."""
+
+    BF16 = "bf16"
+    Q8_0 = "q8_0"
+    Q4_K = "q4_k"
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """Weights [rows, columns] of y = x W^T.
+
+    Attributes:
+        layout: The layout of `planes`.
+        rows: Values of y.
+        columns: Values of x; a multiple of 32, for Q4_K of 256.
+        planes: Buffers in the order of the kernel's parameters. BF16: w [rows, columns] bf16. Q8_0: w [rows, columns]
+            i8, scales [rows, columns / 32] f16. Q4_K: w [rows, columns / 2] u8 (byte i of each 32 has the values of
+            places i and i + 32 of a 64, low four bits first, as in GGML's blocks), scales [rows, columns / 256, 2] f16
+            (GGML's d and dmin), steps [rows, columns / 32, 2] u8 (each group's 6-bit scale and minimum).
+    """
+
+    layout: Layout
+    rows: int
+    columns: int
+    planes: tuple[Buffer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """A layer's weights. Norms and biases are f32.
+
+    Attributes:
+        attention_norm: [width].
+        qkv: Rows of q, then k, then v, each head's values in Hugging Face's order (halves, not pairs, are turned).
+        qkv_bias: [rows of qkv], or None.
+        q_norm: [head_width], or None.
+        k_norm: [head_width], or None.
+        output: The attention's output projection.
+        inner_norm: [width].
+        gate_up: Rows of gate, then up.
+        down: The projection back to `width`.
+    """
+
+    attention_norm: Buffer
+    qkv: Linear
+    qkv_bias: Buffer | None
+    q_norm: Buffer | None
+    k_norm: Buffer | None
+    output: Linear
+    inner_norm: Buffer
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWeights:
+    """A loaded model.
+
+    Attributes:
+        config: Its shape.
+        embedding: [vocabulary, width] bf16.
+        layers: Its layers.
+        norm: [width] f32, before the head.
+        head: Rows are tokens. Its plane is `embedding` where the two are tied and not packed.
+        cosines: [positions, head_width / 2] f32.
+        sines: [positions, head_width / 2] f32.
+        size_bytes: Memory that all of it takes.
+    """
+
+    config: ModelConfig
+    embedding: Buffer
+    layers: tuple[LayerWeights, ...]
+    norm: Buffer
+    head: Linear
+    cosines: Buffer
+    sines: Buffer
+    size_bytes: int

@@ -1,0 +1,114 @@
+"""Errors of the decode engine.
+
+GpuLeaseError
+└── DecodeError
+    ├── ModelRejected       a model's file is broken, or not one that the engine computes
+    ├── NoModelLoaded       the engine has no model, or no longer
+    ├── RequestRejected     a prompt or its sampling can't be taken
+    │   ├── RequestIdInUse    a request with its id is in progress
+    │   ├── TextNotRead       its text can't be read within the limits of a text (`limit`)
+    │   └── AdmissionRefused  there is no room for it (`reason`, `retry_after_s`)
+    │       └── WaitedTooLong   it waited as long as it may, and there was no room
+    ├── TextProcessesFailed no process that reads texts can be started
+    ├── RebindLimited       a tenant's region was rebuilt too often; again in `retry_after_s` seconds
+    ├── SequenceEnded       a sequence was ended before its answer was complete (`reason`)
+    └── EngineDecodeFailed  a step failed for all of the engine's sequences
+        └── RequestBreaksEngine  it failed while it computed this request alone
+"""
+
+from typing import TYPE_CHECKING
+
+from gpulease.client.errors import GpuLeaseError
+
+if TYPE_CHECKING:
+    from gpulease.client.decode.decode_requests import AdmissionReason, CompletionReason
+
+
+class DecodeError(GpuLeaseError):
+    """An error of the decode engine."""
+
+
+class ModelRejected(DecodeError):
+    """A model's file is broken or truncated, or the engine does not compute such a model. Nothing stays loaded."""
+
+
+class NoModelLoaded(DecodeError):
+    """The engine has no model: it was not opened, or was closed."""
+
+
+class RequestRejected(DecodeError):
+    """A prompt or its sampling can't be taken: no token, one outside of the vocabulary, too many for the context."""
+
+
+class RequestIdInUse(RequestRejected):
+    """A request with this id is in progress. Give another id."""
+
+
+class AdmissionRefused(RequestRejected):
+    """A request was refused at its admission, or its replay was: nothing more of it is computed.
+
+    Attributes:
+        reason: Why.
+        retry_after_s: Seconds after which it may be sent again; None if that is unknown.
+    """
+
+    def __init__(self, reason: "AdmissionReason", detail: str, retry_after_s: float | None) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason, self.retry_after_s = reason, retry_after_s
+
+
+class WaitedTooLong(AdmissionRefused):
+    """A request, or its replay, waited as long as it may. `reason` is what kept it out at the end."""
+
+
+class TextNotRead(RequestRejected):
+    """A text, or a chat in the model's template, takes more than a prompt may to be read. It alone is given up.
+
+    Attributes:
+        limit: Which limit it exceeded: "memory", "processor", "time"; "process" if it ended the process that read it.
+    """
+
+    def __init__(self, message: str, limit: str) -> None:
+        super().__init__(message)
+        self.limit = limit
+
+
+class TextProcessesFailed(DecodeError):
+    """No process that reads texts can be started, or it has failed: the operator's log says more."""
+
+
+class RebindLimited(DecodeError):
+    """A tenant's region was rebuilt too often recently, so it gets none yet.
+
+    Attributes:
+        retry_after_s: Seconds after which it may have one.
+    """
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class SequenceEnded(DecodeError):
+    """A sequence was ended before its answer was complete, and it is not replayed.
+
+    Attributes:
+        reason: Why.
+    """
+
+    def __init__(self, reason: "CompletionReason") -> None:
+        super().__init__(f"The sequence was ended before its answer was complete: {reason}", "Send it again")
+        self.reason = reason
+
+
+class EngineDecodeFailed(DecodeError):
+    """A step failed for all of the engine's sequences: the lease, its session or the context is lost."""
+
+
+class RequestBreaksEngine(EngineDecodeFailed):
+    """The engine failed while it computed this request alone. It is not tried again; do not send it again."""
+
+
+def decoder_closed() -> NoModelLoaded:
+    """Return the error of whatever is asked of a decoder that is closed."""
+    return NoModelLoaded("The decoder is closed", "Open one with Decoder.open")

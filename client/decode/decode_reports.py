@@ -1,0 +1,160 @@
+"""Reports of a decoder on its own work, from which a server makes metrics, audit records and pages.
+
+Times are seconds of `time.monotonic`.
+"""
+
+from dataclasses import dataclass
+
+from gpulease.client.decode.decode_requests import (
+    AdmissionReason,
+    CompletionReason,
+    SamplingParameters,
+    SchedulerEvent,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardRevoked:
+    """A step that did not begin, because a region that it names had ended.
+
+    Attributes:
+        lease_id: The region's id.
+        tenant_id: Its tenant.
+        kernel_site: The place in the graph of the launch that was refused; None if the refusal names none.
+        kv_position: The number of the step.
+        flip_to_report_s: Seconds from the flip of the region's word to this report; None if the refusal says nothing
+            of the flip.
+    """
+
+    lease_id: int
+    tenant_id: str
+    kernel_site: int | None
+    kv_position: int | None
+    flip_to_report_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class RebindReport:
+    """A request that continues, or starts again, after the loss of its region or engine; its first token came.
+
+    Attributes:
+        tenant_id: Its tenant.
+        old_request_id, new_request_id: The scheduler's ids of the request that ended and of its replay.
+        prompt_tokens: Tokens that were computed again: the prompt's, and those emitted before.
+        reason: Why the old one ended.
+        is_engine_scoped: Whether the whole engine was lost, and not the tenant's region alone.
+        latency_s: Seconds from the old request's end to the new one's first token.
+    """
+
+    tenant_id: str
+    old_request_id: str
+    new_request_id: str
+    prompt_tokens: int
+    reason: CompletionReason
+    is_engine_scoped: bool
+    latency_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRequest:
+    """A caller's request at its end, however it ended; its replays are part of it.
+
+    Attributes:
+        tenant_id: Its tenant.
+        request_id: Its id, as `submit` returned it.
+        prompt: The prompt's tokens.
+        emitted: The tokens that were emitted.
+        sampling: How they were chosen.
+        reason: Why it ended.
+        detail: More on that; "" without more.
+        submitted_at, ended_at: When it came, and when it ended.
+        first_token_at: When its first token came; None if none did.
+        compute_s: Seconds, by the wall clock, of the steps that had a row of it.
+        replays: How often it was replayed.
+        region_id: The id of the region that it had last; None if it had none.
+    """
+
+    tenant_id: str
+    request_id: str
+    prompt: tuple[int, ...]
+    emitted: tuple[int, ...]
+    sampling: SamplingParameters
+    reason: CompletionReason | AdmissionReason
+    detail: str
+    submitted_at: float
+    first_token_at: float | None
+    ended_at: float
+    compute_s: float
+    replays: int
+    region_id: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRefused:
+    """A request that was refused before it had tokens.
+
+    Attributes:
+        tenant_id: Its tenant.
+        reason: Why: an AdmissionReason, or the name of an error's class, as a text.
+        detail: More on that.
+    """
+
+    tenant_id: str
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """A step that was computed.
+
+    Attributes:
+        rows: Its rows.
+        decode_rows: How many of them are of sequences that decode; the others are of prompts.
+        tokens: The tokens that it emitted.
+        took_s: Seconds from the end of the step before, or from its own start if there was a pause, to its end.
+    """
+
+    rows: int
+    decode_rows: int
+    tokens: tuple[SchedulerEvent.Token, ...]
+    took_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRebuilt:
+    """The whole load went to another engine.
+
+    Attributes:
+        cause: Why, as a sentence.
+        is_known: Whether the failure is of a kind that says that the engine is lost; if not, it was taken for one.
+        is_planned: Whether the old engine served until the new one took over.
+        took_s: Seconds without an engine.
+    """
+
+    cause: str
+    is_known: bool
+    is_planned: bool
+    took_s: float
+
+
+class DecoderObserver:
+    """Base of observers. Their methods are called in the decoder's loop and must not wait."""
+
+    def on_step(self, report: StepReport) -> None:
+        """Called after each step that was computed."""
+
+    def on_forward_revoked(self, report: ForwardRevoked) -> None:
+        """Called when a region's end kept a step from beginning."""
+
+    def on_rebind(self, report: RebindReport) -> None:
+        """Called at the first token after a loss of a request's region or engine."""
+
+    def on_finished(self, report: FinishedRequest) -> None:
+        """Called when a caller's request has ended."""
+
+    def on_prompt_refused(self, report: PromptRefused) -> None:
+        """Called when a request is refused before it has tokens."""
+
+    def on_engine_rebuilt(self, report: EngineRebuilt) -> None:
+        """Called when another engine has taken over."""

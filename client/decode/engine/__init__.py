@@ -1,0 +1,1 @@
+"""Computes steps: the forward pass, its kernels and its buffers, in one session."""

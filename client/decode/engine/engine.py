@@ -1,0 +1,407 @@
+"""The decode engine: a model on a lease. A step computes rows of many tenants' sequences in one pass.
+
+A step is one graph launch that names the regions of its rows' tenants: it begins while all of them are valid, or not at
+all. Two steps may be under way, so that the host plans the next while the card computes: a row whose token the host
+does not know yet takes it from the step before, on the card.
+"""
+
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Final, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpulease.client.aio import GpuLease, GpuSession, Region, RegionSet
+from gpulease.client.aio.graphs import Graph
+from gpulease.client.aio.streams import Stream
+from gpulease.client.decode.checkpoint import Checkpoint, load_weights, size_bytes
+from gpulease.client.decode.decode_errors import EngineDecodeFailed, NoModelLoaded, RequestRejected
+from gpulease.client.decode.engine.forward_pass import (
+    ForwardPass,
+    StepLimits,
+    block_bytes,
+    buckets_of,
+    buffer_sizes,
+    parts_of,
+)
+from gpulease.client.decode.engine.linear_tiles import target_of
+from gpulease.client.decode.model_config import check_positions
+from gpulease.client.decode.row_records import NOBODY, RESULT, ROW, Results, Rows
+from gpulease.client.errors import RegionFailed
+
+MAX_STEPS: Final = 2
+"""Most steps under way: one is computed, one waits behind it. On another host there is one: without shared memory the
+step's graph can't copy rows and results, and requests of their own do."""
+
+MAX_REGION_SETS: Final = 256
+"""Compositions of tenants whose region sets are kept; a worker has room for more, and older ones are made again."""
+
+COPY_BYTES: Final = 8 << 20
+"""Bytes of blocks that are copied at once: the next step waits for one such copy at most, 0.2 ms on a card's bus."""
+
+MAX_COPY_TRIES: Final = 100
+"""Tries to copy blocks. Each fails only if a region ended meanwhile; more would be regions that end without a pause."""
+
+
+SPARE_BYTES: Final = 64 << 20
+"""Memory of the lease beyond what is counted: the kernels' code, and the scratch of regions that ended."""
+
+REGION_GRANULE_BYTES: Final = 2 << 20
+"""Regions take multiples of so many bytes on a card."""
+
+
+def lease_bytes(checkpoint: Checkpoint, limits: StepLimits, pools: Iterable[int], *, packed: bool = True) -> int:
+    """Return the memory that an engine's lease needs, with regions of so many blocks each.
+
+    Raises RequestRejected if the kernels can't index as many values as a step of these limits has, and InvalidRequest
+    for more positions than the model's context.
+    """
+    check_positions(checkpoint.config, limits.positions)
+    granules = [-(-blocks * block_bytes(checkpoint.config) // REGION_GRANULE_BYTES) for blocks in pools]
+    weights = size_bytes(checkpoint, packed=packed, positions=limits.positions)
+    buffers = sum(buffer_sizes(checkpoint.config, limits).values())
+    return weights + buffers + sum(granules) * REGION_GRANULE_BYTES + SPARE_BYTES
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockPool:
+    """A tenant's blocks of keys and values: a region.
+
+    Attributes:
+        region: The region.
+        blocks: Its number of blocks.
+    """
+
+    region: Region
+    blocks: int
+
+
+@dataclass(slots=True)
+class _Step:
+    number: int
+    rows: int
+
+
+class DecodeEngine:
+    """A model on a lease. `await DecodeEngine.open(...)` makes it; `close` ends its session, not the lease.
+
+    Attributes:
+        lease: The lease that it is on.
+        session: The engine's session.
+        limits: Rows, sequences and positions that it has room for.
+        max_steps: Steps that may be under way: MAX_STEPS, or 1 in a session that shares no memory.
+    """
+
+    def __init__(self, lease: GpuLease, session: GpuSession, forward: ForwardPass) -> None:
+        self.session = session
+        self.max_steps = MAX_STEPS if session.shares_memory else 1
+        self.limits = forward.limits
+        self.lease = lease
+        self._forward: ForwardPass | None = forward
+        self._buckets = buckets_of(self.limits.max_rows)
+        self._graphs: dict[tuple[int, int], Graph] = {}
+        self._sets: dict[frozenset[BlockPool], RegionSet] = {}
+        self._streams: list[Stream] = []
+        self._rows: list[Rows] = []
+        self._results: list[Results] = []
+        self._steps: deque[_Step] = deque()
+        self._next = 1
+        self._refused: RegionFailed | None = None
+        self._refusals = 0
+
+    @classmethod
+    async def open(
+        cls,
+        lease: GpuLease,
+        checkpoint: Checkpoint,
+        limits: StepLimits,
+        *,
+        packed: bool = True,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Self:
+        """Open a session on the lease, load the model and the kernels, record a graph for each number of rows.
+
+        Args:
+            lease: The lease; the caller renews and frees it.
+            checkpoint: The model (`open_model`).
+            limits: Rows, sequences and positions to make room for.
+            packed: Whether quantised weights stay as they are, where kernels read them so.
+            progress: Called with the bytes loaded and the bytes in all.
+
+        Raises ModelRejected, AllocFailed, InvalidRequest for more positions than the model's context, or what the
+        lease's end raises. Nothing stays open then.
+        """
+        check_positions(checkpoint.config, limits.positions)
+        async with AsyncExitStack() as stack:
+            session = await GpuSession(lease)
+            stack.push_async_callback(session.close)
+            weights = await load_weights(
+                session, checkpoint, packed=packed, positions=limits.positions, progress=progress
+            )
+            forward = ForwardPass(session, weights, limits, target_of(session.driver, session.compute_capability))
+            await forward.prepare()
+            engine = cls(lease, session, forward)
+            stack.push_async_callback(engine.close)
+            await engine._record()
+            stack.pop_all()
+        return engine
+
+    @property
+    def forward(self) -> ForwardPass:
+        """The model's kernels. Raises NoModelLoaded after `close`."""
+        if self._forward is None:
+            raise NoModelLoaded("The engine is closed", "Open one with DecodeEngine.open")
+        return self._forward
+
+    async def _record(self) -> None:
+        session, forward, rows = self.session, self.forward, self.limits.max_rows
+        for parity in range(self.max_steps):
+            self._streams.append(await session.stream())
+            given, found = session.empty(rows, ROW), session.empty(rows, RESULT)
+            given[:] = np.zeros(1, ROW)
+            given["position"] = NOBODY
+            self._rows.append(given)
+            self._results.append(found)
+            for bucket in self._buckets:
+                async with session.record() as graph:
+                    if session.shares_memory:
+                        await session.mem_write(forward.rows, 0, given[:bucket])
+                    await forward.launch(bucket)
+                    if session.shares_memory:
+                        await session.mem_read(forward.results, 0, bucket * RESULT.itemsize, into=found[:bucket])
+                self._graphs[bucket, parity] = graph
+
+    # --- the tenants' blocks ---
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds until the engine's lease ends, by this machine's monotonic clock."""
+        return self.lease.remaining_s
+
+    async def open_pool(self, blocks: int, *, tenant: str | None = None, ttl_secs: float | None = None) -> BlockPool:
+        """Open a region of so many blocks of keys and values, of 16 positions each.
+
+        Raises CapacityExceeded while the lease has no room, and what `GpuLease.region` raises.
+        """
+        size_bytes = blocks * block_bytes(self.forward.weights.config)
+        region = await self.lease.region(size_bytes, tenant=tenant, ttl_secs=ttl_secs)
+        return BlockPool(region, blocks)
+
+    async def close_pool(self, pool: BlockPool) -> None:
+        """End a pool's region and release its addresses. No step under way may name it."""
+        for pools in [pools for pools in self._sets if pool in pools]:
+            del self._sets[pools]
+        for _ in range(MAX_COPY_TRIES):
+            try:
+                await pool.region.close()
+            except RegionFailed as error:
+                # A step's refusal, which is reported in that step's turn; the region is not closed yet.
+                if not self._keep(error):
+                    raise
+            else:
+                return
+
+    async def save_pool(self, pool: BlockPool, blocks: Sequence[int]) -> NDArray[np.uint8]:
+        """Copy blocks of a pool to the host's memory. Returns them as [blocks, bytes of a block].
+
+        Steps that name other pools continue meanwhile; none that names this one may be under way. Raises RegionFailed
+        if the pool ended, RequestRejected for a block outside of it, EngineDecodeFailed if other pools end again and
+        again meanwhile, and what a session's end raises.
+        """
+        kept = np.empty((len(blocks), block_bytes(self.forward.weights.config)), np.uint8)
+        session = self.session
+
+        async def read(offset: int, rows: NDArray[np.uint8]) -> None:
+            await session.mem_read(pool.region, offset, rows.nbytes, into=rows)
+
+        await self._copy(pool, blocks, kept, read)
+        return kept
+
+    async def load_pool(self, pool: BlockPool, blocks: Sequence[int], kept: NDArray[np.uint8]) -> None:
+        """Copy what `save_pool` returned into blocks of a pool. Raises what it raises."""
+        expected = len(blocks), block_bytes(self.forward.weights.config)
+        if kept.shape != expected or kept.dtype != np.uint8 or not kept.flags.c_contiguous:
+            raise RequestRejected(
+                f"Blocks must be uint8 {expected}, not {kept.dtype} {kept.shape}", "Give saved blocks"
+            )
+        session = self.session
+
+        async def write(offset: int, rows: NDArray[np.uint8]) -> None:
+            await session.mem_write(pool.region, offset, rows)
+
+        await self._copy(pool, blocks, kept, write)
+
+    async def _copy(
+        self,
+        pool: BlockPool,
+        blocks: Sequence[int],
+        kept: NDArray[np.uint8],
+        copy: Callable[[int, NDArray[np.uint8]], Awaitable[None]],
+    ) -> None:
+        """Copy blocks, in runs of those that lie together.
+
+        After a step's refusal the worker skips requests without replies until the refusal is reported. So if any
+        refusal is reported meanwhile, all is copied again.
+        """
+        if blocks and not 0 <= min(blocks) <= max(blocks) < pool.blocks:
+            raise RequestRejected(f"A block is not one of the pool's {pool.blocks}", "Give blocks from 0 on")
+        size_bytes = kept.shape[1]
+        for _ in range(MAX_COPY_TRIES):
+            refusals = self._refusals
+            try:
+                for first, last in _runs(blocks, max(1, COPY_BYTES // size_bytes)):
+                    await copy(blocks[first] * size_bytes, kept[first:last])
+                await self.session.default_stream.sync()
+            except RegionFailed as error:
+                if error.lease_id == pool.region.lease_id:
+                    raise
+                self._keep(error)
+            if refusals == self._refusals:
+                return
+        raise EngineDecodeFailed(f"Blocks could not be copied in {MAX_COPY_TRIES} tries: regions ended in each")
+
+    # --- steps ---
+
+    @property
+    def steps_under_way(self) -> int:
+        """Steps that were started and not finished."""
+        return len(self._steps)
+
+    async def start(self, rows: Rows, pools: Iterable[BlockPool]) -> int:
+        """Start a step behind those under way, and do not wait for it. Returns its number.
+
+        Args:
+            rows: ROW records, `limits.max_rows` at most. `source` means a row of the step before.
+            pools: The pools of the rows' sequences.
+
+        Raises RequestRejected for too many rows or steps, RegionFailed if a pool ended, NoModelLoaded after `close`,
+        and what a session's end raises. The step is not under way then; those before it are.
+        """
+        count, most = len(rows), self.forward.limits.max_rows
+        if not 0 < count <= most:
+            raise RequestRejected(f"A step must have 1 to {most} rows, not {count}")
+        if len(self._steps) >= self.max_steps:
+            raise RequestRejected(f"{self.max_steps} steps are under way", "Await `finish` first")
+        if self._refused is not None:
+            raise self._refused
+        number, parity = self._next, self._next % self.max_steps
+        bucket = self._bucket(count)
+        given, stream = self._rows[parity], self._streams[parity]
+        given[:count] = rows
+        given["position"][count:bucket] = NOBODY
+        given["source"][count:bucket] = NOBODY
+        # Under way from here on: a copy of blocks in another task may receive its refusal.
+        self._steps.append(_Step(number, count))
+        try:
+            named = await self._region_set(frozenset(pools))
+            if self.session.shares_memory:
+                await stream.wait_for(self._streams[1 - parity])
+            else:
+                await self.session.mem_write(self.forward.rows, 0, given[:bucket], stream=stream)
+            await self._graphs[bucket, parity].launch(stream=stream, regions=named, position=number)
+        except BaseException as error:
+            self._steps.pop()
+            if isinstance(error, RegionFailed):
+                self._keep(error)
+            raise
+        self._next += 1
+        return number
+
+    async def finish(self) -> Results:
+        """Wait for the oldest step under way. Returns RESULT records, one for each of its rows.
+
+        Raises what ended a pool, as RegionFailed with its `lease_id`: then this step, and those behind it, did not
+        begin, and none of them is under way any more. Raises what a session's end raises, likewise. Raises
+        RequestRejected if no step is under way.
+        """
+        if not self._steps:
+            raise RequestRejected("No step is under way", "`start` one first")
+        step = self._steps[0]
+        parity = step.number % self.max_steps
+        try:
+            await self._wait(parity)
+            if self._refused is not None and (self._refused.position or 0) <= step.number:
+                raise self._refused
+            if not self.session.shares_memory:
+                await self._fetch(parity, step.rows)
+        except BaseException:
+            self._steps.clear()
+            self._refused = None
+            raise
+        self._steps.popleft()
+        return self._results[parity][: step.rows].copy()
+
+    async def _fetch(self, parity: int, rows: int) -> None:
+        """Read a step's results, which its graph did not copy here."""
+        found, stream = self._results[parity][:rows], self._streams[parity]
+        await self.session.mem_read(self.forward.results, 0, found.nbytes, into=found, stream=stream)
+
+    async def _wait(self, parity: int) -> None:
+        try:
+            await self._streams[parity].sync()
+        except RegionFailed as error:
+            self._keep(error)
+            if self._refused is None:
+                raise
+            # The first wait receives a refusal, of whichever step; steps that began before that one still end.
+            await self._streams[parity].sync()
+
+    def _keep(self, error: RegionFailed) -> bool:
+        """Remember the refusal of a step under way until its turn to finish. Returns whether it is one.
+
+        Of two, the earlier step's counts: after it was reported, the step behind it gets a refusal of its own.
+        """
+        self._refusals += 1
+        number = error.position
+        if number is None or all(step.number != number for step in self._steps):
+            return False
+        if self._refused is None or number < (self._refused.position or 0):
+            self._refused = error
+        return True
+
+    async def logits(self, rows: int) -> "NDArray[np.float32]":
+        """Read the logits [rows, vocabulary] of the last step, which had so many rows; no step may be under way."""
+        forward = self.forward
+        vocabulary = forward.weights.config.vocabulary
+        bucket = self._bucket(rows)
+        splits, _ = parts_of(vocabulary, forward.weights.config.width)
+        parts = np.empty((splits, bucket, vocabulary), np.float32)
+        await self.session.mem_read(forward.logits, 0, parts.nbytes, into=parts)
+        total = parts[0, :rows]
+        for part in parts[1:]:
+            total += part[:rows]
+        return total
+
+    async def close(self) -> None:
+        """End the engine's session, with the model in it, but not the lease."""
+        if self._forward is not None:
+            self._forward = None
+            self._steps.clear()
+            # Each of them holds arrays of the arena, and so its memory and descriptor.
+            self._graphs.clear()
+            self._rows.clear()
+            self._results.clear()
+            await self.session.close()
+
+    def _bucket(self, rows: int) -> int:
+        return next(bucket for bucket in self._buckets if bucket >= rows)
+
+    async def _region_set(self, pools: frozenset[BlockPool]) -> RegionSet:
+        found = self._sets.get(pools)
+        if found is None:
+            if len(self._sets) >= MAX_REGION_SETS:
+                del self._sets[next(iter(self._sets))]
+            found = self._sets[pools] = await self.session.region_set(pool.region for pool in pools)
+        return found
+
+
+def _runs(blocks: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+    """Cut blocks into runs of up to `most` that lie together. Yields each one's first and last place, exclusive."""
+    first = 0
+    for place in range(1, len(blocks) + 1):
+        if place == len(blocks) or blocks[place] != blocks[place - 1] + 1 or place - first == most:
+            yield first, place
+            first = place

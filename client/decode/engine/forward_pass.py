@@ -1,0 +1,309 @@
+"""The forward pass of a step: its buffers, and its kernels in their order, recorded once for each number of rows.
+
+R rows go through the model together. The residual h [R, width] is f32. A linear reads bf16 and writes f32 parts
+[splits, R, rows of the weight], which the next kernel adds. The number of splits is a constant of the weight's shape,
+never of R, so a row's bits are the same in every step (kernels/triton_source.py).
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from gpulease.client.aio import GpuSession
+from gpulease.client.decode.checkpoint.weights import LayerWeights, Layout, Linear, ModelWeights
+from gpulease.client.decode.decode_errors import RequestRejected
+from gpulease.client.decode.engine.kernel_library import KernelFacts, KernelLaunch, KernelLibrary, Value, manifest
+from gpulease.client.decode.engine.linear_tiles import SM_80, grid_of, tile_of
+from gpulease.client.decode.model_config import ModelConfig
+from gpulease.client.decode.row_records import PAGE, RESULT, ROW
+from gpulease.client.handles import Buffer
+
+MAX_PROGRAMS: Final = 264
+"""Programs of 64 columns up to which sums are cut: two for each of an H100's 132 multiprocessors."""
+
+MAX_SPLITS: Final = 8
+"""Parts of a sum at most: each is written and read once more."""
+
+LEAST_CHUNK: Final = 384
+"""Columns in one part at least; shorter ones do not pay for their writing."""
+
+CHUNK_STEP: Final = 256
+"""What the columns of a part are a multiple of: Q4_K's blocks, and every tile's depth."""
+
+MAX_ATTENTION_PROGRAMS: Final = 8 * 132
+"""Programs that attend to a step's sequences, more or less: eight for each of an H100's multiprocessors."""
+
+MAX_BUFFER_BYTES: Final = 2 * (2**31 - 1)
+"""Bytes of one buffer at most: kernels count its values, of two bytes at least, in 32 bits."""
+
+
+def parts_of(rows: int, columns: int) -> tuple[int, int]:
+    """Return how the sums of a linear [rows, columns] are cut: into how many parts, of how many columns each.
+
+    Both are constants of the weight's shape.
+    """
+    splits = 1
+    while 2 * splits <= MAX_SPLITS and -(-rows // 64) * 2 * splits <= MAX_PROGRAMS:
+        if columns // (2 * splits) < LEAST_CHUNK:
+            break
+        splits *= 2
+    chunk = chunk_of(columns, splits)
+    return -(-columns // chunk), chunk
+
+
+def chunk_of(columns: int, splits: int) -> int:
+    """Return the columns of a part of a sum that is cut into so many parts, or fewer."""
+    return -(-columns // (splits * CHUNK_STEP)) * CHUNK_STEP
+
+
+def buckets_of(max_rows: int) -> tuple[int, ...]:
+    """Return the numbers of rows that steps are padded to: powers of two, and `max_rows`."""
+    return (*(1 << i for i in range((max_rows - 1).bit_length())), max_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """Numbers that the engine's buffers have room for.
+
+    Attributes:
+        max_rows: Rows of a step.
+        tables: Sequences that have a block table at a time.
+        positions: Positions of a sequence.
+    """
+
+    max_rows: int
+    tables: int
+    positions: int
+
+    @property
+    def table_blocks(self) -> int:
+        """Blocks of a block table."""
+        return -(-self.positions // PAGE)
+
+    @property
+    def splits(self) -> int:
+        """Parts of a sequence's attention at most."""
+        return -(-self.positions // manifest().split)
+
+
+def block_bytes(config: ModelConfig) -> int:
+    """Return the size of one block of keys and values: [layers][k, v][key_heads][PAGE][head_width] bf16."""
+    return config.layers * layer_bytes(config)
+
+
+def layer_bytes(config: ModelConfig) -> int:
+    """Return the bytes of one layer in a block."""
+    return 2 * config.key_heads * PAGE * config.head_width * 2
+
+
+def buffer_sizes(config: ModelConfig, limits: StepLimits) -> dict[str, int]:
+    """Return the bytes of each of a step's buffers.
+
+    Raises RequestRejected if one has more values than the kernels can index.
+    """
+    rows, heads = limits.max_rows, config.heads
+    linears = (
+        ((heads + 2 * config.key_heads) * config.head_width, config.width),
+        (config.width, heads * config.head_width),
+        (2 * config.inner_width, config.width),
+        (config.width, config.inner_width),
+    )
+    attention = _split_rows(rows, config) * heads * limits.splits * 4
+    sizes = {
+        "h": rows * config.width * 4,
+        "x": rows * max(config.width, heads * config.head_width) * 2,
+        "gated": rows * config.inner_width * 2,
+        "q": rows * heads * config.head_width * 2,
+        "parts": rows * 4 * max(parts_of(*shape)[0] * shape[0] for shape in linears),
+        "logits": rows * 4 * parts_of(config.vocabulary, config.width)[0] * config.vocabulary,
+        "totals": attention * config.head_width,
+        "tops": attention,
+        "sums": attention,
+        "bests": rows * _scanned_blocks(config) * 4,
+        "best_tokens": rows * _scanned_blocks(config) * 4,
+        "block_totals": rows * _scanned_blocks(config) * 4,
+        "rows": rows * ROW.itemsize,
+        "results": rows * RESULT.itemsize,
+        "tables": limits.tables * limits.table_blocks * 4,
+    }
+    for name, size in sizes.items():
+        if size > MAX_BUFFER_BYTES:
+            raise RequestRejected(
+                f"{limits.max_rows} rows of {limits.positions} positions need {size:,} bytes for {name} alone; a buffer"
+                f" has {MAX_BUFFER_BYTES:,} at most",
+                "Make room for fewer rows or positions",
+            )
+    return sizes
+
+
+class ForwardPass:
+    """A model's kernels over a step's rows.
+
+    Attributes:
+        weights: The model.
+        limits: What the buffers have room for.
+        target: The architecture of the card's own kernels (linear_tiles).
+        library: The kernels, loaded by `prepare`.
+    """
+
+    def __init__(self, session: GpuSession, weights: ModelWeights, limits: StepLimits, target: str = SM_80) -> None:
+        self.weights = weights
+        self.limits = limits
+        self.target = target
+        self.library = KernelLibrary(session)
+        self._session = session
+        self._buffers: dict[str, Buffer] = {}
+
+    @property
+    def rows(self) -> Buffer:
+        """The step's rows: ROW records."""
+        return self._buffers["rows"]
+
+    @property
+    def results(self) -> Buffer:
+        """The step's results: RESULT records. The next step reads tokens there."""
+        return self._buffers["results"]
+
+    @property
+    def tables(self) -> Buffer:
+        """The block tables: [tables, table_blocks] i32."""
+        return self._buffers["tables"]
+
+    @property
+    def logits(self) -> Buffer:
+        """The last step's logits, in parts: [splits, R, vocabulary] f32."""
+        return self._buffers["logits"]
+
+    async def prepare(self) -> None:
+        """Allocate the buffers and load the kernels. Raises AllocFailed, LoadFailed."""
+        for name, size in buffer_sizes(self.weights.config, self.limits).items():
+            self._buffers[name] = await self._session.mem_alloc(size)
+        launches = (launch for rows in buckets_of(self.limits.max_rows) for launch in self.launches(rows))
+        await self.library.load(*dict.fromkeys(launch.name for launch in launches))
+
+    async def launch(self, rows: int) -> None:
+        """Launch, or record, the kernels of a step of `rows` rows, from `rows` to `results`."""
+        for launch in self.launches(rows):
+            await self.library.launch(launch)
+
+    def launches(self, rows: int) -> Iterator[KernelLaunch]:
+        """Yield the launches of a step of `rows` rows, in their order."""
+        config, b = self.weights.config, self._buffers
+        width, limits = config.width, self.limits
+        yield KernelLaunch(
+            "embed", (rows,), h=b["h"], table=self.weights.embedding, rows=b["rows"], results=b["results"],
+            tables=b["tables"], D=width, table_blocks=limits.table_blocks,
+        )  # fmt: skip
+        before: Linear | None = None
+        for index, layer in enumerate(self.weights.layers):
+            yield self._normalise(rows, layer.attention_norm, before)
+            yield from self._attend(rows, index, layer)
+            yield self._linear(layer.output, rows, "x")
+            yield self._normalise(rows, layer.inner_norm, layer.output)
+            yield from self._gate(rows, layer.gate_up)
+            yield self._linear(layer.down, rows, "gated")
+            before = layer.down
+        yield self._normalise(rows, self.weights.norm, before)
+        yield self._linear(self.weights.head, rows, "x", "logits")
+        yield from self._sample(rows)
+
+    def _sample(self, rows: int) -> Iterator[KernelLaunch]:
+        """Choose each row's token from the logits."""
+        b, vocabulary, blocks = self._buffers, self.weights.config.vocabulary, _scanned_blocks(self.weights.config)
+        scanned: dict[str, Value] = {"bests": b["bests"], "tokens": b["best_tokens"], "totals": b["block_totals"]}
+        logits: dict[str, Value] = {
+            "parts": b["logits"], "splits": _splits(self.weights.head), "stride": rows * vocabulary, "V": vocabulary,
+        }  # fmt: skip
+        yield KernelLaunch("scan", (rows, blocks), **scanned, **logits, blocks=blocks)
+        yield KernelLaunch("sample", (rows,), results=b["results"], rows=b["rows"], **scanned, **logits, blocks=blocks)
+
+    def _normalise(self, rows: int, weight: Buffer, before: Linear | None) -> KernelLaunch:
+        """Add the parts of the linear before to h, and turn h's norm into x."""
+        b, width = self._buffers, self.weights.config.width
+        return KernelLaunch(
+            _norm_name(self.weights.config), (rows,), x=b["x"], h=b["h"], parts=b["parts"], weight=weight,
+            splits=_splits(before) if before else 0, stride=rows * width, D=width,
+            eps=self.weights.config.norm_epsilon,
+        )  # fmt: skip
+
+    def _attend(self, rows: int, index: int, layer: LayerWeights) -> Iterator[KernelLaunch]:
+        """Turn h's norm in x into the attention's output in x."""
+        config, b, limits = self.weights.config, self._buffers, self.limits
+        heads, key_heads, width = config.heads, config.key_heads, config.head_width
+        place: dict[str, Value] = {"layer_bytes": index * layer_bytes(config), "block_bytes": block_bytes(config)}
+        yield self._linear(layer.qkv, rows, "x")
+        rope = f"rope_append_{width}"
+        programs = -(-(heads + 2 * key_heads) // manifest().kernels[rope].constants["HEADS"])
+        yield KernelLaunch(
+            rope, (rows, programs), q=b["q"], parts=b["parts"], bias=layer.qkv_bias,
+            q_norm=layer.q_norm, k_norm=layer.k_norm, cosines=self.weights.cosines, sines=self.weights.sines,
+            rows=b["rows"], splits=_splits(layer.qkv), stride=rows * layer.qkv.rows, **place, H=heads, G=key_heads,
+            has_bias=int(layer.qkv_bias is not None), has_norm=int(layer.q_norm is not None),
+            eps=config.norm_epsilon,
+        )  # fmt: skip
+        read: dict[str, Value] = {
+            "q": b["q"], "rows": b["rows"], "tables": b["tables"], **place, "table_blocks": limits.table_blocks,
+            "H": heads, "G": key_heads, "scale": math.log2(math.e) / math.sqrt(width),
+        }  # fmt: skip
+        if limits.splits == 1 or rows > _split_rows(rows, config):
+            yield KernelLaunch(f"attend_whole_{width}", (rows, key_heads), x=b["x"], **read)
+            return
+        parts: dict[str, Value] = {name: b[name] for name in ("totals", "tops", "sums")}
+        parts["splits"] = limits.splits
+        programs = min(limits.splits, -(-MAX_ATTENTION_PROGRAMS // (rows * key_heads)))
+        yield KernelLaunch(f"attend_{width}", (rows, key_heads, programs), **parts, **read)
+        yield KernelLaunch(f"combine_{width}", (rows, heads), x=b["x"], **parts, rows=b["rows"], H=heads)
+
+    def _gate(self, rows: int, gate_up: Linear) -> Iterator[KernelLaunch]:
+        """Turn h's norm in x into the gated values: in one kernel where the sums are not cut."""
+        b, inner, splits = self._buffers, self.weights.config.inner_width, _splits(gate_up)
+        if gate_up.layout is Layout.BF16 and splits == 1:
+            name = tile_of("linear_silu_bf16", self.target, rows, inner, 1)
+            (plane,) = gate_up.planes
+            shape = {"R": rows, "F": inner, "K": gate_up.columns}
+            yield KernelLaunch(name, grid_of(name, rows, inner), y=b["gated"], x=b["x"], w=plane, **shape)
+            return
+        yield self._linear(gate_up, rows, "x")
+        grid = (rows, -(-inner // manifest().kernels["silu"].constants["BLOCK_F"]))
+        stride = rows * 2 * inner
+        yield KernelLaunch("silu", grid, x=b["gated"], parts=b["parts"], splits=splits, stride=stride, F=inner)
+
+    def _linear(self, linear: Linear, rows: int, x: str, parts: str = "parts") -> KernelLaunch:
+        """Multiply the values in buffer `x`; the sums are cut into `_splits` parts."""
+        splits, chunk = parts_of(linear.rows, linear.columns)
+        name = tile_of(f"linear_{linear.layout}", self.target, rows, linear.rows, splits)
+        planes: dict[str, Value] = dict(zip(_planes(manifest().kernels[name]), linear.planes, strict=True))
+        shape = {"R": rows, "N": linear.rows, "K": linear.columns}
+        grid, b = (*grid_of(name, rows, linear.rows), splits), self._buffers
+        return KernelLaunch(name, grid, parts=b[parts], x=b[x], **planes, **shape, chunk=chunk)
+
+
+def _split_rows(rows: int, config: ModelConfig) -> int:
+    """Rows of a step at most whose sequences several programs attend to, part by part: more have programs enough."""
+    return min(rows, (MAX_PROGRAMS - 1) // config.key_heads)
+
+
+def _scanned_blocks(config: ModelConfig) -> int:
+    """Blocks of the vocabulary that are scanned side by side."""
+    return -(-config.vocabulary // manifest().kernels["scan"].constants["BLOCK_V"])
+
+
+def _norm_name(config: ModelConfig) -> str:
+    """The norm that reads a row in the fewest blocks, without a larger one's idle lanes."""
+    blocks = sorted(
+        (facts.constants["BLOCK_D"], name)
+        for name, facts in manifest().kernels.items()
+        if name.startswith("add_rmsnorm_")
+    )
+    return next((name for block, name in blocks if block >= config.width), blocks[-1][1])
+
+
+def _splits(linear: Linear) -> int:
+    """Into how many parts a linear's sums are cut."""
+    return parts_of(linear.rows, linear.columns)[0]
+
+
+def _planes(facts: KernelFacts) -> tuple[str, ...]:
+    """The names of a linear's weights among its kernel's parameters."""
+    return facts.parameters[2 : facts.parameters.index("R")]

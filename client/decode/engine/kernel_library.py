@@ -1,0 +1,136 @@
+"""The decode engine's kernels in a session: loaded as they are wanted, launched by the names of their parameters."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Final
+
+from gpulease.client.aio import GpuSession
+from gpulease.client.handles import Buffer, Module
+from gpulease.client.kernel_args import KernelArgs
+
+_FOLDER: Final = "gpulease.client.decode.kernels"
+
+_SCRATCH_PARAMETERS: Final = 2
+"""Pointers that Triton puts behind every kernel's parameters: to scratch memory, of which these kernels have none."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelFacts:
+    """Facts of the manifest about a kernel.
+
+    Attributes:
+        kernel: Its name in the PTX.
+        target: Architecture that it is compiled for: `sm_80`, for all later cards, too, or `sm_90a`, for its own alone.
+        threads: Threads of a block.
+        shared_bytes: Dynamic shared memory.
+        parameters: Names of its parameters, in order.
+        constants: Constants that it was compiled with, its tile's among them.
+    """
+
+    kernel: str
+    target: str
+    threads: int
+    shared_bytes: int
+    parameters: tuple[str, ...]
+    constants: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Settings that the kernels were compiled with.
+
+    Attributes:
+        split: Positions in one part of a sequence's attention.
+        heads: Query heads of a key head at most.
+        kernels: Facts by the names of the files.
+    """
+
+    split: int
+    heads: int
+    kernels: dict[str, KernelFacts]
+
+
+@cache
+def manifest() -> Manifest:
+    """Read the package's manifest."""
+    found = json.loads(files(_FOLDER).joinpath("manifest.json").read_text())
+    kernels = {
+        name: KernelFacts(
+            fact["kernel"],
+            fact["target"],
+            fact["threads"],
+            fact["shared_bytes"],
+            tuple(fact["parameters"]),
+            fact["constants"],
+        )
+        for name, fact in found["kernels"].items()
+    }
+    return Manifest(found["split"], found["heads"], kernels)
+
+
+@cache
+def kernels_sha256() -> str:
+    """Return the SHA-256 of the manifest and all PTX: bits of results depend on them."""
+    digest = hashlib.sha256()
+    names = sorted(f"{name}.ptx" for name in manifest().kernels)
+    for name in ("manifest.json", *names):
+        digest.update(hashlib.sha256(files(_FOLDER).joinpath(name).read_bytes()).digest())
+    return digest.hexdigest()
+
+
+Value = Buffer | int | float | None
+"""A kernel's parameter; None is a null pointer, of which it reads nothing."""
+
+
+class KernelLaunch:
+    """A launch of a kernel.
+
+    Attributes:
+        name: The kernel's name in the manifest.
+        grid: Its programs.
+        values: Its parameters by name.
+    """
+
+    __slots__ = ("grid", "name", "values")
+
+    def __init__(self, name: str, grid: tuple[int, ...], **values: Value) -> None:
+        self.name, self.grid, self.values = name, grid, values
+
+
+class KernelLibrary:
+    """The kernels of one session."""
+
+    def __init__(self, session: GpuSession) -> None:
+        self._session = session
+        self._modules: dict[str, Module] = {}
+
+    async def load(self, *names: str) -> None:
+        """Load kernels that are not loaded yet. Raises LoadFailed."""
+        for name in names:
+            if name not in self._modules:
+                ptx = files(_FOLDER).joinpath(f"{name}.ptx").read_bytes()
+                self._modules[name] = await self._session.module_load(ptx)
+
+    async def launch(self, launch: KernelLaunch) -> None:
+        """Launch, or record, a loaded kernel."""
+        facts, values = manifest().kernels[launch.name], launch.values
+        if set(values) != set(facts.parameters):
+            raise TypeError(f"{launch.name} takes {', '.join(facts.parameters)}, not {', '.join(values)}")
+        args = KernelArgs()
+        for parameter in facts.parameters:
+            value = values[parameter]
+            if isinstance(value, Buffer):
+                args.push_buffer(value)
+            elif isinstance(value, float):
+                args.push_f32(value)
+            elif value is None:
+                args.push_u64(0)
+            else:
+                args.push_i32(value)
+        for _ in range(_SCRATCH_PARAMETERS):
+            args.push_u64(0)
+        module, block = self._modules[launch.name], (facts.threads, 1, 1)
+        await self._session.launch(module, facts.kernel, launch.grid, block, args, None, facts.shared_bytes)

@@ -1,0 +1,75 @@
+"""The tile that computes a linear, by the step's rows, the weight's shape and the card.
+
+A choice changes a step's time, never its bits (kernels/triton_source.py). The rules are what was fastest on an H200.
+"""
+
+import math
+from functools import cache
+from typing import Final
+
+from gpulease.client.decode.engine.kernel_library import manifest
+
+SM_80: Final = "sm_80"
+"""Architecture whose kernels every later card and the embedded driver take."""
+
+SM_90A: Final = "sm_90a"
+"""Architecture of the kernels that cards of compute capability 9.0 take, and no others (PTX ISA, `.target`)."""
+
+ENOUGH_PROGRAMS: Final = 96
+"""Programs of a launch at least for the larger of two tiles: fewer leave too many of 132 multiprocessors idle."""
+
+ENOUGH_WAITING_PROGRAMS: Final = 200
+"""The same for 64 rows or fewer, whose programs wait for memory: more than one is wanted for each multiprocessor."""
+
+
+def target_of(driver: str, compute_capability: int) -> str:
+    """Return the architecture of a session's own kernels; the embedded driver has no wgmma."""
+    return SM_90A if driver == "cuda" and compute_capability == 90 else SM_80
+
+
+@cache
+def tile_of(function: str, target: str, rows: int, columns: int, parts: int) -> str:
+    """Return the name of the kernel that computes `function` fastest.
+
+    Args:
+        function: `linear_bf16`, `linear_silu_bf16` and so on.
+        target: The card's architecture, SM_80 or SM_90A.
+        rows: Rows of the step.
+        columns: Columns of the result.
+        parts: Parts that its sums are cut into.
+    """
+    smallest, *others = tiles_of(function, SM_80)
+    own = tiles_of(function, target) if target != SM_80 else []
+    if rows <= _rows(smallest) or not own:
+        return next((name for name in (smallest, *others) if _rows(name) >= rows), others[-1])
+    small, medium, large = own
+    if rows <= _rows(small):
+        return medium if _programs(medium, rows, columns) * parts >= ENOUGH_WAITING_PROGRAMS else small
+    return large if _programs(large, rows, columns) * parts >= ENOUGH_PROGRAMS else medium
+
+
+def tiles_of(function: str, target: str) -> list[str]:
+    """Return the names of the kernels of a function for an architecture, those of smaller tiles first."""
+    kernels = manifest().kernels
+    found = [name for name, facts in kernels.items() if facts.kernel == function and facts.target == target]
+    return sorted(found, key=lambda name: (_rows(name), kernels[name].constants["BN"]))
+
+
+def grid_of(name: str, rows: int, columns: int) -> tuple[int, int]:
+    """Return the programs of a tile's launch. Those that read the same weights run side by side: these are read once.
+
+    Args:
+        name: The tile's kernel.
+        rows: Rows of the step.
+        columns: Columns of the result.
+    """
+    tile = manifest().kernels[name].constants
+    return -(-rows // tile["BM"]), -(-columns // tile["BN"])
+
+
+def _rows(name: str) -> int:
+    return manifest().kernels[name].constants["BM"]
+
+
+def _programs(name: str, rows: int, columns: int) -> int:
+    return math.prod(grid_of(name, rows, columns))

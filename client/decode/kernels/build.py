@@ -1,0 +1,226 @@
+"""Compile the decode engine's kernels: `python -m gpulease.client.decode.kernels.build [FOLDER]`.
+
+For developers, with Triton installed (`pip install '.[kernels]'`); no GPU is needed. It writes one PTX file for each
+kernel and `manifest.json`, which says how each is launched. Users get these files with the package.
+"""
+
+import json
+import re
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from gpulease.client.decode.kernels import triton_source
+
+TARGETS: Final = {"sm_80": GPUTarget("cuda", 80, 32), "sm_90a": GPUTarget("cuda", 90, 32)}
+"""sm_80 has mma, ldmatrix and cp.async, which every later card and the embedded driver take. sm_90a has wgmma, which a
+card of compute capability 9.0 takes, and gives mma's bits."""
+
+PTX_VERSION: Final = 88
+"""PTX ISA 8.8, which drivers of CUDA 12.9 and later take."""
+
+HEAD_WIDTHS: Final = (32, 64, 128)
+"""Widths of attention heads that have kernels."""
+
+HEADS: Final = 16
+"""Query heads of a key head at most: the rows of one matrix instruction."""
+
+ATTEND_TILES: Final = {32: (32, 1, 2, None), 64: (128, 4, 2, 96), 128: (64, 4, 3, 112)}
+"""By the heads' width: positions that attention reads at once, a divisor of SPLIT; warps; stages of its pipeline;
+registers of a thread."""
+
+ROPE_HEADS: Final = 8
+"""Heads that one program turns: the most that leave enough programs for one row."""
+
+SPLIT: Final = 128
+"""Positions of a sequence in one part of its attention."""
+
+Tile = tuple[int, int, int, int, int]
+"""Rows, columns and depth of a tile, stages of its pipeline, warps."""
+
+LINEAR_TILES: Final[dict[str, Tile]] = {"16": (16, 64, 128, 4, 4), "64": (64, 64, 64, 5, 4), "128": (128, 64, 64, 4, 4)}
+QUANTISED_TILES: Final[dict[str, Tile]] = LINEAR_TILES | {"16": (16, 64, 64, 5, 4)}
+LINEAR_SILU_TILES: Final[dict[str, Tile]] = {
+    "16": (16, 32, 64, 5, 4),
+    "64": (64, 32, 64, 5, 4),
+    "128": (128, 32, 64, 4, 4),
+}
+LINEAR_TILES_SM_90A: Final[dict[str, Tile]] = {
+    "64x64": (64, 64, 64, 5, 4),
+    "64x128": (64, 128, 64, 4, 4),
+    "128x256": (128, 256, 64, 4, 8),
+}
+LINEAR_SILU_TILES_SM_90A: Final[dict[str, Tile]] = {
+    "64x32": (64, 32, 128, 3, 4),
+    "64x64": (64, 64, 64, 4, 4),
+    "128x128": (128, 128, 64, 4, 8),
+}
+
+NORM_BLOCKS: Final = {512: 4, 2048: 8, 4096: 16}
+"""Columns that a norm reads at once, and its warps: few blocks for a card, and few idle lanes for small models."""
+
+INEXACT: Final = re.compile(r"\b(?:\w+\.approx\S*|div\.full\S*|(?:add|sub|mul)\.f32|fma\.\S*f32|\w+\.ftz\S*)")
+"""Instructions whose results the PTX ISA leaves open, or that ptxas may fuse."""
+
+_POINTERS: Final = {"b": "*bf16", "f": "*fp32", "h": "*fp16", "w": "*i32", "c": "*i8", "u": "*u8"}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A kernel to compile: its function, its parameters' types by name, its constants, warps, stages.
+
+    `registers` are a thread's at most: the driver's linker takes half as many more than attention needs.
+    """
+
+    function: Any
+    types: dict[str, str]
+    constants: dict[str, int]
+    warps: int = 4
+    stages: int = 3
+    divisible: tuple[str, ...] = field(default=())
+    target: str = "sm_80"
+    registers: int | None = None
+
+
+def jobs() -> dict[str, Job]:
+    """Return every kernel of the package by the name of its file."""
+    s = triton_source
+    scanned = "bests:f tokens:w totals:f"
+    norm = "x:b h:f parts:f weight:f splits stride D eps:fp32"
+    found = {
+        "embed": Job(s.embed, _types("h:f table:b rows:w results:w tables:w D table_blocks"), {"BLOCK_D": 1024}),
+        "silu": Job(s.silu, _types("x:b parts:f splits stride F"), {"BLOCK_F": 512}, divisible=("stride", "F")),
+        "scan": Job(s.scan, _types(f"{scanned} parts:f splits stride V blocks"), {"BLOCK_V": 2048}, warps=4),
+        "sample": Job(
+            s.sample,
+            _types(f"results:w parts:f rows:w {scanned} splits stride V blocks"),
+            {"BLOCK_V": 2048, "LANES": 128},
+            warps=8,
+        ),
+    }
+    for block, warps in NORM_BLOCKS.items():
+        found[f"add_rmsnorm_{block}"] = Job(
+            s.add_rmsnorm, _types(norm), {"BLOCK_D": block}, warps, divisible=("stride", "D")
+        )
+    for target, linear, silu in (
+        ("sm_80", LINEAR_TILES, LINEAR_SILU_TILES),
+        ("sm_90a", LINEAR_TILES_SM_90A, LINEAR_SILU_TILES_SM_90A),
+    ):
+        suffix = "" if target == "sm_80" else f"_{target}"
+        found |= {
+            f"linear_bf16_{name}{suffix}": _linear(s.linear_bf16, "w:b", tile, target) for name, tile in linear.items()
+        }
+        found |= {f"linear_silu_bf16_{name}{suffix}": _linear_silu(tile, target) for name, tile in silu.items()}
+    for name, tile in QUANTISED_TILES.items():
+        found[f"linear_q8_0_{name}"] = _linear(s.linear_q8_0, "w:c scales:h", tile, "sm_80")
+        found[f"linear_q4_k_{name}"] = _linear(s.linear_q4_k, "w:u scales:h steps:u", tile, "sm_80")
+    for width in HEAD_WIDTHS:
+        found |= _attention_jobs(width)
+    return found
+
+
+def _linear(function: Any, weights: str, tile: Tile, target: str) -> Job:
+    rows, columns, depth, stages, warps = tile
+    types = _types(f"parts:f x:b {weights} R N K chunk")
+    return Job(function, types, {"BM": rows, "BN": columns, "BK": depth}, warps, stages, ("K", "chunk"), target)
+
+
+def _linear_silu(tile: Tile, target: str) -> Job:
+    rows, columns, depth, stages, warps = tile
+    constants = {"BM": rows, "BN": columns, "BK": depth}
+    types = _types("y:b x:b w:b R F K")
+    return Job(triton_source.linear_silu_bf16, types, constants, warps, stages, ("F", "K"), target)
+
+
+def _attention_jobs(width: int) -> dict[str, Job]:
+    """Return the kernels of attention for heads of this width."""
+    s, cache, places = triton_source, "layer_bytes block_bytes", ("layer_bytes", "block_bytes")
+    norms = "bias:f q_norm:f k_norm:f cosines:f sines:f"
+    splits, read = "totals:f tops:f sums:f", f"q:b rows:w tables:w {cache} table_blocks H G"
+    return {
+        f"rope_append_{width}": Job(
+            s.rope_append,
+            _types(f"q:b parts:f {norms} rows:w splits stride {cache} H G has_bias has_norm eps:fp32"),
+            {"HALF": width // 2, "HEADS": ROPE_HEADS},
+            warps=min(4, width // 16),
+            divisible=places,
+        ),
+        f"attend_{width}": _attend(s.attend, width, _types(f"{splits} {read} splits scale:fp32")),
+        f"attend_whole_{width}": _attend(s.attend_whole, width, _types(f"x:b {read} scale:fp32")),
+        f"combine_{width}": Job(
+            s.combine, _types(f"x:b {splits} rows:w H splits"), {"DH": width, "SPLIT": SPLIT}, warps=1
+        ),
+    }
+
+
+def _attend(function: Any, width: int, types: dict[str, str]) -> Job:
+    positions, warps, stages, registers = ATTEND_TILES[width]
+    constants = {"DH": width, "HEADS": HEADS, "SPLIT": SPLIT, "BT": positions}
+    divisible = ("layer_bytes", "block_bytes")
+    return Job(function, types, constants, warps, stages, divisible, registers=registers)
+
+
+def _types(text: str) -> dict[str, str]:
+    """`name:type` by spaces; a letter is a pointer's, no type is i32."""
+    pairs = (item.partition(":") for item in text.split())
+    return {name: _POINTERS.get(kind, kind) or "i32" for name, _, kind in pairs}
+
+
+def compiled(name: str, job: Job) -> tuple[str, dict[str, Any]]:
+    """Compile one kernel. Returns its PTX and its entry in the manifest."""
+    names = job.function.arg_names
+    aligned = [n for n, kind in job.types.items() if kind.startswith("*") or n in job.divisible]
+    source = ASTSource(
+        fn=job.function,
+        signature={n: job.types.get(n, "constexpr") for n in names},
+        constexprs={(names.index(n),): value for n, value in job.constants.items()},
+        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
+    )
+    options = {"num_warps": job.warps, "num_stages": job.stages, "enable_fp_fusion": False, "ptx_version": PTX_VERSION}
+    if job.registers:
+        options["maxnreg"] = job.registers
+    kernel = triton.compile(source, target=TARGETS[job.target], options=options)
+    ptx = _without_debug(kernel.asm["ptx"])
+    if inexact := sorted(set(INEXACT.findall(ptx))):
+        raise SystemExit(f"{name}: inexact instructions: {', '.join(inexact)}")
+    metadata = kernel.metadata
+    if metadata.global_scratch_size or metadata.profile_scratch_size:
+        raise SystemExit(f"{name}: the kernel wants scratch memory, which no launch gives it")
+    entry = {
+        "kernel": metadata.name,
+        "target": job.target,
+        "threads": 32 * metadata.num_warps,
+        "shared_bytes": metadata.shared,
+        "parameters": list(job.types),
+        "constants": job.constants,
+    }
+    return ptx, entry
+
+
+def _without_debug(ptx: str) -> str:
+    """Leave out line tables and paths of the developer's machine."""
+    ptx = re.sub(r"\t\.section\s+\.debug_\w+\s*\{.*?\n\t\}\n?", "", ptx, flags=re.DOTALL)
+    kept = (
+        line
+        for line in ptx.splitlines()
+        if not re.match(r"\s*(\.loc|\.file|//|\$L__(tmp|func|cfi|info|debug|line)\w*:?)", line) and line.strip()
+    )
+    return "\n".join(re.sub(r"\s*//.*", "", line).replace(", debug", "") for line in kept) + "\n"
+
+
+def build(folder: Path) -> None:
+    """Compile all kernels into a folder."""
+    manifest = {"triton": triton.__version__, "split": SPLIT, "heads": HEADS, "kernels": {}}
+    for name, job in jobs().items():
+        ptx, manifest["kernels"][name] = compiled(name, job)
+        (folder / f"{name}.ptx").write_text(ptx)
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    build(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent)

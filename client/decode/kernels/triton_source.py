@@ -1,0 +1,641 @@
+"""The decode engine's kernels in Triton. Developers compile them ahead of time; see `build.py`.
+
+Every kernel is independent by rows: what it computes for one row depends on that row's inputs alone, in an order that
+neither the batch nor the tiles change. Three rules give that:
+
+- Sums over K run in ascending order in each program; only `linear`'s factor `splits`, a constant of the weight's shape,
+  cuts them, and the next kernel adds the parts in ascending order.
+- Attention cuts a sequence at fixed positions (`SPLIT`), and `combine` adds the parts in ascending order.
+- No atomics; a padded row has position -1 and writes nothing of a sequence.
+
+Every kernel is exact: it uses only IEEE operations that round to nearest, and the tensor core's products, which the
+embedded driver adds as a card does. `exp2`, division and the square root are built from those, so a card and the
+embedded driver give the same bits.
+
+Shapes: R rows of a step, D width, H query heads, G key heads, DH head width, F the inner width, V the vocabulary.
+"""
+
+import triton
+import triton.language as tl
+
+# A row's record in the step's plan: 16 words of 32 bits (`client/decode/row_records.py`).
+WORDS = tl.constexpr(16)
+TOKEN = tl.constexpr(0)
+SOURCE = tl.constexpr(1)
+POSITION = tl.constexpr(2)
+TABLE = tl.constexpr(3)
+BLOCK = tl.constexpr(4)
+BLOCKS = tl.constexpr(5)
+BASE = tl.constexpr(6)
+SEED = tl.constexpr(8)
+TOP_K = tl.constexpr(10)
+INVERSE_TEMPERATURE = tl.constexpr(11)
+TOP_P = tl.constexpr(12)
+
+RESULT_WORDS = tl.constexpr(4)
+PAGE = tl.constexpr(16)
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def exp2(x):
+    """2^x for x up to 126, 0 below -126: Cody and Waite's reduction, then a polynomial of degree 6.
+
+    The relative error is at most 2.5e-7, measured against float64. A higher x gives the same or more, but for rounding
+    of one place. Higher exponents than 126, and infinity, give 2^126; what is no number gives 0.
+    """
+    x = tl.minimum(tl.maximum(x, -127.0), 126.0)
+    whole = (x + 12582912.0) - 12582912.0
+    f = x - whole
+    p = 1.5403530e-4
+    p = p * f + 1.3333558e-3
+    p = p * f + 9.6181291e-3
+    p = p * f + 5.5504109e-2
+    p = p * f + 2.4022651e-1
+    p = p * f + 6.9314718e-1
+    p = p * f + 1.0
+    scale = ((whole.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+    return tl.where(x < -126.0, 0.0, p * scale)
+
+
+@triton.jit
+def added(parts, splits, stride, offsets, mask):
+    """Add a linear's parts in ascending order."""
+    total = tl.load(parts + offsets, mask=mask, other=0.0)
+    for s in range(1, splits):
+        total += tl.load(parts + s * stride + offsets, mask=mask, other=0.0)
+    return total
+
+
+@triton.jit
+def gated(gate, up):
+    """Return bf16(gate / (1 + e^-gate) * up)."""
+    return (tl.div_rn(gate, 1.0 + exp2(gate * -LOG2_E)) * up).to(tl.bfloat16)
+
+
+@triton.jit
+def embed(h, table, rows, results, tables, D, table_blocks, BLOCK_D: tl.constexpr):
+    """Look up each row's token, and write its block into its sequence's block table.
+
+    A row's token is in its record, or, while the host does not know it yet, in the result of the row SOURCE of the
+    step before.
+    """
+    row = tl.program_id(0)
+    record = rows + row * WORDS
+    position = tl.load(record + POSITION)
+    source = tl.load(record + SOURCE)
+    token = tl.load(record + TOKEN)
+    if source >= 0:
+        token = tl.load(results + source * RESULT_WORDS)
+    if position >= 0:
+        entry = tl.load(record + TABLE) * table_blocks + position // PAGE
+        tl.store(tables + entry, tl.load(record + BLOCK))
+    for d in range(0, D, BLOCK_D):
+        c = d + tl.arange(0, BLOCK_D)
+        v = tl.load(table + token.to(tl.int64) * D + c, mask=(c < D) & (position >= 0), other=0.0)
+        tl.store(h + row * D + c, v.to(tl.float32), mask=c < D)
+
+
+@triton.jit
+def add_to_residual(h, parts, splits, stride, at, mask):
+    """Add a linear's parts to the residual, in place; return it."""
+    v = tl.load(h + at, mask=mask, other=0.0)
+    if splits > 0:
+        v += added(parts, splits, stride, at, mask)
+        tl.store(h + at, v, mask=mask)
+    return v
+
+
+@triton.jit
+def norm_scale(squares, D, eps):
+    """Return 1 / rms of a row whose squares these are."""
+    return tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(squares, 0), D.to(tl.float32)) + eps))
+
+
+@triton.jit
+def add_rmsnorm(x, h, parts, weight, splits, stride, D, eps, BLOCK_D: tl.constexpr):
+    """Add a linear's parts to the residual h, in place, and normalise it: x = bf16(h / rms(h) * weight).
+
+    A row of one block stays in registers; a wider one is read twice.
+    """
+    row = tl.program_id(0)
+    c = tl.arange(0, BLOCK_D)
+    if D <= BLOCK_D:
+        m = c < D
+        w = tl.load(weight + c, mask=m, other=0.0)
+        v = add_to_residual(h, parts, splits, stride, row * D + c, m)
+        scale = norm_scale(v * v, D, eps)
+        tl.store(x + row * D + c, (v * scale * w).to(tl.bfloat16), mask=m)
+    else:
+        squares = tl.zeros((BLOCK_D,), tl.float32)
+        for d in range(0, D, BLOCK_D):
+            v = add_to_residual(h, parts, splits, stride, row * D + d + c, d + c < D)
+            squares += v * v
+        scale = norm_scale(squares, D, eps)
+        for d in range(0, D, BLOCK_D):
+            at, m = row * D + d + c, d + c < D
+            v = tl.load(h + at, mask=m, other=0.0) * scale
+            w = tl.load(weight + d + c, mask=m, other=0.0)
+            tl.store(x + at, (v * w).to(tl.bfloat16), mask=m)
+
+
+@triton.jit
+def rows_tile(x, r, k, R, K, end):
+    """A tile [rows, columns] of x [R, K], up to the column `end`."""
+    return tl.load(x + r[:, None] * K + k[None, :], mask=(r < R)[:, None] & (k < end)[None, :], other=0.0)
+
+
+@triton.jit
+def store_part(parts, total, r, n, R, N):
+    """Store a tile of this program's part of the sums."""
+    at = tl.program_id(2).to(tl.int64) * R * N + r[:, None] * N + n[None, :]
+    tl.store(parts + at, total, mask=(r < R)[:, None] & (n < N)[None, :])
+
+
+@triton.jit
+def linear_bf16(parts, x, w, R, N, K, chunk, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """parts[s] = x @ w.T over the s-th `chunk` of K. x [R, K] and w [N, K] are bf16, parts [splits, R, N] f32."""
+    r = tl.program_id(0) * BM + tl.arange(0, BM)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    begin = tl.program_id(2) * chunk
+    end = tl.minimum(begin + chunk, K)
+    total = tl.zeros((BM, BN), tl.float32)
+    for k0 in range(begin, end, BK):
+        k = k0 + tl.arange(0, BK)
+        a = rows_tile(x, r, k, R, K, end)
+        m = (n < N)[None, :] & (k < end)[:, None]
+        b = tl.load(w + n[None, :].to(tl.int64) * K + k[:, None], mask=m, other=0.0)
+        total = tl.dot(a, b, total)
+    store_part(parts, total, r, n, R, N)
+
+
+@triton.jit
+def linear_silu_bf16(y, x, w, R, F, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """Multiply by gate and up, the halves of w [2 F, K], and gate the products, in one pass; y [R, F] bf16.
+
+    Its bits are those of linear_bf16 in one part, and of `silu` behind it.
+    """
+    r = tl.program_id(0) * BM + tl.arange(0, BM)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    gate = tl.zeros((BM, BN), tl.float32)
+    up = tl.zeros((BM, BN), tl.float32)
+    for k0 in range(0, K, BK):
+        k = k0 + tl.arange(0, BK)
+        a = rows_tile(x, r, k, R, K, K)
+        m = (n < F)[None, :] & (k < K)[:, None]
+        at = n[None, :].to(tl.int64) * K + k[:, None]
+        gate = tl.dot(a, tl.load(w + at, mask=m, other=0.0), gate)
+        up = tl.dot(a, tl.load(w + F.to(tl.int64) * K + at, mask=m, other=0.0), up)
+    tl.store(y + r[:, None] * F + n[None, :], gated(gate, up), mask=(r < R)[:, None] & (n < F)[None, :])
+
+
+@triton.jit
+def linear_q8_0(parts, x, w, scales, R, N, K, chunk, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """linear_bf16 on weights of GGML's Q8_0: w [N, K] int8 in blocks of 32, scales [N, K / 32] f16."""
+    r = tl.program_id(0) * BM + tl.arange(0, BM)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    begin = tl.program_id(2) * chunk
+    end = tl.minimum(begin + chunk, K)
+    total = tl.zeros((BM, BN), tl.float32)
+    wide = n[None, :].to(tl.int64)
+    for k0 in range(begin, end, BK):
+        k = k0 + tl.arange(0, BK)
+        m = (n < N)[None, :] & (k < end)[:, None]
+        a = rows_tile(x, r, k, R, K, end)
+        q = tl.load(w + wide * K + k[:, None], mask=m, other=0).to(tl.float32)
+        d = tl.load(scales + wide * (K // 32) + (k // 32)[:, None], mask=m, other=0.0).to(tl.float32)
+        total = tl.dot(a, (q * d).to(tl.bfloat16), total)
+    store_part(parts, total, r, n, R, N)
+
+
+@triton.jit
+def linear_q4_k(parts, x, w, scales, steps, R, N, K, chunk, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """linear_bf16 on weights of GGML's Q4_K, in blocks of 256 of 8 groups of 32 each.
+
+    w [N, K / 2] has two values a byte: byte i of each 32 has those of places i and i + 32 of a 64. steps [N, K / 32, 2]
+    has each group's scale and minimum as u8; scales [N, K / 256, 2] has f16 factors of both.
+    """
+    r = tl.program_id(0) * BM + tl.arange(0, BM)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    begin = tl.program_id(2) * chunk
+    end = tl.minimum(begin + chunk, K)
+    total = tl.zeros((BM, BN), tl.float32)
+    wide = n[None, :].to(tl.int64)
+    for k0 in range(begin, end, BK):
+        k = k0 + tl.arange(0, BK)
+        m = (n < N)[None, :] & (k < end)[:, None]
+        a = rows_tile(x, r, k, R, K, end)
+        pair = tl.load(w + wide * (K // 2) + (k // 64 * 32 + k % 32)[:, None], mask=m, other=0).to(tl.int32)
+        q = ((pair >> (k // 32 % 2 * 4)[:, None]) & 15).to(tl.float32)
+        group = steps + (wide * (K // 32) + (k // 32)[:, None]) * 2
+        factors = scales + (wide * (K // 256) + (k // 256)[:, None]) * 2
+        d = tl.load(factors, mask=m, other=0.0).to(tl.float32) * tl.load(group, mask=m, other=0).to(tl.float32)
+        least = tl.load(factors + 1, mask=m, other=0.0).to(tl.float32)
+        least = least * tl.load(group + 1, mask=m, other=0).to(tl.float32)
+        total = tl.dot(a, (d * q - least).to(tl.bfloat16), total)
+    store_part(parts, total, r, n, R, N)
+
+
+@triton.jit
+def normalised(low, high, weight, i, valid, eps, HALF: tl.constexpr):
+    """Heads' values [heads, HALF], in two halves, over their root mean square (Qwen3's norm of q and k)."""
+    squares = tl.div_rn(tl.sum(low * low + high * high, 1), 2.0 * HALF)
+    scale = tl.div_rn(1.0, tl.sqrt_rn(squares + eps))[:, None]
+    weight = weight.to(tl.pointer_type(tl.float32))
+    first = tl.load(weight + i, mask=valid, other=0.0)
+    second = tl.load(weight + HALF + i, mask=valid, other=0.0)
+    return low * scale * first, high * scale * second
+
+
+@triton.jit
+def rope_append(
+    q, parts, bias, q_norm, k_norm, cosines, sines, rows, splits, stride, layer_bytes, block_bytes, H, G,
+    has_bias, has_norm, eps, HALF: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Add qkv's parts and bias, turn q and k by their position, write k and v into the row's block of its region.
+
+    A program has some heads of one row. A block outside of the row's region, of BLOCKS blocks from BASE, is not
+    written.
+    """
+    row = tl.program_id(0)
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    i = tl.arange(0, HALF)[None, :]
+    valid = (head < H + 2 * G) & (i < HALF)
+    record = rows + row * WORDS
+    position = tl.load(record + POSITION)
+    block = tl.load(record + BLOCK)
+    base = tl.load((record + BASE).to(tl.pointer_type(tl.int64)))
+    inside = (position >= 0) & (block >= 0) & (block < tl.load(record + BLOCKS))
+    columns = head * 2 * HALF + i
+    at = row * ((H + 2 * G) * 2 * HALF) + columns
+    low = added(parts, splits, stride, at, valid)
+    high = added(parts, splits, stride, at + HALF, valid)
+    if has_bias > 0:
+        low += tl.load(bias + columns, mask=valid, other=0.0)
+        high += tl.load(bias + columns + HALF, mask=valid, other=0.0)
+    turned = valid & (head < H + G)
+    if has_norm > 0:
+        weight = tl.where(head < H, q_norm.to(tl.int64), k_norm.to(tl.int64))
+        low_norm, high_norm = normalised(low, high, weight, i, turned, eps, HALF)
+        low = tl.where(turned, low_norm, low)
+        high = tl.where(turned, high_norm, high)
+    place = tl.maximum(position, 0) * HALF + i
+    c = tl.load(cosines + place)
+    s = tl.load(sines + place)
+    first = tl.where(turned, low * c - high * s, low)
+    second = tl.where(turned, high * c + low * s, high)
+    query = q.to(tl.int64) + (row * H + head) * (4 * HALF)
+    cached = base + block.to(tl.int64) * block_bytes + layer_bytes + ((head - H) * PAGE + position % PAGE) * (4 * HALF)
+    to = tl.where(head < H, query, cached).to(tl.pointer_type(tl.bfloat16))
+    written = valid & ((head < H) | inside)
+    tl.store(to + i, first.to(tl.bfloat16), mask=written)
+    tl.store(to + HALF + i, second.to(tl.bfloat16), mask=written)
+
+
+@triton.jit
+def query_tile(q, row, H, G, g, DH: tl.constexpr, HEADS: tl.constexpr):
+    """Load the query heads [HEADS, DH] of a row that share the key head g; those beyond its share are 0."""
+    heads = tl.arange(0, HEADS)
+    share = H // G
+    d = tl.arange(0, DH)
+    at = row * H * DH + (g * share + heads)[:, None] * DH + d[None, :]
+    return tl.load(q + at, mask=(heads < share)[:, None], other=0.0)
+
+
+@triton.jit
+def attend_tile(
+    total, top, weights, query, table, base, blocks, j, length, layer_bytes, block_bytes, g, G, scale,
+    DH: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """Add what BT positions from j on give the heads: totals [HEADS, DH], the highest scores, the sums of weights.
+
+    An entry of the block table outside of the row's region reads as nothing.
+    """
+    d = tl.arange(0, DH)
+    p = j + tl.arange(0, BT)
+    block = tl.load(table + p // PAGE, mask=p < length, other=-1)
+    seen = (block >= 0) & (block < blocks)
+    place = base + block.to(tl.int64) * block_bytes + layer_bytes
+    place += ((g * PAGE + p % PAGE) * DH * 2).to(tl.int64)
+    keys = tl.multiple_of(place.to(tl.pointer_type(tl.bfloat16)), 16)
+    k = tl.load(keys[None, :] + d[:, None], mask=seen[None, :], other=0.0)
+    values = keys + G * PAGE * DH
+    v = tl.load(values[:, None] + d[None, :], mask=seen[:, None], other=0.0)
+    score = tl.where(seen[None, :], tl.dot(query, k) * scale, -1e30)
+    higher = tl.maximum(top, tl.max(score, 1))
+    e = tl.where(seen[None, :], exp2(score - higher[:, None]), 0.0)
+    shrink = exp2(top - higher)
+    total = tl.dot(e.to(tl.bfloat16), v, total * shrink[:, None])
+    weights = weights * shrink + tl.sum(e, 1)
+    return total, higher, weights
+
+
+@triton.jit
+def attend(
+    totals, tops, sums, q, rows, tables, layer_bytes, block_bytes, table_blocks, H, G, splits, scale,
+    DH: tl.constexpr, HEADS: tl.constexpr, SPLIT: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """Attention of one row's heads that share a key head, split by split of its sequence (flash-decoding).
+
+    Splits begin at multiples of SPLIT positions, so where they begin depends on nothing but the sequence. The programs
+    of a row and key head take turns at its splits.
+    """
+    row = tl.program_id(0)
+    g = tl.program_id(1)
+    record = rows + row * WORDS
+    length = tl.load(record + POSITION) + 1
+    heads = tl.arange(0, HEADS)
+    d = tl.arange(0, DH)
+    valid = heads < H // G
+    base = tl.load((record + BASE).to(tl.pointer_type(tl.int64)))
+    blocks = tl.load(record + BLOCKS)
+    table = tables + tl.load(record + TABLE) * table_blocks
+    query = query_tile(q, row, H, G, g, DH, HEADS)
+    for split in range(tl.program_id(2), tl.cdiv(length, SPLIT), tl.num_programs(2)):
+        total = tl.zeros((HEADS, DH), tl.float32)
+        top = tl.full((HEADS,), -1e30, tl.float32)
+        weights = tl.zeros((HEADS,), tl.float32)
+        for j in range(split * SPLIT, tl.minimum(split * SPLIT + SPLIT, length), BT):
+            total, top, weights = attend_tile(
+                total, top, weights, query, table, base, blocks, j, length, layer_bytes, block_bytes, g, G, scale,
+                DH, BT,
+            )  # fmt: skip
+        at = (row * H + g * (H // G) + heads) * splits + split
+        tl.store(totals + at[:, None] * DH + d[None, :], total, mask=valid[:, None])
+        tl.store(tops + at, top, mask=valid)
+        tl.store(sums + at, weights, mask=valid)
+
+
+@triton.jit
+def combine(x, totals, tops, sums, rows, H, splits, DH: tl.constexpr, SPLIT: tl.constexpr):
+    """Add a head's splits in ascending order: x [R, H, DH] bf16."""
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    d = tl.arange(0, DH)
+    length = tl.load(rows + row * WORDS + POSITION) + 1
+    at = (row * H + head) * splits
+    top = tl.full((), -1e30, tl.float32)
+    weights = tl.zeros((), tl.float32)
+    total = tl.zeros((DH,), tl.float32)
+    for s in range(tl.cdiv(length, SPLIT)):
+        its_top = tl.load(tops + at + s)
+        higher = tl.maximum(top, its_top)
+        shrink = exp2(top - higher)
+        its = exp2(its_top - higher)
+        total = total * shrink + tl.load(totals + (at + s) * DH + d) * its
+        weights = weights * shrink + tl.load(sums + at + s) * its
+        top = higher
+    result = tl.div_rn(total, tl.where(weights > 0.0, weights, 1.0))
+    tl.store(x + (row * H + head) * DH + d, result.to(tl.bfloat16))
+
+
+@triton.jit
+def attend_whole(
+    x, q, rows, tables, layer_bytes, block_bytes, table_blocks, H, G, scale,
+    DH: tl.constexpr, HEADS: tl.constexpr, SPLIT: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """Compute what `attend` and `combine` do, to the bit, in one program for all splits: x [R, H, DH] bf16.
+
+    Steps of many rows have programs enough without dividing a sequence among several.
+    """
+    row = tl.program_id(0)
+    g = tl.program_id(1)
+    record = rows + row * WORDS
+    length = tl.load(record + POSITION) + 1
+    heads = tl.arange(0, HEADS)
+    d = tl.arange(0, DH)
+    base = tl.load((record + BASE).to(tl.pointer_type(tl.int64)))
+    blocks = tl.load(record + BLOCKS)
+    table = tables + tl.load(record + TABLE) * table_blocks
+    query = query_tile(q, row, H, G, g, DH, HEADS)
+    all_total = tl.zeros((HEADS, DH), tl.float32)
+    all_top = tl.full((HEADS,), -1e30, tl.float32)
+    all_weights = tl.zeros((HEADS,), tl.float32)
+    total, top, weights = all_total, all_top, all_weights
+    for j in range(0, length, BT):
+        total, top, weights = attend_tile(
+            total, top, weights, query, table, base, blocks, j, length, layer_bytes, block_bytes, g, G, scale, DH, BT
+        )
+        if ((j + BT) % SPLIT == 0) | (j + BT >= length):
+            higher = tl.maximum(all_top, top)
+            shrink = exp2(all_top - higher)
+            its = exp2(top - higher)
+            all_total = all_total * shrink[:, None] + total * its[:, None]
+            all_weights = all_weights * shrink + weights * its
+            all_top = higher
+            total = tl.zeros((HEADS, DH), tl.float32)
+            top = tl.full((HEADS,), -1e30, tl.float32)
+            weights = tl.zeros((HEADS,), tl.float32)
+    result = tl.div_rn(all_total, tl.where(all_weights > 0.0, all_weights, 1.0)[:, None])
+    at = (row * H + g * (H // G) + heads)[:, None] * DH + d[None, :]
+    tl.store(x + at, result.to(tl.bfloat16), mask=(heads < H // G)[:, None])
+
+
+@triton.jit
+def silu(x, parts, splits, stride, F, BLOCK_F: tl.constexpr):
+    """Add gate_up's parts, and gate them. parts [splits, R, 2 F], gate first; x [R, F]."""
+    row = tl.program_id(0)
+    c = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
+    m = c < F
+    gate = added(parts, splits, stride, row * 2 * F + c, m)
+    up = added(parts, splits, stride, row * 2 * F + F + c, m)
+    tl.store(x + row * F + c, gated(gate, up), mask=m)
+
+
+@triton.jit
+def ordered(x):
+    """A float's bits as an integer of the same order; the sum makes a zero of the negative one."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def kept(parts, splits, stride, row, V, c, threshold, top, inverse):
+    """Return which of the tokens c are kept, and their weights e^((logit - top) * inverse), 0 for others."""
+    logits = added(parts, splits, stride, row * V + c, c < V)
+    weights = exp2((logits - top) * inverse * LOG2_E)
+    chosen = (c < V) & (ordered(logits) >= threshold)
+    return chosen, tl.where(chosen, weights, 0.0)
+
+
+@triton.jit
+def uniform(seed, position):
+    """A number in [0, 1) of 24 bits: Philox4x32-10 of (seed, position)."""
+    first, _, _, _ = tl.philox(seed, position, 0, 0, 0)
+    return (first.to(tl.uint32, bitcast=True) >> 8).to(tl.int32).to(tl.float32) * (1.0 / 16777216.0)
+
+
+@triton.jit
+def scan(bests, tokens, totals, parts, splits, stride, V, blocks, BLOCK_V: tl.constexpr):
+    """Find each block's highest logit, the lowest token that has it, and the sum of e^(logit - highest) over the block.
+
+    The three are [R, blocks]. A block without a number has -infinity, token 0 and 0.
+    """
+    row, block = tl.program_id(0), tl.program_id(1)
+    c = block * BLOCK_V + tl.arange(0, BLOCK_V)
+    logits = added(parts, splits, stride, row * V + c, c < V)
+    numbers = tl.where((c < V) & (logits == logits), logits, -float("inf"))
+    best = tl.max(numbers, 0)
+    token = tl.min(tl.where((numbers == best) & (c < V), c, 2147483647), 0)
+    weights = exp2((numbers - best) * LOG2_E)
+    at = row * blocks + block
+    tl.store(bests + at, best)
+    tl.store(tokens + at, tl.where(best > -float("inf"), token, 0))
+    tl.store(totals + at, tl.sum(tl.where(c < V, weights, 0.0), 0))
+
+
+@triton.jit
+def merged(bests, tokens, totals, row, blocks, LANES: tl.constexpr):
+    """Return what `scan` found of a row: the lowest token of the highest logit, that logit, the sum over all tokens."""
+    lanes = tl.arange(0, LANES)
+    best = tl.full((LANES,), -float("inf"), tl.float32)
+    for b in range(0, blocks, LANES):
+        best = tl.maximum(best, tl.load(bests + row * blocks + b + lanes, mask=b + lanes < blocks, other=-float("inf")))
+    top = tl.max(best, 0)
+    token = tl.full((LANES,), 2147483647, tl.int32)
+    total = tl.zeros((LANES,), tl.float32)
+    for b in range(0, blocks, LANES):
+        at = row * blocks + b + lanes
+        mask = b + lanes < blocks
+        own = tl.load(bests + at, mask=mask, other=-float("inf"))
+        found = tl.load(tokens + at, mask=mask, other=2147483647)
+        token = tl.minimum(token, tl.where(own == top, found, 2147483647))
+        total += tl.load(totals + at, mask=mask, other=0.0) * exp2((own - top) * LOG2_E)
+    return tl.min(token, 0), top, tl.sum(total, 0)
+
+
+@triton.jit
+def total_kept(parts, splits, stride, row, V, threshold, top, inverse, BLOCK_V: tl.constexpr):
+    """Add the weights of the tokens that are kept, lane by lane over the blocks, then over the lanes; count them."""
+    total = tl.zeros((BLOCK_V,), tl.float32)
+    count = tl.zeros((BLOCK_V,), tl.int32)
+    for v in range(0, V, BLOCK_V):
+        c = v + tl.arange(0, BLOCK_V)
+        chosen, weights = kept(parts, splits, stride, row, V, c, threshold, top, inverse)
+        total += weights
+        count += chosen.to(tl.int32)
+    return tl.sum(total, 0), tl.sum(count, 0)
+
+
+@triton.jit
+def count_kept(parts, splits, stride, row, V, threshold, BLOCK_V: tl.constexpr):
+    """Count the tokens that reach a threshold."""
+    count = tl.zeros((BLOCK_V,), tl.int32)
+    for v in range(0, V, BLOCK_V):
+        c = v + tl.arange(0, BLOCK_V)
+        logits = added(parts, splits, stride, row * V + c, c < V)
+        count += ((c < V) & (ordered(logits) >= threshold)).to(tl.int32)
+    return tl.sum(count, 0)
+
+
+@triton.jit
+def raised(threshold, bit):
+    """Set a bit of a threshold, from the sign's on, which orders integers the other way."""
+    return tl.where(bit == 0, 0, threshold | (1 << (31 - bit)))
+
+
+@triton.jit
+def top_k_threshold(parts, splits, stride, row, V, limit, top_k, BLOCK_V: tl.constexpr):
+    """Return the highest threshold that `top_k` tokens reach, or any that exactly so many do; and how many do.
+
+    A threshold above `limit`, the highest logit's, is not tried.
+    """
+    threshold = tl.full((), -2147483648, tl.int32)
+    count = V
+    bit = tl.zeros((), tl.int32)
+    while (bit < 32) & (count != top_k):
+        trial = raised(threshold, bit)
+        if trial <= limit:
+            reached = count_kept(parts, splits, stride, row, V, trial, BLOCK_V)
+            if reached >= top_k:
+                threshold = trial
+                count = reached
+        bit += 1
+    return threshold, count
+
+
+@triton.jit
+def top_p_threshold(parts, splits, stride, row, V, limit, lowest, count, enough, top, inverse, BLOCK_V: tl.constexpr):
+    """Return the highest threshold whose tokens have weights of `enough`, or any below it with the same tokens.
+
+    `count` tokens reach `lowest`, which the threshold is not below. The search ends when one token alone lies between
+    those of `found` and those of a threshold that is too high.
+    """
+    found = tl.full((), -2147483648, tl.int32)
+    fewer = tl.zeros((), tl.int32)
+    bit = tl.zeros((), tl.int32)
+    while (bit < 32) & (count - fewer > 1):
+        trial = raised(found, bit)
+        if trial <= limit:
+            higher = tl.maximum(trial, lowest)
+            weight, reached = total_kept(parts, splits, stride, row, V, higher, top, inverse, BLOCK_V)
+            if weight >= enough:
+                found = trial
+                count = reached
+            else:
+                fewer = reached
+        bit += 1
+    return tl.maximum(found, lowest)
+
+
+@triton.jit
+def choose(parts, splits, stride, row, V, threshold, top, inverse, wanted, BLOCK_V: tl.constexpr):
+    """Return the first kept token up to which the weights exceed `wanted` in sum; -1 where rounding leaves none."""
+    before = tl.zeros((), tl.float32)
+    chosen = tl.full((), -1, tl.int32)
+    v = tl.zeros((), tl.int32)
+    while (v < V) & (chosen < 0):
+        c = v + tl.arange(0, BLOCK_V)
+        _, w = kept(parts, splits, stride, row, V, c, threshold, top, inverse)
+        behind = before + tl.sum(w, 0)
+        if behind > wanted:
+            here = tl.min(tl.where((before + tl.cumsum(w, 0) > wanted) & (w > 0.0), c, 2147483647), 0)
+            chosen = tl.where(here < V, here, chosen)
+        before = behind
+        v += BLOCK_V
+    return chosen
+
+
+@triton.jit
+def sample(
+    results, parts, rows, bests, tokens, totals, splits, stride, V, blocks, BLOCK_V: tl.constexpr, LANES: tl.constexpr
+):
+    """Choose each row's token from its logits [splits, R, V], and from what `scan` found of them.
+
+    A temperature of 0 (INVERSE_TEMPERATURE 0) takes the highest logit, of equal ones the lowest token. Otherwise the
+    TOP_K highest are kept (0: all), of those the fewest that have TOP_P of their probability, and a number that depends
+    on seed and position alone chooses. Equal logits are kept or not together. A result has the token, its logit, the
+    highest logit, and the sum of e^(logit - highest), from which the host computes its logarithm of probability.
+    """
+    row = tl.program_id(0)
+    record = rows + row * WORDS
+    position = tl.load(record + POSITION)
+    inverse = tl.load((record + INVERSE_TEMPERATURE).to(tl.pointer_type(tl.float32)))
+    least = tl.full((), -2147483648, tl.int32)
+    token, top, everything = merged(bests, tokens, totals, row, blocks, LANES)
+    if (inverse > 0.0) & (position >= 0):
+        threshold = least
+        count = V
+        limit = ordered(top)
+        top_k = tl.load(record + TOP_K)
+        if (top_k > 0) & (top_k < V):
+            threshold, count = top_k_threshold(parts, splits, stride, row, V, limit, top_k, BLOCK_V)
+        total, _ = total_kept(parts, splits, stride, row, V, threshold, top, inverse, BLOCK_V)
+        top_p = tl.load((record + TOP_P).to(tl.pointer_type(tl.float32)))
+        if top_p < 1.0:
+            enough = total * top_p
+            threshold = top_p_threshold(
+                parts, splits, stride, row, V, limit, threshold, count, enough, top, inverse, BLOCK_V
+            )
+            total, _ = total_kept(parts, splits, stride, row, V, threshold, top, inverse, BLOCK_V)
+        seed = tl.load((record + SEED).to(tl.pointer_type(tl.int64)))
+        wanted = uniform(seed, position) * total
+        chosen = choose(parts, splits, stride, row, V, threshold, top, inverse, wanted, BLOCK_V)
+        token = tl.where(chosen < 0, token, chosen)
+    out = results + row * RESULT_WORDS
+    logit = added(parts, splits, stride, row * V + token, token < V)
+    tl.store(out, token)
+    floats = (out + 1).to(tl.pointer_type(tl.float32))
+    tl.store(floats, logit)
+    tl.store(floats + 1, top)
+    tl.store(floats + 2, everything)

@@ -1,0 +1,137 @@
+"""The shape of a model, and what of it the engine computes."""
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from gpulease.client.decode.decode_errors import ModelRejected
+from gpulease.client.errors import InvalidRequest
+
+HEAD_WIDTHS: Final = (32, 64, 128)
+"""Head widths that attention's kernels are compiled for."""
+
+MAX_SHARE: Final = 16
+"""Most query heads a key head: rows of an attention kernel's tile."""
+
+COLUMNS_STEP: Final = 32
+"""Columns of every linear are a multiple of this: a block of Q8_0."""
+
+MAX_LAYERS: Final = 1024
+"""Most layers. Stops a number in a file from making a list of tensors that fills the host's memory."""
+
+MAX_CONTEXT: Final = 1 << 24
+"""Most positions. Stops a number in a file from being taken for the length of a table."""
+
+MAX_SIZE: Final = 1 << 24
+"""Most values of any other size. Their products fit 64 bits, and positions of values in one row 32 bits."""
+
+
+class Family(StrEnum):
+    """Families of models that the engine computes."""
+
+    LLAMA = "llama"
+    QWEN2 = "qwen2"
+    QWEN3 = "qwen3"
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """Llama 3's stretching of rotary embeddings ("rope_type": "llama3")."""
+
+    factor: float
+    low_frequency_factor: float
+    high_frequency_factor: float
+    original_context: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The shape of a decoder-only model.
+
+    Attributes:
+        family: The model's family.
+        layers: Number of layers.
+        width: Values of a token between layers (hidden_size).
+        heads: Query heads.
+        key_heads: Key and value heads; divides `heads`.
+        head_width: Values of a head.
+        inner_width: Values between gate, up and down (intermediate_size).
+        vocabulary: Number of tokens.
+        context: Positions the model was made for, with stretched rotary embeddings those after stretching: files say
+            that number (max_position_embeddings, context_length), and nothing multiplies it.
+        rope_theta: Base of the rotary embeddings' wavelengths.
+        rope_scaling: How they are stretched; None if they are not.
+        norm_epsilon: What RMS norms add under the root.
+        is_tied: Whether the head's weights are the embedding's.
+        has_bias: Whether q, k and v have biases (Qwen2).
+        has_head_norm: Whether q and k are normalised by head (Qwen3).
+        begin_token: The token that a prompt begins with; None if it begins without one.
+        end_tokens: Tokens that end a sequence.
+    """
+
+    family: Family
+    layers: int
+    width: int
+    heads: int
+    key_heads: int
+    head_width: int
+    inner_width: int
+    vocabulary: int
+    context: int
+    rope_theta: float
+    norm_epsilon: float
+    is_tied: bool
+    rope_scaling: RopeScaling | None = None
+    has_bias: bool = False
+    has_head_norm: bool = False
+    begin_token: int | None = None
+    end_tokens: tuple[int, ...] = ()
+
+
+def check_config(config: ModelConfig, where: str) -> None:
+    """Raise ModelRejected unless the engine's kernels compute such a model.
+
+    Args:
+        config: The shape that a file says.
+        where: The file's path, for the error.
+    """
+    sizes = {
+        "layers": (config.layers, MAX_LAYERS),
+        "hidden size": (config.width, MAX_SIZE),
+        "query heads": (config.heads, MAX_SIZE),
+        "key heads": (config.key_heads, MAX_SIZE),
+        "inner size": (config.inner_width, MAX_SIZE),
+        "vocabulary": (config.vocabulary, MAX_SIZE),
+        "context": (config.context, MAX_CONTEXT),
+    }
+    for name, (value, most) in sizes.items():
+        if not 1 <= value <= most:
+            raise ModelRejected(f"{where}: {name} is {value}; there must be 1 to {most}")
+    if config.head_width not in HEAD_WIDTHS:
+        raise ModelRejected(f"{where}: heads are {config.head_width} wide; the kernels know {HEAD_WIDTHS}")
+    if config.heads % config.key_heads or config.heads // config.key_heads > MAX_SHARE:
+        shares = f"{config.heads} query heads on {config.key_heads} key heads"
+        raise ModelRejected(f"{where}: {shares}; each key head must have as many, {MAX_SHARE} at most")
+    for name, columns in {"hidden size": config.width, "inner size": config.inner_width}.items():
+        if columns % COLUMNS_STEP:
+            raise ModelRejected(f"{where}: {name} must be a multiple of {COLUMNS_STEP}, not {columns}")
+    if not 0 < config.rope_theta < math.inf:
+        raise ModelRejected(f"{where}: rotary embeddings to the base {config.rope_theta}")
+    if not 0 < config.norm_epsilon < 1:
+        raise ModelRejected(f"{where}: {config.norm_epsilon} under the norms' root")
+    tokens = [*config.end_tokens, *([] if config.begin_token is None else [config.begin_token])]
+    if beyond := [token for token in tokens if not 0 <= token < config.vocabulary]:
+        raise ModelRejected(f"{where}: token {beyond[0]} is none of the vocabulary's {config.vocabulary}")
+
+
+def check_positions(config: ModelConfig, positions: int) -> None:
+    """Raise InvalidRequest for more positions of a sequence than the model was made for.
+
+    Beyond them a model was never trained: it emits noise, and no error says so.
+    """
+    if positions > config.context:
+        raise InvalidRequest(
+            f"positions is {positions:,}; the model's own context has {config.context:,}",
+            f"Set positions to {config.context} or less; stretched rotary embeddings are counted in this already",
+        )

@@ -1,0 +1,138 @@
+"""An answer as it grows: tokens become pieces of text, which end before a stop."""
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from gpulease.client.decode.openai.api_errors import CLOSED_REQUEST, FINISHES, ApiError
+from gpulease.client.decode.openai.stop_filter import StopFilter
+from gpulease.client.decode.supervisor.generation import Emitted, Generation
+
+if TYPE_CHECKING:
+    from gpulease.client.decode.text.tokenizer import Tokenizer
+
+LEAST_LOG_PROBABILITY: Final = -9999.0
+"""Sent for a probability of 0, since JSON has no number for its logarithm; OpenAI's value."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenText:
+    """A token of an answer.
+
+    Attributes:
+        data: The bytes that it stands for; a part of a character may be one token.
+        log_probability: The logarithm of its probability.
+        begin: Where its text begins in the answer's, in characters.
+    """
+
+    data: bytes
+    log_probability: float
+    begin: int
+
+
+@dataclass(slots=True)
+class Piece:
+    """A piece of an answer.
+
+    Attributes:
+        text: The text.
+        tokens: Its tokens.
+        replays: How often the sequence was replayed until then; None if that is as it was before.
+        finish: Why the answer ended; "" if it continues.
+    """
+
+    text: str = ""
+    tokens: list[TokenText] = field(default_factory=list)
+    replays: int | None = None
+    finish: str = ""
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether it has neither text, tokens nor an end."""
+        return not (self.text or self.tokens or self.finish)
+
+
+class AnswerText:
+    """An answer's text: gives what is certain to be in it.
+
+    Attributes:
+        completion_tokens: Tokens that were taken.
+    """
+
+    def __init__(self, tokenizer: "Tokenizer", stops: Sequence[str], end_tokens: frozenset[int]) -> None:
+        """Begin an answer. Tokens of `end_tokens` end a sequence, and are not text."""
+        self.completion_tokens = 0
+        self._bytes_of, self._end_tokens = tokenizer.bytes_of, end_tokens
+        self._stream, self._filter = tokenizer.stream(), StopFilter(stops)
+        self._waiting: list[tuple[TokenText, int]] = []
+        self._decoded = self._given = 0
+        self._replays = 0
+
+    @property
+    def is_stopped(self) -> bool:
+        """Return whether a stop ended it."""
+        return self._filter.is_stopped
+
+    def add(self, emitted: Emitted) -> Piece:
+        """Add a token; returns what is certain by now."""
+        self.completion_tokens += 1
+        text = self._stream.add(emitted.token)
+        if emitted.token not in self._end_tokens:
+            log = max(emitted.log_probability, LEAST_LOG_PROBABILITY)
+            token = TokenText(self._bytes_of(emitted.token), log, self._decoded)
+            self._waiting.append((token, self._decoded + len(text)))
+        self._decoded += len(text)
+        piece = self._piece(self._filter.add(text), is_last=False)
+        if emitted.attempt != self._replays:
+            piece.replays = self._replays = emitted.attempt
+        return piece
+
+    def end(self, finish: str) -> Piece:
+        """End it; returns the rest."""
+        rest = "" if self.is_stopped else self._filter.add(self._stream.end())
+        piece = self._piece(rest + self._filter.end(), is_last=True)
+        piece.finish = "stop" if self.is_stopped else finish
+        return piece
+
+    def _piece(self, text: str, *, is_last: bool) -> Piece:
+        self._given += len(text)
+        waiting = self._waiting
+        if is_last and not self.is_stopped:
+            count = len(waiting)
+        elif is_last:
+            # A token that a stop begins in has text before the stop.
+            count = sum(token.begin < self._given for token, _ in waiting)
+        else:
+            count = next((number for number, (_, end) in enumerate(waiting) if end > self._given), len(waiting))
+            if self.is_stopped:
+                count = 0
+        tokens = [token for token, _ in waiting[:count]]
+        del waiting[:count]
+        return Piece(text, tokens)
+
+
+async def pieces(generation: Generation, answer: AnswerText) -> AsyncIterator[Piece]:
+    """Yield an answer's pieces as they come; the last one says why it ended.
+
+    Raises what the generation raises, and ApiError for one that was cancelled before its answer was complete.
+    """
+    replays: int | None = None
+    async for emitted in generation:
+        piece = answer.add(emitted)
+        replays = piece.replays = replays if piece.replays is None else piece.replays
+        if answer.is_stopped:
+            generation.cancel()
+            break
+        if not piece.is_empty:
+            replays = None
+            yield piece
+    else:
+        piece = Piece(replays=replays)
+    # After a stop the generation is cancelled, which the caller does not see.
+    finish = "stop" if answer.is_stopped else FINISHES.get(generation.reason) if generation.reason else None
+    if finish is None:
+        raise ApiError(CLOSED_REQUEST, "closed", "The request was cancelled before its answer was complete.")
+    last = answer.end(finish)
+    last.text, last.tokens = piece.text + last.text, piece.tokens + last.tokens
+    last.replays = replays
+    yield last

@@ -1,0 +1,94 @@
+"""Replies of `/v1/completions` and `/v1/chat/completions`: whole ones, and a stream's events."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from gpulease.client.decode.openai.answer_text import Piece, TokenText
+from gpulease.client.decode.openai.api_errors import EXTENSION
+from gpulease.client.http.event_stream import event
+
+DONE: Final = event("[DONE]")
+"""The last event of a stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyHead:
+    """Members that all objects of a reply share.
+
+    Attributes:
+        request_id: The request's id.
+        model: The model's name.
+        created: Seconds since 1970.
+        is_chat: Whether it answers a chat.
+        has_logprobs: Whether log-probabilities are asked for.
+        has_usage: Whether a stream ends with the tokens' counts.
+        seed: The seed that the server chose; None if the caller did.
+    """
+
+    request_id: str
+    model: str
+    created: int
+    is_chat: bool
+    has_logprobs: bool
+    has_usage: bool
+    seed: int | None
+
+    def whole(self, piece: Piece, prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+        """Return a reply without a stream, with the answer as one piece."""
+        choice: dict[str, Any] = {"index": 0, "finish_reason": piece.finish, "logprobs": self._logprobs(piece.tokens)}
+        if self.is_chat:
+            choice["message"] = {"role": "assistant", "content": piece.text, "refusal": None}
+        else:
+            choice["text"] = piece.text
+        body = self._object([choice], is_chunk=False) | {"usage": usage(prompt_tokens, completion_tokens)}
+        return body | self._extension(piece.replays, is_first=True)
+
+    def chunk(self, piece: Piece, *, is_first: bool) -> dict[str, Any]:
+        """Return a stream's object for a piece."""
+        choice: dict[str, Any] = {"index": 0, "finish_reason": piece.finish or None}
+        choice["logprobs"] = self._logprobs(piece.tokens) if piece.tokens else None
+        if self.is_chat:
+            role = {"role": "assistant"} if is_first else {}
+            choice["delta"] = role | ({"content": piece.text} if piece.text or is_first else {})
+        else:
+            choice["text"] = piece.text
+        return self._object([choice], is_chunk=True) | self._extension(piece.replays, is_first=is_first)
+
+    def usage_chunk(self, prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+        """Return a stream's last object, which has the tokens' counts."""
+        return self._object([], is_chunk=True) | {"usage": usage(prompt_tokens, completion_tokens)}
+
+    def _object(self, choices: list[dict[str, Any]], *, is_chunk: bool) -> dict[str, Any]:
+        kind = ("chat.completion.chunk" if is_chunk else "chat.completion") if self.is_chat else "text_completion"
+        name = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{self.request_id}"
+        body = {"id": name, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+        return body | ({"usage": None} if is_chunk and self.has_usage else {})
+
+    def _extension(self, replays: int | None, *, is_first: bool) -> dict[str, Any]:
+        told = {} if self.seed is None or not is_first else {"seed": self.seed}
+        told |= {} if replays is None else {"replays": replays}
+        return {EXTENSION: told} if told else {}
+
+    def _logprobs(self, tokens: Sequence[TokenText]) -> dict[str, Any] | None:
+        if not self.has_logprobs:
+            return None
+        texts = [token.data.decode(errors="replace") for token in tokens]
+        if not self.is_chat:
+            return {
+                "tokens": texts,
+                "token_logprobs": [token.log_probability for token in tokens],
+                "top_logprobs": None,
+                "text_offset": [token.begin for token in tokens],
+            }
+        entries = [
+            {"token": text, "logprob": token.log_probability, "bytes": list(token.data), "top_logprobs": []}
+            for text, token in zip(texts, tokens, strict=True)
+        ]
+        return {"content": entries, "refusal": None}
+
+
+def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    """Return the tokens' counts."""
+    total = prompt_tokens + completion_tokens
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}

@@ -1,0 +1,223 @@
+"""The metrics of a decode server, in Prometheus' text format.
+
+    gpulease_decode_tokens_total{tenant, kind}             counter: tokens computed; kind: prompt, emitted, replayed
+    gpulease_decode_rows_total{kind}                       counter: rows of steps; kind: decode, prompt
+    gpulease_decode_step_seconds                           histogram: a step; its count is that of the steps
+    gpulease_decode_first_token_seconds{tenant}            histogram: a request's time to its first token, at its end
+    gpulease_decode_inter_token_seconds{tenant}            histogram: between two tokens of a sequence, replays and all
+    gpulease_decode_rebind_seconds{tenant, scope}          histogram: from a request's loss to its next token
+    gpulease_decode_forward_revoked_seconds                histogram: from a region's flip to the refused step's report
+    gpulease_decode_forward_revoked_total{tenant}          counter: steps that a region's end kept from beginning
+    gpulease_decode_requests_total{tenant, reason}         counter: requests that ended or were refused, by reason
+    gpulease_decode_engine_rebuild_seconds{kind}           histogram: without an engine; kind: planned, known, unknown
+    gpulease_decode_waiting{tenant}                        gauge: requests that wait for their admission
+    gpulease_decode_coming{tenant}                         gauge: requests with prompts that are being read
+    gpulease_decode_text_processes_replaced                gauge: processes that read texts and were replaced so far
+    gpulease_decode_live_sequences{tenant}                 gauge: sequences that are computed
+    gpulease_decode_live_tenants                           gauge: tenants with a live sequence
+    gpulease_decode_blocks{tenant}                         gauge: blocks of the tenant's region; 0 while it has none
+    gpulease_decode_blocks_used{tenant}                    gauge: those of them that live sequences have reserved
+
+`scope` is region or engine: what was lost.
+"""
+
+import time
+from bisect import bisect_left
+from collections import Counter as Counts
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final
+
+from prometheus_client import Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from gpulease.client.decode.decode_reports import (
+    DecoderObserver,
+    EngineRebuilt,
+    FinishedRequest,
+    ForwardRevoked,
+    PromptRefused,
+    RebindReport,
+    StepReport,
+)
+from gpulease.client.decode.scheduler.tenant_state import TenantState
+from gpulease.client.decode.supervisor.decoder import Decoder
+from gpulease.client.http.server_metrics import ServerMetrics
+
+STEP_BUCKETS_S: Final = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 5)
+WAIT_BUCKETS_S: Final = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
+REBIND_BUCKETS_S: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
+FLIP_BUCKETS_S: Final = (0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.2, 1)
+
+UNKNOWN_TENANT: Final = "other"
+"""The label of tenants that the settings don't name: a label's values are bounded by the settings."""
+
+MAX_FOLLOWED: Final = 65_536
+"""Sequences of which the last token's time is kept. Stops memory from growing if ends are not reported."""
+
+
+class GapHistogram(Collector):
+    """The times between tokens: one observation counts for all sequences that had their last tokens together.
+
+    `Histogram` takes observations one by one, and each takes a lock: a step has a hundred of them.
+    """
+
+    def __init__(self, tenants: Iterable[str]) -> None:
+        self._counts = {tenant: [0] * (len(STEP_BUCKETS_S) + 1) for tenant in tenants}
+        self._sums = dict.fromkeys(self._counts, 0.0)
+
+    def observe(self, tenant: str, gap_s: float, count: int) -> None:
+        """Count so many gaps of one length."""
+        self._counts[tenant][bisect_left(STEP_BUCKETS_S, gap_s)] += count
+        self._sums[tenant] += gap_s * count
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the family, as prometheus_client asks for it."""
+        about = "Between two tokens of a sequence."
+        family = HistogramMetricFamily("gpulease_decode_inter_token_seconds", about, labels=["tenant"])
+        for tenant, counts in self._counts.items():
+            buckets, total = [], 0
+            for bound, count in zip((*map(str, map(float, STEP_BUCKETS_S)), "+Inf"), counts, strict=True):
+                total += count
+                buckets.append((bound, float(total)))
+            family.add_metric([tenant], buckets, self._sums[tenant])
+        yield family
+
+
+class TenantGauges(Collector):
+    """The gauges that are read off the decoder at each scrape."""
+
+    def __init__(self, decoder: Callable[[], Decoder | None], clock: Callable[[], float]) -> None:
+        self._decoder, self._clock = decoder, clock
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the families; without a decoder, with nothing in them."""
+        decoder = self._decoder()
+        tenants = {} if decoder is None else decoder.scheduler.tenants
+        values: dict[str, tuple[str, Callable[[TenantState], int]]] = {
+            "waiting": ("Requests that wait.", lambda state: len(state.waiting)),
+            "live_sequences": ("Sequences that are computed.", lambda state: len(state.live)),
+            "blocks": ("Blocks of the region.", lambda state: state.region_blocks),
+            "blocks_used": ("Blocks that are reserved.", lambda state: state.used_blocks),
+        }
+        for name, (about, value) in values.items():
+            family = GaugeMetricFamily(f"gpulease_decode_{name}", about, labels=["tenant"])
+            for tenant, state in tenants.items():
+                family.add_metric([tenant], value(state))
+            yield family
+        coming = GaugeMetricFamily("gpulease_decode_coming", "Prompts that are being read.", labels=["tenant"])
+        for tenant in tenants:
+            coming.add_metric([tenant], 0 if decoder is None else decoder.prompts.coming[tenant])
+        yield coming
+        replaced = 0 if decoder is None else decoder.prompts.replaced
+        yield GaugeMetricFamily("gpulease_decode_text_processes_replaced", "Readers of texts.", value=replaced)
+        live = sum(bool(state.live) for state in tenants.values())
+        yield GaugeMetricFamily("gpulease_decode_live_tenants", "Tenants with a live sequence.", value=live)
+        outage = None if decoder is None else decoder.outage
+        away_s = 0.0 if outage is None else self._clock() - outage.since
+        yield GaugeMetricFamily("gpulease_decode_without_engine_seconds", "Since the engine was lost.", value=away_s)
+
+
+class DecodeMetrics(ServerMetrics, DecoderObserver):
+    """The metrics of one decode server; an observer of its decoder.
+
+    Args:
+        tenants: The tenants of the settings.
+        decoder: Returns the decoder; None while there is none.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        tenants: Iterable[str],
+        decoder: Callable[[], Decoder | None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__()
+        self._clock = clock
+        self._tenants = dict.fromkeys([*tenants, UNKNOWN_TENANT])
+        self._last: dict[str, float] = {}
+        kept, one = self.registry, ("tenant",)
+
+        def histogram(name: str, about: str, buckets: tuple[float, ...], labels: tuple[str, ...] = ()) -> Histogram:
+            return Histogram(f"gpulease_decode_{name}_seconds", about, labels, buckets=buckets, registry=kept)
+
+        def counter(name: str, about: str, labels: tuple[str, ...]) -> Counter:
+            return Counter(f"gpulease_decode_{name}", about, labels, registry=kept)
+
+        tokens = counter("tokens", "Tokens computed.", ("tenant", "kind"))
+        rows = counter("rows", "Rows of steps.", ("kind",))
+        self._requests = counter("requests", "Requests that ended or were refused.", ("tenant", "reason"))
+        revoked = counter("forward_revoked", "Steps that a region's end kept from beginning.", one)
+        self._step = histogram("step", "A step.", STEP_BUCKETS_S)
+        first = histogram("first_token", "From a request to its first token.", WAIT_BUCKETS_S, one)
+        rebind = histogram("rebind", "From a loss to the next token.", REBIND_BUCKETS_S, ("tenant", "scope"))
+        self._flip = histogram("forward_revoked", "From a flip to the refused step's report.", FLIP_BUCKETS_S)
+        rebuild = histogram("engine_rebuild", "Without an engine.", REBIND_BUCKETS_S, ("kind",))
+        # Every series is there from the start: the increase of one that begins at 1 is not seen.
+        kinds = ("prompt", "emitted", "replayed")
+        self._tokens = {(name, kind): tokens.labels(name, kind) for name in self._tenants for kind in kinds}
+        self._rows = {kind: rows.labels(kind) for kind in ("decode", "prompt")}
+        self._revoked = {name: revoked.labels(name) for name in self._tenants}
+        self._first = {name: first.labels(name) for name in self._tenants}
+        scopes = ("region", "engine")
+        self._rebind = {(name, scope): rebind.labels(name, scope) for name in self._tenants for scope in scopes}
+        self._rebuild = {kind: rebuild.labels(kind) for kind in ("planned", "known", "unknown")}
+        self._gaps = GapHistogram(self._tenants)
+        kept.register(self._gaps)
+        kept.register(TenantGauges(decoder, clock))
+
+    def on_step(self, report: StepReport) -> None:
+        """Count a step's rows and tokens, by tenant, and the gaps before them."""
+        now, last, gaps = self._clock(), self._last, Counts[tuple[str, float]]()
+        for token in report.tokens:
+            request = token.request
+            if token.position == len(request.token_ids):
+                self._count_prompt(request.tenant_id, len(request.token_ids), is_replay=request.replayed_tokens > 0)
+            name = request.continues or request.request_id
+            gaps[request.tenant_id, last.get(name, 0.0)] += 1
+            last[name] = now
+        for (tenant_id, before), count in gaps.items():
+            tenant = self._label(tenant_id)
+            self._tokens[tenant, "emitted"].inc(count)
+            if before:
+                self._gaps.observe(tenant, now - before, count)
+        if len(last) > MAX_FOLLOWED:
+            last.clear()
+        self._rows["decode"].inc(report.decode_rows)
+        self._rows["prompt"].inc(report.rows - report.decode_rows)
+        self._step.observe(report.took_s)
+
+    def on_forward_revoked(self, report: ForwardRevoked) -> None:
+        """Count a step that did not begin."""
+        self._revoked[self._label(report.tenant_id)].inc()
+        if report.flip_to_report_s is not None:
+            self._flip.observe(report.flip_to_report_s)
+
+    def on_rebind(self, report: RebindReport) -> None:
+        """Count a request that continues after a loss."""
+        scope = "engine" if report.is_engine_scoped else "region"
+        self._rebind[self._label(report.tenant_id), scope].observe(report.latency_s)
+
+    def on_finished(self, report: FinishedRequest) -> None:
+        """Count a request's end, and the time to its first token."""
+        self._last.pop(report.request_id, None)
+        tenant = self._label(report.tenant_id)
+        self._requests.labels(tenant, report.reason.value).inc()
+        if report.first_token_at is not None:
+            self._first[tenant].observe(report.first_token_at - report.submitted_at)
+
+    def on_prompt_refused(self, report: PromptRefused) -> None:
+        """Count a request that was refused before it had tokens."""
+        self._requests.labels(self._label(report.tenant_id), report.reason).inc()
+
+    def on_engine_rebuilt(self, report: EngineRebuilt) -> None:
+        """Count another engine."""
+        kind = "planned" if report.is_planned else "known" if report.is_known else "unknown"
+        self._rebuild[kind].observe(report.took_s)
+
+    def _count_prompt(self, tenant_id: str, tokens: int, *, is_replay: bool) -> None:
+        self._tokens[self._label(tenant_id), "replayed" if is_replay else "prompt"].inc(tokens)
+
+    def _label(self, tenant_id: str) -> str:
+        return tenant_id if tenant_id in self._tenants else UNKNOWN_TENANT

@@ -1,0 +1,272 @@
+"""The settings of a decode server: a TOML file, read once. `ServerTable` and its tables explain each."""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+from gpulease.client.decode.decode_requests import (
+    DEFAULT_MAX_WAITING,
+    DEFAULT_WEIGHT,
+    MAX_BLOCKS_PER_TENANT,
+    MAX_POSITIONS,
+    MAX_WAIT_S,
+    TenantConfig,
+)
+from gpulease.client.decode.openai.api_keys import MAX_KEY_BYTES, ApiKeys, distinct_keys, key_digest
+from gpulease.client.decode.row_records import PAGE
+from gpulease.client.decode.supervisor.decoder import DecoderSettings
+from gpulease.client.errors import InvalidRequest
+from gpulease.client.http.settings_file import open_regular, read_file, settings_of
+from gpulease.protocol.settings_reader import BadSetting, Setting, must_be
+
+MAX_TENANTS: Final = 256
+"""Most tenants: each has a region on the card, and series in the metrics."""
+
+DEFAULT_LISTEN: Final = "tcp:127.0.0.1:8082"
+DEFAULT_WAIT_S: Final = 30.0
+"""Seconds that a request waits for its admission; clients give up, or ask again, at some minutes."""
+
+DEFAULT_CHAT_TOKENS: Final = 256
+"""Default tokens of a chat's answer. Blocks are reserved for all of them, so it is far less than the context."""
+
+EXAMPLE: Final = Path(__file__).with_name("example") / "decode.toml"
+
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_NAME_TEXT: Final = "1 to 64 letters, digits and .-_"
+
+
+def _read_name(value: Any) -> str:
+    if not isinstance(value, str) or not _NAME.fullmatch(value):
+        raise must_be(_NAME_TEXT, value)
+    return value
+
+
+def _read_digest(value: Any) -> bytes:
+    if not isinstance(value, str) or not _DIGEST.fullmatch(value):
+        raise ValueError
+    return bytes.fromhex(value)
+
+
+def _read_tables(value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, dict) or not 0 < len(value) <= MAX_TENANTS:
+        raise BadSetting(f"{{}} must be 1 to {MAX_TENANTS} tables [tenants.NAME]")
+    return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyTable:
+    """The table `[operator]`, and the key of a tenant."""
+
+    key_sha256: Annotated[
+        bytes | None,
+        Setting(
+            "The key's sha256. A key is made by: openssl rand -hex 32",
+            what="64 hexadecimal digits, as `printf %s KEY | sha256sum` prints them",
+            read=_read_digest,
+            # It may be a key by mistake.
+            is_secret=True,
+        ),
+    ] = None
+    key_file: Annotated[
+        str | None, Setting("Instead, the key's file, which its owner alone can read.", example='"bob.key"')
+    ] = None
+
+    def __post_init__(self) -> None:
+        if (self.key_sha256 is None) is (self.key_file is None):
+            raise ValueError("set either key_sha256 or key_file")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantTable(KeyTable):
+    """A table `[tenants.NAME]`."""
+
+    max_concurrent: Annotated[int, Setting("Sequences that live at a time.", least=1, example="8")]
+    max_blocks: Annotated[
+        int | None,
+        Setting(
+            f"Keys and values of this many blocks of {PAGE} positions, in a region of the tenant's own.",
+            least=1,
+            most=MAX_BLOCKS_PER_TENANT,
+            example="64",
+        ),
+    ] = None
+    context_tokens: Annotated[
+        int | None,
+        Setting(
+            "Instead, positions of all its sequences together.",
+            least=1,
+            most=MAX_BLOCKS_PER_TENANT * PAGE,
+            example="1024",
+        ),
+    ] = None
+    weight: Annotated[float, Setting("Its share among tenants that wait.", over=0)] = DEFAULT_WEIGHT
+    max_waiting: Annotated[int, Setting("Requests that wait; one more gets 429.", least=0)] = DEFAULT_MAX_WAITING
+
+    def __post_init__(self) -> None:
+        KeyTable.__post_init__(self)
+        if (self.max_blocks is None) is (self.context_tokens is None):
+            raise ValueError("set either max_blocks or context_tokens")
+
+    @property
+    def blocks(self) -> int:
+        """The blocks of the tenant's region."""
+        return self.max_blocks or -(-(self.context_tokens or 0) // PAGE)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTable(DecoderSettings):
+    """The table `[engine]`: what the decoder makes room for, and what the server allows requests."""
+
+    wait_s: Annotated[
+        float,
+        Setting(
+            "Seconds that a request may wait for its admission, before 429 or 503.",
+            key="wait_secs",
+            least=0,
+            most=MAX_WAIT_S,
+        ),
+    ] = DEFAULT_WAIT_S
+    chat_tokens: Annotated[
+        int,
+        Setting(
+            "Tokens of a chat's answer whose request does not say; blocks for all of them are reserved. Fewer where the"
+            " prompt leaves less room.",
+            least=1,
+            most=MAX_POSITIONS,
+        ),
+    ] = DEFAULT_CHAT_TOKENS
+
+    def decoder(self) -> DecoderSettings:
+        """Return the decoder's part."""
+        return DecoderSettings(**{item.name: getattr(self, item.name) for item in fields(DecoderSettings)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerTable:
+    """A settings file."""
+
+    model: Annotated[
+        str,
+        Setting(
+            "A folder with config.json and safetensors, or a .gguf file; a relative path begins at this file's folder.",
+            example='"../../tiny"',
+        ),
+    ]
+    name: Annotated[
+        str | None,
+        Setting(
+            "The model's name in requests; without it, the file's or folder's.",
+            what=_NAME_TEXT,
+            read=_read_name,
+            example='"tiny"',
+        ),
+    ] = None
+    listen: Annotated[
+        str,
+        Setting("HTTP: tcp:127.0.0.1:PORT or unix:PATH. For other hosts, put a proxy with TLS before it."),
+    ] = DEFAULT_LISTEN
+    address: Annotated[
+        str | None,
+        Setting(
+            "The daemon's address, or a fleet's (fleet:tls:HOST:PORT,...), where it is not the usual one.",
+            example='"unix:/run/gpulease/gpulease.sock"',
+        ),
+    ] = None
+    audit: Annotated[bool, Setting("Whether each finished request becomes a record of the daemon's audit log.")] = False
+    engine: Annotated[EngineTable, Setting("The decode engine.")] = field(default_factory=EngineTable)
+    operator: Annotated[
+        KeyTable | None,
+        Setting(
+            "The key of the page at GET /: whoever has it sees every tenant's counts, and revokes regions. Without it"
+            " there is no page."
+        ),
+    ] = None
+    tenants: Annotated[Mapping[str, Any], Setting("The tenants, by their names.", what="tables", read=_read_tables)]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSettings:
+    """Settings of a decode server.
+
+    Attributes:
+        model: The model's path.
+        name: Its name in requests.
+        listen: Where to listen.
+        address: The daemon's address; None for the usual one.
+        audit: Whether each request becomes a record of the daemon's audit log.
+        decoder: What the engine makes room for.
+        wait_s: Seconds that a request may wait for its admission.
+        chat_tokens: Default tokens of a chat's answer; fewer if its prompt leaves less room.
+        tenants: Who may ask.
+        keys: Their keys.
+        operator_digest: The sha256 of the key that the page takes; None for no page.
+    """
+
+    model: Path
+    name: str
+    listen: str
+    address: str | None
+    audit: bool
+    decoder: DecoderSettings
+    wait_s: float
+    chat_tokens: int
+    tenants: tuple[TenantConfig, ...]
+    keys: ApiKeys
+    operator_digest: bytes | None = None
+
+
+def load_decode_settings(path: Path) -> DecodeSettings:
+    """Read a file. Raises InvalidRequest that names the line, or the setting, that is wrong."""
+    file = settings_of(path, ServerTable, read_file(path))
+    model = path.parent / file.model
+    name = model.stem if file.name is None else file.name
+    if not _NAME.fullmatch(name):
+        raise InvalidRequest(f"{path}: the model's name must be {_NAME_TEXT}, not {name!r}", "Set `name`.")
+    tenants, digests = [], {}
+    for tenant_id, table in file.tenants.items():
+        if not _NAME.fullmatch(tenant_id):
+            raise InvalidRequest(f"{path}: a tenant's name must be {_NAME_TEXT}, not {tenant_id!r}")
+        tenant = settings_of(path, TenantTable, table, "tenants", tenant_id)
+        tenants.append(TenantConfig(tenant_id, tenant.max_concurrent, tenant.blocks, tenant.weight, tenant.max_waiting))
+        digests[tenant_id] = _digest(path, f"tenants.{tenant_id}", tenant)
+    return DecodeSettings(
+        model=model,
+        name=name,
+        listen=file.listen,
+        address=file.address,
+        audit=file.audit,
+        decoder=file.engine.decoder(),
+        wait_s=file.engine.wait_s,
+        chat_tokens=file.engine.chat_tokens,
+        tenants=tuple(tenants),
+        keys=distinct_keys(digests),
+        operator_digest=None if file.operator is None else _digest(path, "operator", file.operator),
+    )
+
+
+def _digest(path: Path, name: str, table: KeyTable) -> bytes:
+    """Return the digest of a table's key, reading its file if it names one."""
+    if table.key_sha256 is not None:
+        return table.key_sha256
+    return key_digest(_read_key(f"{path}: {name}", path.parent / str(table.key_file)))
+
+
+def _read_key(where: str, file: Path) -> str:
+    """Read a key's file, which must be closed to everybody but its owner."""
+    try:
+        with open_regular(file) as opened:
+            found = os.fstat(opened.fileno())
+            if found.st_mode & 0o077 or found.st_uid not in (0, os.geteuid()):
+                raise InvalidRequest(f"{where}: key_file {file} is open to others", f"chmod 600 {file}")
+            key = opened.read(MAX_KEY_BYTES + 2).decode("ascii").strip()
+    except OSError as error:
+        raise InvalidRequest(f"{where}: key_file {file}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        key = ""
+    if not 16 <= len(key) <= MAX_KEY_BYTES or not key.isprintable():
+        raise InvalidRequest(f"{where}: key_file {file} must contain a key of 16 to {MAX_KEY_BYTES} characters")
+    return key

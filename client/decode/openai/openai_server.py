@@ -1,0 +1,389 @@
+"""The ASGI application of a decoder: OpenAI's completions and chat completions, for programs that speak them already.
+
+    POST /v1/completions, /v1/chat/completions   whole, or as server-sent events
+    GET  /v1/models, /v1/models/{id}             the model that is served
+    GET  /healthz                                200 while it serves, 503 while its engine is lost
+    GET  /metrics                                Prometheus' text format
+
+Callers have keys (`Authorization: Bearer KEY`), and a key is a tenant's. A tenant's lost region shows in nothing but
+the member `gpulease` of the first object behind it.
+"""
+
+import asyncio
+import json
+import re
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from typing import Any, Final
+
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
+
+from gpulease.client.decode.decode_errors import AdmissionRefused
+from gpulease.client.decode.decode_requests import AdmissionReason
+from gpulease.client.decode.openai.answer_text import AnswerText, Piece, pieces
+from gpulease.client.decode.openai.api_errors import (
+    CLOSED_REQUEST,
+    OVERLOADED,
+    ApiError,
+    api_error_of,
+    prompt_too_long,
+    too_long,
+)
+from gpulease.client.decode.openai.api_keys import ApiKeys
+from gpulease.client.decode.openai.completion_replies import DONE, ReplyHead
+from gpulease.client.decode.openai.completion_request import CompletionRequest, check_model
+from gpulease.client.decode.openai.decode_settings import DEFAULT_CHAT_TOKENS, DEFAULT_WAIT_S
+from gpulease.client.decode.openai.prompt_job import completion_of, read_completion
+from gpulease.client.decode.row_records import PAGE
+from gpulease.client.decode.supervisor.decoder import Decoder
+from gpulease.client.decode.supervisor.generation import Generation
+from gpulease.client.http.application import read_body
+from gpulease.client.http.event_stream import COMMENT, json_event
+from gpulease.client.http.event_stream import MEDIA_TYPE as EVENT_STREAM
+from gpulease.client.texts import quoted
+
+MAX_BODY_BYTES: Final = 4 << 20
+"""Most bytes of a body: some 500,000 tokens as text or as numbers. Stops a caller from filling memory."""
+
+BODY_LIMIT_S: Final = 10.0
+"""Seconds for a body to arrive. Stops a caller from holding a connection by sending a byte at a time."""
+
+SEND_LIMIT_S: Final = 60.0
+"""Seconds for a caller to take a piece of a stream. Stops one that does not read from holding an answer in memory."""
+
+SILENCE_S: Final = 5.0
+"""Seconds of silence after which a stream that waits gets a comment, at the latest after twice as many. Proxies cut
+what is silent for 60 s, some for 30."""
+
+SANE_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+"""X-Request-Id that is taken: it goes to logs, the audit log and replies."""
+
+JSON: Final = "application/json"
+
+
+def make_openai_application(
+    decoder: Decoder,
+    keys: ApiKeys,
+    model: str,
+    *,
+    wait_s: float = DEFAULT_WAIT_S,
+    chat_tokens: int = DEFAULT_CHAT_TOKENS,
+    routes: Sequence[Route] = (),
+    metrics: Callable[[], bytes] = lambda: b"",
+    health: Callable[[], Mapping[str, Any]] = dict,
+) -> Starlette:
+    """Make the application of an opened decoder.
+
+    Args:
+        decoder: The decoder; open for as long as the application serves.
+        keys: Who may ask.
+        model: The model's name.
+        wait_s: Seconds that a request may wait for its admission.
+        chat_tokens: Default tokens of a chat's answer.
+        routes: Further routes.
+        metrics: Renders the metrics.
+        health: Further members of the health report.
+    """
+    face = OpenAiFace(decoder, keys, model, wait_s, chat_tokens)
+
+    async def show_health(_: Request) -> Response:
+        is_serving = decoder.is_serving
+        told = {"status": "ok" if is_serving else "engine_lost", "model": model} | dict(health())
+        if outage := decoder.outage:
+            told |= {"engine_lost": outage.report(time.monotonic(), time.time())}
+        return Response(json.dumps(told), 200 if is_serving else OVERLOADED, media_type=JSON)
+
+    async def show_metrics(_: Request) -> Response:
+        return Response(metrics(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    own = [
+        Route("/v1/completions", _Endpoint(face, is_chat=False), methods=["POST"]),
+        Route("/v1/chat/completions", _Endpoint(face, is_chat=True), methods=["POST"]),
+        Route("/v1/models", face.list_models, methods=["GET"]),
+        Route("/v1/models/{model:path}", face.show_model, methods=["GET"]),
+        Route("/healthz", show_health, methods=["GET"]),
+        Route("/metrics", show_metrics, methods=["GET"]),
+    ]
+    return Starlette(routes=[*own, *routes], exception_handlers={404: _not_found, 405: _not_found})
+
+
+class OpenAiFace:
+    """A decoder behind OpenAI's requests."""
+
+    def __init__(self, decoder: Decoder, keys: ApiKeys, model: str, wait_s: float, chat_tokens: int) -> None:
+        """Args are those of `make_openai_application`."""
+        self._decoder, self._keys, self._model, self._wait_s = decoder, keys, model, wait_s
+        self._chat_tokens = chat_tokens
+        self._began = int(time.time())
+
+    async def list_models(self, request: Request) -> Response:
+        """Answer `GET /v1/models`."""
+        return self._told(request, lambda tenant: {"object": "list", "data": [self._described(tenant)]})
+
+    async def show_model(self, request: Request) -> Response:
+        """Answer `GET /v1/models/{model}`."""
+
+        def told(tenant: str) -> dict[str, Any]:
+            check_model(request.path_params["model"], self._model)
+            return self._described(tenant)
+
+        return self._told(request, told)
+
+    async def complete(self, request: Request, send: Send, *, is_chat: bool) -> None:
+        """Serve one request. Every failure is answered in OpenAI's format."""
+        reply = _Reply(send, _request_id(request))
+        try:
+            try:
+                await self._serve(request, reply, is_chat=is_chat)
+            except TimeoutError:
+                raise
+            except Exception as error:
+                await reply.refuse(self._known(error, reply))
+        except TimeoutError:
+            log = self._decoder.log
+            log.warning("caller_took_nothing", tenant=reply.tenant, request=reply.request_id, after_s=SEND_LIMIT_S)
+
+    def _known(self, error: Exception, reply: "_Reply") -> ApiError:
+        """Return an error as the caller may see it; the log has the rest."""
+        if isinstance(error, ClientDisconnect):
+            return ApiError(CLOSED_REQUEST, "closed", "The caller hung up.")
+        known = api_error_of(error)
+        if known is None or known.message != str(error):
+            # Bounded by tenant: whoever asks again at once would fill the disk.
+            self._decoder.log.failure("request_failed", error, tenant=reply.tenant, request=reply.request_id)
+        return known or ApiError(500, "internal_error", "The server failed; its log says more.")
+
+    async def _serve(self, request: Request, reply: "_Reply", *, is_chat: bool) -> None:
+        tenant, prompts = self._tenant(request), self._decoder.prompts
+        reply.tenant = tenant
+        with prompts.place(tenant):
+            body = await read_body(request, MAX_BODY_BYTES, BODY_LIMIT_S, "The body")
+            reply.is_body_read = True
+            # In another process: up to 4 MiB of JSON and of text, and a template, would stop all streams here.
+            arguments = {"body": body, "is_chat": is_chat, "fresh_seed": secrets.randbits(31), "model": self._model}
+            try:
+                answer = await prompts.do(tenant, read_completion, arguments, is_chat=is_chat)
+            except AdmissionRefused as error:
+                if error.reason is AdmissionReason.TOO_LARGE:
+                    raise prompt_too_long(self._room(tenant), error.message, is_chat=is_chat) from None
+                raise
+            asked, tokens = completion_of(answer)
+            max_tokens = self._max_tokens(asked, len(tokens), tenant)
+            generation = self._decoder.submit(
+                tokens,
+                max_tokens=max_tokens,
+                sampling=asked.sampling,
+                tenant_id=tenant,
+                wait_s=self._wait_s,
+                # Two tenants may use the same id, and neither learns that the other does.
+                request_id=f"{tenant}/{reply.request_id}",
+            )
+        async with _ended_with(generation, request.receive):
+            # What is refused at once has its own status, before a stream begins.
+            refused = generation.error
+            if isinstance(refused, AdmissionRefused) and refused.reason is AdmissionReason.TOO_LARGE:
+                raise too_long(self._room(tenant), len(tokens), max_tokens, is_chat=is_chat)
+            if refused is not None:
+                raise refused
+            await self._answer(asked, generation, reply, len(tokens))
+
+    async def _answer(
+        self, asked: CompletionRequest, generation: Generation, reply: "_Reply", prompt_tokens: int
+    ) -> None:
+        head = ReplyHead(
+            request_id=reply.request_id,
+            model=self._model,
+            created=int(time.time()),
+            is_chat=asked.is_chat,
+            has_logprobs=asked.has_logprobs,
+            has_usage=asked.has_usage,
+            seed=asked.sampling.seed if asked.is_seed_chosen else None,
+        )
+        settings = self._decoder.scheduler.settings
+        answer = AnswerText(await self._decoder.tokenizer(), asked.stops, settings.end_tokens)
+        if not asked.is_stream:
+            whole = Piece()
+            async for piece in pieces(generation, answer):
+                whole.text += piece.text
+                whole.tokens += piece.tokens
+                whole.replays = whole.replays if piece.replays is None else piece.replays
+                whole.finish = piece.finish
+            await reply.whole(head.whole(whole, prompt_tokens, answer.completion_tokens))
+            return
+        is_first = True
+        async with reply.stream(generation.cancel):
+            async for piece in pieces(generation, answer):
+                last = piece.finish
+                if last and (piece.text or is_first):
+                    # Programs expect the end in an object of its own.
+                    await reply.event(head.chunk(replace(piece, finish=""), is_first=is_first))
+                    is_first, piece = False, Piece(finish=last)
+                await reply.event(head.chunk(piece, is_first=is_first))
+                is_first = False
+            if asked.has_usage:
+                await reply.event(head.usage_chunk(prompt_tokens, answer.completion_tokens))
+        await reply.end(DONE)
+
+    def _room(self, tenant: str) -> int:
+        """Return how many positions a request of the tenant can have: the model's, or those of the tenant's region."""
+        scheduler = self._decoder.scheduler
+        state = scheduler.tenants[tenant]
+        return min(scheduler.settings.context, PAGE * (state.region_blocks or state.config.max_blocks))
+
+    def _max_tokens(self, asked: CompletionRequest, prompt_tokens: int, tenant: str) -> int:
+        if asked.max_tokens is not None:
+            return asked.max_tokens
+        # A prompt that leaves no room is the scheduler's to refuse.
+        return max(1, min(self._chat_tokens, self._room(tenant) - prompt_tokens + 1))
+
+    def _told(self, request: Request, tell: Callable[[str], dict[str, Any]]) -> Response:
+        try:
+            return Response(json.dumps(tell(self._tenant(request))), media_type=JSON)
+        except ApiError as error:
+            return _refusal(error)
+
+    def _tenant(self, request: Request) -> str:
+        tenant = self._keys.tenant(request.headers.get("Authorization", ""))
+        if tenant is None:
+            raise ApiError(401, "invalid_api_key", "No such key. Send one as Authorization: Bearer KEY.")
+        return tenant
+
+    def _described(self, tenant: str) -> dict[str, Any]:
+        described = {"id": self._model, "object": "model", "created": self._began, "owned_by": "gpulease"}
+        return described | {"max_model_len": self._room(tenant)}
+
+
+class _Endpoint:
+    """The ASGI application of one path: it notices when the caller hangs up, which a function of Starlette does not."""
+
+    def __init__(self, face: OpenAiFace, *, is_chat: bool) -> None:
+        self._face, self._is_chat = face, is_chat
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._face.complete(Request(scope, receive), send, is_chat=self._is_chat)
+
+
+class _Reply:
+    """A reply on its way.
+
+    Attributes:
+        request_id: The request's id.
+        tenant: The tenant's id; "" until its key was read.
+        is_body_read: Whether the body was read; the connection can't go on if not.
+        is_begun: Whether it has begun: errors are a stream's events from then on.
+    """
+
+    def __init__(self, send: Send, request_id: str) -> None:
+        self.request_id, self.tenant = request_id, ""
+        self.is_body_read = self.is_begun = False
+        self._send = send
+        self._is_silent = False
+
+    async def whole(self, body: Mapping[str, Any]) -> None:
+        """Send a reply without a stream, and end it."""
+        data = json.dumps(body, ensure_ascii=False).encode()
+        await self._begin(200, {"Content-Type": JSON, "Content-Length": str(len(data))})
+        await self._put(data, is_last=True)
+
+    @asynccontextmanager
+    async def stream(self, give_up: Callable[[], None]) -> AsyncIterator[None]:
+        """Begin a stream at once, and send a comment whenever the block has sent no event for a while.
+
+        Args:
+            give_up: Called if the caller takes no comment; the block is to end then.
+        """
+        # nginx would keep what comes until its buffer is full.
+        await self._begin(200, {"Content-Type": EVENT_STREAM, "Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        await self._put(COMMENT)
+
+        async def comment() -> None:
+            # No token pays for this by a clock: it is seen here whether any came since.
+            with suppress(TimeoutError):
+                while True:
+                    self._is_silent = True
+                    await asyncio.sleep(SILENCE_S)
+                    if self._is_silent:
+                        await self._put(COMMENT)
+            give_up()
+
+        commenting = asyncio.create_task(comment())
+        try:
+            yield
+        finally:
+            commenting.cancel()
+            await asyncio.gather(commenting, return_exceptions=True)
+
+    async def event(self, body: dict[str, Any]) -> None:
+        """Send one event of a stream."""
+        self._is_silent = False
+        await self._put(json_event(body))
+
+    async def end(self, data: bytes) -> None:
+        """End a stream."""
+        await self._put(data, is_last=True)
+
+    async def refuse(self, error: ApiError) -> None:
+        """Send an error: as the reply, or as a stream's last event."""
+        if self.is_begun:
+            await self.end(json_event(error.event_body()))
+            return
+        data = json.dumps(error.body()).encode()
+        headers = error.headers() | {"Content-Type": JSON, "Content-Length": str(len(data))}
+        await self._begin(error.status, headers | ({} if self.is_body_read else {"Connection": "close"}))
+        await self._put(data, is_last=True)
+
+    async def _begin(self, status: int, headers: Mapping[str, str]) -> None:
+        self.is_begun = True
+        told = {"X-Request-Id": self.request_id, **headers}
+        pairs = [(name.lower().encode(), value.encode("latin-1")) for name, value in told.items()]
+        await self._timely({"type": "http.response.start", "status": status, "headers": pairs})
+
+    async def _put(self, data: bytes, *, is_last: bool = False) -> None:
+        await self._timely({"type": "http.response.body", "body": data, "more_body": not is_last})
+
+    async def _timely(self, message: Message) -> None:
+        async with asyncio.timeout(SEND_LIMIT_S):
+            await self._send(message)
+
+
+@asynccontextmanager
+async def _ended_with(generation: Generation, receive: Receive) -> AsyncIterator[None]:
+    """End the generation with the block, and as soon as its caller hangs up."""
+
+    async def hear() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        generation.cancel()
+
+    hearing = asyncio.create_task(hear())
+    try:
+        yield
+    finally:
+        hearing.cancel()
+        generation.cancel()
+        await asyncio.gather(hearing, return_exceptions=True)
+
+
+def _request_id(request: Request) -> str:
+    """Return the caller's id of the request if it is sane, else a new one."""
+    given = request.headers.get("X-Request-Id", "")
+    return given if SANE_ID.fullmatch(given) else secrets.token_hex(12)
+
+
+def _refusal(error: ApiError) -> Response:
+    return Response(json.dumps(error.body()), error.status, error.headers(), JSON)
+
+
+async def _not_found(request: Request, error: Exception) -> Response:
+    status = getattr(error, "status_code", 404)
+    code = "not_found" if status == 404 else "method_not_allowed"
+    text = f"{request.method} {quoted(request.scope['path'])} is not served here."
+    return _refusal(ApiError(status, code, text))

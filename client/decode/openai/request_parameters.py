@@ -1,0 +1,168 @@
+"""Every parameter of a completion and a chat that is known here: which is used, and what is taken of the others.
+
+The names are OpenAI's, and those that clients of other servers of models send along with their defaults. A parameter
+that would change the answer and is not computed is refused, unless its value changes nothing. null is as if it were
+left out. A name that is not here is refused: a misspelt parameter would be a wrong answer without a word.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from gpulease.client.decode.openai.api_errors import invalid
+from gpulease.client.texts import quoted
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """What is done with a parameter.
+
+    Attributes:
+        is_used: Whether the answer follows it.
+        is_ignored: Whether any value is taken, because none changes the answer.
+        neutral: Of one that is neither, the values that change nothing.
+        is_of_chats: Whether a chat may have it.
+        is_of_completions: Whether a completion may.
+    """
+
+    is_used: bool = False
+    is_ignored: bool = False
+    neutral: tuple[Any, ...] = ()
+    is_of_chats: bool = True
+    is_of_completions: bool = True
+
+
+def _neutral(*values: Any) -> Parameter:
+    return Parameter(neutral=values)
+
+
+_USED: Final = Parameter(is_used=True)
+_IGNORED: Final = Parameter(is_ignored=True)
+_REFUSED: Final = Parameter()
+
+PARAMETERS: Final[Mapping[str, Parameter]] = {
+    # OpenAI's.
+    "audio": _REFUSED,
+    "best_of": _neutral(1),
+    "echo": _neutral(False),
+    "frequency_penalty": _neutral(0),
+    "function_call": _neutral("auto", "none"),
+    "functions": _neutral([]),
+    "logit_bias": _neutral({}),
+    "logprobs": _USED,
+    "max_completion_tokens": Parameter(is_used=True, is_of_completions=False),
+    "max_tokens": _USED,
+    "messages": Parameter(is_used=True, is_of_completions=False),
+    "metadata": _IGNORED,
+    "modalities": _neutral(["text"]),
+    "model": _USED,
+    "moderation": _REFUSED,
+    "n": _neutral(1),
+    "parallel_tool_calls": _IGNORED,
+    "prediction": _IGNORED,
+    "presence_penalty": _neutral(0),
+    "prompt": Parameter(is_used=True, is_of_chats=False),
+    "prompt_cache_key": _IGNORED,
+    "prompt_cache_options": _IGNORED,
+    "prompt_cache_retention": _IGNORED,
+    "reasoning_effort": _REFUSED,
+    "response_format": _neutral({"type": "text"}),
+    "safety_identifier": _IGNORED,
+    "seed": _USED,
+    "service_tier": _IGNORED,
+    "stop": _USED,
+    "store": _IGNORED,
+    "stream": _USED,
+    "stream_options": _USED,
+    "suffix": _neutral(""),
+    "temperature": _USED,
+    "tool_choice": _neutral("auto", "none"),
+    "tools": _neutral([]),
+    "top_logprobs": _neutral(0),
+    "top_p": _USED,
+    "user": _IGNORED,
+    "verbosity": _REFUSED,
+    "web_search_options": _REFUSED,
+    # Other servers'.
+    "add_generation_prompt": _neutral(True),
+    "add_special_tokens": _neutral(True),
+    "allowed_token_ids": _neutral([]),
+    "bad_words": _neutral([]),
+    "cache_prompt": _IGNORED,
+    "cache_salt": _IGNORED,
+    "chat_template": _REFUSED,
+    "chat_template_kwargs": _neutral({}),
+    "continue_final_message": _neutral(False),
+    "documents": _neutral([]),
+    "ebnf": _REFUSED,
+    "grammar": _neutral(""),
+    "guided_choice": _REFUSED,
+    "guided_grammar": _REFUSED,
+    "guided_json": _REFUSED,
+    "guided_regex": _REFUSED,
+    "ignore_eos": _neutral(False),
+    "include_stop_str_in_output": _neutral(False),
+    "json_schema": _REFUSED,
+    "length_penalty": _neutral(1),
+    "logits_processors": _neutral([]),
+    "min_p": _neutral(0),
+    "min_tokens": _neutral(0),
+    "mirostat": _neutral(0),
+    "priority": _neutral(0),
+    "prompt_logprobs": _REFUSED,
+    "regex": _REFUSED,
+    "repeat_penalty": _neutral(1),
+    "repetition_penalty": _neutral(1),
+    "return_token_ids": _neutral(False),
+    "return_tokens_as_token_ids": _neutral(False),
+    "skip_special_tokens": _neutral(True),
+    "spaces_between_special_tokens": _IGNORED,
+    "stop_token_ids": _neutral([]),
+    "structured_outputs": _REFUSED,
+    "tfs_z": _neutral(1),
+    "top_a": _neutral(0),
+    "top_k": _USED,
+    "truncate_prompt_tokens": _REFUSED,
+    "typical_p": _neutral(1),
+    "use_beam_search": _neutral(False),
+}
+"""The parameters, by their names."""
+
+STREAM_OPTIONS: Final[Mapping[str, Parameter]] = {
+    "continuous_usage_stats": _neutral(False),
+    "include_obfuscation": _IGNORED,
+    "include_usage": _USED,
+}
+"""Those of `stream_options`."""
+
+
+def check_parameters(
+    said: Mapping[str, Any], known: Mapping[str, Parameter], *, is_chat: bool, where: str = ""
+) -> None:
+    """Look at the names of a request, and at the values that are not used. Raises ApiError that names the first wrong.
+
+    Args:
+        said: The parameters.
+        known: Those that are known.
+        is_chat: Whether a chat has them.
+        where: What stands before a name in an error.
+    """
+    for name, value in said.items():
+        if value is None:
+            continue
+        parameter = known.get(name)
+        if parameter is None or not (parameter.is_of_chats if is_chat else parameter.is_of_completions):
+            text = f"{where}{quoted(name)} is not a known parameter here; leave it out"
+            raise invalid(text, code="unknown_parameter")
+        if parameter.is_used or parameter.is_ignored:
+            continue
+        if not any(_is_alike(value, one) for one in parameter.neutral):
+            offered = " or ".join(["null", *(json.dumps(one) for one in parameter.neutral)])
+            text = f"{where}{name} = {quoted(value)} is not supported; leave it out, or send {offered}"
+            raise invalid(text, name, "unsupported_parameter")
+
+
+def _is_alike(value: Any, one: Any) -> bool:
+    """Return whether two values of JSON are equal: to Python, true is 1, and 1 is 1.0, of which the first is wrong."""
+    return value == one and isinstance(value, bool) is isinstance(one, bool)

@@ -1,0 +1,1 @@
+"""The page of a decode server, and the demonstration that fills it."""

@@ -1,0 +1,344 @@
+"""The page of a decode server: what each tenant gets, its blocks, its losses, and a button that ends its region.
+
+It asks before it ends one.
+
+    GET    /                                  the page, which holds no secret
+    GET    /page/NAME                         its style and scripts
+    GET    /page/events                       its state, some times a second (server-sent events)
+    GET    /page/history                      the last hour
+    DELETE /page/tenants/TENANT/region        ends a tenant's region, as the lease's tenant
+
+State and acts take the operator's key, as `Authorization: Bearer KEY`. Whoever opens the page gives it behind `#key=`,
+which no browser sends. Texts are shown of the demonstration's own requests alone; of others' there are counts.
+"""
+
+import asyncio
+import hmac
+import socket
+import time
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, MutableMapping
+from importlib.resources import files
+from typing import Any, Final
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from gpulease.client import decode
+from gpulease.client.decode.decode_reports import (
+    DecoderObserver,
+    EngineRebuilt,
+    FinishedRequest,
+    ForwardRevoked,
+    RebindReport,
+    StepReport,
+)
+from gpulease.client.decode.decode_requests import AdmissionReason, CompletionReason
+from gpulease.client.decode.openai.api_keys import bearer_digest
+from gpulease.client.decode.page.demo_traffic import DemoTraffic
+from gpulease.client.decode.page.page_events import EventKind, PageEvents
+from gpulease.client.decode.page.page_history import PageHistory, milliseconds
+from gpulease.client.decode.scheduler.tenant_state import TenantState
+from gpulease.client.decode.supervisor.decoder import Decoder
+from gpulease.client.errors import GpuLeaseError
+from gpulease.client.http.event_stream import MEDIA_TYPE as EVENT_STREAM
+from gpulease.client.http.event_stream import json_event
+
+FILES: Final = {
+    "page.css": "text/css; charset=utf-8",
+    "history.js": "text/javascript; charset=utf-8",
+    "page.js": "text/javascript; charset=utf-8",
+    "tenants.js": "text/javascript; charset=utf-8",
+    "stream.js": "text/javascript; charset=utf-8",
+}
+
+POLICY: Final = (
+    "default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
+    " object-src 'none'; require-trusted-types-for 'script'"
+)
+"""Content Security Policy Level 3 and Trusted Types: only the server's own scripts run, and no text becomes markup."""
+
+HEADERS: Final = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+MAX_STREAMS: Final = 16
+"""Streams at a time; one more is refused for now. Each gets the whole state some times a second."""
+
+SNAPSHOT_S: Final = 0.25
+"""Seconds between two states. All streams share one encoding, so their number costs nothing but its sending."""
+
+STREAM_S: Final = 10.0
+"""The life of one stream; its page opens the next at once. So a server that stops waits for no page for long."""
+
+RATE_S: Final = 2.0
+"""Seconds that rates are means of."""
+
+LATEST_REQUESTS: Final = 100
+"""Requests of a tenant whose times to the first token its figure is the median of."""
+
+MAX_TENANTS: Final = 64
+"""Tenants that are shown, the first of the settings. A state grows by each, and so does the page."""
+
+REVOKED_BY: Final = "revoked on the decode server's page"
+"""The reason in the audit log and in the tenant's error."""
+
+RETRY_S: Final = 5
+
+
+class PageFeed(DecoderObserver):
+    """The state that the page shows, of what a decoder reports.
+
+    Args:
+        decoder: Returns the decoder; None while there is none.
+        model: The model's name in requests.
+        demo: Returns the demonstration's traffic; None if there is none.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        decoder: Callable[[], Decoder | None],
+        model: str,
+        demo: Callable[[], DemoTraffic | None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._decoder, self._demo, self._clock = decoder, demo, clock
+        self._model, self._host = model, socket.gethostname()
+        self._steps = 0
+        self._tokens = Counter[str]()
+        self._rebinds = Counter[str]()
+        self._latency_s: dict[str, float] = {}
+        self._refused = Counter[str]()
+        self._first_token_s = dict[str, deque[float]]()
+        self._events = PageEvents()
+        self._history = PageHistory(clock())
+        self._samples = deque[tuple[float, Counter[str]]]()
+
+    def on_step(self, report: StepReport) -> None:
+        """Count a step's tokens."""
+        self._steps += 1
+        self._tokens.update([token.request.tenant_id for token in report.tokens])
+        self._history.add_tokens(self._clock(), len(report.tokens))
+
+    def on_forward_revoked(self, report: ForwardRevoked) -> None:
+        """Add the event of a step that did not begin."""
+        seconds = report.flip_to_report_s or 0.0
+        self._events.add(self._clock(), report.tenant_id, EventKind.STEP_REFUSED, seconds=seconds)
+
+    def on_rebind(self, report: RebindReport) -> None:
+        """Add the event of a request that continues after a loss."""
+        tenant_id, latency_s = report.tenant_id, report.latency_s
+        self._rebinds[tenant_id] += 1
+        self._latency_s[tenant_id] = latency_s
+        lost = "the engine" if report.is_engine_scoped else "its region"
+        kind, tokens = EventKind.REPLAYED, report.prompt_tokens
+        self._events.add(self._clock(), tenant_id, kind, seconds=latency_s, tokens=tokens, detail=lost)
+
+    def on_finished(self, report: FinishedRequest) -> None:
+        """Count a refusal, and note the time to the first token."""
+        now, tenant_id = self._clock(), report.tenant_id
+        if report.first_token_at is not None:
+            seconds = report.first_token_at - report.submitted_at
+            self._first_token_s.setdefault(tenant_id, deque(maxlen=LATEST_REQUESTS)).append(seconds)
+            self._history.add_first_token(now, seconds)
+        if isinstance(report.reason, AdmissionReason) or report.reason is CompletionReason.DEADLINE_EXCEEDED:
+            self._refused[tenant_id] += 1
+            self._history.add_refusal(now)
+            self._events.add(now, tenant_id, EventKind.REFUSED, detail=report.detail or str(report.reason))
+
+    def on_engine_rebuilt(self, report: EngineRebuilt) -> None:
+        """Add the event of another engine."""
+        kind = EventKind.ENGINE_MOVED if report.is_planned else EventKind.ENGINE_LOST
+        self._events.add(self._clock(), "", kind, seconds=report.took_s, detail=report.cause)
+
+    def revoked_here(self, tenant_id: str) -> None:
+        """Add the event of a press of the page's button."""
+        self._events.add(self._clock(), tenant_id, EventKind.REVOKED_HERE)
+
+    def history(self) -> dict[str, Any]:
+        """Return the last hour, whose JSON the page draws."""
+        return self._history.shown(self._clock())
+
+    def state(self) -> dict[str, Any]:
+        """Return the state, whose JSON the page draws."""
+        decoder, demo, now = self._decoder(), self._demo(), self._clock()
+        tenants = {} if decoder is None else dict(list(decoder.scheduler.tenants.items())[:MAX_TENANTS])
+        rates = self._rates(now)
+        texts = {} if demo is None else demo.texts
+        shown = []
+        for tenant_id, state in tenants.items():
+            text = texts.get(tenant_id)
+            own = {"text": None} if text is None else {"text": text.text, "replays": text.replays}
+            shown.append(self._tenant(tenant_id, state, rates.get(tenant_id, 0.0)) | own)
+        return {
+            "model": self._model,
+            "host": self._host,
+            "serving": decoder is not None and decoder.is_serving,
+            "steps": self._steps,
+            "tokens_s": round(sum(rates.values()), 1),
+            "waiting": sum(tenant["waiting"] for tenant in shown),
+            "live": sum(tenant["live"] for tenant in shown),
+            "refused": self._refused.total(),
+            "tenants": shown,
+            "events": self._events.shown(now),
+        }
+
+    def _tenant(self, tenant_id: str, state: TenantState, rate: float) -> dict[str, Any]:
+        latency_s = self._latency_s.get(tenant_id)
+        return {
+            "id": tenant_id,
+            "tokens": self._tokens[tenant_id],
+            "tokens_s": round(rate, 1),
+            "live": len(state.live),
+            "waiting": len(state.waiting),
+            "blocks": state.region_blocks,
+            "blocks_used": state.used_blocks,
+            "blocks_at_most": state.config.max_blocks,
+            "first_token_ms": milliseconds(self._first_token_s.get(tenant_id, ())),
+            "refused": self._refused[tenant_id],
+            "rebinds": self._rebinds[tenant_id],
+            "rebind_ms": None if latency_s is None else round(latency_s * 1e3, 1),
+        }
+
+    def _rates(self, now: float) -> dict[str, float]:
+        """Return each tenant's tokens a second over the last RATE_S, as far back as somebody watched."""
+        samples = self._samples
+        samples.append((now, Counter(self._tokens)))
+        while now - samples[0][0] > RATE_S + SNAPSHOT_S:
+            samples.popleft()
+        before, counts = samples[0]
+        return {
+            name: (count - counts[name]) / (now - before) if now > before else 0.0
+            for name, count in self._tokens.items()
+        }
+
+
+class _Stream(StreamingResponse):
+    """A streamed answer that calls `on_end` when it is over, even before its first bytes."""
+
+    def __init__(self, content: AsyncIterator[bytes], on_end: Callable[[], None]) -> None:
+        super().__init__(content, headers=HEADERS, media_type=EVENT_STREAM)
+        self._on_end = on_end
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._on_end()
+
+
+class DecodePage:
+    """The page's answers. The decoder must have `observer` as an observer.
+
+    Args:
+        decoder: Returns the decoder; None while there is none.
+        operator_digest: The sha256 of the operator's key, which the page requires.
+        model: The model's name in requests.
+        demo: Returns the demonstration's traffic; None if there is none.
+
+    Attributes:
+        observer: The observer that the decoder is to call.
+    """
+
+    def __init__(
+        self,
+        decoder: Callable[[], Decoder | None],
+        operator_digest: bytes,
+        model: str,
+        demo: Callable[[], DemoTraffic | None] = lambda: None,
+    ) -> None:
+        self.observer = PageFeed(decoder, model, demo)
+        self._decoder = decoder
+        self._digest = operator_digest
+        self._streams = 0
+        self._encoded: tuple[float, bytes] = float("-inf"), b""
+        folder = files(decode).joinpath("page")
+        self._index = folder.joinpath("index.html").read_bytes()
+        self._files = {name: folder.joinpath(name).read_bytes() for name in FILES}
+
+    def routes(self) -> list[Route]:
+        """Return the routes, for the server's application behind its guard."""
+        return [
+            Route("/", self._show, methods=["GET"]),
+            Route("/page/events", self._events, methods=["GET"]),
+            Route("/page/history", self._history, methods=["GET"]),
+            Route("/page/tenants/{tenant}/region", self._revoke, methods=["DELETE"]),
+            Route("/page/{name}", self._file, methods=["GET"]),
+        ]
+
+    async def _show(self, _: Request) -> Response:
+        return Response(self._index, headers=HEADERS, media_type="text/html; charset=utf-8")
+
+    async def _file(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in self._files:
+            raise HTTPException(404)
+        return Response(self._files[name], headers=HEADERS, media_type=FILES[name])
+
+    async def _events(self, request: Request) -> Response:
+        if refused := self._refused(request):
+            return refused
+        if self._streams >= MAX_STREAMS:
+            text = f"{self._streams} pages are open, the most."
+            return _problem(503, text, {"Retry-After": str(RETRY_S)})
+        if request.method == "HEAD":
+            return Response(headers=HEADERS, media_type=EVENT_STREAM)
+        # Counted now, not at its first bytes: several requests may come before the loop runs the first stream.
+        self._streams += 1
+        return _Stream(self._stream(), self._stream_ended)
+
+    async def _history(self, request: Request) -> Response:
+        return self._refused(request) or JSONResponse(self.observer.history(), headers=HEADERS)
+
+    def _stream_ended(self) -> None:
+        self._streams -= 1
+
+    async def _stream(self) -> AsyncIterator[bytes]:
+        """Yield states (HTML, 9.2). A reader who is slow gets fewer: none is made before the last one is sent."""
+        until = time.monotonic() + STREAM_S
+        while time.monotonic() < until:
+            yield self._event()
+            await asyncio.sleep(SNAPSHOT_S)
+
+    def _event(self) -> bytes:
+        at, encoded = self._encoded
+        now = time.monotonic()
+        if now - at >= SNAPSHOT_S / 2:
+            encoded = json_event(self.observer.state())
+            self._encoded = now, encoded
+        return encoded
+
+    async def _revoke(self, request: Request) -> Response:
+        if refused := self._refused(request):
+            return refused
+        tenant_id, decoder = request.path_params["tenant"], self._decoder()
+        if decoder is None or tenant_id not in decoder.scheduler.tenants:
+            return _problem(404, "There is no such tenant.")
+        pool = decoder.regions.pools.get(tenant_id)
+        if pool is None:
+            return _problem(409, "The tenant has no region now: another one is being opened.")
+        try:
+            await pool.region.revoke(REVOKED_BY)
+        except GpuLeaseError as error:
+            return _problem(409, f"Not revoked: {error}")
+        self.observer.revoked_here(tenant_id)
+        return JSONResponse({"tenant": tenant_id, "region": f"{pool.region.lease_id:032x}"}, headers=HEADERS)
+
+    def _refused(self, request: Request) -> Response | None:
+        found = bearer_digest(request.headers.get("authorization", ""))
+        if found is not None and hmac.compare_digest(found, self._digest):
+            return None
+        return _problem(401, "This takes the operator's key.", {"WWW-Authenticate": "Bearer"})
+
+
+def _problem(status: int, text: str, headers: MutableMapping[str, str] | None = None) -> Response:
+    return JSONResponse({"detail": text}, status, HEADERS | dict(headers or {}))

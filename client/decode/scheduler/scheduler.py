@@ -1,0 +1,698 @@
+"""The scheduler of continuous batches: events and the time in, decisions out. Pure: no I/O, no clock, no randomness.
+
+A harness drives it: `plan` says which rows the next step has, `completed` or `failed` says what became of the step. One
+step of run-ahead is possible: a step may be planned while the one before it is not answered. Times are monotonic
+seconds, of any origin.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import Final
+
+from gpulease.client.decode.decode_errors import RebindLimited, RequestIdInUse, RequestRejected
+from gpulease.client.decode.decode_requests import (
+    AdmissionReason,
+    AnyEvent,
+    CompletionReason,
+    PromptRequest,
+    SchedulerEvent,
+    TenantConfig,
+)
+from gpulease.client.decode.row_records import NOBODY, PAGE
+from gpulease.client.decode.scheduler.cell_rate import CellRate
+from gpulease.client.decode.scheduler.step_plan import LiveSequence, StepPlan
+from gpulease.client.decode.scheduler.tenant_state import TenantState, WaitingRequest
+
+MAX_UNANSWERED_STEPS: Final = 2
+"""Steps planned and not answered: a third would need tokens that no step before it has."""
+
+PREFILL_GRAIN: Final = PAGE
+"""Rows of prompts that one tenant gets before the next one's turn."""
+
+MAX_PREEMPTIONS: Final = 2
+"""How often a request makes room for others at most: one more time, and a stream of heavier tenants' requests could
+keep it from ending forever."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSettings:
+    """The engine's limits. Raises ValueError if they make no engine.
+
+    Attributes:
+        max_sequences: Most live sequences: rows of the block tables.
+        max_rows: Most rows of a step. With `max_sequences + prefill_rows` a full house does not slow prompts down.
+        prefill_rows: Most rows of prompts in a step that has rows of decoding sequences, too.
+        context: Most positions of a sequence.
+        vocabulary: Number of tokens.
+        end_tokens: Tokens that end a sequence.
+        replays: Whether a revoked request continues after the tokens that it emitted; otherwise it starts again.
+        replay_wait_s: Seconds for which a replay may wait for its region and its admission, at least.
+        rebinds_at_once: How often a tenant's region may be rebuilt at once.
+        rebind_interval_s: Seconds after which it may be rebuilt one more time.
+        preempts: Whether tenants of a higher weight get the tables of those of a lower one. Off, for what is preempted
+            is computed again; on where a heavier tenant's first token matters more than that.
+    """
+
+    max_sequences: int
+    max_rows: int
+    prefill_rows: int
+    context: int
+    vocabulary: int
+    end_tokens: frozenset[int] = frozenset()
+    replays: bool = True
+    replay_wait_s: float = 5.0
+    rebinds_at_once: int = 3
+    rebind_interval_s: float = 10.0
+    preempts: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("max_sequences", "max_rows", "context", "vocabulary", "rebinds_at_once"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; give 1 or more")
+        if not 1 <= self.prefill_rows <= self.max_rows:
+            raise ValueError(f"prefill_rows is {self.prefill_rows}; give 1 to max_rows, {self.max_rows}")
+        if self.replay_wait_s < 0 or self.rebind_interval_s < 0:
+            raise ValueError("replay_wait_s and rebind_interval_s are 0 or more")
+
+
+class ContinuousBatchScheduler:
+    """Decides who is admitted and which rows a step has.
+
+    **Admission.** A request is admitted when its tenant's `max_concurrent`, its region's free blocks and the engine's
+    tables let it in. All blocks that it can need are reserved then, so decoding never runs out of them. A tenant's
+    requests are admitted in their order. A tenant contends while the engine's lack of tables alone keeps its first
+    request out. Of the tenants that contend, the one with the least weighted virtual counter is admitted (VTC, arXiv
+    2401.00588). A counter grows by a prompt's tokens at its admission, and by each emitted token, over the weight. A
+    tenant that begins to contend is lifted to the least counter of those who do; if none does, to that of the last
+    admission. So neither idle time nor time behind its own limits earns it anything.
+
+    **Service bound.** S is a tenant's service in those tokens, and w its weight. While tenants f and g both contend,
+    |S_f / w_f - S_g / w_g| grows by U_f + U_g at most. U = (PAGE * max_blocks + max_concurrent) / w is the most that a
+    tenant is charged from one admission to the next.
+
+    **Rows.** Each decoding sequence has a row a step. With more live sequences than rows they take turns: while none
+    joins or leaves, each has a row at least every ceil(live / max_rows) steps, and prompts get what would be their
+    turns. Rows that are left go to prompts, up to `prefill_rows`. The tenant with the least weighted prompt rows is
+    first, and within it the prompt that was admitted first.
+
+    **Steps.** A step is a transaction: lengths move when it is answered as good. A sequence that turns out to have
+    ended loses the row that ran ahead. Steps run one after another, so blocks and tables are free again at once: a row
+    that ran ahead for nothing has written before whoever gets them.
+
+    **Preemption**, if the settings say so. Where the one whose turn it is finds no table, the youngest sequence of the
+    tenant with the least weight ends, if that weight is less than its own. A replay waits in its place: first in its
+    tenant's queue, without a deadline, and it is not charged again. Turns stay as they are, so the service bound holds.
+    No request starves: it is preempted MAX_PREEMPTIONS times at most, and then keeps its table to its end.
+
+    **Rebinds.** A revoked tenant's sequences end. Each is replayed by a request of its own, first in the tenant's
+    queue, that waits for the new region.
+
+    Attributes:
+        settings: The engine's limits.
+        tenants: Tenants by their ids; read only.
+    """
+
+    def __init__(self, settings: SchedulerSettings, tenants: Iterable[TenantConfig] = ()) -> None:
+        self.settings = settings
+        self.tenants: dict[str, TenantState] = {}
+        self._live: dict[str, LiveSequence] = {}
+        self._waiting: dict[str, WaitingRequest] = {}
+        self._decoding: list[LiveSequence] = []
+        self._prefilling: dict[TenantState, None] = {}
+        self._tables = list(range(settings.max_sequences - 1, -1, -1))
+        self._unanswered: list[StepPlan] = []
+        self._step_number = self._admissions = self._arrivals = 0
+        self._prompt_turns = 0
+        self._virtual_counter = self._virtual_prefilled = 0.0
+        self._next_deadline = float("inf")
+        self._has_room = self._has_ended = False
+        self._isolated: Set[str] | None = None
+        for tenant in tenants:
+            self.add_tenant(tenant)
+
+    # --- queries ---
+
+    @property
+    def live_sequences(self) -> int:
+        """Return the number of live sequences."""
+        return len(self._live)
+
+    @property
+    def waiting_requests(self) -> int:
+        """Return the number of requests that wait for their admission."""
+        return len(self._waiting)
+
+    @property
+    def unanswered_steps(self) -> int:
+        """Return the number of steps planned and not answered: another can be planned while it is at most 1."""
+        return len(self._unanswered)
+
+    @property
+    def next_deadline(self) -> float | None:
+        """Return the time at which `plan` may have to end a waiting request; None if none has a deadline."""
+        return self._next_deadline if self._waiting and self._next_deadline < float("inf") else None
+
+    def is_under_way(self, tenant_id: str) -> bool:
+        """Return whether a step that is not answered has rows of the tenant; of a held one, no later step has any."""
+        tenant = self.tenants[tenant_id]
+        return any(tenant in step.tenants for step in self._unanswered)
+
+    def rebind_delay_s(self, tenant_id: str, now: float) -> float:
+        """Return the seconds until the tenant may get a region, 0 if it may now."""
+        tenant = self.tenants[tenant_id]
+        return tenant.limiter.delay_s(now) if tenant.owes_permit else 0.0
+
+    # --- Tenants and requests come and go. ---
+
+    def add_tenant(self, config: TenantConfig, blocks: int | None = None) -> None:
+        """Add a tenant with a region of so many blocks, `max_blocks` if None; 0: it waits for `rebound`."""
+        if config.id in self.tenants:
+            raise ValueError(f"tenant {config.id} is there already")
+        limiter = CellRate(self.settings.rebinds_at_once, self.settings.rebind_interval_s)
+        tenant = TenantState(config, limiter)
+        if blocks != 0:
+            tenant.bind(_checked_blocks(config, config.max_blocks if blocks is None else blocks))
+        self.tenants[config.id] = tenant
+
+    def submit(self, request: PromptRequest, now: float) -> list[AnyEvent]:
+        """Admit a request, or let it wait, or refuse it.
+
+        Raises:
+            RequestRejected: There is no such tenant, the id is in use, or a token is not in the vocabulary.
+
+        Returns:
+            One AdmissionRejected, or nothing.
+        """
+        tenant = self.tenants.get(request.tenant_id)
+        if tenant is None:
+            raise RequestRejected(f"there is no tenant {request.tenant_id!r}")
+        if request.request_id in self._live or request.request_id in self._waiting:
+            raise RequestIdInUse(f"request {request.request_id!r} lives or waits already", "Give another id")
+        if detail := self._excess(tenant, request):
+            return [SchedulerEvent.AdmissionRejected(request, AdmissionReason.TOO_LARGE, detail)]
+        if not 0 <= min(request.token_ids) <= max(request.token_ids) < self.settings.vocabulary:
+            raise RequestRejected(f"a token is not in the vocabulary; give 0 to {self.settings.vocabulary - 1}")
+        if limited := self._limited(tenant, request, request.wait_s, now):
+            return [limited]
+        was_queue_full = len(tenant.waiting) >= tenant.config.max_waiting
+        self._enqueue(tenant, request, now + request.wait_s)
+        self._has_room = True
+        events = self._admit()
+        if request.request_id not in self._waiting:
+            return events  # It was admitted, and perhaps made room for another at once.
+        # A replay of what was preempted just now joins the queue, but takes no other request's place in it.
+        is_queue_full = was_queue_full and len(tenant.waiting) > tenant.config.max_waiting
+        if request.wait_s and not is_queue_full:
+            self._next_deadline = min(self._next_deadline, now + request.wait_s)
+            return events
+        self._dequeue(tenant, self._waiting[request.request_id])
+        return [*events, self._refusal(tenant, request, is_queue_full and request.wait_s > 0)]
+
+    def cancel(self, request_id: str, reason: CompletionReason = CompletionReason.CANCELLED) -> list[AnyEvent]:
+        """End a request for a reason of the harness's; an id that neither lives nor waits changes nothing.
+
+        Returns:
+            One Completed, or nothing.
+        """
+        if sequence := self._live.get(request_id):
+            return [self._finish(sequence, reason)]
+        if waiting := self._waiting.get(request_id):
+            self._dequeue(self.tenants[waiting.request.tenant_id], waiting)
+            return [SchedulerEvent.Completed(waiting.request, reason)]
+        return []
+
+    # --- Steps. ---
+
+    def plan(self, now: float) -> StepPlan:
+        """Plan the next step; without rows there is nothing to do, and the plan is not to be answered.
+
+        Raises ValueError if MAX_UNANSWERED_STEPS are not answered.
+        """
+        if len(self._unanswered) >= MAX_UNANSWERED_STEPS:
+            raise ValueError(f"step {self._unanswered[0].number} is to be answered first")
+        events = self._expire(now) if now >= self._next_deadline else []
+        # Emitted tokens change the order of turns, and so which tenant may preempt.
+        self._has_room |= self.settings.preempts
+        events += self._admit()
+        if self._has_ended:
+            self._has_ended = False
+            self._decoding = [sequence for sequence in self._decoding if not sequence.is_ended]
+        chunks = self._deal_prompt_rows() if self._prefilling else []
+        step = self._plan_decode(self.settings.max_rows - sum(count for _, count in chunks))
+        for sequence, count in chunks:
+            step.add_chunk(sequence, count)
+            if sequence.next == sequence.prompt:
+                self._leave_prefill(sequence)
+                if sequence.next <= sequence.last:
+                    self._decoding.append(sequence)
+        step.events = events
+        if step.sequences:
+            self._step_number += 1
+            self._unanswered.append(step)
+        return step
+
+    def completed(self, step: StepPlan, results: Sequence[int]) -> list[AnyEvent]:
+        """Take a step's results, one token a row; lengths move now. Results of a void step count for nothing.
+
+        Raises ValueError if an earlier step is not answered, or a row has no result.
+        """
+        if step.is_void:
+            return []
+        if not self._unanswered or self._unanswered[0] is not step:
+            raise ValueError(f"step {step.number} is not the one to be answered")
+        if len(results) < len(step):
+            raise ValueError(f"step {step.number} has {len(step)} rows and {len(results)} results")
+        del self._unanswered[0]
+        for sequence, _, count in step.chunks:
+            sequence.filled += count
+        events: list[AnyEvent] = []
+        tell, event = events.append, SchedulerEvent.Token
+        end_tokens = self.settings.end_tokens
+        for sequence, row in zip(step.sampled, step.sampled_rows, strict=True):
+            if sequence.is_ended:
+                continue
+            token = results[row]
+            tokens = sequence.tokens
+            position = len(tokens)
+            tokens.append(token)
+            tenant = sequence.tenant
+            tenant.counter += tenant.price
+            tell(event(sequence.request, token, position, row))
+            if token in end_tokens:
+                tell(self._finish(sequence, CompletionReason.END_OF_SEQUENCE))
+            elif position > sequence.last:
+                tell(self._finish(sequence, CompletionReason.MAX_TOKENS_REACHED))
+        return events
+
+    def failed(self, step: StepPlan, tenant_id: str | None, reason: CompletionReason, now: float) -> list[AnyEvent]:
+        """Take a step's failure: it, and the step after it, moved nothing and are planned again.
+
+        A tenant's failure ends the tenant's sequences, as `revoked` does. If the engine itself is lost, call
+        `engine_lost`. Raises ValueError if the step was answered.
+        """
+        if not step.is_void:
+            if step not in self._unanswered:
+                raise ValueError(f"step {step.number} was answered already")
+            self._void(self._unanswered.index(step))
+        return [] if tenant_id is None else self.revoked(tenant_id, reason, now)
+
+    def step(self, compute: Callable[[StepPlan], Sequence[int]], now: float) -> list[AnyEvent]:
+        """Plan a step, compute it and take its results, for harnesses without run-ahead."""
+        step = self.plan(now)
+        return step.events + (self.completed(step, compute(step)) if step.sequences else [])
+
+    # --- Regions come and go. ---
+
+    def revoked(self, tenant_id: str, reason: CompletionReason, now: float) -> list[AnyEvent]:
+        """Take the loss of a tenant's region: its sequences end, and their replays wait for `rebound`.
+
+        Requests that waited go on waiting. Steps under way count for the others. A replay that would have to wait too
+        long for the limiter is refused with AdmissionReason.REBIND_LIMITED.
+        """
+        tenant = self.tenants[tenant_id]
+        tenant.owes_permit = True
+        return self._unbind(tenant, reason, now)
+
+    def engine_lost(
+        self, now: float, reason: CompletionReason = CompletionReason.ENGINE_ERROR, wait_s: float = 0.0
+    ) -> list[AnyEvent]:
+        """Take the loss of the engine: no step under way counts, every tenant's sequences end and are replayed.
+
+        No tenant pays with its limiter's permits for this. Replays may wait for `wait_s` seconds at least, those of
+        earlier losses likewise.
+        """
+        self._void(0)
+        for waiting in self._waiting.values():
+            if waiting.request.attempt:
+                waiting.deadline = max(waiting.deadline, now + wait_s)
+        events: list[AnyEvent] = []
+        for tenant in self.tenants.values():
+            events += self._unbind(tenant, reason, now, wait_s)
+        return events
+
+    def isolate(self, request_ids: Set[str] | None) -> None:
+        """Admit only these requests, by their callers' ids, until `isolate(None)`. Live sequences continue."""
+        self._isolated = request_ids
+        self._has_room = True
+        for tenant in self.tenants.values():
+            tenant.waiting = deque(sorted(tenant.waiting, key=lambda waiting: not self._is_admissible(waiting.request)))
+
+    def rebound(self, tenant_id: str, blocks: int, now: float) -> list[AnyEvent]:
+        """Give a tenant a new region of so many blocks; its replays are admitted as any request.
+
+        Raises:
+            RebindLimited: Its region was rebuilt too often of late. Nothing changed.
+            ValueError: It has a region, or `blocks` is not within its limits.
+
+        Returns:
+            An AdmissionRejected for each waiting request that this region has too few blocks for.
+        """
+        tenant = self.tenants[tenant_id]
+        if tenant.region_blocks:
+            raise ValueError(f"tenant {tenant_id} has a region")
+        _checked_blocks(tenant.config, blocks)
+        if tenant.owes_permit:
+            if delay_s := tenant.limiter.take(now):
+                raise RebindLimited(f"the next region may be opened in {delay_s:.3f} s", delay_s)
+            tenant.owes_permit = False
+        tenant.bind(blocks)
+        self._has_room = True
+        events: list[AnyEvent] = []
+        for waiting in list(tenant.waiting):
+            if detail := self._excess(tenant, waiting.request):
+                self._dequeue(tenant, waiting)
+                events.append(SchedulerEvent.AdmissionRejected(waiting.request, AdmissionReason.TOO_LARGE, detail))
+        return events
+
+    def hold(self, tenant_id: str) -> None:
+        """Give a tenant's sequences no rows until `resume`: its blocks are on the move, or it is not to be computed.
+
+        Its requests wait meanwhile, and end at their deadlines: an admitted one would keep others' places for nothing.
+        """
+        tenant = self.tenants[tenant_id]
+        if not tenant.is_held:
+            tenant.is_held = True
+            tenant.parked = [sequence for sequence in self._decoding if sequence.tenant is tenant]
+            self._decoding = [sequence for sequence in self._decoding if sequence.tenant is not tenant]
+            self._prefilling.pop(tenant, None)
+
+    def resume(self, tenant_id: str) -> None:
+        """Give a held tenant's sequences rows again."""
+        tenant = self.tenants[tenant_id]
+        if tenant.is_held:
+            tenant.is_held = False
+            self._decoding += [sequence for sequence in tenant.parked if not sequence.is_ended]
+            tenant.parked = []
+            self._enter_prefill(tenant)
+            self._has_room = True
+
+    # --- Admission. ---
+
+    def _excess(self, tenant: TenantState, request: PromptRequest) -> str:
+        """Explain why a request can never be admitted; "" if it can."""
+        if request.positions > self.settings.context:
+            return f"it can take {request.positions} positions; the model's context has {self.settings.context}"
+        blocks = tenant.region_blocks or tenant.config.max_blocks
+        if request.blocks > blocks:
+            return f"it can need {request.blocks} blocks; tenant {tenant.config.id} has {blocks} in all"
+        return ""
+
+    def _limited(
+        self, tenant: TenantState, request: PromptRequest, wait_s: float, now: float
+    ) -> SchedulerEvent.AdmissionRejected | None:
+        """Refuse a request if its tenant gets no region in the time that the request may wait."""
+        delay_s = self.rebind_delay_s(tenant.config.id, now)
+        if delay_s <= wait_s:
+            return None
+        detail = f"tenant {tenant.config.id} lost its region too often; it may get one in {delay_s:.3f} s"
+        return SchedulerEvent.AdmissionRejected(request, AdmissionReason.REBIND_LIMITED, detail, delay_s)
+
+    def _refusal(
+        self, tenant: TenantState, request: PromptRequest, is_queue_full: bool
+    ) -> SchedulerEvent.AdmissionRejected:
+        """Return the refusal that says what kept a request out."""
+        config = tenant.config
+        if is_queue_full:
+            reason, detail = AdmissionReason.QUOTA_EXCEEDED, f"{config.max_waiting} of its requests wait already"
+        else:
+            reason, detail = self._obstacle(tenant, request)
+        detail = f"tenant {config.id}: {detail}; send it later, or let it wait"
+        return SchedulerEvent.AdmissionRejected(request, reason, detail)
+
+    def _obstacle(self, tenant: TenantState, request: PromptRequest) -> tuple[AdmissionReason, str]:
+        """Return what keeps a waiting request out now, and that as a sentence."""
+        if len(tenant.live) >= tenant.config.max_concurrent:
+            return AdmissionReason.QUOTA_EXCEEDED, f"{tenant.config.max_concurrent} of its sequences live already"
+        if not tenant.region_blocks:
+            return AdmissionReason.POOL_EXHAUSTED, "its region is being rebuilt"
+        if tenant.is_held:
+            return AdmissionReason.POOL_EXHAUSTED, "its region is being moved, or it is suspended"
+        if request.blocks > (free := len(tenant.free_blocks)):
+            return AdmissionReason.POOL_EXHAUSTED, f"it can need {request.blocks} blocks, and {free} are free"
+        return AdmissionReason.POOL_EXHAUSTED, "requests before it wait for the engine"
+
+    def _enqueue(self, tenant: TenantState, request: PromptRequest, deadline: float) -> WaitingRequest:
+        waiting = WaitingRequest(request, deadline, self._arrivals)
+        self._arrivals += 1
+        self._waiting[request.request_id] = waiting
+        tenant.waiting.append(waiting)
+        return waiting
+
+    def _enqueue_replay(self, replay: PromptRequest, deadline: float, preemptions: int) -> WaitingRequest:
+        """Enqueue a replay as its tenant's first."""
+        tenant = self.tenants[replay.tenant_id]
+        waiting = self._enqueue(tenant, replay, deadline)
+        waiting.preemptions = preemptions
+        tenant.waiting.rotate()
+        return waiting
+
+    def _dequeue(self, tenant: TenantState, waiting: WaitingRequest) -> None:
+        tenant.waiting.remove(waiting)
+        del self._waiting[waiting.request.request_id]
+        self._has_room = True
+
+    def _expire(self, now: float) -> list[AnyEvent]:
+        """End the requests that waited long enough."""
+        late = [waiting for waiting in self._waiting.values() if waiting.deadline <= now]
+        events: list[AnyEvent] = []
+        for waiting in late:
+            tenant = self.tenants[waiting.request.tenant_id]
+            kept_out_by, detail = self._obstacle(tenant, waiting.request)
+            detail = f"tenant {tenant.config.id}: {detail}; it waited as long as it may, send it later"
+            reason = CompletionReason.DEADLINE_EXCEEDED
+            events.append(SchedulerEvent.Completed(waiting.request, reason, kept_out_by=kept_out_by, detail=detail))
+            self._dequeue(tenant, waiting)
+        self._next_deadline = min((waiting.deadline for waiting in self._waiting.values()), default=float("inf"))
+        return events
+
+    def _admit(self) -> list[AnyEvent]:
+        """Admit whom there is room for, by their counters. Runs only when something made room, or came."""
+        events: list[AnyEvent] = []
+        while self._has_room:
+            contenders = self._contenders()
+            tenant = min(contenders, key=lambda tenant: (tenant.counter, tenant.waiting[0].number), default=None)
+            if tenant is not None and not self._tables:
+                events += self._preempt(tenant)
+            if tenant is None or not self._tables:
+                self._has_room = False
+                break
+            self._virtual_counter = tenant.counter
+            waiting = tenant.waiting.popleft()
+            request = waiting.request
+            del self._waiting[request.request_id]
+            blocks = [tenant.free_blocks.pop() for _ in range(request.blocks)]
+            sequence = LiveSequence(request, tenant, self._tables.pop(), blocks, self._admissions)
+            sequence.preemptions = waiting.preemptions
+            self._admissions += 1
+            self._live[request.request_id] = tenant.live[request.request_id] = sequence
+            if not waiting.is_paid:
+                tenant.counter += len(request.token_ids) * tenant.price
+            tenant.prefilling.append(sequence)
+            self._enter_prefill(tenant)
+        return events
+
+    def _preempt(self, heavier: TenantState) -> list[AnyEvent]:
+        """End the youngest sequence of the lightest tenant for one of a higher weight, and enqueue its replay."""
+        weight = heavier.config.weight
+        victims = [
+            sequence
+            for sequence in self._live.values()
+            if sequence.tenant.config.weight < weight and sequence.preemptions < MAX_PREEMPTIONS
+        ]
+        if not self.settings.preempts or not victims:
+            return []
+        victim = min(victims, key=lambda sequence: (sequence.tenant.config.weight, -sequence.number))
+        replay = self._replay_of(victim, self._live.keys() | self._waiting.keys())
+        self._enqueue_replay(replay, float("inf"), victim.preemptions + 1).is_paid = True
+        return [self._finish(victim, CompletionReason.PREEMPTED, replay.request_id)]
+
+    def _contenders(self) -> list[TenantState]:
+        """Return the tenants that only the engine's lack of room keeps out; lift those that newly are."""
+        old: list[TenantState] = []
+        new: list[TenantState] = []
+        for tenant in self.tenants.values():
+            if tenant.waiting and self._may_enter(tenant, tenant.waiting[0].request):
+                (old if tenant.is_contending else new).append(tenant)
+            else:
+                tenant.is_contending = False
+        least = min((tenant.counter for tenant in old), default=self._virtual_counter)
+        for tenant in new:
+            tenant.counter = max(tenant.counter, least)
+            tenant.is_contending = True
+        return old + new
+
+    def _may_enter(self, tenant: TenantState, request: PromptRequest) -> bool:
+        return not tenant.is_held and self._is_admissible(request) and tenant.fits(request)
+
+    def _is_admissible(self, request: PromptRequest) -> bool:
+        return self._isolated is None or (request.continues or request.request_id) in self._isolated
+
+    # --- Rows. ---
+
+    def _enter_prefill(self, tenant: TenantState) -> None:
+        if tenant.prefilling and not tenant.is_held and tenant not in self._prefilling:
+            least = min((other.prefilled for other in self._prefilling), default=self._virtual_prefilled)
+            tenant.prefilled = max(tenant.prefilled, least)
+            self._prefilling[tenant] = None
+
+    def _leave_prefill(self, sequence: LiveSequence) -> None:
+        tenant = sequence.tenant
+        tenant.prefilling.remove(sequence)
+        if not tenant.prefilling:
+            self._prefilling.pop(tenant, None)
+
+    def _deal_prompt_rows(self) -> list[tuple[LiveSequence, int]]:
+        """Return how many rows the next step has for each prompt."""
+        max_rows, decoding = self.settings.max_rows, len(self._decoding)
+        prompts = sum(len(tenant.prefilling) for tenant in self._prefilling)
+        left = max_rows - decoding
+        if prompts > left:
+            # More live sequences than rows: the prompts get their turns' rows, over the steps exactly.
+            turns, self._prompt_turns = divmod(self._prompt_turns + max_rows * prompts, decoding + prompts)
+            left = max(left, turns)
+        left = min(left, self.settings.prefill_rows if decoding else max_rows)
+        needed = {tenant: tenant.prompt_rows for tenant in self._prefilling}
+        given = dict.fromkeys(needed, 0)
+        while left and needed:
+            tenant = min(needed, key=lambda tenant: tenant.prefilled)
+            self._virtual_prefilled = tenant.prefilled
+            count = min(PREFILL_GRAIN, left, needed[tenant])
+            left -= count
+            given[tenant] += count
+            tenant.prefilled += count * tenant.price
+            needed[tenant] -= count
+            if not needed[tenant]:
+                del needed[tenant]
+        chunks = []
+        for tenant, rows in given.items():
+            for sequence in tenant.prefilling:
+                if not rows:
+                    break
+                count = min(rows, sequence.prompt - sequence.next)
+                rows -= count
+                chunks.append((sequence, count))
+        return chunks
+
+    def _plan_decode(self, max_rows: int) -> StepPlan:
+        """Begin a step by a row for each decoding sequence; if there are too many, for those whose turn it is."""
+        chosen = self._decoding
+        if len(chosen) > max_rows:
+            chosen = chosen[:max_rows]
+            self._decoding = self._decoding[max_rows:] + chosen
+        else:
+            self._decoding = chosen.copy()
+        positions, tokens, sources, blocks, tables = [], [], [], [], []
+        is_any_last = False
+        for row, sequence in enumerate(chosen):
+            position = sequence.next
+            known = sequence.tokens
+            if position < len(known):
+                tokens.append(known[position])
+                sources.append(NOBODY)
+            else:
+                tokens.append(0)
+                sources.append(sequence.row)
+            positions.append(position)
+            blocks.append(sequence.blocks[position // PAGE])
+            tables.append(sequence.table)
+            sequence.row = row
+            sequence.next = position + 1
+            if position == sequence.last:
+                is_any_last = True
+        if is_any_last:
+            self._decoding = [sequence for sequence in self._decoding if sequence.next <= sequence.last]
+        rows = len(chosen)
+        step = StepPlan(self._step_number, chosen, positions, tokens, sources, blocks, tables, rows)
+        step.sampled, step.sampled_rows = chosen.copy(), list(range(rows))
+        return step
+
+    # --- Ends. ---
+
+    def _finish(
+        self, sequence: LiveSequence, reason: CompletionReason, continued_by: str = ""
+    ) -> SchedulerEvent.Completed:
+        """End a live sequence and free what it has."""
+        request, tenant = sequence.request, sequence.tenant
+        sequence.is_ended = self._has_ended = self._has_room = True
+        del self._live[request.request_id], tenant.live[request.request_id]
+        if tenant.region_blocks:
+            tenant.free_blocks += sequence.blocks
+        self._tables.append(sequence.table)
+        if sequence.next < sequence.prompt:
+            self._leave_prefill(sequence)
+        return SchedulerEvent.Completed(request, reason, continued_by)
+
+    def _void(self, first: int) -> None:
+        """Undo the plans of unanswered steps from the `first` on; their rows are the first to be planned again."""
+        voided = self._unanswered[first:]
+        del self._unanswered[first:]
+        if not voided:
+            return
+        self._step_number = voided[0].number
+        for step in reversed(voided):
+            step.is_void = True
+            for row in range(len(step) - 1, -1, -1):
+                step.sequences[row].next, step.sequences[row].row = step.positions[row], step.sources[row]
+        again = dict.fromkeys(sequence for step in voided for sequence in step.sequences if not sequence.is_ended)
+        decoding = [sequence for sequence in again if sequence.next >= sequence.prompt]
+        self._decoding = [sequence for sequence in self._decoding if sequence not in again]
+        for sequence in again:
+            tenant = sequence.tenant
+            if tenant.is_held:
+                tenant.parked = [parked for parked in tenant.parked if parked is not sequence]
+                tenant.parked += [sequence] * (sequence.next >= sequence.prompt)
+            if sequence.next < sequence.prompt and sequence not in tenant.prefilling:
+                tenant.prefilling.append(sequence)
+                tenant.prefilling.sort(key=lambda sequence: sequence.number)
+            self._enter_prefill(tenant)
+        self._decoding = [sequence for sequence in decoding if not sequence.tenant.is_held] + self._decoding
+
+    def _unbind(self, tenant: TenantState, reason: CompletionReason, now: float, wait_s: float = 0.0) -> list[AnyEvent]:
+        """End a tenant's sequences and its region, and enqueue the replays."""
+        tenant.unbind()
+        least_s = max(wait_s, self.settings.replay_wait_s)
+        events: list[AnyEvent] = []
+        replays: list[tuple[PromptRequest, int]] = []
+        taken = self._live.keys() | self._waiting.keys()
+        for sequence in list(tenant.live.values()):
+            replay = self._replay_of(sequence, taken)
+            taken.add(replay.request_id)
+            events.append(self._finish(sequence, reason, replay.request_id))
+            limited = self._limited(tenant, replay, max(replay.wait_s, least_s), now)
+            if limited:
+                events.append(limited)
+            else:
+                replays.append((replay, sequence.preemptions))
+        for replay, preemptions in reversed(replays):
+            deadline = now + max(replay.wait_s, least_s)
+            self._enqueue_replay(replay, deadline, preemptions)
+            self._next_deadline = min(self._next_deadline, deadline)
+        return events
+
+    def _replay_of(self, sequence: LiveSequence, taken: Set[str]) -> PromptRequest:
+        """Return the request that continues where a sequence ends, or starts again if replays are off.
+
+        Its id is none of the `taken`.
+        """
+        request = sequence.request
+        own_prompt = len(request.token_ids) - request.replayed_tokens
+        kept = len(sequence.tokens) if self.settings.replays else own_prompt
+        first_id, attempt = request.continues or request.request_id, request.attempt + 1
+        while f"{first_id}.{attempt}" in taken:
+            attempt += 1
+        return replace(
+            request,
+            request_id=f"{first_id}.{attempt}",
+            token_ids=tuple(sequence.tokens[:kept]),
+            max_emitted_tokens=request.max_emitted_tokens + len(request.token_ids) - kept,
+            continues=first_id,
+            attempt=attempt,
+            replayed_tokens=kept - own_prompt,
+        )
+
+
+def _checked_blocks(config: TenantConfig, blocks: int) -> int:
+    if not 1 <= blocks <= config.max_blocks:
+        raise ValueError(f"tenant {config.id}: a region of {blocks} blocks; give 1 to {config.max_blocks}")
+    return blocks

@@ -1,0 +1,130 @@
+"""A step of the engine as the scheduler plans it: columns of rows, and the live sequences they belong to."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from gpulease.client.decode.decode_requests import AnyEvent, PromptRequest
+from gpulease.client.decode.row_records import NOBODY, PAGE
+
+if TYPE_CHECKING:
+    from gpulease.client.decode.scheduler.tenant_state import TenantState
+
+
+class LiveSequence:
+    """An admitted request.
+
+    Attributes:
+        request: The request.
+        tenant: Its tenant.
+        table: Its row of the block tables, of no other live sequence.
+        blocks: Its blocks, as indexes within the tenant's region, in the order of its positions.
+        number: Its place in the order of admissions.
+        tokens: The prompt and what was emitted.
+        prompt: Tokens of the prompt.
+        last: The last position that can have a row: the token that it yields is the last one to be emitted.
+        filled: Positions of the prompt that answered steps have computed.
+        next: The first position that no step has a row for yet.
+        row: Its row in the last step that has one: that row's result is the token at `next`.
+        preemptions: How often it made room for others.
+        is_ended: Whether the request ended; rows of it that are under way count for nothing.
+    """
+
+    __slots__ = (
+        "blocks",
+        "filled",
+        "is_ended",
+        "last",
+        "next",
+        "number",
+        "preemptions",
+        "prompt",
+        "request",
+        "row",
+        "table",
+        "tenant",
+        "tokens",
+    )
+
+    def __init__(
+        self, request: PromptRequest, tenant: "TenantState", table: int, blocks: list[int], number: int
+    ) -> None:
+        self.request, self.tenant, self.table, self.blocks, self.number = request, tenant, table, blocks, number
+        self.tokens = list(request.token_ids)
+        self.prompt = len(self.tokens)
+        self.last = request.positions - 1
+        self.filled = self.next = 0
+        self.row = NOBODY
+        self.preemptions = 0
+        self.is_ended = False
+
+    @property
+    def length(self) -> int:
+        """Return its length: the positions whose keys and values answered steps have computed."""
+        return self.filled if self.filled < self.prompt else len(self.tokens) - 1
+
+
+@dataclass(slots=True, eq=False)
+class StepPlan:
+    """The rows of one step: first one for each sequence that decodes, then the chunks of prompts.
+
+    Lists have one element a row, unless something else is said. A chunk's rows lie together, at ascending positions.
+
+    Attributes:
+        number: The step's number, from 0. A step that is planned in place of a failed one has the failed one's number.
+        sequences: The row's sequence.
+        positions: The row's position.
+        tokens: The row's token; 0 where it is not known yet.
+        sources: The row of the step before that yields the row's token, or NOBODY if the token is known.
+        blocks: The index, within the tenant's region, of the block that has the position.
+        tables: The sequence's row of the block tables.
+        decode_rows: How many rows are of sequences that decode.
+        chunks: A chunk each: its sequence, its first row, its number of rows.
+        joined: Sequences with their first position in this step: what is constant of a sequence can be set up now.
+        sampled: Sequences to which this step gives a token.
+        sampled_rows: For each of `sampled`, the row that yields that token; other results mean nothing.
+        events: What happened while the step was planned: requests that had waited too long.
+        is_void: Whether the step counts for nothing, because it or the one before it failed.
+    """
+
+    number: int
+    sequences: list[LiveSequence]
+    positions: list[int]
+    tokens: list[int]
+    sources: list[int]
+    blocks: list[int]
+    tables: list[int]
+    decode_rows: int
+    chunks: list[tuple[LiveSequence, int, int]] = field(default_factory=list)
+    joined: list[LiveSequence] = field(default_factory=list)
+    sampled: list[LiveSequence] = field(default_factory=list)
+    sampled_rows: list[int] = field(default_factory=list)
+    events: list[AnyEvent] = field(default_factory=list)
+    is_void: bool = False
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    @property
+    def tenants(self) -> set["TenantState"]:
+        """Return the tenants that have rows: the step touches their regions and no others."""
+        return {sequence.tenant for sequence in self.sequences}
+
+    def add_chunk(self, sequence: LiveSequence, count: int) -> None:
+        """Append rows for the next `count` positions of a prompt."""
+        first_row, begin = len(self.sequences), sequence.next
+        end = begin + count
+        self.sequences += [sequence] * count
+        self.positions += range(begin, end)
+        self.tokens += sequence.tokens[begin:end]
+        self.sources += [NOBODY] * count
+        blocks = sequence.blocks
+        self.blocks += [blocks[position // PAGE] for position in range(begin, end)]
+        self.tables += [sequence.table] * count
+        self.chunks.append((sequence, first_row, count))
+        if begin == 0:
+            self.joined.append(sequence)
+        sequence.next = end
+        if end == sequence.prompt:
+            sequence.row = first_row + count - 1
+            self.sampled.append(sequence)
+            self.sampled_rows.append(sequence.row)

@@ -1,0 +1,266 @@
+"""A record on the daemon's audit log of each request that a decoder served, and what such a record says.
+
+    audit = await DecodeAudit.of(checkpoint)
+    async with Decoder.open(checkpoint, observers=[audit]) as decoder, audit.writing(lambda: decoder.engine.lease):
+        ...
+
+A record has digests and no text. Whoever has the prompt can compute the output again and compare
+(`gpulease audit recompute`).
+"""
+
+import asyncio
+import hashlib
+import logging
+import os
+import time
+from array import array
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from sys import byteorder
+from typing import Any, Final, Self
+
+from gpulease.client.aio import GpuLease
+from gpulease.client.decode.checkpoint import Checkpoint
+from gpulease.client.decode.decode_reports import DecoderObserver, FinishedRequest
+from gpulease.client.decode.decode_requests import SamplingParameters
+from gpulease.client.decode.engine.kernel_library import kernels_sha256
+from gpulease.client.errors import GpuLeaseError, InvalidRequest
+from gpulease.protocol.foreign_text import encodable
+from gpulease.protocol.lease_ids import lease_text
+from gpulease.protocol.time_units import US_PER_S
+
+MAX_KEPT: Final = 16_384
+"""Records that wait for the daemon, some 30 MB. Stops a daemon that is away from filling the server's memory."""
+
+AT_ONCE: Final = 64
+"""Records in flight together, which wait for the disk once. A lease's renewal waits for them."""
+
+RETRY_S: Final = 1.0
+"""Seconds between two tries to write a record that the daemon did not take."""
+
+LAST_WRITES_S: Final = 10.0
+"""Seconds for the records that are left when the server stops. A daemon that hangs must not keep it."""
+
+MAX_NAME_CHARACTERS: Final = 128
+"""Characters of a name in a record, which must stay below the most bytes of a note."""
+
+SERVER_BYTES: Final = 8
+"""Random bytes of a server's name in its records: no two servers of a log have one name."""
+
+EVENT: Final = "decode"
+START_EVENT: Final = "decode_start"
+
+_log: Final = logging.getLogger("gpulease.decode")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDigest:
+    """Tokens, by their number and the SHA-256 of their little-endian u32s."""
+
+    count: int
+    sha256: str
+
+    @classmethod
+    def of(cls, tokens: Sequence[int]) -> Self:
+        """Sum tokens up."""
+        words = array("I", tokens)
+        if byteorder == "big":
+            words.byteswap()
+        return cls(len(tokens), hashlib.sha256(words.tobytes()).hexdigest())
+
+    def __str__(self) -> str:
+        return f"{self.count} tokens, sha256 {self.sha256}"
+
+    def note(self) -> dict[str, Any]:
+        """Return it as a part of a record."""
+        return {"count": self.count, "sha256": self.sha256}
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedBy:
+    """All that a request's output depends on, but its prompt and its sampling.
+
+    Attributes:
+        model: The model's name: the last part of its path.
+        model_sha256: Digest of its files (`Checkpoint.sha256`).
+        kernels_sha256: Digest of the kernels.
+        packed: Whether quantised weights stay packed.
+    """
+
+    model: str
+    model_sha256: str
+    kernels_sha256: str
+    packed: bool
+
+    @classmethod
+    async def of(cls, checkpoint: Checkpoint, *, packed: bool = True) -> Self:
+        """Read the model's files, in a thread. Raises ModelRejected."""
+        name = _text(Path(checkpoint.name).name)
+        return cls(name, await asyncio.to_thread(checkpoint.sha256), kernels_sha256(), packed)
+
+    def note(self) -> dict[str, Any]:
+        """Return it as a part of a record."""
+        model = {"name": self.model, "sha256": self.model_sha256, "packed": self.packed}
+        return {"model": model, "kernels_sha256": self.kernels_sha256}
+
+
+def note_of(finished: FinishedRequest, by: ComputedBy, server: str, number: int) -> dict[str, Any]:
+    """Return the record of a request, without floats: those of the sampling are their shortest texts.
+
+    `server` and `number` name the record: the same one may be written again behind a connection that broke.
+    """
+    sampling = finished.sampling
+    return {
+        "event": EVENT,
+        "server": server,
+        "number": number,
+        "request": _text(finished.request_id),
+        "tenant": _text(finished.tenant_id),
+        "region": None if finished.region_id is None else lease_text(finished.region_id),
+        "prompt": TokenDigest.of(finished.prompt).note(),
+        "output": TokenDigest.of(finished.emitted).note(),
+        "sampling": {
+            "temperature": repr(float(sampling.temperature)),
+            "top_p": repr(float(sampling.top_p)),
+            "top_k": sampling.top_k,
+            # A seed may be larger than the integers that a record holds.
+            "seed": str(sampling.seed),
+        },
+        "reason": str(finished.reason),
+        "replays": finished.replays,
+        "compute_us": round(finished.compute_s * US_PER_S),
+        "wall_us": round((finished.ended_at - finished.submitted_at) * US_PER_S),
+        **by.note(),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRecord:
+    """A request's record as it was read: what its output was computed of, and the output's digest."""
+
+    prompt: TokenDigest
+    output: TokenDigest
+    sampling: SamplingParameters
+    by: ComputedBy
+
+    @classmethod
+    def read(cls, note: Mapping[str, Any]) -> Self:
+        """Read a note. Raises ValueError if it is not the record of a request."""
+        if note.get("event") != EVENT:
+            raise ValueError("it describes no request")
+        try:
+            said, model = note["sampling"], note["model"]
+            sampling = SamplingParameters(
+                float(said["temperature"]), float(said["top_p"]), int(said["top_k"]), int(said["seed"])
+            )
+            by = ComputedBy(model["name"], model["sha256"], note["kernels_sha256"], bool(model["packed"]))
+            return cls(TokenDigest(**note["prompt"]), TokenDigest(**note["output"]), sampling, by)
+        except (KeyError, TypeError, ValueError, GpuLeaseError) as error:
+            raise ValueError(f"it is not as a decoder writes it: {type(error).__name__}: {error}") from None
+
+
+class DecodeAudit(DecoderObserver):
+    """Writes a record of every request that ended, by a task; none is lost without a word in the log.
+
+    Attributes:
+        server: A random name, in all of its records.
+        written: Records that are in the audit log.
+        lost: Records that will never be written: there was no room for them, or the daemon refused them for good.
+    """
+
+    def __init__(self, by: ComputedBy) -> None:
+        self.by = by
+        self.server = os.urandom(SERVER_BYTES).hex()
+        self.written = self.lost = self._finished = 0
+        self._kept: deque[dict[str, Any]] = deque()
+        self._wake = asyncio.Event()
+        self._is_failing = False
+
+    @classmethod
+    async def of(cls, checkpoint: Checkpoint, *, packed: bool = True) -> Self:
+        """Make one for a model, whose files are read for their digest. Raises ModelRejected."""
+        return cls(await ComputedBy.of(checkpoint, packed=packed))
+
+    def on_finished(self, report: FinishedRequest) -> None:
+        """Implement `DecoderObserver.on_finished`. A lost record has its number, too: the log shows a gap."""
+        self._finished += 1
+        if len(self._kept) >= MAX_KEPT:
+            self._lose(1, f"{MAX_KEPT} wait already")
+            return
+        self._kept.append(note_of(report, self.by, self.server, self._finished))
+        self._wake.set()
+
+    @property
+    def kept(self) -> int:
+        """Records that wait to be written."""
+        return len(self._kept)
+
+    @asynccontextmanager
+    async def writing(self, lease: Callable[[], GpuLease]) -> AsyncIterator[None]:
+        """Write records until the block ends, and what is left then. `lease` returns the decoder's present lease.
+
+        Raises Unsupported where the daemon keeps no audit log, and what else keeps the first record from it.
+        """
+        await lease().note({"event": START_EVENT, "server": self.server, **self.by.note()})
+        task = asyncio.create_task(self._write(lease))
+        try:
+            yield
+        finally:
+            last = time.monotonic() + LAST_WRITES_S
+            while self._kept and not task.done() and time.monotonic() < last:
+                await asyncio.wait([task], timeout=0.01)
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+            if self._kept:
+                self._lose(len(self._kept), "the server stops, and the daemon did not take them")
+                self._kept.clear()
+
+    async def _write(self, lease: Callable[[], GpuLease]) -> None:
+        while True:
+            self._wake.clear()
+            while self._kept:
+                batch = list(islice(self._kept, AT_ONCE))
+                undone = await self._undone(batch, lease)
+                for _ in batch:
+                    self._kept.popleft()
+                self._kept.extendleft(reversed(undone))
+                if undone:
+                    await asyncio.sleep(RETRY_S)
+            await self._wake.wait()
+
+    async def _undone(self, batch: Sequence[dict[str, Any]], lease: Callable[[], GpuLease]) -> list[dict[str, Any]]:
+        """Write records. Returns those that need another try."""
+        outcomes: Sequence[GpuLeaseError | None]
+        try:
+            outcomes = await lease().notes(batch)
+        except GpuLeaseError as error:
+            outcomes = [error] * len(batch)
+        undone = []
+        for note, failure in zip(batch, outcomes, strict=True):
+            # Its subclasses mean that the lease ended; the decoder acquires another.
+            if type(failure) is InvalidRequest:
+                self._lose(1, str(failure))
+            elif failure is None:
+                self.written += 1
+            else:
+                undone.append(note)
+                if not self._is_failing:
+                    _log.warning("decode records wait for the audit log: %s", failure)
+                self._is_failing = True
+        if not undone:
+            self._is_failing = False
+        return undone
+
+    def _lose(self, count: int, why: str) -> None:
+        self.lost += count
+        _log.error("%d decode records are not in the audit log, %d in all: %s", count, self.lost, why)
+
+
+def _text(name: str) -> str:
+    """Return a name as a record holds it: cut, and without halves of surrogate pairs."""
+    return encodable(name[:MAX_NAME_CHARACTERS])

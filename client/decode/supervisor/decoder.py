@@ -1,0 +1,453 @@
+"""Serves prompts from one model on a lease of its own. `Decoder` is what callers use.
+
+A scheduler decides what is computed (`scheduler`), an engine computes it (`engine`), one task drives both
+(`step_loop`), and a supervisor replaces the engine when it is lost (`engine_supervisor`).
+
+    async with Decoder.open("model.gguf") as decoder:
+        async for piece in decoder.generate("The capital of France is", max_tokens=32):
+            print(piece, end="", flush=True)
+
+The end of a tenant's region ends that tenant's sequences and no others. The decoder opens a new region, and replays
+the prompts with the tokens already emitted: the next tokens are the same as without the loss.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final, Self
+
+from gpulease.client.decode.checkpoint import Checkpoint, open_model
+from gpulease.client.decode.decode_log import DecodeLog
+from gpulease.client.decode.decode_reports import DecoderObserver
+from gpulease.client.decode.decode_requests import (
+    MAX_WAIT_S,
+    PromptRequest,
+    SamplingParameters,
+    TenantConfig,
+)
+from gpulease.client.decode.engine.engine import DecodeEngine, lease_bytes
+from gpulease.client.decode.engine.forward_pass import StepLimits
+from gpulease.client.decode.model_config import ModelConfig
+from gpulease.client.decode.scheduler.scheduler import ContinuousBatchScheduler, SchedulerSettings
+from gpulease.client.decode.supervisor.engine_supervisor import EngineSupervisor, Outage
+from gpulease.client.decode.supervisor.generation import Generation
+from gpulease.client.decode.supervisor.prompt_intake import PromptIntake
+from gpulease.client.decode.supervisor.request_ledger import RequestLedger
+from gpulease.client.decode.supervisor.serving_engine import EngineSpec
+from gpulease.client.decode.supervisor.step_loop import StepLoop
+from gpulease.client.decode.supervisor.tenant_moves import TenantMoves
+from gpulease.client.decode.supervisor.tenant_regions import TenantRegions
+from gpulease.client.errors import GpuLeaseError
+from gpulease.protocol.settings_reader import Setting
+
+if TYPE_CHECKING:
+    from gpulease.client.decode.text.tokenizer import Tokenizer
+
+MAX_POSITIONS: Final = 4096
+"""Default positions of a sequence, if the context has as many: with 131,072, the blocks of few would fill a card."""
+
+MIN_REGION_LIFE_S: Final = 0.1
+"""Shortest life of a region: with less, moves would take most of the time."""
+
+MAX_REGION_LIFE_S: Final = 86_400.0
+"""Longest life of a region that is not renewed: daemons' own bound of a lease's time, unless they say another."""
+
+MAX_ROWS: Final = 1024
+"""Most rows of a step in a settings file: more are a typing mistake."""
+
+MAX_SEQUENCES: Final = 4096
+"""Most live sequences in a settings file: more are a typing mistake."""
+
+MAX_REBINDS_AT_ONCE: Final = 1000
+"""Most regions of a tenant that are opened again at once: more are no bound of what their replays cost the others."""
+
+DEFAULT_TEXT_PROCESSES: Final = 2
+"""Default number of processes that parse prompts: one is free while a tenant's large texts keep the other busy."""
+
+MAX_TEXT_PROCESSES: Final = 64
+"""Most processes that parse texts: each may take the memory of TextLimits, half a GiB."""
+
+DEFAULT_TENANT: Final = "default"
+
+DEFAULT_SEQUENCES: Final = 4
+"""Sequences of full length for which a decoder's only tenant has blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSettings:
+    """Limits of a decoder, which makes room for them at its start. The bounds are those of a server's settings file.
+
+    Raises:
+        ValueError: `text_processes` or `region_life_s` is out of its range.
+    """
+
+    max_rows: Annotated[int, Setting("Rows of a step.", least=1, most=MAX_ROWS)] = 64
+    prefill_rows: Annotated[
+        int, Setting("Of them, rows of prompts beside sequences that decode.", least=1, most=MAX_ROWS)
+    ] = 32
+    max_sequences: Annotated[int, Setting("Sequences that live at a time.", least=1, most=MAX_SEQUENCES)] = 64
+    positions: Annotated[
+        int | None,
+        Setting(
+            "Positions of a sequence: its prompt and its answer; the model's context at most. Without it, that, but at"
+            f" most {MAX_POSITIONS:,}.",
+            least=1,
+            most=1 << 20,
+            example="256",
+        ),
+    ] = None
+    packed: Annotated[bool, Setting("Quantised weights stay packed on the card.")] = True
+    rebinds_at_once: Annotated[
+        int,
+        Setting(
+            "How often a tenant's lost region is opened again at once. Each time, what was lost takes rows from the"
+            " others as it is computed again.",
+            least=1,
+            most=MAX_REBINDS_AT_ONCE,
+        ),
+    ] = 3
+    rebind_interval_s: Annotated[
+        float,
+        Setting(
+            "Seconds after which it is opened one more time.",
+            key="rebind_interval_secs",
+            least=0,
+            most=MAX_WAIT_S,
+        ),
+    ] = 10.0
+    preempts: Annotated[
+        bool,
+        Setting(
+            "Whether a tenant of a higher weight gets the place of the lightest one's youngest sequence when it finds"
+            " none. What gives way is computed again later. Turn it on where the heavier tenant's first token matters"
+            " more."
+        ),
+    ] = False
+    region_life_s: Annotated[
+        float | None,
+        Setting(
+            "Seconds of a tenant's region, for operators who let no grant get older. Its sequences move into a fresh"
+            " one before the end, for which the lease is larger by one region. Without it, regions are renewed. Where"
+            " the daemon refuses that, the log says so, and sequences move in the same way.",
+            key="region_life_secs",
+            least=MIN_REGION_LIFE_S,
+            most=MAX_REGION_LIFE_S,
+            example="3600",
+        ),
+    ] = None
+    text_processes: Annotated[
+        int,
+        Setting(
+            "Processes that read prompts: with two, one tenant's large texts keep nobody else's waiting.",
+            least=1,
+            most=MAX_TEXT_PROCESSES,
+        ),
+    ] = DEFAULT_TEXT_PROCESSES
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.text_processes <= MAX_TEXT_PROCESSES:
+            raise ValueError(f"text_processes must be from 1 to {MAX_TEXT_PROCESSES}, not {self.text_processes}")
+        if self.region_life_s is not None and not self.region_life_s >= MIN_REGION_LIFE_S:
+            raise ValueError(f"region_life_s must be at least {MIN_REGION_LIFE_S:g}, or None, not {self.region_life_s}")
+
+
+class Decoder:
+    """A model that serves prompts. `async with Decoder.open(...) as decoder:` opens it.
+
+    Attributes:
+        scheduler: Decides what steps compute; only the decoder may change it.
+        log: Where losses and recoveries are written.
+        prompts: Parses prompts in processes of its own: texts of several tenants must be tokenized there.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        scheduler: ContinuousBatchScheduler,
+        address: str | None,
+        observers: Sequence[DecoderObserver] = (),
+        text_processes: int = DEFAULT_TEXT_PROCESSES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.scheduler = scheduler
+        self._clock = clock
+        self.log = DecodeLog()
+        self._checkpoint = spec.checkpoint
+        self._tokenizer: asyncio.Future[Tokenizer] | None = None
+        self._numbers = count(1)
+        self._ledger = RequestLedger(observers, self.log)
+        self.prompts = PromptIntake(
+            scheduler,
+            self.tokenizer,
+            text_processes,
+            lambda report: self._ledger.report(lambda observer: observer.on_prompt_refused(report)),
+            self.log,
+        )
+        self._supervisor = EngineSupervisor(spec, address, scheduler, self._ledger, self.log, clock)
+        self._steps = StepLoop(spec.limits.tables, scheduler, self._ledger, self._supervisor, self.log, clock)
+
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls,
+        model: str | Path | Checkpoint,
+        tenants: Iterable[TenantConfig] = (),
+        settings: DecoderSettings = DecoderSettings(),  # it can't be changed
+        *,
+        address: str | None = None,
+        progress: Callable[[int, int], None] | None = None,
+        observers: Sequence[DecoderObserver] = (),
+    ) -> AsyncIterator[Self]:
+        """Acquire a lease, load the model, open each tenant's region; end all of it with the block.
+
+        Args:
+            model: A folder with safetensors, a `.gguf` file, or an opened checkpoint.
+            tenants: Who may submit; without any, one tenant, "default", with the engine's whole room.
+            settings: What to make room for.
+            address: The daemon's or the fleet's address, as `GpuBuilder` takes it.
+            progress: Called with the bytes loaded and the bytes in all.
+            observers: Get the decoder's reports.
+
+        Raises ModelRejected, InvalidRequest for more positions than the model's context, CapacityExceeded if no card
+        has the room, and what `GpuBuilder.acquire` raises.
+        """
+        checkpoint = open_model(model) if isinstance(model, str | Path) else model
+        spec = _engine_spec(checkpoint, tuple(tenants), settings)
+        scheduler = ContinuousBatchScheduler(
+            _scheduler_settings(settings, checkpoint.config, spec.limits.positions), spec.tenants
+        )
+        decoder = cls(spec, scheduler, address, observers, settings.text_processes)
+        async with decoder._serve(progress):
+            yield decoder
+
+    @asynccontextmanager
+    async def _serve(self, progress: Callable[[int, int], None] | None = None) -> AsyncIterator[None]:
+        """Open the first engine and run the loop; end all of it with the block."""
+        await self._supervisor.open(self._steps, progress)
+        self._steps.start()
+        self._supervisor.start(self.moves.watch())
+        try:
+            yield
+        except BaseException:
+            with suppress(GpuLeaseError):
+                await self._stop()
+            raise
+        await self._stop()
+
+    async def _stop(self) -> None:
+        # Nothing begins any more. The step loop ends first, then what opens engines, then every request.
+        self._supervisor.close()
+        await self._steps.stop()
+        await self._supervisor.stop()
+        await self.prompts.stop()
+        await self._supervisor.close_engine()
+
+    @property
+    def engine(self) -> DecodeEngine:
+        """The engine; while it is lost, and another is opened, the lost one."""
+        return self._supervisor.serving.engine
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether there is an engine: False from its loss until another serves, and once the decoder has ended."""
+        return self._supervisor.life.is_serving
+
+    @property
+    def outage(self) -> Outage | None:
+        """The time without an engine so far; None while there is one, and once the decoder has ended."""
+        return self._supervisor.outage
+
+    @property
+    def steps(self) -> int:
+        """Number of steps that were computed."""
+        return self._steps.computed
+
+    @property
+    def moves(self) -> TenantMoves:
+        """The moves of tenants' sequences from region to region."""
+        return self._steps.moves
+
+    @property
+    def rebinds(self) -> int:
+        """Number of regions that replaced others: those that had ended, and those that sequences left before."""
+        return self._supervisor.reopened + self.moves.count
+
+    @property
+    def regions(self) -> TenantRegions:
+        """The tenants' regions in the engine's lease."""
+        return self._supervisor.serving.regions
+
+    # --- requests ---
+
+    def submit(
+        self,
+        token_ids: Sequence[int],
+        *,
+        max_tokens: int,
+        sampling: SamplingParameters = SamplingParameters(),  # noqa: B008  # it can't be changed
+        tenant_id: str = DEFAULT_TENANT,
+        wait_s: float = MAX_WAIT_S,
+        request_id: str | None = None,
+    ) -> Generation:
+        """Submit a prompt's tokens. Returns the generation, whose tokens come as they are computed.
+
+        Args:
+            token_ids: The prompt.
+            max_tokens: Tokens to emit at most.
+            sampling: How they are chosen.
+            tenant_id: Its tenant.
+            wait_s: Seconds for which it may wait for room; 0 refuses it at once.
+            request_id: Its id, which no other request in progress may have; None: it is assigned one.
+
+        Without an engine it waits for the next one. Raises RequestRejected for an invalid request, NoModelLoaded if the
+        decoder is closed, EngineDecodeFailed if a fault of its own ended it.
+        """
+        self._supervisor.check_alive()
+        ledger, now = self._ledger, self._clock()
+        if request_id is None:
+            request_id = next(name for number in self._numbers if not ledger.find(name := f"request-{number}"))
+        request = PromptRequest(tenant_id, request_id, tuple(token_ids), sampling, max_tokens, wait_s)
+        generation = ledger.open(request, self.cancel, now)
+        try:
+            ledger.tell(self.scheduler.submit(request, now))
+        except BaseException:
+            ledger.forget(generation)
+            raise
+        self._steps.wake()
+        return generation
+
+    async def generate(
+        self,
+        text: str,
+        *,
+        max_tokens: int,
+        sampling: SamplingParameters = SamplingParameters(),  # noqa: B008  # it can't be changed
+        tenant_id: str = DEFAULT_TENANT,
+    ) -> AsyncGenerator[str, None]:
+        """Continue a text. Yields the continuation in pieces of whole characters, as they are computed.
+
+        Closing the generator ends the sequence. Arguments are those of `submit`. The text is tokenized in another
+        process, and counts meanwhile as a waiting request of its tenant.
+
+        Raises ModelRejected for a model without a tokenizer, TextNotRead for a text that takes more than a text may,
+        and what `submit` and the generation's iterator raise.
+        """
+        tokenizer = await self.tokenizer()
+        with self.prompts.place(tenant_id):
+            tokens = await self.prompts.read_text(tenant_id, text)
+            generation = self.submit(tokens, max_tokens=max_tokens, sampling=sampling, tenant_id=tenant_id)
+        stream = tokenizer.stream()
+        try:
+            async for emitted in generation:
+                if piece := stream.add(emitted.token):
+                    yield piece
+            if rest := stream.end():
+                yield rest
+        finally:
+            generation.cancel()
+
+    async def tokenizer(self) -> "Tokenizer":
+        """Return the model's tokenizer. Raises ModelRejected where it has none, or a broken one.
+
+        It decodes tokens, and tokenizes texts of your own. While it tokenizes, no other Python of this process runs,
+        and no limit applies: use `prompts` for tenants' texts. The first call loads it in a thread, which takes a
+        second for a large vocabulary.
+        """
+        if self._tokenizer is None:
+            self._tokenizer = asyncio.ensure_future(asyncio.to_thread(self._checkpoint.tokenizer))
+        return await asyncio.shield(self._tokenizer)
+
+    def cancel(self, generation: Generation) -> None:
+        """End a generation. One that has ended stays as it is, even if another has its id now."""
+        if generation.reason is None:
+            self._ledger.tell(self.scheduler.cancel(generation.request.request_id))
+            self._steps.wake()
+
+    # --- regions that sequences leave ---
+
+    async def suspend(self, tenant_id: str) -> None:
+        """Copy a tenant's keys and values to the host's memory and close its region: its bytes are free for others.
+
+        Its requests wait until `resume`, for as long as they may. Other tenants continue. If the engine is lost
+        meanwhile, the tenant's sequences are replayed after `resume`, in a region of the next engine.
+
+        Raises RequestRejected if it is suspended or has no region now, RegionFailed if that ends before it is copied:
+        its sequences are replayed then.
+        """
+        await self.moves.suspend(tenant_id)
+
+    async def resume(self, tenant_id: str) -> None:
+        """Open a region for a suspended tenant, and continue with the same tokens.
+
+        Raises RequestRejected if it is not suspended, CapacityExceeded while the lease has no room: try again then.
+        """
+        await self.moves.resume(tenant_id)
+
+    async def move_tenant(self, tenant_id: str) -> None:
+        """Move a tenant's sequences into a new region, and end the old one.
+
+        Raises RequestRejected if it is suspended or has no region now, RegionFailed if that ends before it is copied:
+        its sequences are replayed then.
+        """
+        await self.moves.move(tenant_id)
+
+    async def move(self, address: str | None = None) -> None:
+        """Open an engine on another lease while this one serves; then move the whole load there between two steps.
+
+        Nothing is lost: sequences are replayed there, and continue with the same tokens. The old lease is freed.
+
+        Args:
+            address: The daemon's or the fleet's address; None: the one that this engine was requested from. A daemon
+                must then have room for both; a fleet finds a node that has.
+
+        Raises what `open` raises, EngineDecodeFailed or NoModelLoaded if the decoder has ended. Then this engine
+        continues to serve, if it can.
+        """
+        await self._supervisor.move(address)
+
+    # --- its end ---
+
+    def check_alive(self) -> None:
+        """Raise what ended the decoder, if it has ended."""
+        self._supervisor.check_alive()
+
+    async def wait_ended(self) -> None:
+        """Wait until the decoder has ended: it is closed, or a fault of its own ended it.
+
+        A lost engine does not end it. Raises nothing; `check_alive` raises what ended it.
+        """
+        await self._supervisor.wait_ended()
+
+
+def _engine_spec(checkpoint: Checkpoint, tenants: tuple[TenantConfig, ...], settings: DecoderSettings) -> EngineSpec:
+    """Return what to open: the settings' limits, with the lease's size. Raises what `lease_bytes` raises."""
+    positions = settings.positions or min(checkpoint.config.context, MAX_POSITIONS)
+    limits = StepLimits(settings.max_rows, settings.max_sequences, positions)
+    tenants = tenants or (_only_tenant(limits),)
+    pools = [tenant.max_blocks for tenant in tenants]
+    if settings.region_life_s is not None:
+        pools.append(max(pools))  # A tenant has two of them for as long as its sequences move.
+    wanted = lease_bytes(checkpoint, limits, pools, packed=settings.packed)
+    return EngineSpec(checkpoint, limits, settings.packed, wanted, tenants, settings.region_life_s)
+
+
+def _only_tenant(limits: StepLimits) -> TenantConfig:
+    return TenantConfig(DEFAULT_TENANT, limits.tables, DEFAULT_SEQUENCES * limits.table_blocks)
+
+
+def _scheduler_settings(settings: DecoderSettings, config: ModelConfig, positions: int) -> SchedulerSettings:
+    return SchedulerSettings(
+        max_sequences=settings.max_sequences,
+        max_rows=settings.max_rows,
+        prefill_rows=min(settings.prefill_rows, settings.max_rows),
+        context=positions,
+        vocabulary=config.vocabulary,
+        end_tokens=frozenset(config.end_tokens),
+        preempts=settings.preempts,
+        rebinds_at_once=settings.rebinds_at_once,
+        rebind_interval_s=settings.rebind_interval_s,
+    )

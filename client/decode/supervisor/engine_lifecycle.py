@@ -1,0 +1,469 @@
+"""The life of a decoder's engine: its phases, and what each event changes and requires. Pure.
+
+    Serving --fault isolation--> Isolating --all cleared--> Serving
+    Serving | Isolating --loss--> Lost
+    Serving | Isolating | Lost --another engine is ready--> Adopting --no step is under way--> Serving | Isolating
+    any --close--> Closed
+
+Each event is a method. It changes the phase and returns effects, which the supervisor carries out in their order. One
+engine computes at any time. A second one, the successor, exists only in Adopting.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, Protocol, TypeVar
+
+from gpulease.client.decode.decode_requests import CompletionReason
+from gpulease.client.decode.scheduler.scheduler import MAX_UNANSWERED_STEPS
+from gpulease.client.decode.supervisor import engine_losses
+from gpulease.client.decode.supervisor.fault_isolation import FaultIsolation
+from gpulease.client.errors import GpuLeaseError
+
+EngineT = TypeVar("EngineT")
+
+
+# --- phases ---
+
+
+@dataclass(frozen=True, slots=True)
+class PendingLoss:
+    """A loss that was reported outside of any step; the step loop takes it between two steps.
+
+    Attributes:
+        error: What ended the engine.
+        is_aborting: Whether the steps under way were aborted, because they did not end by themselves.
+    """
+
+    error: Exception
+    is_aborting: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Serving(Generic[EngineT]):
+    """An engine computes everybody's requests.
+
+    Attributes:
+        engine: The engine.
+        since: When it took over, in monotonic seconds.
+        pending_loss: Its loss, if it was reported and not taken yet.
+    """
+
+    engine: EngineT
+    since: float
+    pending_loss: PendingLoss | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Isolating(Generic[EngineT]):
+    """An engine computes one group of suspects, `FaultIsolation.current`, alone.
+
+    Attributes:
+        engine: The engine.
+        since: When it took over, in monotonic seconds.
+        cleared_at: By suspect, the number of emitted tokens at which it is past the place of the loss: as many more as
+            steps may have been under way there.
+        pending_loss: Its loss, if it was reported and not taken yet.
+    """
+
+    engine: EngineT
+    since: float
+    cleared_at: Mapping[str, int]
+    pending_loss: PendingLoss | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Lost(Generic[EngineT]):
+    """There is no engine; another one is requested.
+
+    Attributes:
+        engine: The lost engine.
+        error: What ended it.
+        at: When, in monotonic seconds.
+        outage_began: When the last engine that computed anything was lost, likewise.
+        number: The loss's number, of no other loss.
+        cleared_at: That of Isolating if it computed a group of suspects, else empty.
+        tries: How often another engine was refused.
+        refusal: The kind of the last refusal; None if there was none.
+    """
+
+    engine: EngineT
+    error: Exception
+    at: float
+    outage_began: float
+    number: int
+    cleared_at: Mapping[str, int] = field(default_factory=dict)
+    tries: int = 0
+    refusal: type[Exception] | None = None
+    pending_loss: None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Adopting(Generic[EngineT]):
+    """Another engine is ready. It takes over as soon as no step is under way.
+
+    Attributes:
+        successor: That engine.
+        before: The phase that continues until then; the engine may be lost meanwhile.
+    """
+
+    successor: EngineT
+    before: "Serving[EngineT] | Isolating[EngineT] | Lost[EngineT]"
+
+    @property
+    def engine(self) -> EngineT:
+        """The engine that has the steps under way."""
+        return self.before.engine
+
+    @property
+    def pending_loss(self) -> PendingLoss | None:
+        """That of the phase before."""
+        return self.before.pending_loss
+
+
+@dataclass(frozen=True, slots=True)
+class Closed(Generic[EngineT]):
+    """The decoder has ended. No other phase follows.
+
+    Attributes:
+        engine: The last engine.
+        error: Why: the decoder was closed, or a fault of its own ended it.
+        is_lost: Whether the engine was lost before.
+    """
+
+    engine: EngineT
+    error: GpuLeaseError
+    is_lost: bool
+    pending_loss: None = None
+
+
+Phase = Serving[EngineT] | Isolating[EngineT] | Lost[EngineT] | Adopting[EngineT] | Closed[EngineT]
+
+
+# --- effects ---
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """Wake the step loop, which may be idle."""
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitAnswers(Generic[EngineT]):
+    """Give the steps under way some time to end by themselves, then report `answers_overdue`."""
+
+    engine: EngineT
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class AbortSteps:
+    """Stop waiting for the steps under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndSequences:
+    """End every tenant's sequences; their replays wait for `wait_s` seconds at least."""
+
+    reason: CompletionReason
+    wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUpRequest:
+    """End a request that ended an engine while it was computed alone."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEngine(Generic[EngineT]):
+    """Let go of a lost engine and request another, after a pause, until there is one or `is_wanted` is False."""
+
+    lost: EngineT
+    loss_number: int
+    pause_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """Notify the task that offered the successor: it has taken over."""
+
+
+@dataclass(frozen=True, slots=True)
+class BindRegions:
+    """Give every tenant its region of the engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestartSequences:
+    """End the live sequences, if there are any, and give every tenant its region again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Isolate:
+    """Admit only these requests; None: all."""
+
+    group: frozenset[str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """Write a line: the failure `error`, or a warning or an information without one."""
+
+    event: str
+    fields: Mapping[str, Any]
+    error: Exception | None = None
+    is_warning: bool = False
+
+
+Effect = (
+    Wake
+    | AwaitAnswers[EngineT]
+    | AbortSteps
+    | EndSequences
+    | GiveUpRequest
+    | RequestEngine[EngineT]
+    | HandOver
+    | BindRegions
+    | RestartSequences
+    | Isolate
+    | Log
+)
+
+
+class RequestsInProgress(Protocol):
+    """What fault isolation needs to know of requests, by their callers' ids."""
+
+    def is_in_progress(self, request_id: str) -> bool:
+        """Return whether the request has not ended."""
+
+    def emitted_tokens(self, request_id: str) -> int:
+        """Return how many tokens it has emitted; 0 if it has ended."""
+
+    def is_computable(self, request_id: str) -> bool:
+        """Return whether it gets rows once it is admitted. A suspended tenant's would keep everybody waiting."""
+
+
+# --- events ---
+
+
+class EngineLifecycle(Generic[EngineT]):
+    """The phase of one decoder's engine, and what happened to engines before.
+
+    Attributes:
+        phase: The phase.
+        isolation: The suspects of engines' losses.
+    """
+
+    def __init__(self, engine: EngineT, now: float, requests: RequestsInProgress) -> None:
+        self.phase: Phase[EngineT] = Serving(engine, now)
+        self.isolation = FaultIsolation()
+        self._requests = requests
+        self._losses_in_a_row = self._losses = 0
+        self._steps_at_loss = 0
+        self._outage_began = now
+
+    # --- queries ---
+
+    @property
+    def failure(self) -> GpuLeaseError | None:
+        """What ended the decoder; None while it is open."""
+        return self.phase.error if isinstance(self.phase, Closed) else None
+
+    @property
+    def loss(self) -> Lost[EngineT] | None:
+        """The loss that no engine has ended yet; None while there is an engine, and once the decoder has ended."""
+        phase = self._before
+        return phase if isinstance(phase, Lost) else None
+
+    @property
+    def has_engine(self) -> bool:
+        """Return whether there is an engine, as far as the step loop knows."""
+        return isinstance(self._before, Serving | Isolating)
+
+    @property
+    def is_serving(self) -> bool:
+        """Return whether there is an engine, and no loss of it was reported."""
+        return self.has_engine and self.phase.pending_loss is None
+
+    def is_engaged(self, engine: EngineT) -> bool:
+        """Return whether this is the engine that `has_engine` means."""
+        return self.has_engine and self.phase.engine is engine
+
+    def is_wanted(self, loss_number: int) -> bool:
+        """Return whether an engine is still wanted in the place of one that was lost."""
+        return self.loss is not None and self.loss.number == loss_number
+
+    def is_change_due(self) -> bool:
+        """Return whether steps under way are to end before the next one starts: for `adopt`, or for `isolate_next`."""
+        phase = self.phase
+        if type(phase) is Serving:
+            isolation = self.isolation
+            return bool(isolation) and isolation.has_next(self._requests.is_computable)
+        if type(phase) is Isolating:
+            is_computable = self._requests.is_computable
+            return not any(self._is_in_doubt(name) and is_computable(name) for name in self.isolation.current)
+        return type(phase) is Adopting
+
+    @property
+    def _before(self) -> "Serving[EngineT] | Isolating[EngineT] | Lost[EngineT] | Closed[EngineT]":
+        """The phase; during Adopting, the one that continues until the successor takes over."""
+        return self.phase.before if isinstance(self.phase, Adopting) else self.phase
+
+    def _is_in_doubt(self, request_id: str) -> bool:
+        """Return whether a member of the current group is not past the place of the loss yet."""
+        assert isinstance(self.phase, Isolating)
+        requests = self._requests
+        return (
+            requests.is_in_progress(request_id)
+            and requests.emitted_tokens(request_id) < self.phase.cleared_at[request_id]
+        )
+
+    # --- an engine is lost ---
+
+    def report_loss(self, engine: EngineT, error: Exception) -> list[Effect[EngineT]]:
+        """Take the report of an engine's loss from outside of any step. Reports on other engines change nothing."""
+        if not self.is_engaged(engine):
+            return []
+        pending = self.phase.pending_loss
+        self._set_pending_loss(PendingLoss(error, is_aborting=pending is not None and pending.is_aborting))
+        return [Wake(), AwaitAnswers(engine, error)]
+
+    def answers_overdue(self, engine: EngineT, error: Exception) -> list[Effect[EngineT]]:
+        """Abort an engine's steps if they have not ended: no other sign shows that its host is dead."""
+        pending = self.phase.pending_loss
+        if not self.is_engaged(engine) or (pending is not None and pending.is_aborting):
+            return []
+        self._set_pending_loss(PendingLoss(error, is_aborting=True))
+        return [AbortSteps()]
+
+    def _set_pending_loss(self, pending: PendingLoss) -> None:
+        phase = self.phase
+        if isinstance(phase, Adopting):
+            assert isinstance(phase.before, Serving | Isolating)
+            self.phase = replace(phase, before=replace(phase.before, pending_loss=pending))
+        else:
+            assert isinstance(phase, Serving | Isolating)
+            self.phase = replace(phase, pending_loss=pending)
+
+    def lose(self, error: Exception, now: float, *, steps: int, under_way: Mapping[str, int]) -> list[Effect[EngineT]]:
+        """Take the engine as gone: all sequences end, and wait for another engine.
+
+        Args:
+            error: What ended it.
+            now: The monotonic clock.
+            steps: Steps that the decoder has computed in all.
+            under_way: The requests with rows in the steps under way, each with the number of tokens it has emitted.
+        """
+        before = self._before
+        assert isinstance(before, Serving | Isolating)
+        # Losses without a step in between are one outage, unless the engine was there for long.
+        if steps != self._steps_at_loss:
+            self._losses_in_a_row = 0
+        if not self._losses_in_a_row or now - before.since >= engine_losses.LASTED_S:
+            self._losses_in_a_row, self._outage_began = 0, now
+        self._losses_in_a_row += 1
+        self._steps_at_loss = steps
+        fields = {
+            "known": engine_losses.is_known(error),
+            "losses": self._losses_in_a_row,
+            "under_way": len(under_way),
+        }
+        # Further losses do not postpone the deadline of what has waited since the first of them.
+        wait_s = max(0.0, self._outage_began + engine_losses.REPLAY_WAIT_S - now)
+        effects: list[Effect[EngineT]] = [
+            Log("engine_lost", fields, error),
+            EndSequences(CompletionReason.ENGINE_ERROR, wait_s),
+        ]
+        # If what was computed may be the cause, those who had rows are suspects. One that was alone is given up, and
+        # the next engine, which has nothing to do with it, is opened without a pause.
+        suspected = list(under_way) if engine_losses.is_fault(error) else []
+        if engine_losses.is_kill(error):
+            suspected = self.isolation.killed(under_way, MAX_UNANSWERED_STEPS)
+        if suspected and (guilty := self.isolation.fault(suspected)):
+            self._losses_in_a_row = 0
+            effects.append(GiveUpRequest(guilty))
+        self._losses += 1
+        cleared_at = before.cleared_at if isinstance(before, Isolating) else {}
+        lost = Lost(before.engine, error, now, self._outage_began, self._losses, cleared_at)
+        self.phase = replace(self.phase, before=lost) if isinstance(self.phase, Adopting) else lost
+        pause_s = engine_losses.pause_before_engine_s(self._losses_in_a_row)
+        effects.append(RequestEngine(lost.engine, lost.number, pause_s))
+        return effects
+
+    def refuse(self, error: Exception, now: float) -> tuple[float, list[Effect[EngineT]]]:
+        """Take the refusal of another engine. Returns the pause in seconds before the next attempt, and the effects."""
+        loss = self.phase
+        assert isinstance(loss, Lost)
+        pause_s, tries = engine_losses.pause_s(loss.tries), loss.tries + 1
+        self.phase = replace(loss, tries=tries, refusal=type(error))
+        if not engine_losses.is_logged(tries):
+            return pause_s, []
+        fields = {"tries": tries, "next_try_s": pause_s, "without_engine_s": now - loss.outage_began}
+        return pause_s, [Log("engine_refused", fields, error)]
+
+    # --- another engine takes over ---
+
+    def offer(self, engine: EngineT) -> list[Effect[EngineT]]:
+        """Let an engine take over as soon as no step is under way. Raises what ended the decoder, if it has ended."""
+        phase = self.phase
+        if isinstance(phase, Closed):
+            raise phase.error
+        assert not isinstance(phase, Adopting)
+        self.phase = Adopting(engine, phase)
+        return [Wake()]
+
+    def withdraw(self, engine: EngineT) -> None:
+        """Take back an offer that was not adopted yet."""
+        if isinstance(self.phase, Adopting) and self.phase.successor is engine:
+            self.phase = self.phase.before
+
+    def adopt(self, now: float) -> list[Effect[EngineT]]:
+        """Let the successor take over; no step is under way. `isolate_next` is to follow."""
+        phase = self.phase
+        assert isinstance(phase, Adopting)
+        before, engine = phase.before, phase.successor
+        effects: list[Effect[EngineT]] = []
+        # The sequences of a lost engine have ended already.
+        if not isinstance(before, Lost):
+            effects.append(EndSequences(CompletionReason.PREEMPTED, engine_losses.REPLAY_WAIT_S))
+        if isinstance(before, Serving) or not before.cleared_at:
+            self.phase = Serving(engine, now)
+        else:
+            self.phase = Isolating(engine, now, before.cleared_at)
+        return [*effects, HandOver(), BindRegions()]
+
+    # --- suspects ---
+
+    def isolate_next(self) -> list[Effect[EngineT]]:
+        """Compute the next group of suspects alone, from their prompts; without any, compute everybody.
+
+        No step is under way.
+        """
+        phase, isolation, requests = self.phase, self.isolation, self._requests
+        assert isinstance(phase, Serving | Isolating)
+        # Members of the group that can't be computed now, and may be at fault, have another turn.
+        isolation.defer(name for name in isolation.current if self._is_in_doubt(name))
+        group = isolation.next(requests.is_computable)
+        while group and not any(map(requests.is_in_progress, group)):
+            group = isolation.next(requests.is_computable)
+        effects: list[Effect[EngineT]] = []
+        if group:
+            cleared_at = {name: requests.emitted_tokens(name) + MAX_UNANSWERED_STEPS for name in group}
+            self.phase = Isolating(phase.engine, phase.since, cleared_at, phase.pending_loss)
+            fields = {"group": len(group), "suspects": isolation.count}
+            effects += [Log("suspects_isolated", fields, is_warning=True), RestartSequences()]
+        else:
+            self.phase = Serving(phase.engine, phase.since, phase.pending_loss)
+            if isinstance(phase, Isolating):
+                effects.append(Log("suspects_cleared", {"suspects": isolation.count}))
+        return [*effects, Isolate(frozenset(group) or None)]
+
+    # --- the end ---
+
+    def close(self, error: GpuLeaseError) -> None:
+        """End the decoder's life. A decoder that has ended keeps its first error."""
+        before, pending = self._before, self.phase.pending_loss
+        if not isinstance(before, Closed):
+            is_lost = isinstance(before, Lost) or (pending is not None and pending.is_aborting)
+            self.phase = Closed(before.engine, error, is_lost)

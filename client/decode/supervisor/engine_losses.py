@@ -1,0 +1,71 @@
+"""Losses of a whole engine: which errors mean one, what may have caused it, when to request the next engine. Pure.
+
+The decoder requests another engine for as long as it is open, whatever refuses it: a daemon that is away comes back,
+and an operator can grant what a daemon denies. Only the pauses grow, up to a limit.
+
+An error of an unknown kind counts as a loss, too. A fault of the context may be caused by a request;
+`fault_isolation` finds out which.
+"""
+
+from typing import Final
+
+from gpulease.client.core.lease import LEASE_OVER
+from gpulease.client.errors import GpuLeaseError, GpuSessionFailed, SyncFailed, error_class
+from gpulease.protocol.back_off import back_off_s
+
+LEASE_ENDS: Final = tuple(error_class(status) for status in LEASE_OVER)
+"""Errors that mean that the lease is over: nothing that was computed is the cause."""
+
+CONTEXT_FAULTS: Final = (GpuSessionFailed, SyncFailed)
+"""Errors that mean that the context is lost: something that was computed may be the cause."""
+
+FIRST_PAUSE_S: Final = 0.1
+"""Pause in seconds after the first attempt to open an engine or a region; each further attempt doubles it."""
+
+MAX_PAUSE_S: Final = 5.0
+"""Longest pause in seconds between two attempts, so that a daemon is used soon after it returns."""
+
+MAX_PAUSE_OF_LOSSES_S: Final = 60.0
+"""Longest pause in seconds before the next engine after several losses in a row: each engine loads the model."""
+
+LASTED_S: Final = 60.0
+"""Seconds after which an engine counts as working even if it has computed nothing."""
+
+TRIES_LOGGED: Final = 8
+"""Attempts to open an engine of which each is logged, counted from the first."""
+
+TRIES_A_LINE: Final = 12
+"""After those, one attempt in so many is logged: one a minute."""
+
+REPLAY_WAIT_S: Final = 300.0
+"""Seconds for which requests that lost their engine wait for another: callers must not wait forever."""
+
+
+def is_known(error: BaseException) -> bool:
+    """Return whether an error is of a kind that means that the engine is lost."""
+    return isinstance(error, LEASE_ENDS + CONTEXT_FAULTS)
+
+
+def is_kill(error: BaseException) -> bool:
+    """Return whether the context's process was killed from outside, as far as the daemon knows."""
+    return isinstance(error, GpuLeaseError) and error.failure.is_kill
+
+
+def is_fault(error: BaseException) -> bool:
+    """Return whether what was computed may be the cause of a loss."""
+    return not isinstance(error, LEASE_ENDS) and not is_kill(error)
+
+
+def pause_s(attempt: int) -> float:
+    """Return the pause in seconds after an attempt, counted from 0."""
+    return back_off_s(attempt, FIRST_PAUSE_S, MAX_PAUSE_S)
+
+
+def pause_before_engine_s(losses: int) -> float:
+    """Return the pause in seconds before the next engine, after so many losses without a step in between: 1, 2, ..."""
+    return 0.0 if losses <= 1 else back_off_s(losses - 2, FIRST_PAUSE_S, MAX_PAUSE_OF_LOSSES_S)
+
+
+def is_logged(tries: int) -> bool:
+    """Return whether this attempt in a row, counted from 1, to open an engine or a region is logged."""
+    return tries <= TRIES_LOGGED or tries % TRIES_A_LINE == 0

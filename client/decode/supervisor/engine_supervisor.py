@@ -1,0 +1,417 @@
+"""Supervises a decoder's engine: opens the first and the next ones, moves the load, and isolates faults.
+
+`engine_lifecycle` decides; here its effects meet the daemon, the scheduler and the clock. The step loop asks between
+two steps whether a change is due, and reports the losses that it meets.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Final, Protocol
+
+from gpulease.client.decode.supervisor import engine_lifecycle as lifecycle
+from gpulease.client.decode.decode_errors import decoder_closed
+from gpulease.client.decode.decode_log import DecodeLog, cause_of
+from gpulease.client.decode.decode_reports import EngineRebuilt
+from gpulease.client.decode.decode_requests import CompletionReason, TenantConfig
+from gpulease.client.decode.engine.engine import BlockPool
+from gpulease.client.decode.scheduler.scheduler import ContinuousBatchScheduler
+from gpulease.client.decode.supervisor import engine_losses
+from gpulease.client.decode.supervisor.background_tasks import BackgroundTasks
+from gpulease.client.decode.supervisor.engine_lifecycle import Effect, EngineLifecycle
+from gpulease.client.decode.supervisor.request_ledger import RequestLedger
+from gpulease.client.decode.supervisor.serving_engine import EngineSpec, ServingEngine
+from gpulease.client.errors import Disconnected, Drained, GpuLeaseError
+from gpulease.protocol.lease_ids import lease_text
+
+ABANDON_S: Final = 2.0
+"""Seconds for which the remains of a lost engine may take to close before the next one is requested."""
+
+ANSWER_S: Final = 2.0
+"""Seconds for which steps of a lost engine may still end by themselves; those of a dead host never do."""
+
+
+class SupervisedSteps(Protocol):
+    """The step loop, as the supervisor uses it."""
+
+    @property
+    def computed(self) -> int:
+        """Number of steps that were computed."""
+
+    def wake(self) -> None:
+        """Look for what there is to do."""
+
+    def abort(self) -> None:
+        """Stop waiting for the steps under way; the pending loss is to be taken next."""
+
+    def drop(self) -> Iterable[str]:
+        """Forget the steps under way. Returns the requests with rows in them, by their callers' ids."""
+
+    def is_suspended(self, tenant_id: str) -> bool:
+        """Return whether a tenant waits for `resume`."""
+
+    def release_waiters(self) -> None:
+        """Let go of whoever waits for a step's answer, which will not come."""
+
+
+class EngineSupervisor:
+    """The engine of one decoder, another one after each loss and each move.
+
+    Attributes:
+        scheduler: The scheduler, as its engines' regions ask it for limits.
+        log: Where losses and recoveries are written.
+        reopened: Regions that were opened in the place of others that had ended.
+    """
+
+    _life: EngineLifecycle[ServingEngine]
+    _steps: SupervisedSteps
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        address: str | None,
+        scheduler: ContinuousBatchScheduler,
+        ledger: RequestLedger,
+        log: DecodeLog,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Make it; `open` opens the first engine.
+
+        Args:
+            spec: The engine to open, as often as it takes.
+            address: The daemon's or the fleet's address.
+            scheduler: Learns what ends sequences and which regions tenants have.
+            ledger: Passes that on to callers and observers.
+            log: Where losses and recoveries are written.
+            clock: Monotonic seconds, those of the event loop.
+        """
+        self.scheduler, self.log = scheduler, log
+        self.reopened = 0
+        self._spec, self._address = spec, address
+        self._ledger, self._clock = ledger, clock
+        self._hand_over: asyncio.Future[None] | None = None
+        self._changing = asyncio.Lock()
+        self._tasks = BackgroundTasks()
+        self._ended = asyncio.Event()
+
+    async def open(self, steps: SupervisedSteps, progress: Callable[[int, int], None] | None = None) -> None:
+        """Open the first engine. Raises what `ServingEngine.open` raises."""
+        self._steps = steps
+        serving = await ServingEngine.open(self._spec, self, self._address, progress)
+        self._life = EngineLifecycle(serving, self._clock(), self)
+
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine until the supervisor stops."""
+        self._tasks.start(work)
+
+    # --- queries ---
+
+    @property
+    def life(self) -> EngineLifecycle[ServingEngine]:
+        """The engine's phase."""
+        return self._life
+
+    @property
+    def serving(self) -> ServingEngine:
+        """The engine with its lease and regions; while it is lost, the lost one."""
+        return self._life.phase.engine
+
+    @property
+    def outage(self) -> "Outage | None":
+        """The time without an engine; None while there is one, and once the decoder has ended."""
+        loss = self._life.loss
+        return None if loss is None else Outage(loss.outage_began, type(loss.error), loss.tries, loss.refusal)
+
+    def is_in_progress(self, request_id: str) -> bool:
+        """Return whether the request has not ended."""
+        return self._ledger.find(request_id) is not None
+
+    def emitted_tokens(self, request_id: str) -> int:
+        """Return how many tokens the request has emitted; 0 if it has ended."""
+        generation = self._ledger.find(request_id)
+        return 0 if generation is None else len(generation.tokens)
+
+    def is_computable(self, request_id: str) -> bool:
+        """Return whether the request gets rows once it is admitted: its tenant is not suspended."""
+        generation = self._ledger.find(request_id)
+        return generation is None or not self._steps.is_suspended(generation.request.tenant_id)
+
+    # --- what the step loop calls ---
+
+    def lose(self, error: Exception) -> None:
+        """Take the engine as gone; the step loop met this error, or it was pending."""
+        under_way = {name: self.emitted_tokens(name) for name in self._steps.drop()}
+        self._apply(self._life.lose(error, self._clock(), steps=self._steps.computed, under_way=under_way))
+
+    def change(self) -> None:
+        """Make the change that is due: another engine takes over, or the next suspects are computed.
+
+        No step is under way.
+        """
+        phase, now = self._life.phase, self._clock()
+        if not isinstance(phase, lifecycle.Adopting):
+            self._apply(self._life.isolate_next())
+            return
+        self._apply(self._life.adopt(now))
+        # Regions that were bound may have ended requests, so the suspects are chosen after that.
+        self._apply(self._life.isolate_next())
+        loss = phase.before if isinstance(phase.before, lifecycle.Lost) else None
+        cause = "the load was moved" if loss is None else cause_of(loss.error)
+        took_s = self._clock() - (now if loss is None else loss.at)
+        self.log.info(
+            "engine_opened", cause=cause, without_engine_s=took_s, tries=0 if loss is None else loss.tries + 1
+        )
+        is_known = loss is None or engine_losses.is_known(loss.error)
+        report = EngineRebuilt(cause, is_known, is_planned=loss is None, took_s=took_s)
+        self._ledger.report(lambda observer: observer.on_engine_rebuilt(report))
+
+    # --- what the engine calls ---
+
+    def region_opened(self, serving: ServingEngine, tenant: TenantConfig, pool: BlockPool) -> None:
+        """Take a region in the place of one that ended."""
+        if self._life.is_engaged(serving):
+            self.reopened += 1
+            self.log.info("region_reopened", tenant=tenant.id, region=lease_text(pool.region.lease_id))
+            self._ledger.tell(self.scheduler.rebound(tenant.id, pool.blocks, self._clock()))
+            self._steps.wake()
+
+    def engine_failed(self, serving: ServingEngine, error: Exception) -> None:
+        """Take the report that a lease is lost, or is about to be, from outside of any step."""
+        if not self._life.is_engaged(serving):
+            return
+        if isinstance(error, Drained) and serving.lease.is_alive:
+            if not serving.is_of_fleet:
+                self.log.warning(
+                    "node_drained", cause=cause_of(error), hint="Decoder.move takes the load to another node"
+                )
+            return
+        self._apply(self._life.report_loss(serving, error))
+
+    def lease_warned(self, serving: ServingEngine, warning: GpuLeaseError) -> None:
+        """Leave a fleet's node before the lease there ends; the engine calls this again and again."""
+        if serving is self.serving and self._life.is_serving and not self._changing.locked():
+            self.log.warning("engine_leaves", cause=cause_of(warning))
+            self._tasks.start(self._leave(serving, warning))
+
+    # --- effects ---
+
+    def _apply(self, effects: Iterable[Effect[ServingEngine]]) -> None:
+        """Carry out what the lifecycle has decided."""
+        for effect in effects:
+            match effect:
+                case lifecycle.Log():
+                    self._write(effect)
+                case lifecycle.EndSequences(reason, wait_s):
+                    self._end_sequences(reason, wait_s)
+                case lifecycle.GiveUpRequest(request_id):
+                    self._give_up(request_id)
+                case lifecycle.RequestEngine(lost, loss_number, pause_s):
+                    self._tasks.start(self._recover(lost, loss_number, pause_s))
+                case lifecycle.HandOver():
+                    if self._hand_over is not None and not self._hand_over.done():
+                        self._hand_over.set_result(None)
+                case lifecycle.BindRegions():
+                    self._bind_regions()
+                case lifecycle.RestartSequences():
+                    if self.scheduler.live_sequences:
+                        self._end_sequences(CompletionReason.PREEMPTED, engine_losses.REPLAY_WAIT_S)
+                        self._bind_regions()
+                case lifecycle.Isolate(group):
+                    self.scheduler.isolate(group)
+                case lifecycle.Wake():
+                    self._steps.wake()
+                case lifecycle.AwaitAnswers(engine, error):
+                    self._tasks.start(self._await_answers(engine, error))
+                case lifecycle.AbortSteps():
+                    self._steps.abort()
+
+    def _write(self, line: lifecycle.Log) -> None:
+        if line.error is not None:
+            self.log.failure(line.event, line.error, **line.fields)
+        elif line.is_warning:
+            self.log.warning(line.event, **line.fields)
+        else:
+            self.log.info(line.event, **line.fields)
+
+    def _end_sequences(self, reason: CompletionReason, wait_s: float) -> None:
+        """End every tenant's sequences, which are replayed on this engine or the next one. No step is under way."""
+        self._ledger.tell(self.scheduler.engine_lost(self._clock(), reason, wait_s), is_engine_scoped=True)
+
+    def _bind_regions(self) -> None:
+        """Give every tenant its region of the engine; one that lost too many recently gets it later."""
+        now, regions = self._clock(), self.serving.regions
+        for tenant_id, pool in list(regions.pools.items()):
+            if self.scheduler.rebind_delay_s(tenant_id, now):
+                regions.replace(tenant_id)
+            else:
+                self._ledger.tell(self.scheduler.rebound(tenant_id, pool.blocks, now))
+
+    def _give_up(self, request_id: str) -> None:
+        """End a request that ended an engine while it was computed alone."""
+        if generation := self._ledger.find(request_id):
+            self.log.error("request_given_up", tenant=generation.request.tenant_id, request=request_id)
+            self._ledger.tell(self.scheduler.cancel(generation.request.request_id, CompletionReason.ENGINE_ERROR))
+
+    async def _await_answers(self, serving: ServingEngine, error: Exception) -> None:
+        """Give an engine's steps ANSWER_S to end; those of a dead host never do."""
+        await asyncio.sleep(ANSWER_S)
+        self._apply(self._life.answers_overdue(serving, error))
+
+    # --- other engines ---
+
+    async def _recover(self, lost: ServingEngine, loss_number: int, pause_s: float) -> None:
+        """Open another engine in the place of a lost one, with pauses, for as long as it takes."""
+        closing = self._tasks.start(lost.abandon())
+        await asyncio.wait((closing,), timeout=ABANDON_S)
+        while True:
+            await asyncio.sleep(pause_s)
+            # A move may open an engine elsewhere during the pauses.
+            async with self._changing:
+                if not self._life.is_wanted(loss_number):
+                    return
+                try:
+                    await self._take_over(await ServingEngine.open(self._spec, self, self._address))
+                    return
+                except Exception as error:
+                    if self._life.failure is not None:
+                        return
+                    pause_s, effects = self._life.refuse(error, self._clock())
+                    self._apply(effects)
+
+    async def move(self, address: str | None = None) -> None:
+        """Open an engine on another lease while this one serves; then move the whole load there between two steps.
+
+        `Decoder.move` says more.
+        """
+        task = self._tasks.start(self._move(address))
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled() and (failure := self._life.failure) is not None:
+                raise failure from None  # The decoder was closed.
+            task.cancel()
+            await asyncio.wait((task,))
+            raise
+
+    async def _move(self, address: str | None) -> None:
+        async with self._changing:
+            self.check_alive()
+            old, address = self.serving, address or self._address
+            successor = await ServingEngine.open(self._spec, self, address)
+            try:
+                await self._take_over(successor)
+            finally:
+                # The caller may give up at the moment of the hand-over: the old lease must not be kept then.
+                if self.serving is successor:
+                    self._address = address
+                    await old.abandon()
+
+    async def _leave(self, left: ServingEngine, warning: GpuLeaseError) -> None:
+        """Move the load away from an engine to another of its fleet, if it still serves."""
+        async with self._changing:
+            if left is not self.serving or not self._life.is_serving:
+                return
+            successor = None
+            try:
+                successor = await ServingEngine.open(self._spec, self, self._address)
+                if isinstance(warning, Disconnected):
+                    # Its steps continue without the daemon if the host is well, and never end otherwise.
+                    self._tasks.start(self._await_answers(left, warning))
+                await self._take_over(successor)
+            except GpuLeaseError as error:
+                self.log.warning("engine_stays", cause=cause_of(error))
+                return
+            finally:
+                if successor is not None and self.serving is successor:
+                    # Not awaited: the new engine does not wait for a daemon that is away.
+                    self._tasks.start(left.abandon())
+
+    async def _take_over(self, successor: ServingEngine) -> None:
+        """Let the step loop adopt an engine, and wait for that. The engine is closed if it is not adopted.
+
+        Raises what ended the decoder, if it has ended.
+        """
+        try:
+            effects = self._life.offer(successor)
+            self._hand_over = asyncio.get_running_loop().create_future()
+            self._apply(effects)
+            await self._hand_over
+        except BaseException:
+            if self.serving is not successor:
+                self._life.withdraw(successor)
+                await successor.abandon()
+            raise
+
+    # --- the end ---
+
+    def check_alive(self) -> None:
+        """Raise what ended the decoder, if it has ended."""
+        if (error := self._life.failure) is not None:
+            raise error
+
+    async def wait_ended(self) -> None:
+        """Wait until the decoder has ended."""
+        await self._ended.wait()
+
+    def fail(self, error: GpuLeaseError) -> None:
+        """End the decoder and every request: the decoder is broken, or closed. The first error counts."""
+        self._life.close(error)
+        failure = self._life.failure
+        assert failure is not None
+        self._ended.set()
+        self._ledger.end_all(failure)
+        self._steps.release_waiters()
+        if self._hand_over is not None and not self._hand_over.done():
+            self._hand_over.set_exception(failure)
+            # Mark it as retrieved: if no task waits for it, asyncio would log it, and keep what its frames hold.
+            self._hand_over.exception()
+        self._steps.wake()
+
+    def close(self) -> None:
+        """Let nothing begin any more; `stop` does the rest once the step loop has ended."""
+        self._life.close(decoder_closed())
+
+    async def stop(self) -> None:
+        """Stop opening engines, end every request, and close the engine. Raises what its end raises."""
+        await self._tasks.stop()
+        self.fail(decoder_closed())
+
+    async def close_engine(self) -> None:
+        """Close the last engine, and give its lease back."""
+        phase = self._life.phase
+        is_lost = isinstance(phase, lifecycle.Closed) and phase.is_lost
+        await (self.serving.abandon() if is_lost else self.serving.close())
+
+
+@dataclass(frozen=True, slots=True)
+class Outage:
+    """A time without an engine.
+
+    Attributes:
+        since: When the last engine that computed anything was lost, in monotonic seconds.
+        cause: The kind of the error that ended the last engine.
+        tries: How often another one was refused since then.
+        refusal: The kind of the last refusal; None if there was none.
+    """
+
+    since: float
+    cause: type[Exception]
+    tries: int
+    refusal: type[Exception] | None
+
+    def report(self, now: float, unix_s: float) -> dict[str, Any]:
+        """Return it for a health report, by the monotonic clock and the calendar's.
+
+        Errors are named by their kinds alone: their texts are in the log, and may name paths that callers must not
+        see.
+        """
+        away_s = now - self.since
+        return {
+            "since": datetime.fromtimestamp(unix_s - away_s, UTC).isoformat(timespec="seconds"),
+            "seconds": round(away_s, 1),
+            "cause": self.cause.__name__,
+            "tries": self.tries,
+            "refusal": None if self.refusal is None else self.refusal.__name__,
+        }

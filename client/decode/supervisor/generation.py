@@ -1,0 +1,101 @@
+"""A prompt being continued, as its caller sees it: `Generation` is an iterator over tokens."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+from gpulease.client.decode.decode_errors import RequestRejected
+from gpulease.client.decode.decode_requests import CompletionReason, PromptRequest
+from gpulease.client.errors import GpuLeaseError
+
+
+@dataclass(slots=True)
+class Emitted:
+    """A token of a sequence.
+
+    Attributes:
+        token: The token.
+        position: Its place in the sequence; the prompt's first token has 0.
+        log_probability: The natural logarithm of its probability, before temperature, top_p and top_k.
+        attempt: How often the sequence had been replayed by then. Tokens are equal whatever this is.
+    """
+
+    token: int
+    position: int
+    log_probability: float
+    attempt: int = field(default=0, compare=False)
+
+
+class Generation:
+    """A prompt being continued, from `Decoder.submit`: iterate over its tokens as they come.
+
+    Attributes:
+        request_id: Its id.
+        request: The request; that of its last replay if it was replayed.
+        reason: Why it ended; None while it is in progress.
+        error: What the iterator raises after the last token; None if it is in progress, or just ends.
+        replays: How often it was replayed, because its tenant's region or the engine was lost.
+        tokens: All tokens that it has emitted.
+    """
+
+    def __init__(self, request: PromptRequest, cancel: Callable[["Generation"], None]) -> None:
+        self.request_id = request.request_id
+        self.request = request
+        self.reason: CompletionReason | None = None
+        self.replays = 0
+        self.tokens: list[int] = []
+        self._cancel = cancel
+        self._emitted: deque[Emitted] = deque()
+        self.error: GpuLeaseError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Emitted:
+        """Wait for the next token.
+
+        Raises AdmissionRefused if there is no room for the request or its replay, and WaitedTooLong if there was none
+        in time; EngineDecodeFailed if the engine is lost for good, and RequestBreaksEngine if this request is why;
+        SequenceEnded if it was ended and is not replayed; NoModelLoaded if the decoder is closed; RequestRejected if
+        another task waits here already. A generation that its caller cancelled just ends.
+        """
+        while not self._emitted:
+            if self.error is not None:
+                raise self.error
+            if self.reason is not None:
+                raise StopAsyncIteration
+            if self._waiter is not None and not self._waiter.done():
+                raise RequestRejected("another task waits for this generation's next token", "Let one task iterate")
+            # An asyncio.Event would cost half as much again, at every token of every sequence.
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self._emitted.popleft()
+
+    def cancel(self) -> None:
+        """End it; its rows are free for others from the next step on."""
+        self._cancel(self)
+
+    # --- for the decoder ---
+
+    def emit(self, token: int, position: int, log_probability: float) -> None:
+        """Take a token."""
+        self.tokens.append(token)
+        self._emitted.append(Emitted(token, position, log_probability, self.replays))
+        self._wake()
+
+    def replay(self, request_id: str) -> None:
+        """Continue as another request of the scheduler."""
+        self.request = replace(self.request, request_id=request_id)
+        self.replays += 1
+
+    def end(self, reason: CompletionReason, error: GpuLeaseError | None = None) -> None:
+        """End: the iterator stops after the last token, or raises the error there."""
+        self.reason, self.error = reason, error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -1,0 +1,254 @@
+"""The callers' requests of a decoder, from `submit` to their ends, and the reports that are made of them.
+
+The scheduler knows each replay as a request of its own; here all of them are one generation.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from gpulease.client.decode.decode_errors import (
+    AdmissionRefused,
+    DecodeError,
+    EngineDecodeFailed,
+    RequestBreaksEngine,
+    RequestIdInUse,
+    SequenceEnded,
+    WaitedTooLong,
+)
+from gpulease.client.decode.decode_log import DecodeLog
+from gpulease.client.decode.decode_reports import DecoderObserver, FinishedRequest, RebindReport, StepReport
+from gpulease.client.decode.decode_requests import (
+    AdmissionReason,
+    AnyEvent,
+    CompletionReason,
+    PromptRequest,
+    SchedulerEvent,
+)
+from gpulease.client.decode.row_records import Results, log_probabilities
+from gpulease.client.decode.scheduler.step_plan import LiveSequence, StepPlan
+from gpulease.client.decode.supervisor.generation import Generation
+from gpulease.client.errors import GpuLeaseError
+
+
+@dataclass(slots=True)
+class _Loss:
+    """An end that a replay follows, until the replay's first token."""
+
+    request_id: str
+    reason: CompletionReason
+    is_engine_scoped: bool
+    at: float
+
+
+class _Entry:
+    """A caller's request in progress."""
+
+    __slots__ = ("compute_s", "first_token_at", "generation", "loss", "prompt", "region_id", "submitted_at")
+
+    def __init__(self, generation: Generation, submitted_at: float) -> None:
+        self.generation = generation
+        self.prompt = generation.request.token_ids
+        self.submitted_at = submitted_at
+        self.first_token_at: float | None = None
+        self.compute_s = 0.0
+        self.region_id: int | None = None
+        self.loss: _Loss | None = None
+
+
+class RequestLedger:
+    """Requests in progress. Reports to generations and observers what becomes of them, each end exactly once.
+
+    What becomes of those that lost their region or engine is logged, too.
+    """
+
+    def __init__(self, observers: Sequence[DecoderObserver] = (), log: DecodeLog | None = None) -> None:
+        self.observers = tuple(observers)
+        self._log = log or DecodeLog()
+        self._entries: dict[str, _Entry] = {}
+        self._generations: dict[str, Generation] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def find(self, request_id: str) -> Generation | None:
+        """Return the generation in progress with this id, the one its caller knows; None if there is none."""
+        return self._generations.get(request_id)
+
+    def open(self, request: PromptRequest, cancel: Callable[[Generation], None], now: float) -> Generation:
+        """Enter a request that is about to be submitted. Raises RequestIdInUse."""
+        if request.request_id in self._generations or request.request_id in self._entries:
+            raise RequestIdInUse(f"request {request.request_id!r} is already in progress", "Give another id")
+        generation = Generation(request, cancel)
+        self._entries[request.request_id] = _Entry(generation, now)
+        self._generations[request.request_id] = generation
+        return generation
+
+    def forget(self, generation: Generation) -> None:
+        """Strike out a request that the scheduler did not take."""
+        self._entries.pop(generation.request_id, None)
+        self._generations.pop(generation.request_id, None)
+
+    def admitted(self, sequence: LiveSequence, region_id: int) -> None:
+        """Note the region of a sequence before its first rows are computed."""
+        if entry := self._entries.get(sequence.request.request_id):
+            entry.region_id = region_id
+
+    def report(self, tell: Callable[[DecoderObserver], None]) -> None:
+        """Call every observer. An observer that fails is logged: no request depends on it."""
+        for observer in self.observers:
+            try:
+                tell(observer)
+            except Exception as error:
+                self._log.failure("observer_failed", error, observer=type(observer).__name__)
+
+    # --- what happens ---
+
+    def computed(self, step: StepPlan, events: Sequence[AnyEvent], results: Results, took_s: float) -> None:
+        """Pass a computed step's tokens and ends on, and report the step."""
+        for sequence, _, _ in step.chunks:
+            if sequence.filled < sequence.prompt and (entry := self._entries.get(sequence.request.request_id)):
+                entry.compute_s += took_s
+        logs = log_probabilities(results).tolist()
+        entries, now = self._entries, time.monotonic()
+        ends: list[AnyEvent] = []
+        for event in events:
+            if not isinstance(event, SchedulerEvent.Token):
+                ends.append(event)
+            elif entry := entries.get(event.request.request_id):
+                entry.compute_s += took_s
+                entry.generation.emit(event.token, event.position, logs[event.row])
+                if entry.first_token_at is None:
+                    entry.first_token_at = now
+                if entry.loss is not None:
+                    self._report_rebind(entry, entry.loss, event.request, now)
+        if self.observers:
+            tokens = tuple(event for event in events if isinstance(event, SchedulerEvent.Token))
+            report = StepReport(len(step), step.decode_rows, tokens, took_s)
+            self.report(lambda observer: observer.on_step(report))
+        self.tell(ends)
+
+    def tell(self, events: Iterable[AnyEvent], *, is_engine_scoped: bool = False) -> None:
+        """Pass on events other than tokens.
+
+        Args:
+            events: The events.
+            is_engine_scoped: Whether ends in them are of the whole engine's loss.
+        """
+        now = time.monotonic()
+        for event in events:
+            entry = self._entries.pop(event.request.request_id, None)
+            assert not isinstance(event, SchedulerEvent.Token)
+            if entry is None:
+                continue
+            if isinstance(event, SchedulerEvent.AdmissionRejected):
+                refusal = AdmissionRefused(event.reason, event.detail, event.retry_after_s)
+                self._log_lost(entry, event.reason)
+                self._end(entry, CompletionReason.CANCELLED, refusal, event.reason, event.detail, now)
+            elif event.continued_by:
+                self._entries[event.continued_by] = entry
+                entry.generation.replay(event.continued_by)
+                if entry.loss is None:
+                    entry.loss = _Loss(event.request.request_id, event.reason, is_engine_scoped, now)
+                entry.loss.is_engine_scoped |= is_engine_scoped
+            else:
+                reason, failure = event.reason, error_of(event)
+                if entry.loss is not None and reason is CompletionReason.DEADLINE_EXCEEDED:
+                    self._log_lost(entry, reason)
+                    if entry.loss.is_engine_scoped:
+                        reason, failure = CompletionReason.ENGINE_ERROR, _unserved(entry, now - entry.loss.at)
+                self._end(entry, reason, failure, reason, str(failure or ""), now)
+
+    def end_all(self, error: GpuLeaseError) -> None:
+        """End every request: the decoder has ended."""
+        now = time.monotonic()
+        entries, self._entries = self._entries, {}
+        for entry in entries.values():
+            self._end(entry, CompletionReason.ENGINE_ERROR, error, CompletionReason.ENGINE_ERROR, str(error), now)
+
+    def _end(
+        self,
+        entry: _Entry,
+        reason: CompletionReason,
+        error: GpuLeaseError | None,
+        reported: CompletionReason | AdmissionReason,
+        detail: str,
+        now: float,
+    ) -> None:
+        generation = entry.generation
+        self._generations.pop(generation.request_id, None)
+        generation.end(reason, error)
+        if not self.observers:
+            return
+        report = FinishedRequest(
+            tenant_id=generation.request.tenant_id,
+            request_id=generation.request_id,
+            prompt=entry.prompt,
+            emitted=tuple(generation.tokens),
+            sampling=generation.request.sampling,
+            reason=reported,
+            detail=detail,
+            submitted_at=entry.submitted_at,
+            first_token_at=entry.first_token_at,
+            ended_at=now,
+            compute_s=entry.compute_s,
+            replays=generation.replays,
+            region_id=entry.region_id,
+        )
+        self.report(lambda observer: observer.on_finished(report))
+
+    def _report_rebind(self, entry: _Entry, loss: _Loss, request: PromptRequest, now: float) -> None:
+        entry.loss = None
+        report = RebindReport(
+            tenant_id=request.tenant_id,
+            old_request_id=loss.request_id,
+            new_request_id=request.request_id,
+            prompt_tokens=len(request.token_ids),
+            reason=loss.reason,
+            is_engine_scoped=loss.is_engine_scoped,
+            latency_s=now - loss.at,
+        )
+        self._log.info(
+            "rebound",
+            tenant=report.tenant_id,
+            old_request=report.old_request_id,
+            new_request=report.new_request_id,
+            prompt_tokens=report.prompt_tokens,
+            latency_s=report.latency_s,
+            reason=report.reason,
+            lost="engine" if report.is_engine_scoped else "region",
+        )
+        self.report(lambda observer: observer.on_rebind(report))
+
+    def _log_lost(self, entry: _Entry, reason: CompletionReason | AdmissionReason) -> None:
+        """Log that a request will not continue after a loss, if that is what ends it."""
+        if entry.loss is not None:
+            request = entry.generation.request
+            lost = "engine" if entry.loss.is_engine_scoped else "region"
+            name = entry.generation.request_id
+            self._log.warning("replay_given_up", tenant=request.tenant_id, request=name, reason=reason, lost=lost)
+
+
+def _unserved(entry: _Entry, waited_s: float) -> EngineDecodeFailed:
+    """The error of a request that lost its engine, and waited too long for another."""
+    name = entry.generation.request_id
+    text = f"The engine that computed request {name} is gone, and none took its place within {waited_s:.0f} s"
+    return EngineDecodeFailed(text, "Send it again; the server keeps requesting an engine")
+
+
+def error_of(end: SchedulerEvent.Completed) -> DecodeError | None:
+    """Return what the iterator of a request raises that is not replayed; None if it just ends."""
+    match end.reason:
+        case CompletionReason.END_OF_SEQUENCE | CompletionReason.MAX_TOKENS_REACHED:
+            return None
+        case CompletionReason.CANCELLED:
+            return None  # Its caller wanted that.
+        case CompletionReason.DEADLINE_EXCEEDED:
+            reason = end.kept_out_by or AdmissionReason.POOL_EXHAUSTED
+            return WaitedTooLong(reason, end.detail or "it waited as long as it may", None)
+        case CompletionReason.ENGINE_ERROR:
+            name = end.request.continues or end.request.request_id
+            text = f"The engine failed while it computed request {name} alone"
+            return RequestBreaksEngine(text, "Do not send it again")
+        case CompletionReason.REVOKED | CompletionReason.EXPIRED | CompletionReason.PREEMPTED:
+            return SequenceEnded(end.reason)

@@ -1,0 +1,224 @@
+"""A lease, the engine on it and the tenants' regions in it, which open and close as one.
+
+A decoder has one; while its load moves, or after a loss, it opens another of the same specification. The lease is
+watched, so that the next engine is there before the next request; in a fleet also so that the load can leave its node
+in time.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from typing import Final, Protocol, Self
+
+from gpulease.client.aio import GpuBuilder, GpuLease
+from gpulease.client.core.lease_request import fleet_of
+from gpulease.client.decode.checkpoint import Checkpoint
+from gpulease.client.decode.decode_log import DecodeLog
+from gpulease.client.decode.decode_requests import TenantConfig
+from gpulease.client.decode.engine.engine import BlockPool, DecodeEngine
+from gpulease.client.decode.engine.forward_pass import StepLimits
+from gpulease.client.decode.scheduler.scheduler import ContinuousBatchScheduler
+from gpulease.client.decode.supervisor.background_tasks import BackgroundTasks
+from gpulease.client.decode.supervisor.tenant_regions import TenantRegions, stop_renewal
+from gpulease.client.errors import Busy, Disconnected, Drained, GpuLeaseError, LeaseExpired
+from gpulease.protocol import Phase
+
+LEASE_S: Final = 120.0
+"""Seconds of the lease; renewed in time for as long as the engine is open."""
+
+FLEET_LEASE_S: Final = 40.0
+"""Seconds of a fleet's lease. When they are over without a renewal, a silent host is left for another node."""
+
+AWAY_S: Final = 10.0
+"""Seconds for which a fleet's daemon may be away before the load leaves it; a restart takes less."""
+
+LOOK_S: Final = 0.5
+"""Pause between two checks of the lease, each of them one load from shared memory."""
+
+WATCH_PAUSE_S: Final = 5.0
+"""Pause before a lease's events are requested again, and so between two attempts of the load to leave."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EngineSpec:
+    """What every engine of a decoder is opened with.
+
+    Attributes:
+        checkpoint: The model.
+        limits: Rows, sequences and positions to make room for.
+        packed: Whether quantised weights stay packed.
+        size_bytes: Memory of the lease.
+        tenants: The tenants, each with a region.
+        region_life_s: Seconds of a region; None: regions are renewed.
+    """
+
+    checkpoint: Checkpoint
+    limits: StepLimits
+    packed: bool
+    size_bytes: int
+    tenants: tuple[TenantConfig, ...]
+    region_life_s: float | None = None
+
+
+class EngineUser(Protocol):
+    """The callbacks of an engine.
+
+    Attributes:
+        scheduler: Read for the limits of rebinds, and never changed.
+        log: Where refusals are written.
+    """
+
+    scheduler: ContinuousBatchScheduler
+    log: DecodeLog
+
+    def region_opened(self, serving: "ServingEngine", tenant: TenantConfig, pool: BlockPool) -> None:
+        """Take a region in the place of one that ended."""
+
+    def engine_failed(self, serving: "ServingEngine", error: Exception) -> None:
+        """Take the report, outside of any step, that the lease is lost or is about to be."""
+
+    def lease_warned(self, serving: "ServingEngine", warning: GpuLeaseError) -> None:
+        """Take the repeated report that a fleet's lease will end: Drained, or Disconnected if the daemon stays away."""
+
+
+class ServingEngine:
+    """A lease with an engine and its tenants' regions.
+
+    Attributes:
+        lease: The lease.
+        engine: The engine.
+        regions: The tenants' regions.
+        shares_clock: Whether the daemon is on this host, so that its monotonic times are those of here.
+        is_of_fleet: Whether a fleet was asked for the lease, and has others.
+    """
+
+    def __init__(
+        self,
+        lease: GpuLease,
+        engine: DecodeEngine,
+        user: EngineUser,
+        stack: AsyncExitStack,
+        region_life_s: float | None = None,
+        *,
+        is_of_fleet: bool = False,
+    ) -> None:
+        self.lease, self.engine, self.is_of_fleet = lease, engine, is_of_fleet
+        self.regions = TenantRegions(
+            engine,
+            user.scheduler,
+            user.log,
+            lambda tenant, pool: user.region_opened(self, tenant, pool),
+            lambda error: user.engine_failed(self, error),
+            region_life_s,
+        )
+        self.shares_clock = lease.address.startswith("unix:")
+        self._stack = stack
+
+    @classmethod
+    async def open(
+        cls,
+        spec: EngineSpec,
+        user: EngineUser,
+        address: str | None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Self:
+        """Acquire a lease of a daemon or a fleet, load the model, open every tenant's region.
+
+        Raises ModelRejected, CapacityExceeded if no card has the room, and what `GpuBuilder.acquire` raises. Nothing
+        stays open then.
+        """
+        serving: Self | None = None
+
+        def lose(error: GpuLeaseError) -> None:
+            if serving is not None:
+                user.engine_failed(serving, error)
+
+        async with AsyncExitStack() as stack:
+            is_of_fleet = fleet_of(address) is not None
+            lease_s = FLEET_LEASE_S if is_of_fleet else LEASE_S
+            builder = GpuBuilder(address).min_vram(spec.size_bytes).lease_secs(lease_s).regions_required()
+            lease = await stack.enter_async_context(builder.acquire())
+            stack.push_async_callback(stop_renewal, lease.keep_alive(lose))
+            engine = await DecodeEngine.open(lease, spec.checkpoint, spec.limits, packed=spec.packed, progress=progress)
+            stack.push_async_callback(engine.close)
+            opened = cls(lease, engine, user, stack, spec.region_life_s, is_of_fleet=is_of_fleet)
+            stack.push_async_callback(opened.regions.close)
+            for tenant in spec.tenants:
+                await opened.regions.open(tenant)
+            watch = BackgroundTasks()
+            stack.push_async_callback(watch.stop)
+            if engine.session.shares_memory:
+                watch.start(opened._look(user))
+            if is_of_fleet or not engine.session.shares_memory:
+                watch.start(opened._watch(user))
+            opened._stack = stack.pop_all()
+            serving = opened
+        return opened
+
+    async def _look(self, user: EngineUser) -> None:
+        """Report the lease's end, which the daemon writes into memory shared with this process."""
+        while not self.lease.revoked:  # noqa: ASYNC110  # nothing wakes who waits for memory
+            await asyncio.sleep(LOOK_S)
+        await self._report_end(user)
+
+    async def _report_end(self, user: EngineUser) -> None:
+        """Report how the lease has ended, if it has: the daemon refuses to renew it, and says why."""
+        try:
+            await self.lease.renew(LEASE_S)
+        except GpuLeaseError as error:
+            user.engine_failed(self, error)
+
+    async def _watch(self, user: EngineUser) -> None:
+        """Report the lease's end: the daemon reports it, or its time is over and no renewal was answered.
+
+        In a fleet report as well that it is about to end.
+        """
+        away_since: float | None = None
+        while self.lease.is_alive:
+            warning: GpuLeaseError | None
+            try:
+                # A renewal to a silent host is given up later.
+                async with asyncio.timeout(self.lease.remaining_s):
+                    warning = await _warning_of(self.lease)
+                if warning is None:
+                    await self._report_end(user)
+                    return
+                away_since = None
+            except TimeoutError:
+                continue
+            except Disconnected as error:
+                now = time.monotonic()
+                away_since = now if away_since is None else away_since
+                warning = error.with_traceback(None) if now - away_since >= AWAY_S else None
+            except Busy:
+                warning = None
+            except GpuLeaseError:
+                await self._report_end(user)
+                return
+            if warning is not None and self.is_of_fleet:
+                user.lease_warned(self, warning)
+            await asyncio.sleep(WATCH_PAUSE_S)
+        user.engine_failed(self, LeaseExpired("the lease's time ran out before it was renewed"))
+
+    async def close(self) -> None:
+        """Close all of it, and give the lease back."""
+        await self._stack.aclose()
+
+    async def abandon(self) -> None:
+        """Close what is left of an engine that is lost, or no longer wanted."""
+        with suppress(GpuLeaseError):
+            await self.close()
+
+
+async def _warning_of(lease: GpuLease) -> Drained | None:
+    """Wait for the warning that a lease is about to end; None if it has ended. Raises what `events` raises.
+
+    An engine's lease is renewed and has a session, so only a drain warns of its end, unless this process was stopped.
+    """
+    async with lease.events() as events:
+        async for event in events:
+            if event.phase == Phase.WARNING:
+                return Drained(f"{event.reason}: the lease lasts {event.left_s:.0f} s more")
+    return None

@@ -1,0 +1,289 @@
+"""Drives the engine: plans steps, starts them, takes their results, and takes the ends of tenants' regions.
+
+One task runs the loop. Up to two steps are under way, so that the next one is planned while one is computed. Whatever
+changes engines waits until no step is under way.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Final
+
+import numpy as np
+
+from gpulease.client.decode.decode_errors import EngineDecodeFailed
+from gpulease.client.decode.decode_log import DecodeLog, cause_of
+from gpulease.client.decode.decode_reports import ForwardRevoked
+from gpulease.client.decode.decode_requests import CompletionReason
+from gpulease.client.decode.engine.engine import BlockPool, DecodeEngine
+from gpulease.client.decode.row_records import ROW, Rows
+from gpulease.client.decode.scheduler.scheduler import ContinuousBatchScheduler
+from gpulease.client.decode.scheduler.step_plan import StepPlan
+from gpulease.client.decode.supervisor.engine_lifecycle import Closed, EngineLifecycle
+from gpulease.client.decode.supervisor.engine_supervisor import EngineSupervisor
+from gpulease.client.decode.supervisor.request_ledger import RequestLedger
+from gpulease.client.decode.supervisor.serving_engine import ServingEngine
+from gpulease.client.decode.supervisor.tenant_moves import TenantMoves
+from gpulease.client.decode.supervisor.tenant_regions import TenantRegions
+from gpulease.client.errors import RegionCancelled, RegionExpired, RegionFailed
+from gpulease.protocol.lease_ids import lease_text
+
+_REASONS: Final[dict[type[BaseException], CompletionReason]] = {
+    RegionExpired: CompletionReason.EXPIRED,
+    RegionCancelled: CompletionReason.CANCELLED,
+}
+
+
+class StepLoop:
+    """The steps of one decoder. `start` runs the loop; `stop` ends it.
+
+    Attributes:
+        scheduler: Decides which rows a step has.
+        log: Where regions that end or move are written.
+        computed: Number of steps that were computed.
+        moves: The moves of tenants' sequences from region to region.
+    """
+
+    _task: asyncio.Task[None]
+    _life: EngineLifecycle[ServingEngine]
+
+    def __init__(
+        self,
+        tables: int,
+        scheduler: ContinuousBatchScheduler,
+        ledger: RequestLedger,
+        supervisor: EngineSupervisor,
+        log: DecodeLog,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Make it.
+
+        Args:
+            tables: Sequences that the engine has room for.
+            scheduler: Decides which rows a step has.
+            ledger: Passes tokens and ends on to callers.
+            supervisor: Has the engine.
+            log: Where regions that end or move are written.
+            clock: Monotonic seconds, those of the event loop.
+        """
+        self.scheduler, self.log = scheduler, log
+        self.computed = 0
+        self._ledger, self._supervisor, self._clock = ledger, supervisor, clock
+        self._constants = np.zeros(tables, ROW)
+        self._pending: deque[StepPlan] = deque()
+        self._starting: StepPlan | None = None
+        self._begun_at = float("-inf")
+        self._refusal: RegionFailed | None = None
+        self._wake = asyncio.Event()
+        self.moves = TenantMoves(self)
+
+    def start(self) -> None:
+        """Run the loop in a task; the supervisor's engine is open."""
+        self._life = self._supervisor.life
+        self._task = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        """End the loop."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    @property
+    def engine(self) -> DecodeEngine:
+        """The engine; while it is lost, the lost one."""
+        return self._life.phase.engine.engine
+
+    @property
+    def regions(self) -> TenantRegions:
+        """The tenants' regions in the engine's lease."""
+        return self._life.phase.engine.regions
+
+    def wake(self) -> None:
+        """Look for what there is to compute, or to change."""
+        self._wake.set()
+
+    def check_alive(self) -> None:
+        """Raise what ended the decoder, if it has ended."""
+        self._supervisor.check_alive()
+
+    # --- the loop ---
+
+    async def _run(self) -> None:
+        supervisor, life = self._supervisor, self._life
+        try:
+            while type(life.phase) is not Closed:
+                self._wake.clear()
+                try:
+                    await self._advance()
+                except asyncio.CancelledError:
+                    # Either the decoder is closed, or the supervisor has aborted steps that do not end.
+                    pending = life.phase.pending_loss
+                    if pending is None or not pending.is_aborting:
+                        raise
+                    self._task.uncancel()
+                    supervisor.lose(pending.error)
+                except Exception as error:
+                    if isinstance(life.phase, Closed):
+                        return  # The decoder was closed during a step.
+                    if not life.has_engine:
+                        raise  # There is no engine that could be the cause.
+                    supervisor.lose(error)
+                self.moves.step_answered()
+        except Exception as error:
+            self.log.failure("decoder_failed", error)
+            text = f"The decoder failed by a fault of its own, {type(error).__name__}"
+            supervisor.fail(EngineDecodeFailed(text, "See its log, and open another decoder"))
+
+    async def _advance(self) -> None:
+        """Start and finish steps; between two steps, take what ended a region, or change engines."""
+        life = self._life
+        if (pending := life.phase.pending_loss) is not None:
+            raise pending.error
+        # What ended a region, and a change of engines, wait for the steps under way; so none is started until then.
+        if self._refusal is None and not life.is_change_due():
+            await self._start_steps()
+        if self._pending:
+            await self._finish_step()
+        elif self._refusal is not None:
+            error, self._refusal = self._refusal, None
+            self._abort_region(error)
+        elif life.is_change_due():
+            self._supervisor.change()
+        else:
+            await self._sleep()
+
+    async def _start_steps(self) -> None:
+        """Start what there is to compute, up to two steps."""
+        serving = self._life.phase.engine
+        engine = serving.engine
+        while self.scheduler.unanswered_steps < engine.max_steps:
+            now = self._clock()
+            plan = self.scheduler.plan(now)
+            self._ledger.tell(plan.events)
+            if not plan.sequences:
+                return
+            self._starting = plan
+            pools = [serving.regions.pools[tenant.config.id] for tenant in plan.tenants]
+            try:
+                await engine.start(self._rows_of(plan), pools)
+            except RegionFailed as error:
+                # Steps under way end first: the refusal may be one of theirs.
+                self._starting = None
+                self._on_region_lost(error)
+                self._ledger.tell(self.scheduler.failed(plan, None, CompletionReason.REVOKED, self._clock()))
+                return
+            if not self._pending:
+                self._begun_at = now
+            self._pending.append(plan)
+            self._starting = None
+
+    async def _finish_step(self) -> None:
+        """Wait for the oldest step under way, and pass its results on."""
+        plan = self._pending[0]
+        try:
+            results = await self._life.phase.engine.engine.finish()
+        except RegionFailed as error:
+            # This step and the one behind it did not begin. They are planned again, without the tenant.
+            self._pending.clear()
+            self._on_region_lost(error)
+            self._refusal = None
+            self._ledger.tell(self.scheduler.failed(plan, None, CompletionReason.REVOKED, self._clock()))
+            self._abort_region(error)
+            return
+        self._pending.popleft()
+        self.computed += 1
+        begun_at, self._begun_at = self._begun_at, self._clock()
+        events = self.scheduler.completed(plan, results["token"].tolist())
+        self._ledger.computed(plan, events, results, self._begun_at - begun_at)
+
+    async def _sleep(self) -> None:
+        """Wait until there may be something to do, or a waiting request's time is over."""
+        deadline = self.scheduler.next_deadline
+        delay_s = None if deadline is None else max(0.0, deadline - self._clock())
+        with suppress(TimeoutError):
+            async with asyncio.timeout(delay_s):
+                await self._wake.wait()
+
+    def _rows_of(self, plan: StepPlan) -> Rows:
+        """Write down a plan's rows: what is constant of a sequence, and what is the step's."""
+        for sequence in plan.joined:
+            pool, sampling = self.regions.pools[sequence.tenant.config.id], sequence.request.sampling
+            self._ledger.admitted(sequence, pool.region.lease_id)
+            constants = self._constants[sequence.table]
+            constants["base"], constants["blocks"] = pool.region.address, pool.blocks
+            constants["seed"], constants["top_k"], constants["top_p"] = sampling.seed, sampling.top_k, sampling.top_p
+            constants["inverse_temperature"] = sampling.inverse_temperature
+        rows: Rows = self._constants[plan.tables]
+        rows["token"], rows["source"], rows["position"] = plan.tokens, plan.sources, plan.positions
+        rows["table"], rows["block"] = plan.tables, plan.blocks
+        return rows
+
+    # --- regions that end or move ---
+
+    def _on_region_lost(self, error: RegionFailed) -> None:
+        """Keep a step's refusal until no step is under way, and report it unless it was reported before."""
+        known, self._refusal = self._refusal, error
+        tenant_id = self.regions.tenant_of(error.lease_id)
+        if tenant_id is None or (known is not None and known.lease_id == error.lease_id):
+            return
+        delay_s = None
+        if self._life.phase.engine.shares_clock and error.flipped_ns is not None:
+            delay_s = (time.monotonic_ns() - error.flipped_ns) / 1e9
+        report = ForwardRevoked(error.lease_id, tenant_id, error.site, error.position, delay_s)
+        self._ledger.report(lambda observer: observer.on_forward_revoked(report))
+
+    def _abort_region(self, error: RegionFailed) -> None:
+        """Abort the sequences of the tenant whose region ended. Raises the error if no tenant has that region."""
+        tenant_id = self.regions.tenant_of(error.lease_id)
+        if tenant_id is None:
+            raise error
+        self.abort_tenant(tenant_id, error)
+
+    def abort_tenant(self, tenant_id: str, error: BaseException) -> None:
+        """End a tenant's sequences after the loss of their region; their replays wait for a new one."""
+        reason = _REASONS.get(type(error), CompletionReason.REVOKED)
+        pool = self.regions.pools.get(tenant_id)
+        region = 0 if pool is None else pool.region.lease_id
+        sequences = len(self.scheduler.tenants[tenant_id].live)
+        self.log.info(
+            "region_lost",
+            tenant=tenant_id,
+            region=lease_text(region),
+            reason=reason,
+            cause=cause_of(error),
+            sequences=sequences,
+        )
+        self._ledger.tell(self.scheduler.revoked(tenant_id, reason, self._clock()))
+        self.regions.replace(tenant_id)
+        self.wake()
+
+    def moved(self, tenant_id: str, pool: BlockPool) -> None:
+        """Compute the tenant's sequences in this pool from now on."""
+        for sequence in self.scheduler.tenants[tenant_id].live.values():
+            constants = self._constants[sequence.table]
+            constants["base"], constants["blocks"] = pool.region.address, pool.blocks
+            self._ledger.admitted(sequence, pool.region.lease_id)
+        self.log.info("region_moved", tenant=tenant_id, region=lease_text(pool.region.lease_id))
+
+    # --- what the supervisor calls ---
+
+    def abort(self) -> None:
+        """Stop waiting for the steps under way; the pending loss is taken next."""
+        self._task.cancel()
+
+    def drop(self) -> Iterable[str]:
+        """Forget the steps under way. Returns the requests with rows in them, by their callers' ids."""
+        plans = [*self._pending, *([self._starting] if self._starting is not None else [])]
+        self._pending.clear()
+        self._starting = self._refusal = None
+        sequences = dict.fromkeys(sequence for plan in plans for sequence in plan.sequences if not sequence.is_ended)
+        return [sequence.request.continues or sequence.request.request_id for sequence in sequences]
+
+    def release_waiters(self) -> None:
+        """Let go of whoever waits for a step's answer, which will not come."""
+        self.moves.step_answered()
+
+    def is_suspended(self, tenant_id: str) -> bool:
+        """Return whether a tenant waits for `resume`."""
+        return self.moves.is_suspended(tenant_id)

@@ -1,0 +1,186 @@
+"""The tenants' regions of one engine: opened, renewed, and replaced when they end."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
+from itertools import count
+from typing import Final
+
+from gpulease.client.aio.events import KeepAlive
+from gpulease.client.decode.decode_log import DecodeLog
+from gpulease.client.decode.decode_requests import TenantConfig
+from gpulease.client.decode.engine.engine import BlockPool, DecodeEngine
+from gpulease.client.decode.scheduler.scheduler import ContinuousBatchScheduler
+from gpulease.client.decode.supervisor import engine_losses
+from gpulease.client.decode.supervisor.background_tasks import BackgroundTasks
+from gpulease.client.errors import CapacityExceeded, Drained, GpuLeaseError
+from gpulease.protocol.lease_ids import lease_text
+
+REGION_TTL_S: Final = 120.0
+"""Seconds of a region; renewed in time for as long as it serves."""
+
+MOVE_BEFORE_S: Final = 5.0
+"""Seconds before a region's end at which its tenant moves on: renewals that work come long before."""
+
+REGION_RETRY_S: Final = 0.1
+"""Seconds between two tries to open a region that the lease has no room for; its tenant's requests wait meanwhile."""
+
+NO_ROOM_TRIES: Final = 50
+"""Tries without room at that pace, as bytes of the region before are proved free within moments. A lack of room that
+lasts for longer is a refusal like any other: the pauses grow, and it is logged."""
+
+
+async def stop_renewal(renewal: KeepAlive) -> None:
+    """Stop renewing. The error that ended the renewals was reported when it happened, so it is not raised again."""
+    with suppress(GpuLeaseError):
+        await renewal.stop()
+
+
+class TenantRegions:
+    """The regions of one engine.
+
+    Attributes:
+        pools: The tenants' blocks by the tenants' ids; a tenant that is suspended, or waits for its next region, has
+            none.
+        move_before_s: Seconds before a region's end at which its tenant is to move on.
+    """
+
+    def __init__(
+        self,
+        engine: DecodeEngine,
+        scheduler: ContinuousBatchScheduler,
+        log: DecodeLog,
+        on_opened: Callable[[TenantConfig, BlockPool], None],
+        on_failure: Callable[[Exception], None],
+        life_s: float | None = None,
+    ) -> None:
+        """Serve a decoder, which calls `open` for each tenant.
+
+        Args:
+            engine: The engine; its lease has the regions.
+            scheduler: Read for limits, and never changed.
+            log: Where refused renewals and regions are written.
+            on_opened: Called when a lost region has its successor.
+            on_failure: Called when one can't be had, because the engine is lost.
+            life_s: Seconds of a region, which is not renewed then; None: it is, for as long as it serves.
+        """
+        self.pools: dict[str, BlockPool] = {}
+        self._engine, self._scheduler, self._log = engine, scheduler, log
+        self._on_opened, self._on_failure = on_opened, on_failure
+        self._life_s = life_s
+        self.move_before_s = min(MOVE_BEFORE_S, (life_s or REGION_TTL_S) / 4)
+        self._renewals: dict[str, KeepAlive] = {}
+        self._rebinding = BackgroundTasks()
+
+    async def open(self, tenant: TenantConfig) -> BlockPool:
+        """Open a tenant's region, and renew it for as long as it exists.
+
+        Raises CapacityExceeded while the lease has no room, and what `GpuLease.region` raises.
+        """
+        pool = await self.open_beside(tenant)
+        self._take(tenant.id, pool)
+        return pool
+
+    async def open_beside(self, tenant: TenantConfig) -> BlockPool:
+        """Open another region for a tenant, for `exchange` or `let_go`. Raises what `open` raises."""
+        return await self._engine.open_pool(tenant.max_blocks, tenant=tenant.id, ttl_secs=self._life_s or REGION_TTL_S)
+
+    def exchange(self, tenant_id: str, pool: BlockPool) -> None:
+        """Give a tenant another region, and end the one that it had. No step under way may name that."""
+        old, renewal = self.pools[tenant_id], self._renewals.pop(tenant_id, None)
+        self._take(tenant_id, pool)
+        self._rebinding.start(self._end(old, renewal))
+
+    def let_go(self, pool: BlockPool) -> None:
+        """End a region that no tenant has."""
+        self._rebinding.start(self._end(pool, None))
+
+    async def release(self, tenant_id: str) -> None:
+        """End a tenant's region, and open no other. No step under way may name it."""
+        pool, renewal = self.pools.pop(tenant_id), self._renewals.pop(tenant_id, None)
+        await self._close(pool, renewal)
+
+    def ending(self) -> list[str]:
+        """Return the tenants with regions that are about to end, if their lease is not."""
+        if self._engine.remaining_s <= self.move_before_s:
+            return []
+        return [name for name, pool in self.pools.items() if 0 < pool.region.remaining_s <= self.move_before_s]
+
+    def ended(self) -> list[str]:
+        """Return the tenants with regions that have ended, if their lease has not: one load from shared memory each."""
+        if self._engine.lease.revoked:
+            return []
+        return [name for name, pool in self.pools.items() if pool.region.revoked]
+
+    def _take(self, tenant_id: str, pool: BlockPool) -> None:
+        self.pools[tenant_id] = pool
+        if self._life_s is None:
+            region = lease_text(pool.region.lease_id)
+
+            def refused(error: GpuLeaseError) -> None:
+                left_s = pool.region.remaining_s
+                self._log.failure("region_renewal_refused", error, tenant=tenant_id, region=region, left_s=left_s)
+
+            self._renewals[tenant_id] = pool.region.keep_alive(refused)
+
+    async def _end(self, pool: BlockPool, renewal: KeepAlive | None) -> None:
+        try:
+            await self._close(pool, renewal)
+        except Exception as error:
+            self._on_failure(error)
+
+    async def _close(self, pool: BlockPool, renewal: KeepAlive | None) -> None:
+        if renewal is not None:
+            await stop_renewal(renewal)
+        await self._engine.close_pool(pool)
+
+    def tenant_of(self, lease_id: int | None) -> str | None:
+        """Return the tenant of the region with this id; None if there is none."""
+        return next((name for name, pool in self.pools.items() if pool.region.lease_id == lease_id), None)
+
+    def replace(self, tenant_id: str) -> None:
+        """Take a tenant's region as gone, and begin to open another, as soon as the limiter and the lease allow it."""
+        self._rebinding.start(self._rebind(tenant_id, self.pools.pop(tenant_id, None)))
+
+    async def _rebind(self, tenant_id: str, lost: BlockPool | None) -> None:
+        tenant = self._scheduler.tenants[tenant_id].config
+        try:
+            if lost is not None:
+                await self._close(lost, self._renewals.pop(tenant_id, None))
+            now = asyncio.get_running_loop().time()
+            await asyncio.sleep(self._scheduler.rebind_delay_s(tenant_id, now))
+            pool = await self._reopened(tenant)
+        except Exception as error:
+            self._on_failure(error)
+            return
+        self._on_opened(tenant, pool)
+
+    async def _reopened(self, tenant: TenantConfig) -> BlockPool:
+        """Open a region as soon as it is granted. Raises what says that the lease, or its session, is lost.
+
+        A refusal that concerns this tenant alone does not keep others from being served, so it is tried again.
+        """
+        for tries in count(1):
+            try:
+                return await self.open(tenant)
+            except GpuLeaseError as error:
+                is_drain = isinstance(error, Drained) and self._engine.lease.is_alive
+                if engine_losses.is_known(error) and not is_drain:
+                    raise
+                refusals = tries - NO_ROOM_TRIES if isinstance(error, CapacityExceeded) else tries
+                if refusals < 1:
+                    pause_s = REGION_RETRY_S
+                else:
+                    pause_s = engine_losses.pause_s(refusals - 1)
+                    if engine_losses.is_logged(refusals):
+                        self._log.failure("region_refused", error, tenant=tenant.id, tries=tries, next_try_s=pause_s)
+            await asyncio.sleep(pause_s)
+        raise AssertionError("unreachable")
+
+    async def close(self) -> None:
+        """Stop renewing and opening regions, even if this is cancelled halfway. The regions end with their lease."""
+        self.pools.clear()
+        async with AsyncExitStack() as stack:
+            for renewal in self._renewals.values():
+                stack.push_async_callback(stop_renewal, renewal)
+            await self._rebinding.stop()

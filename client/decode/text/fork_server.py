@@ -1,0 +1,206 @@
+"""The server's end of the processes that read texts: starts the fork server, asks it for workers, gives them jobs."""
+
+import array
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+from typing import Any, Final, Self
+
+from gpulease.client.decode.decode_errors import ModelRejected, TextProcessesFailed
+from gpulease.client.decode.text.text_jobs import LENGTH, MAX_ANSWER_BYTES, unpacked
+
+MODULE: Final = "gpulease.client.decode.text.text_fork_server"
+
+MAX_PACKET_BYTES: Final = 65536
+"""Most bytes of a packet of the fork server's."""
+
+START_LIMIT_S: Final = 120.0
+"""Seconds in which the fork server loads the tokenizer: large vocabularies take some, on a busy host many."""
+
+STOP_LIMIT_S: Final = 5.0
+"""Seconds in which the fork server ends its workers and itself, before it is killed."""
+
+POLL_S: Final = 0.005
+"""Seconds between two checks whether the fork server has ended, which takes some milliseconds."""
+
+_ENVIRONMENT: Final = {
+    # Threads would make forks unsafe: neither of these libraries starts any then.
+    "TOKENIZERS_PARALLELISM": "false",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+
+
+class Worker:
+    """A process that does jobs, one at a time.
+
+    Attributes:
+        number: Its number.
+        begun: Done once it is there; has an error if it can't be.
+        ended: Its status by waitpid, once it has ended; None if the fork server ended too.
+    """
+
+    def __init__(self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.number = number
+        loop = asyncio.get_running_loop()
+        self.begun: asyncio.Future[None] = loop.create_future()
+        self.ended: asyncio.Future[int | None] = loop.create_future()
+        self._reader, self._writer = reader, writer
+
+    async def do(self, frame: bytes) -> dict[str, Any] | None:
+        """Have it do a job. Returns the answer; None if it ended instead, or does not keep to the protocol."""
+        try:
+            self._writer.write(frame)
+            await self._writer.drain()
+            (size,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+            if size > MAX_ANSWER_BYTES:
+                return None
+            answer: dict[str, Any] = unpacked(await self._reader.readexactly(size))
+            return answer
+        except (asyncio.IncompleteReadError, ConnectionError, ValueError):
+            return None
+
+    def close(self) -> None:
+        """Close its socket: it ends when it has done its job."""
+        self._writer.transport.abort()
+
+
+class ForkServer:
+    """A fork server that runs. Made by `start`; `stop` ends it."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", control: socket.socket) -> None:
+        self._process, self._control = process, control
+        self._loop = asyncio.get_running_loop()
+        self._is_ready: asyncio.Future[None] = self._loop.create_future()
+        self._workers: dict[int, Worker] = {}
+        self._numbers = 0
+        self.is_alive = True
+        self._loop.add_reader(control, self._take)
+
+    @classmethod
+    async def start(cls, tokenizer_fd: int) -> Self:
+        """Start one, and wait until it is ready. It reads the tokenizer from that descriptor's begin.
+
+        Raises OSError, TextProcessesFailed, or ModelRejected for a tokenizer that it can't make.
+        """
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # Opened again, for an offset of its own.
+        again = os.open(f"/proc/self/fd/{tokenizer_fd}", os.O_RDONLY)
+        try:
+            # It returns once the program is replaced, which takes no longer than the loop may.
+            process = subprocess.Popen(  # noqa: ASYNC220
+                [sys.executable, "-P", "-m", MODULE, str(theirs.fileno()), str(again)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(), again),
+                env=os.environ | _ENVIRONMENT,
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+            os.close(again)
+        ours.setblocking(False)
+        server = cls(process, ours)
+        try:
+            async with asyncio.timeout(START_LIMIT_S):
+                await server._is_ready
+        except BaseException as error:
+            await server.stop()
+            if isinstance(error, TimeoutError):
+                text = f"the process that reads texts was not ready within {START_LIMIT_S:g} s"
+                raise TextProcessesFailed(text) from None
+            raise
+        return server
+
+    async def fork(self) -> Worker:
+        """Fork a worker. Raises OSError, or TextProcessesFailed if it can't be, or the server has ended."""
+        ours, theirs = socket.socketpair()
+        try:
+            reader, writer = await asyncio.open_unix_connection(sock=ours)
+        except BaseException:
+            ours.close()
+            theirs.close()
+            raise
+        self._numbers += 1
+        worker = self._workers[self._numbers] = Worker(self._numbers, reader, writer)
+        try:
+            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [theirs.fileno()]))
+            self._control.sendmsg([json.dumps({"fork": worker.number}).encode()], [rights])
+        except OSError:
+            self._lose()
+        finally:
+            theirs.close()
+        try:
+            await worker.begun
+        except BaseException:
+            self.kill(worker)
+            raise
+        return worker
+
+    def kill(self, worker: Worker) -> None:
+        """Kill a worker."""
+        worker.close()
+        if self.is_alive and self._workers.get(worker.number) is worker:
+            self._send({"kill": worker.number})
+
+    async def stop(self) -> None:
+        """End it and its workers."""
+        self._lose()
+        deadline = self._loop.time() + STOP_LIMIT_S
+        while self._process.poll() is None:
+            if self._loop.time() > deadline:
+                self._process.kill()
+            await asyncio.sleep(POLL_S)
+
+    def _send(self, packet: dict[str, Any]) -> None:
+        try:
+            self._control.send(json.dumps(packet).encode())
+        except OSError:
+            self._lose()
+
+    def _take(self) -> None:
+        """Take what the server has written."""
+        try:
+            packet = self._control.recv(MAX_PACKET_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            packet = b""
+        if not packet:
+            self._lose()
+            return
+        said = json.loads(packet)
+        worker = self._workers.get(said.get("forked") or said.get("failed") or said.get("ended") or 0)
+        if "ready" in said and not self._is_ready.done():
+            self._is_ready.set_result(None)
+        elif "rejected" in said and not self._is_ready.done():
+            self._is_ready.set_exception(ModelRejected(said["rejected"]))
+        elif worker is not None and "forked" in said:
+            if not worker.begun.done():  # It is, if whoever waited for it was cancelled.
+                worker.begun.set_result(None)
+        elif worker is not None:
+            self._end(worker, said.get("status"), said.get("why", "it ended"))
+
+    def _end(self, worker: Worker, status: int | None, why: str) -> None:
+        self._workers.pop(worker.number, None)
+        if not worker.begun.done():
+            worker.begun.set_exception(TextProcessesFailed(f"no process that reads texts can be forked: {why}"))
+        if not worker.ended.done():
+            worker.ended.set_result(status)
+
+    def _lose(self) -> None:
+        """Take the server as gone: it kills its workers as it ends, and they end with it if it is killed."""
+        if not self.is_alive:
+            return
+        self.is_alive = False
+        self._loop.remove_reader(self._control)
+        self._control.close()
+        if not self._is_ready.done():
+            self._is_ready.set_exception(TextProcessesFailed("the process that reads texts ended as it started"))
+        for worker in list(self._workers.values()):
+            worker.close()
+            self._end(worker, None, "the process that forks them has ended")

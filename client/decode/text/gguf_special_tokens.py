@@ -1,0 +1,117 @@
+# ruff: noqa: RUF001 (DeepSeek writes its tokens with fullwidth bars)
+"""Special tokens of a GGUF vocabulary, as llama.cpp finds them (load in llama-vocab.cpp)."""
+
+from typing import Final
+
+from gpulease.client.decode.checked_file import Members
+from gpulease.client.decode.decode_errors import ModelRejected
+
+AT: Final = "tokenizer.ggml."
+
+CONTROL: Final = 3
+"""The type of tokens that are not text (LLAMA_TOKEN_TYPE_CONTROL)."""
+
+BEGINS: Final = ("llama3", "llama-bpe")
+"""Ways to cut texts, of those that are known, whose prompts begin with a token unless a key says otherwise."""
+
+DEFAULTS: Final = {"bos": 1, "eos": 2, "unknown": 0}
+"""Ids of SentencePiece's vocabularies, for keys that are missing. GPT-2's kind has none that a model of today means."""
+
+END_TEXTS: Final = frozenset(
+    {
+        *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>"),
+        *("<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<eos>"),
+        *("<end_of_utterance>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~["),
+    }
+)
+"""Tokens of these texts end a sequence, whatever type the file gives them."""
+
+FILL_TEXTS: Final = {
+    "fim_pre": (
+        "<|fim_prefix|>",
+        "<fim-prefix>",
+        "<fim_prefix>",
+        "<｜fim▁begin｜>",
+        "<PRE>",
+        "▁<PRE>",
+        "<|code_prefix|>",
+        "<|prefix|>",
+    ),
+    "fim_suf": (
+        "<|fim_suffix|>",
+        "<fim-suffix>",
+        "<fim_suffix>",
+        "<｜fim▁hole｜>",
+        "<SUF>",
+        "▁<SUF>",
+        "<|code_suffix|>",
+        "<|suffix|>",
+    ),
+    "fim_mid": (
+        "<|fim_middle|>",
+        "<fim-middle>",
+        "<fim_middle>",
+        "<｜fim▁end｜>",
+        "<MID>",
+        "▁<MID>",
+        "<|code_middle|>",
+        "<|middle|>",
+    ),
+    "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    "fim_sep": ("<|file_sep|>",),
+}
+"""Texts of the tokens by which gaps in a program are filled."""
+
+FILL_ENDS: Final = ("fim_pad", "fim_rep", "fim_sep")
+"""Those of them that end a sequence; a key names its token, or else its text does."""
+
+CONTROL_TEXTS: Final = END_TEXTS.union(*FILL_TEXTS.values())
+"""Tokens of these texts are control tokens, whatever type the file gives them."""
+
+
+def control_tokens(said: Members) -> list[int]:
+    """The tokens that are not text, by their names."""
+    texts, kinds = said.items(f"{AT}tokens"), said.items(f"{AT}token_type")
+    found = {token for token, text in enumerate(texts) if text in CONTROL_TEXTS}
+    found.update(token for token, kind in enumerate(kinds[: len(texts)]) if kind == CONTROL)
+    return sorted(found)
+
+
+def begin_token(said: Members) -> int | None:
+    """The token before a prompt; None for none. Raises ModelRejected where a prompt has one and no key names it."""
+    default = said.text(f"{AT}model", "") == "llama" or said.text(f"{AT}pre", "") in BEGINS
+    if not said.flag(f"{AT}add_bos_token", default):
+        return None
+    return _required(said, "bos")
+
+
+def end_tokens(said: Members) -> tuple[int, ...]:
+    """The tokens that end a sequence. Raises ModelRejected for a vocabulary without the key of the first."""
+    texts = said.items(f"{AT}tokens")
+    find = _required if texts else special_token
+    ends = [find(said, "eos"), special_token(said, "eot"), special_token(said, "eom")]
+    found = set(END_TEXTS)
+    for name in FILL_ENDS:
+        if (named := special_token(said, name)) is not None:
+            ends.append(named)
+        else:
+            found.update(FILL_TEXTS[name])
+    ends += [token for token, text in enumerate(texts) if text in found]
+    return tuple(dict.fromkeys(token for token in ends if token is not None))
+
+
+def special_token(said: Members, name: str) -> int | None:
+    """The token that a key names, or the default of the vocabulary's kind; None for none."""
+    key = f"{AT}{name}_token_id"
+    if said.values.get(key) is not None:
+        return said.whole(key)
+    default = DEFAULTS.get(name) if said.text(f"{AT}model", "") == "llama" else None
+    return default if default is not None and default < len(said.items(f"{AT}tokens")) else None
+
+
+def _required(said: Members, name: str) -> int:
+    token = special_token(said, name)
+    if token is None:
+        raise ModelRejected(f"{said.where}: {AT}{name}_token_id is missing")
+    return token

@@ -1,0 +1,156 @@
+"""The tokenizer of a GGUF file, made of its metadata as llama.cpp does (llama-vocab.cpp)."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Final
+
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as LibraryTokenizer
+
+from gpulease.client.decode.checked_file import Members, rejected
+from gpulease.client.decode.decode_errors import ModelRejected
+from gpulease.client.decode.text.chat_template import ChatTemplate
+from gpulease.client.decode.text.gguf_special_tokens import AT, control_tokens, special_token
+from gpulease.client.decode.text.tokenizer import Tokenizer
+from gpulease.client.texts import quoted
+
+MAX_PIECE_CHARACTERS: Final = 256
+"""Longest piece of SentencePiece that others merge to: trying all cuts of a longer one never ends."""
+
+UNKNOWN: Final = 2
+USER_DEFINED: Final = 4
+"""Types of tokens, by llama.cpp's numbers."""
+
+LLAMA_3: Final = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+"""How Llama 3 cuts a text into words, from its tokenizer.json; Qwen 2 takes digits one by one."""
+
+QWEN_2: Final = LLAMA_3.replace(r"\p{N}{1,3}", r"\p{N}")
+
+
+def gguf_tokenizer(said: Members, begin_token: int | None) -> Tokenizer:
+    """Make the tokenizer of a file's metadata. Raises ModelRejected."""
+    kind = said.text(f"{AT}model")
+    makers: dict[str, Callable[[Members, list[str]], LibraryTokenizer]] = {"gpt2": _byte_pairs, "llama": _pieces}
+    if kind not in makers:
+        raise ModelRejected(f"{said.where}: {AT}model {quoted(kind)} is none of {', '.join(makers)}")
+    # Tokens without a text have one made up, as in llama.cpp.
+    tokens = [text or f"[EMPTY_{token}]" for token, text in enumerate(_texts(said, "tokens"))]
+    if len(set(tokens)) < len(tokens):
+        ((twice, _),) = Counter(tokens).most_common(1)
+        raise ModelRejected(f"{said.where}: {AT}tokens has {quoted(twice)} twice")
+    with rejected(ModelRejected, f"{said.where}: no tokenizer"):
+        library = makers[kind](said, tokens)
+        _add_special(library, said, tokens)
+    return Tokenizer(library, begin_token, _chat_template(said, tokens), said.where)
+
+
+def _byte_pairs(said: Members, tokens: list[str]) -> LibraryTokenizer:
+    """GPT-2's kind: pairs of bytes' letters merge in the merges' order."""
+    kind = said.text(f"{AT}pre")
+    merges = []
+    for text in _texts(said, "merges"):
+        left, _, right = text.partition(" ")
+        if not left or not right:
+            raise ModelRejected(f"{said.where}: {AT}merges has {quoted(text)}, no two texts with a space between")
+        merges.append((left, right))
+    if kind not in CUTS:
+        raise ModelRejected(f"{said.where}: {AT}pre {quoted(kind)} is none of {', '.join(CUTS)}")
+    numbers = {text: token for token, text in enumerate(tokens)}
+    # Llama 3 takes a word that is a token as it is.
+    library = LibraryTokenizer(models.BPE(numbers, merges, ignore_merges=CUTS[kind] is _llama_3))
+    library.pre_tokenizer = CUTS[kind]()
+    library.decoder = decoders.ByteLevel()
+    if CUTS[kind] is _qwen_2:
+        library.normalizer = normalizers.NFC()
+    return library
+
+
+def _pieces(said: Members, tokens: list[str]) -> LibraryTokenizer:
+    """SentencePiece's kind, as transformers' LlamaConverter makes it: pieces merge in the order of their scores."""
+    scores = said.items(f"{AT}scores")
+    if len(scores) != len(tokens):
+        raise ModelRejected(f"{said.where}: {AT}scores are {len(scores)}, tokens {len(tokens)}")
+    numbers = {text: token for token, text in enumerate(tokens)}
+    merges = [
+        (scores[token], text[:cut], text[cut:])
+        for token, text in enumerate(tokens)
+        for cut in range(1, len(text) if len(text) <= MAX_PIECE_CHARACTERS else 0)
+        if text[:cut] in numbers and text[cut:] in numbers
+    ]
+    merges.sort(key=lambda merge: (-merge[0], numbers[merge[1]], numbers[merge[2]]))
+    unknown = next(
+        (text for text, kind in zip(tokens, said.items(f"{AT}token_type"), strict=False) if kind == UNKNOWN), None
+    )
+    pairs = [(left, right) for _, left, right in merges]
+    library = LibraryTokenizer(models.BPE(numbers, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    begins_with_space = said.flag(f"{AT}add_space_prefix", True)
+    steps: list[Any] = [normalizers.Prepend("▁")] if begins_with_space else []
+    library.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
+    ends: list[Any] = [decoders.Strip(" ", 1, 0)] if begins_with_space else []
+    library.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *ends])
+    return library
+
+
+def _add_special(library: LibraryTokenizer, said: Members, tokens: list[str]) -> None:
+    """Have the names of control tokens in a text become those tokens."""
+    control = control_tokens(said)
+    kinds = said.items(f"{AT}token_type")[: len(tokens)]
+    by_user = {token for token, kind in enumerate(kinds) if kind == USER_DEFINED}.difference(control)
+    library.add_special_tokens([AddedToken(tokens[token], special=True, normalized=False) for token in control])
+    library.add_tokens([AddedToken(tokens[token], special=False, normalized=False) for token in sorted(by_user)])
+
+
+def _chat_template(said: Members, tokens: list[str]) -> ChatTemplate | None:
+    source = said.text("tokenizer.chat_template", "")
+    if not source:
+        return None
+    named = {}
+    for name in ("bos", "eos", "unk", "pad"):
+        token = special_token(said, {"unk": "unknown", "pad": "padding"}.get(name, name))
+        named[f"{name}_token"] = tokens[token] if token is not None and 0 <= token < len(tokens) else ""
+    return ChatTemplate(source, named, said.where)
+
+
+def _texts(said: Members, key: str) -> list[str]:
+    texts = said.items(f"{AT}{key}")
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise ModelRejected(f"{said.where}: {AT}{key} is missing, or no list of texts")
+    return texts
+
+
+def _gpt_2() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.ByteLevel(add_prefix_space=False)
+
+
+def _digits() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt_2()])
+
+
+def _llama_3() -> pre_tokenizers.PreTokenizer:
+    return _cut_by(LLAMA_3)
+
+
+def _qwen_2() -> pre_tokenizers.PreTokenizer:
+    return _cut_by(QWEN_2)
+
+
+def _cut_by(pattern: str) -> pre_tokenizers.PreTokenizer:
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), letters])
+
+
+CUTS: Final = {
+    "gpt-2": _gpt_2,
+    "smollm": _digits,
+    "starcoder": _digits,
+    "refact": _digits,
+    "command-r": _digits,
+    "llama-bpe": _llama_3,
+    "llama3": _llama_3,
+    "qwen2": _qwen_2,
+    "deepseek-r1-qwen": _qwen_2,
+}
+"""How a text is cut into words before its letters merge, by llama.cpp's names."""

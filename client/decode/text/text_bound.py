@@ -1,0 +1,104 @@
+"""How many bytes of a text one token can stand for: what decides, before any work, that a text can't fit.
+
+`most_bytes_per_token` returns M such that a text of B bytes in UTF-8 that the tokenizer cuts into n tokens has
+B <= n * M; or None where that can't be said. Each step of the library, in its order, keeps the bound:
+
+1. Added tokens are cut out of the text. Each stands for the bytes of its own name and no others, unless it takes the
+   spaces next to it along (`lstrip`, `rstrip`): there is no bound then. One that is looked for behind the normaliser
+   (`normalized`) stands for the bytes of its normalised name there, and is bounded with step 2.
+2. The normaliser turns each part of b bytes into one of at least b / S bytes. Prepending only adds, so S is 1.
+   Replacing p bytes by c bytes has S = p / c, and 1 if c is more. NFC has S = 4: give each character of full
+   decompositions the weight of the longest single character that decomposes to it. Then no character has more bytes
+   than its decomposition has weight, and no composed one has less than a fourth of it. Unicode's rules of stability
+   keep that for characters that exist; a test compares the tables that Python has. A sequence multiplies. Other
+   normalisers delete or fold text: no bound.
+3. The pre-tokenizer cuts, and replaces bytes by letters or spaces by marks that are no shorter. One that drops text,
+   such as the spaces between words, has no bound.
+4. BPE puts letters together. A character that it does not know is dropped, or fused with others to one `unk` of any
+   length. There is none where every byte is known: as a letter of GPT-2's, or as a token `<0x..>` of its own
+   (`byte_fallback`). Then a token stands for the bytes of its entry: its letters, or its characters in UTF-8. Other
+   models, and prefixes or suffixes of words, have no bound.
+
+Post-processors and begin tokens only add tokens. Truncation drops text: no bound.
+"""
+
+import json
+from typing import Any, Final
+
+import tokenizers
+from tokenizers import models
+
+from gpulease.client.decode.text.letters import LETTERS
+
+NFC_SHRINKS: Final = 4
+"""How many times more bytes a text can have than its NFC: 3.5, for U+1FBE U+0308 U+0301, and so 4 in whole numbers."""
+
+_CUTTING: Final = frozenset({"ByteLevel", "Digits", "Metaspace"})
+"""Pre-tokenizers that drop nothing."""
+
+_BYTE_TOKENS: Final = tuple(f"<0x{byte:02X}>" for byte in range(256))
+
+
+def most_bytes_per_token(library: tokenizers.Tokenizer) -> int | None:
+    """Return M of the module's claim, 1 or more; None for a tokenizer that has none."""
+    shrinks = _shrinks(_state(library.normalizer))
+    cuts = _steps(_state(library.pre_tokenizer), "pretokenizers")
+    longest_entry = _longest_entry(library, is_byte_level=any(step["type"] == "ByteLevel" for step in cuts))
+    if shrinks is None or longest_entry is None or library.truncation is not None or not all(map(_drops_nothing, cuts)):
+        return None
+    longest = longest_entry
+    for added in library.get_added_tokens_decoder().values():
+        if added.lstrip or added.rstrip:
+            return None
+        name = str(added.content)
+        if added.normalized and library.normalizer is not None:
+            longest = max(longest, len(library.normalizer.normalize_str(name).encode()))
+        longest = max(longest, len(name.encode()))
+    return longest * shrinks
+
+
+def _state(component: Any) -> dict[str, Any] | None:
+    state: dict[str, Any] | None = None if component is None else json.loads(component.__getstate__())
+    return state
+
+
+def _steps(state: dict[str, Any] | None, of_sequence: str) -> list[dict[str, Any]]:
+    """The steps of a component, those of sequences in sequences as well."""
+    if state is None:
+        return []
+    if state["type"] != "Sequence":
+        return [state]
+    return [step for part in state[of_sequence] for step in _steps(part, of_sequence)]
+
+
+def _shrinks(normalizer: dict[str, Any] | None) -> int | None:
+    """S of step 2, rounded up; None for none."""
+    shrinks = 1
+    for step in _steps(normalizer, "normalizers"):
+        kind = step["type"]
+        if kind == "NFC":
+            shrinks *= NFC_SHRINKS
+        elif kind == "Replace" and "String" in step["pattern"] and step["content"]:
+            shrinks *= -(-len(step["pattern"]["String"].encode()) // len(step["content"].encode()))
+        elif kind != "Prepend":
+            return None
+    return shrinks
+
+
+def _drops_nothing(cut: dict[str, Any]) -> bool:
+    if cut["type"] in ("Split", "Punctuation"):
+        return bool(cut["behavior"] != "Removed")
+    return cut["type"] in _CUTTING
+
+
+def _longest_entry(library: tokenizers.Tokenizer, *, is_byte_level: bool) -> int | None:
+    """The most bytes that an entry of the vocabulary stands for; None if not every byte is known."""
+    model = library.model
+    if not isinstance(model, models.BPE) or model.continuing_subword_prefix or model.end_of_word_suffix:
+        return None
+    vocabulary = library.get_vocab(with_added_tokens=False)
+    if is_byte_level:
+        return max(map(len, vocabulary)) if LETTERS.keys() <= vocabulary.keys() else None
+    if model.byte_fallback and all(token in vocabulary for token in _BYTE_TOKENS):
+        return max(len(entry.encode()) for entry in vocabulary)
+    return None

@@ -1,0 +1,229 @@
+"""The processes that read texts: a fork server, which loads the tokenizer once, and the workers that it forks.
+
+    python -m gpulease.client.decode.text.text_fork_server CONTROL TOKENIZER
+
+CONTROL is the number of a descriptor, a socket of packets. The server writes {"ready": true}, or {"rejected": text}
+and ends. Then it reads {"fork": number} with a socket for the new worker, and {"kill": number}. It writes
+{"forked": number} or {"failed": number, "why": text}, and {"ended": number, "status": status} once a worker is gone;
+the status is waitpid's. At the socket's end it kills its workers and ends.
+TOKENIZER is the number of a descriptor of a file: `Tokenizer.values`, the context and the limits.
+
+The server never opens CUDA, never reads a tenant's text, and runs a single thread, so it may fork at any time.
+"""
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import resource
+import selectors
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from math import ceil
+from typing import Any, Final, NoReturn
+
+from gpulease.client.decode.decode_errors import ModelRejected, RequestRejected
+from gpulease.client.decode.text.prompt_reader import PromptReader
+from gpulease.client.decode.text.text_jobs import LENGTH, TextLimits, framed, refusal, unpacked
+from gpulease.client.decode.text.tokenizer import Tokenizer
+
+MAX_PACKET_BYTES: Final = 4096
+"""Most bytes of a packet of CONTROL."""
+
+MAX_SAID_CHARACTERS: Final = 600
+"""Most characters of an error in a packet: each may take 6 bytes there."""
+
+MAX_KEPT_BYTES: Final = 64 << 20
+"""Memory that a worker may keep after a job, in addition to the tokenizer's; one that keeps more is replaced."""
+
+MAX_TRACEBACK_CHARACTERS: Final = 4000
+"""Most characters of a fault's traceback. Stops an error that repeats a text from filling the server's log."""
+
+OUT_OF_MEMORY_SCORE: Final = b"500"
+"""The kernel's score: when the host runs out of memory, workers are killed before the server."""
+
+PR_SET_PDEATHSIG: Final = 1
+"""prctl's option, of linux/prctl.h."""
+
+
+def main(control_fd: int, tokenizer_fd: int) -> None:
+    """Serve until CONTROL's other end is closed."""
+    # Signals of a terminal or a service manager are the decode server's: it has answers to end first.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    control = socket.socket(fileno=control_fd)
+    with open(tokenizer_fd, "rb", closefd=True) as file:
+        values, context, limits = unpacked(file.read())
+    try:
+        reader = PromptReader(Tokenizer.of_values(values), context)
+    except ModelRejected as error:
+        control.send(json.dumps({"rejected": str(error)[:MAX_SAID_CHARACTERS]}).encode())
+        return
+    del values
+    # What is there by now is never collected: its pages stay shared with the workers.
+    gc.collect()
+    gc.freeze()
+    control.send(b'{"ready": true}')
+    _ForkServer(control, reader, TextLimits(**limits)).run()
+
+
+class _ForkServer:
+    def __init__(self, control: socket.socket, reader: PromptReader, limits: TextLimits) -> None:
+        self._control, self._reader, self._limits = control, reader, limits
+        self._numbers: dict[int, int] = {}
+
+    def run(self) -> None:
+        # The signal of a worker's end writes a byte, which wakes the selector.
+        bell, ring = socket.socketpair()
+        bell.setblocking(False)
+        ring.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(ring.fileno())
+        selector = selectors.DefaultSelector()
+        selector.register(self._control, selectors.EVENT_READ)
+        selector.register(bell, selectors.EVENT_READ)
+        while True:
+            ready = {key.fileobj for key, _ in selector.select()}
+            if bell in ready:
+                with contextlib.suppress(BlockingIOError):
+                    bell.recv(MAX_PACKET_BYTES)
+                self._report_ends()
+            if self._control in ready and not self._obey([selector, bell, ring]):
+                break
+        for pid in self._numbers:
+            os.kill(pid, signal.SIGKILL)
+        for pid in self._numbers:
+            os.waitpid(pid, 0)
+
+    def _report_ends(self) -> None:
+        for pid, number in list(self._numbers.items()):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                del self._numbers[pid]
+                self._tell(ended=number, status=status)
+
+    def _obey(self, own: list[Any]) -> bool:
+        """Do what a packet says; False at the end."""
+        packet, sockets, _, _ = socket.recv_fds(self._control, MAX_PACKET_BYTES, 1)
+        if not packet:
+            return False
+        asked = json.loads(packet)
+        if "kill" in asked:
+            # A worker that is not waited for yet keeps its pid.
+            for pid in [pid for pid, number in self._numbers.items() if number == asked["kill"]]:
+                os.kill(pid, signal.SIGKILL)
+            return True
+        server = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            os.close(sockets[0])
+            self._tell(failed=asked["fork"], why=str(error))
+            return True
+        if not pid:
+            for thing in (*own, self._control):
+                thing.close()
+            _work(socket.socket(fileno=sockets[0]), self._reader, self._limits, server)
+        os.close(sockets[0])
+        self._numbers[pid] = asked["fork"]
+        self._tell(forked=asked["fork"])
+        return True
+
+    def _tell(self, **packet: Any) -> None:
+        self._control.send(json.dumps(packet).encode())
+
+
+def _work(jobs: socket.socket, reader: PromptReader, limits: TextLimits, server: int) -> NoReturn:
+    """Do jobs in a worker that was just forked, until the socket ends; never returns to the server's code."""
+    code = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        # A worker does not outlive the server, which alone can kill it.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == server:
+            kept = _confine(limits)
+            while job := _receive(jobs):
+                _give_processor_time(limits)
+                answer = _answer(reader, unpacked(job))
+                del job
+                is_last = "failed" in answer or _memory_bytes() > kept
+                jobs.sendall(framed(answer | {"is_last": is_last}))
+                if is_last:
+                    break
+        code = 0
+    except (BrokenPipeError, ConnectionResetError):
+        code = 0  # The answer is not wanted any more.
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _confine(limits: TextLimits) -> int:
+    """Set the limits that hold for a worker's life. Returns the memory that it may hold after a job and continue."""
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "wb", buffering=0) as score:
+        score.write(OUT_OF_MEMORY_SCORE)
+    own_bytes = _memory_bytes()
+    for kind, limit in (
+        (resource.RLIMIT_AS, own_bytes + limits.memory_bytes),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        _, hard = resource.getrlimit(kind)
+        resource.setrlimit(kind, (limit if hard == resource.RLIM_INFINITY else min(limit, hard),) * 2)
+    return own_bytes + MAX_KEPT_BYTES
+
+
+def _give_processor_time(limits: TextLimits) -> None:
+    """Let the process have so many seconds more; then SIGXCPU ends it, whatever it does."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    limit = ceil(used.ru_utime + used.ru_stime) + limits.processor_s
+    resource.setrlimit(resource.RLIMIT_CPU, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+
+
+def _memory_bytes() -> int:
+    """The size of this process's address space, which RLIMIT_AS bounds."""
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+
+
+def _answer(reader: PromptReader, job: dict[str, Any]) -> dict[str, Any]:
+    """Do one job. The server names the function; a tenant, its arguments at most."""
+    try:
+        module, _, name = job["call"].partition(":")
+        call: Callable[..., dict[str, Any]] = getattr(importlib.import_module(module), name)
+        return call(reader, **job["arguments"])
+    except RequestRejected as error:
+        return refusal(error)
+    except MemoryError:
+        return {"failed": "memory"}
+    except Exception:
+        return {"failed": traceback.format_exc(limit=-4)[:MAX_TRACEBACK_CHARACTERS]}
+
+
+def _receive(jobs: socket.socket) -> bytes:
+    """Return the next job's frame, b"" at the end."""
+    head = _exactly(jobs, LENGTH.size)
+    return _exactly(jobs, *LENGTH.unpack(head)) if head else b""
+
+
+def _exactly(jobs: socket.socket, size: int) -> bytes:
+    data = bytearray(size)
+    view, got = memoryview(data), 0
+    while got < size:
+        count = jobs.recv_into(view[got:])
+        if not count:
+            return b""
+        got += count
+    return bytes(data)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,247 @@
+"""Has tenants' texts read by processes of their own: by turns, within limits, whatever becomes of a process.
+
+A tokenizer holds the interpreter's lock for as long as a text is long, and a chat template is a program that can take
+all memory. In the process of the step loop either would stop every tenant's tokens. A job that exceeds a limit costs
+its own request, which is refused, and a worker, which is replaced; the others' jobs go on or wait.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from gpulease.client.decode.decode_errors import (
+    AdmissionRefused,
+    RequestRejected,
+    TextNotRead,
+    TextProcessesFailed,
+    decoder_closed,
+)
+from gpulease.client.decode.decode_log import DecodeLog, cause_of
+from gpulease.client.decode.decode_requests import AdmissionReason
+from gpulease.client.decode.text.fork_server import ForkServer, Worker
+from gpulease.client.decode.text.tenant_turns import TenantTurns
+from gpulease.client.decode.text.text_jobs import MAX_JOB_BYTES, Job, TextLimits, framed, packed, refused
+from gpulease.client.decode.text.tokenizer import Tokenizer
+
+MAX_WAIT_S: Final = 30.0
+"""Seconds that a text may wait for a process: they are all busy for as long with texts that take their whole time."""
+
+MAX_TRIES: Final = 2
+"""How often a text is tried if its process ended without exceeding a limit: it may have been killed from outside."""
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    tenant_id: str
+    frame: bytes
+    answer: asyncio.Future[dict[str, Any]]
+    tries: int = 0
+    is_begun: bool = False
+
+
+class TextProcesses:
+    """A fork server and its workers. `of` starts them, `stop` ends them.
+
+    At most all workers but one have jobs of the same tenant at a time, so the next one's text does not wait for them.
+
+    Attributes:
+        replaced: Workers that were replaced because a job exceeded a limit, or because they ended.
+    """
+
+    def __init__(self, tokenizer: Sequence[Any], context: int, count: int, limits: TextLimits, log: DecodeLog) -> None:
+        """Args: tokenizer: `Tokenizer.values`. context: Positions of a sequence. count: Workers."""
+        self.replaced = 0
+        self._log = log
+        self._count, self._limits = count, limits
+        self._turns = TenantTurns[_Job](max(1, count - 1))
+        self._wake = asyncio.Event()
+        self._tokenizer = os.memfd_create("tokenizer", os.MFD_CLOEXEC)
+        with open(self._tokenizer, "wb", closefd=False) as file:
+            file.write(packed([tokenizer, context, asdict(limits)]))
+        self._server: ForkServer | None = None
+        self._starting = asyncio.Lock()
+        self._slots: list[asyncio.Task[None]] = []
+        self._is_stopped = False
+
+    @classmethod
+    async def of(
+        cls, tokenizer: Tokenizer, context: int, count: int, limits: TextLimits, log: DecodeLog
+    ) -> "TextProcesses":
+        """Start them for a tokenizer, which a thread serialises first. Raises TextProcessesFailed."""
+        processes = cls(await asyncio.to_thread(tokenizer.values), context, count, limits, log)
+        try:
+            workers = [await processes._fork() for _ in range(count)]
+        except BaseException:
+            await processes.stop()
+            raise
+        processes._slots = [asyncio.create_task(processes._work(worker)) for worker in workers]
+        return processes
+
+    async def do(self, tenant_id: str, job: Job, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Have a worker do a job, and return its answer.
+
+        Args:
+            tenant_id: The text's tenant.
+            job: The function, which a worker imports by its name.
+            arguments: Values of msgpack's kinds, by name.
+
+        Raises TextNotRead for a text that can't be read within the limits, AdmissionRefused for one that no process
+        was free for or that can't fit, RequestRejected for one that is refused, TextProcessesFailed if no process can
+        be started.
+        """
+        try:
+            frame = framed({"call": f"{job.__module__}:{job.__qualname__}", "arguments": arguments})
+        except (TypeError, ValueError, OverflowError) as error:
+            raise RequestRejected(f"a message or a variable has a value that JSON does not have: {error}") from None
+        if len(frame) > MAX_JOB_BYTES:
+            detail = f"the prompt has {len(frame):,} bytes; {MAX_JOB_BYTES:,} are read at most"
+            raise AdmissionRefused(AdmissionReason.TOO_LARGE, detail, None)
+        if self._is_stopped:
+            raise decoder_closed()
+        waiting = _Job(tenant_id, frame, asyncio.get_running_loop().create_future())
+        self._turns.add(tenant_id, waiting)
+        self._wake.set()
+        try:
+            await asyncio.wait((waiting.answer,), timeout=MAX_WAIT_S)
+            if not waiting.is_begun and not waiting.answer.done():
+                detail = f"no process was free for the text within {MAX_WAIT_S:g} s; send it later"
+                raise AdmissionRefused(AdmissionReason.POOL_EXHAUSTED, detail, None)
+            answer = await waiting.answer
+        finally:
+            self._turns.drop(tenant_id, waiting)
+            if not waiting.answer.cancel() and not waiting.answer.cancelled():
+                waiting.answer.exception()  # It may have come while the caller gave up.
+        if "refused" in answer:
+            raise refused(answer)
+        return answer
+
+    async def stop(self) -> None:
+        """End all processes; jobs that wait or are under way raise NoModelLoaded."""
+        self._is_stopped = True
+        for task in self._slots:
+            task.cancel()
+        await asyncio.gather(*self._slots, return_exceptions=True)
+        for job in self._turns.drain():
+            _fail(job, decoder_closed())
+        if self._server is not None:
+            await self._server.stop()
+        os.close(self._tokenizer)
+
+    # --- a worker's life ---
+
+    async def _work(self, worker: Worker | None) -> None:
+        """Keep one worker, and give it jobs."""
+        while True:
+            if worker is None:
+                # Before the next text needs it. If it can't be, that text tries again, and its caller gets the error.
+                with contextlib.suppress(Exception):
+                    worker = await self._fork()
+            while (job := self._turns.take()) is None:
+                self._wake.clear()
+                await self._wake.wait()
+            job.is_begun = True
+            try:
+                if not job.answer.done():
+                    worker = await self._do(worker, job)
+            except asyncio.CancelledError:
+                _fail(job, decoder_closed())
+                raise
+            except TextProcessesFailed as error:
+                self._log.error("text_process_not_started", tenant=job.tenant_id, cause=cause_of(error))
+                _fail(job, error)
+                worker = None
+            except Exception as error:
+                self._log.failure("text_failed", error, tenant=job.tenant_id)
+                _fail(job, error)
+                self._replace(worker)
+                worker = None
+            finally:
+                self._turns.done(job.tenant_id)
+                # Its tenant may have another one under way now.
+                self._wake.set()
+
+    async def _do(self, worker: Worker | None, job: _Job) -> Worker | None:
+        """Do a job, and return the worker if it can do another."""
+        if worker is None or worker.ended.done() or job.tries:
+            # What ended the first worker under a job may have ended this one too, which is not seen before it is asked.
+            self._drop(worker)
+            worker = await self._fork()
+        job.tries += 1
+        try:
+            async with asyncio.timeout(self._limits.wall_s):
+                answer = await worker.do(job.frame)
+        except TimeoutError:
+            self._refuse(job, f"took more than {self._limits.wall_s:g} s", "time")
+            self._replace(worker)
+            return None
+        if answer is not None and "failed" not in answer:
+            if not job.answer.done():
+                job.answer.set_result(answer)
+            if answer["is_last"]:
+                worker.close()
+                return None
+            return worker
+        if answer is not None and answer["failed"] == "memory":
+            self._refuse(job, f"needs more than {self._limits.memory_bytes >> 20} MiB of memory", "memory")
+        elif answer is not None:
+            self._log.error("text_failed", tenant=job.tenant_id, cause=str(answer["failed"]))
+            _fail(job, TextProcessesFailed("a text could not be read; the server's log says more"))
+        else:
+            await self._take_end(worker, job)
+        self._replace(worker)
+        return None
+
+    async def _take_end(self, worker: Worker, job: _Job) -> None:
+        """Say why a worker has ended under a job, or have the job done again."""
+        if self._server is not None:
+            self._server.kill(worker)
+        status = await worker.ended
+        number = os.WTERMSIG(status) if status is not None and os.WIFSIGNALED(status) else 0
+        if number == signal.SIGXCPU:
+            self._refuse(job, f"takes more than {self._limits.processor_s} s of CPU time", "processor")
+        elif job.tries < MAX_TRIES:
+            self._log.warning("text_read_again", tenant=job.tenant_id, signal=number)
+            job.is_begun = False
+            self._turns.add(job.tenant_id, job, is_first=True)
+        elif number == signal.SIGABRT:
+            # How the tokenizer's library ends where it gets no memory.
+            self._refuse(job, f"needs more than {self._limits.memory_bytes >> 20} MiB of memory", "memory")
+        else:
+            self._refuse(job, f"ended the process that read it, {job.tries} times", "process")
+
+    def _refuse(self, job: _Job, why: str, limit: str) -> None:
+        self._log.warning("text_process_replaced", tenant=job.tenant_id, why=f"its text {why}")
+        _fail(job, TextNotRead(f"the prompt can't be read: it {why}", limit))
+
+    def _replace(self, worker: Worker | None) -> None:
+        self.replaced += 1
+        self._drop(worker)
+
+    def _drop(self, worker: Worker | None) -> None:
+        if worker is not None and self._server is not None:
+            self._server.kill(worker)
+
+    async def _fork(self) -> Worker:
+        """Fork a worker, of another fork server if the last one has ended. Raises TextProcessesFailed."""
+        try:
+            return await (await self._server_now()).fork()
+        except OSError as error:
+            raise TextProcessesFailed(f"no process that reads texts can be started: {error}") from None
+
+    async def _server_now(self) -> ForkServer:
+        async with self._starting:
+            if self._server is None or not self._server.is_alive:
+                if self._server is not None:
+                    self._log.error("text_fork_server_ended")
+                    await self._server.stop()
+                self._server = await ForkServer.start(self._tokenizer)
+            return self._server
+
+
+def _fail(job: _Job, error: Exception) -> None:
+    if not job.answer.done():
+        job.answer.set_exception(error)

@@ -1,0 +1,301 @@
+"""Leases of claims: prepare is acquire, unprepare is free and wait for the proof.
+
+A claim's steps are: a short lease for each device, each in the record before the next; then the leases' full time; then
+tokens and the CDI specification; then the record says ready. A driver that is killed in between leaves leases that the
+record names, and at most one that it does not, which ends by itself within FIRST_LEASE_S. A daemon that knows requests
+by their ids gives that one to the next try.
+"""
+
+import base64
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from gpulease.client.core.lease_request import milliseconds
+from gpulease.client.core.tokens import issue_request
+from gpulease.client.errors import Disconnected, GpuLeaseError, InvalidRequest
+from gpulease.client.integrations.kubernetes.kubelet_plugin import ClaimRef, PreparedDevice
+from gpulease.client.integrations.kubernetes.kubernetes_objects import (
+    DRIVER,
+    ClaimRefused,
+    ClaimWant,
+    DeviceWant,
+    check_ref,
+    device_name,
+    parse_claim,
+)
+from gpulease.client.integrations.kubernetes.node_files import ClaimRecord, HeldLease, NodeFiles, boot_id, cdi_id
+from gpulease.client.integrations.proved_end import REVOKED, free_and_prove, report_of
+from gpulease.client.sync.driver import ask
+from gpulease.protocol import Exclusivity, Opcode
+from gpulease.protocol.capabilities import Permission
+from gpulease.protocol.lease_ids import LeaseId, lease_id_of
+from gpulease.protocol.lease_options import EXCLUSIVITY, ORPHAN, REQUEST_ID
+from gpulease.protocol.messages import Empty, LeaseAlloc, LeaseRenew
+from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE
+
+FIRST_LEASE_S: Final = 30.0
+"""Life of a lease until its record is on the disk: a driver that is killed between the two forgets it."""
+
+TOKEN_S: Final = 300.0
+"""Life of a pod's token, the longest that a node issues."""
+
+TOKEN_REFRESH_S: Final = 20.0
+"""Seconds between new tokens. Each opens one connection, so a container that starts again waits for the next."""
+
+PROOF_LIMIT_S: Final = 30.0
+"""Seconds to wait until memory is proved free; the kubelet gives the whole request 45 s, and asks again."""
+
+LEAST_PROOF_S: Final = 1.0
+"""Seconds for each further lease of a claim, whatever those before it took."""
+
+AUDIENCE_LIMIT_S: Final = 15.0
+"""Seconds for a process that asks the node for a user's audience."""
+
+_POD_PERMISSIONS: Final = (
+    Permission.LEASE_QUERY | Permission.TASKLET_SUBMIT | Permission.MEM_READ | Permission.MEM_WRITE
+)
+"""A pod uses its lease. It can't renew, free or revoke it: that is the driver's."""
+
+_PARAMETERS: Final = (
+    EXCLUSIVITY.parameter(Exclusivity.SHARED),  # containers of a pod, and pods, may share a claim
+    ORPHAN.parameter(0),  # no connection stays open between the pod's
+)
+
+
+class LeaseOver(GpuLeaseError):
+    """An operator revoked a prepared claim's lease; a restart of its pod must not get it another one."""
+
+    default_hint = "Delete the pod. The audit log says who revoked it, and why"
+
+
+class ClaimReader(Protocol):
+    """The cluster's API, as far as the driver needs it."""
+
+    def claim(self, ref: ClaimRef) -> object:
+        """Return the ResourceClaim's object. Raises ClaimRefused."""
+
+
+class ClaimLeases:
+    """Prepares claims on one node's daemon. Threads may call it; requests about one claim take turns."""
+
+    def __init__(
+        self,
+        address: str,
+        node: str,
+        files: NodeFiles,
+        reader: ClaimReader,
+        lease_s: float,
+        on_message: Callable[[str], None],
+    ) -> None:
+        """Raises InvalidRequest for a daemon elsewhere: a pod reaches it by its socket.
+
+        Args:
+            address: The daemon's, `unix:PATH`.
+            node: The node's name in the cluster.
+            files: Where records, tokens and specifications lie.
+            reader: Reads claims.
+            lease_s: Seconds that leases last if the claim does not say.
+            on_message: Gets sentences for the log.
+        """
+        if not address.startswith("unix:/"):
+            raise InvalidRequest(f"the daemon's address {address}: pods reach it by a Unix socket", "Say unix:/PATH")
+        self._address, self._socket = address, Path(address.removeprefix("unix:"))
+        self._node, self._files, self._reader = node, files, reader
+        self._lease_s, self._on_message = lease_s, on_message
+        self._guard, self._turns = threading.Lock(), dict[str, tuple[threading.Lock, int]]()
+
+    # --- what the kubelet asks ---
+
+    def prepare(self, ref: ClaimRef) -> list[PreparedDevice]:
+        """Acquire a claim's leases, or return those that it has. Raises GpuLeaseError."""
+        check_ref(ref)
+        with self._turn(ref.uid):
+            record = self._files.record(ref.uid)
+            if record is not None and not self._is_whole(record):
+                self._end(record)
+                record = None
+            if record is None:
+                record = self._acquire(ref)
+            else:
+                self._give_tokens(record)
+                self._files.write_spec(record, self._socket)
+            return [
+                PreparedDevice(lease.request, lease.pool, lease.device, cdi_id(record.uid, number), lease.share_id)
+                for number, lease in enumerate(record.leases)
+            ]
+
+    def unprepare(self, ref: ClaimRef) -> None:
+        """End a claim's leases and wait for the proof. Raises NotProvedFree; then nothing is forgotten."""
+        check_ref(ref)
+        with self._turn(ref.uid):
+            record = self._files.record(ref.uid)
+            if record is not None:
+                self._end(record)
+
+    # --- tokens ---
+
+    def refresh_tokens(self) -> None:
+        """Give every pod a new token; a failure for one claim or lease is reported, and tried again at the next call.
+
+        A claim that is being prepared or unprepared is left out: its wait for a proof must not hold up the others.
+        """
+        for uid in self._files.uids():
+            with self._turn(uid, waits=False) as is_ours:
+                if not is_ours:
+                    continue
+                try:
+                    record = self._files.record(uid)
+                    if record is not None and record.is_ready:
+                        self._renew_tokens(record)
+                except (GpuLeaseError, OSError) as error:
+                    self._on_message(f"claim {uid}: no new tokens: {error}")
+
+    def _renew_tokens(self, record: ClaimRecord) -> None:
+        for number, lease in enumerate(record.leases):
+            try:
+                self._give_token(record, number)
+            except (GpuLeaseError, OSError) as error:
+                self._on_message(f"claim {record.uid}: no new token for lease {lease.lease_id}: {error}")
+                # The lease's state decides, not the error: a daemon that is busy, or starts, says no for a moment.
+                if self._report(lease)["state"] != "active":
+                    self._files.drop_token(record.uid, number)
+
+    def _give_token(self, record: ClaimRecord, number: int) -> None:
+        lease_id = lease_id_of(record.leases[number].lease_id)
+        request = issue_request(lease_id, _POD_PERMISSIONS, bytes.fromhex(record.audience), TOKEN_S, 0)
+        given = ask(Opcode.CAPABILITY_ISSUE, request, self._address)
+        self._files.write_token(record, number, base64.urlsafe_b64encode(given.token).decode())
+
+    def _give_tokens(self, record: ClaimRecord) -> None:
+        for number in range(len(record.leases)):
+            self._give_token(record, number)
+
+    # --- leases ---
+
+    def _acquire(self, ref: ClaimRef) -> ClaimRecord:
+        want = parse_claim(self._reader.claim(ref), ref, DRIVER, self._node)
+        cards = {device_name(card["uuid"]): card for card in self._cards()}
+        if missing := [device.device for device in want.devices if device.device not in cards]:
+            raise ClaimRefused(f"this node has no card {missing[0][:64]!r}", "Publish its ResourceSlice again")
+        audience = audience_of_user(want.user, self._address, self._socket)
+        record = ClaimRecord(ref.uid, boot_id(), want.user, audience.hex())
+        try:
+            for number, device in enumerate(want.devices):
+                record = record.with_lease(self._lease(device, cards[device.device], request_id(ref.uid, number)))
+                self._files.save(record)
+            self._lengthen(record, want)
+            self._give_tokens(record)
+            self._files.write_spec(record, self._socket)
+            record = replace(record, is_ready=True)
+            self._files.save(record)
+            return record
+        except BaseException:
+            # What can't be ended now stays in the record, for the kubelet's next request.
+            self._end(record)
+            raise
+
+    def _lease(self, device: DeviceWant, card: Any, request: bytes) -> HeldLease:
+        size_bytes = card["capacity_bytes"] if device.size_bytes is None else device.size_bytes
+        first_ms = milliseconds(FIRST_LEASE_S, "the first time", least_ms=1)
+        # Without a wait: a kubelet asks again, and would also do so during a wait.
+        parameters = (*_PARAMETERS, REQUEST_ID.parameter(request.hex()))
+        wanted = LeaseAlloc(GPU_RESOURCE_TYPE, size_bytes, first_ms, 0, card["uuid"], parameters)
+        given = ask(Opcode.LEASE_ALLOC, wanted, self._address)
+        return HeldLease(device.request, device.pool, device.device, device.share_id, str(LeaseId(given.lease_id)))
+
+    def _lengthen(self, record: ClaimRecord, want: ClaimWant) -> None:
+        ttl_ms = milliseconds(want.lease_s or self._lease_s, "leaseSeconds", least_ms=1)
+        for lease in record.leases:
+            ask(Opcode.LEASE_RENEW, LeaseRenew(lease_id_of(lease.lease_id), ttl_ms), self._address)
+
+    def _cards(self) -> list[dict[str, Any]]:
+        return list(ask(Opcode.GET_INVENTORY, Empty(), self._address).details)
+
+    def _report(self, lease: HeldLease) -> dict[str, Any]:
+        return report_of(lease_id_of(lease.lease_id), self._address)
+
+    def _is_whole(self, record: ClaimRecord) -> bool:
+        """Return whether a claim has all of its leases, so that it need not be prepared again. Raises LeaseOver.
+
+        The kubelet asks before it makes a pod's sandbox: containers that used a lease that is over are gone.
+        """
+        if not record.is_ready or record.boot_id != boot_id():
+            return False
+        reports = list(map(self._report, record.leases))
+        for lease, report in zip(record.leases, reports, strict=True):
+            if report["cause"] == REVOKED:
+                raise LeaseOver(f"an operator revoked the lease {lease.lease_id} of this claim")
+        return all(report["state"] == "active" for report in reports)
+
+    def _end(self, record: ClaimRecord) -> None:
+        """Free a record's leases, wait until every byte is proved free, forget the claim. Raises NotProvedFree."""
+        until_s = time.monotonic() + PROOF_LIMIT_S
+        for lease in record.leases:
+            left_s = max(until_s - time.monotonic(), LEAST_PROOF_S)
+            free_and_prove(lease_id_of(lease.lease_id), self._address, left_s, self._on_message)
+        self._files.forget(record.uid)
+
+    @contextmanager
+    def _turn(self, uid: str, *, waits: bool = True) -> Iterator[bool]:
+        """Give a claim's turn to the caller; without `waits`, whether it was free."""
+        with self._guard:
+            lock, users = self._turns.get(uid, (threading.Lock(), 0))
+            self._turns[uid] = lock, users + 1
+        is_ours = lock.acquire(blocking=waits)
+        try:
+            yield is_ours
+        finally:
+            if is_ours:
+                lock.release()
+            with self._guard:
+                _, users = self._turns.pop(uid)
+                if users > 1:
+                    self._turns[uid] = lock, users - 1
+
+
+def request_id(uid: str, number: int) -> bytes:
+    """Return the 16 bytes by which a daemon knows a claim's request for its lease of that number again."""
+    return hashlib.sha256(f"gpulease dra 1 {uid} {number}".encode()).digest()[:16]
+
+
+# --- who the pod's user is to the node ---
+
+
+def audience_of_user(user: int, address: str, socket: Path) -> bytes:
+    """Ask the node for a user's audience, by a process of that user's. Raises GpuLeaseError."""
+    command = [sys.executable, "-P", "-m", __name__, str(user), str(socket.stat().st_gid), address]
+    try:
+        told = subprocess.run(
+            command, capture_output=True, text=True, timeout=AUDIENCE_LIMIT_S, stdin=subprocess.DEVNULL
+        )
+    except subprocess.TimeoutExpired:
+        raise Disconnected(f"the node did not return user {user}'s audience") from None
+    if told.returncode != 0 or not re.fullmatch("[0-9a-f]{64}\n", told.stdout):
+        raise ClaimRefused(
+            f"user {user} got no audience from the node: {told.stderr.strip()[-300:]}",
+            "The user must be able to connect to the daemon's socket; the driver must be root, or that user",
+        )
+    return bytes.fromhex(told.stdout)
+
+
+def _tell_audience(user: int, group: int, address: str) -> None:
+    """Become a user and print its audience. All is imported before: the user may not be able to read this package."""
+    if os.geteuid() != user:
+        os.setgroups([])
+        os.setresgid(group, group, group)
+        os.setresuid(user, user, user)
+    print(ask(Opcode.CAPABILITY_AUDIENCE, Empty(), address).audience.hex())
+
+
+if __name__ == "__main__":
+    _tell_audience(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

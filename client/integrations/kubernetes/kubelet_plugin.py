@@ -1,0 +1,273 @@
+"""The kubelet's two services, over Unix sockets: plugin registration v1, and DRA v1 and v1beta1.
+
+Messages are built from descriptors written here, so no compiler of .proto files runs, at install or later. The
+kubelet's `pkg/apis/dra` and `pkg/apis/pluginregistration` define the numbers. DRA v1 differs from
+v1beta1 by `share_id` alone.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import grpc
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import Message
+
+from gpulease.client.http.unix_path import file_at, remove_abandoned, remove_path
+
+DRA_VERSIONS: Final = ("v1", "v1beta1")
+"""Versions of the DRA service that this driver speaks, the newest first; the kubelet chooses."""
+
+MAX_MESSAGE_BYTES: Final = 1 << 20
+"""Largest request: a claim's reference is some hundred bytes, and a kubelet sends those of one pod."""
+
+MAX_CLAIMS: Final = 256
+"""Most claims of one request. Each becomes a process on the GPU; a pod names a handful."""
+
+SERVICE_THREADS: Final = 8
+"""Requests served together. One that waits for the proof of freed memory must not hold up the others."""
+
+STOP_LIMIT_S: Final = 5.0
+"""Seconds for requests in flight when the driver stops."""
+
+_STRING: Final = descriptor_pb2.FieldDescriptorProto.TYPE_STRING
+_BOOL: Final = descriptor_pb2.FieldDescriptorProto.TYPE_BOOL
+_MESSAGE: Final = descriptor_pb2.FieldDescriptorProto.TYPE_MESSAGE
+_ONE: Final = descriptor_pb2.FieldDescriptorProto.LABEL_OPTIONAL
+_MANY: Final = descriptor_pb2.FieldDescriptorProto.LABEL_REPEATED
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimRef:
+    """A claim as the kubelet names it; nothing of it is checked."""
+
+    namespace: str
+    uid: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedDevice:
+    """A card's slice that is prepared for one request of a claim."""
+
+    request: str
+    pool: str
+    device: str
+    cdi_id: str
+    share_id: str
+
+
+class Claims(Protocol):
+    """The driver behind the services. The text of what it raises is shown in the pod's events."""
+
+    def prepare(self, ref: ClaimRef) -> list[PreparedDevice]:
+        """Make a claim's devices ready; asked again, return the same ones."""
+
+    def unprepare(self, ref: ClaimRef) -> None:
+        """Return once a claim holds no device; asked again, do nothing."""
+
+
+# --- messages ---
+
+
+def _field(name: str, number: int, kind: str | int = _STRING, label: int = _ONE) -> dict[str, Any]:
+    found = {"name": name, "number": number, "label": label}
+    return found | ({"type": kind} if isinstance(kind, int) else {"type": _MESSAGE, "type_name": kind})
+
+
+def _map_entry(name: str, value: str) -> descriptor_pb2.DescriptorProto:
+    """Describe the message that protobuf makes for an entry of map<string, value>."""
+    entry = descriptor_pb2.DescriptorProto(name=name)
+    for field in (_field("key", 1), _field("value", 2, value)):
+        entry.field.add(**field)
+    entry.options.map_entry = True
+    return entry
+
+
+def _file(package: str, messages: Mapping[str, Iterable[dict[str, Any]]]) -> descriptor_pb2.FileDescriptorProto:
+    file = descriptor_pb2.FileDescriptorProto(name=f"{package}.proto", package=package, syntax="proto3")
+    for name, fields in messages.items():
+        described = file.message_type.add(name=name)
+        for field in fields:
+            described.field.add(**field)
+    return file
+
+
+def _dra_file(version: str) -> descriptor_pb2.FileDescriptorProto:
+    package = f"k8s.io.kubelet.pkg.apis.dra.{version}"
+    claims = [_field("claims", 1, f".{package}.Claim", _MANY)]
+    device = [
+        _field("request_names", 1, label=_MANY),
+        *(_field(name, number) for number, name in enumerate(("pool_name", "device_name"), 2)),
+        _field("cdi_device_ids", 4, label=_MANY),
+    ]
+    messages = {
+        "Claim": [_field("namespace", 1), _field("uid", 2), _field("name", 3)],
+        "Device": device,
+        "NodePrepareResourcesRequest": claims,
+        "NodePrepareResourceResponse": [_field("devices", 1, f".{package}.Device", _MANY), _field("error", 2)],
+        "NodeUnprepareResourcesRequest": claims,
+        "NodeUnprepareResourceResponse": [_field("error", 1)],
+    }
+    file = _file(package, messages)
+    for verb in ("Prepare", "Unprepare"):
+        reply = file.message_type.add(name=f"Node{verb}ResourcesResponse")
+        reply.nested_type.append(_map_entry("ClaimsEntry", f".{package}.Node{verb}ResourceResponse"))
+        reply.field.add(**_field("claims", 1, f".{package}.{reply.name}.ClaimsEntry", _MANY))
+    if version == "v1":
+        (found,) = (message for message in file.message_type if message.name == "Device")
+        found.oneof_decl.add(name="_share_id")
+        found.field.add(**_field("share_id", 5), proto3_optional=True, oneof_index=0)
+    return file
+
+
+_REGISTRATION: Final = _file(
+    "pluginregistration",
+    {
+        "InfoRequest": [],
+        "PluginInfo": [
+            *(_field(name, number) for number, name in enumerate(("type", "name", "endpoint"), 1)),
+            _field("supported_versions", 4, label=_MANY),
+        ],
+        "RegistrationStatus": [_field("plugin_registered", 1, _BOOL), _field("error", 2)],
+        "RegistrationStatusResponse": [],
+    },
+)
+
+_POOL: Final = descriptor_pool.DescriptorPool()
+for _described in (_REGISTRATION, *map(_dra_file, DRA_VERSIONS)):
+    _POOL.AddSerializedFile(_described.SerializeToString())
+
+
+def message(name: str) -> Any:
+    """Return the class of a message by its full name, its package first."""
+    return message_factory.GetMessageClass(_POOL.FindMessageTypeByName(name))
+
+
+def dra_message(version: str, name: str) -> Any:
+    """Return the class of a message of one version of the DRA service."""
+    return message(f"k8s.io.kubelet.pkg.apis.dra.{version}.{name}")
+
+
+# --- services ---
+
+
+class KubeletPlugin:
+    """A DRA driver as the kubelet finds it: a socket to register by, and one to be asked by."""
+
+    def __init__(self, driver: str, claims: Claims, registry: Path, folder: Path, on_message: Callable[[str], None]):
+        """Listen. Both folders must be there. Raises OSError if another process listens at one of the sockets.
+
+        Args:
+            driver: The driver's name, a DNS subdomain.
+            claims: Does the work.
+            registry: The kubelet's folder in which it looks for plugins' sockets.
+            folder: The folder for the service's own socket.
+            on_message: Gets sentences for the log.
+        """
+        self.socket = folder / "dra.sock"
+        self.registration_socket = registry / f"{driver}-reg.sock"
+        self._driver, self._claims, self._on_message = driver, claims, on_message
+        options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
+        self._servers = [grpc.server(ThreadPoolExecutor(SERVICE_THREADS), options=options) for _ in range(2)]
+        self._servers[0].add_generic_rpc_handlers(tuple(map(self._dra_handlers, DRA_VERSIONS)))
+        self._servers[1].add_generic_rpc_handlers((self._registration_handlers(),))
+        # The service answers before the kubelet can learn of it.
+        for server, path in zip(self._servers, (self.socket, self.registration_socket), strict=True):
+            remove_abandoned(str(path))
+            mask = os.umask(0o177)
+            try:
+                server.add_insecure_port(f"unix:{path}")
+            finally:
+                os.umask(mask)
+            server.start()
+
+    def close(self) -> None:
+        """Stop listening; requests in flight get a moment."""
+        remove_path(str(self.registration_socket))
+        for stopped in [server.stop(STOP_LIMIT_S) for server in reversed(self._servers)]:
+            stopped.wait()
+        remove_path(str(self.socket))
+
+    def lost_sockets(self) -> list[Path]:
+        """Return the sockets that the kubelet can't reach, because their files were removed."""
+        return [path for path in (self.socket, self.registration_socket) if file_at(str(path)) is None]
+
+    def _dra_handlers(self, version: str) -> "grpc.GenericRpcHandler[Any, Any]":
+        def prepare(request: Any, context: grpc.ServicerContext) -> Message:
+            answer = dra_message(version, "NodePrepareResourcesResponse")()
+            for ref in _claims_of(request, context):
+                one = answer.claims[ref.uid]
+                try:
+                    for device in self._claims.prepare(ref):
+                        _add_device(one, device)
+                except Exception as error:
+                    one.Clear()
+                    one.error = self._told("prepare", ref, error)
+            return answer  # type: ignore[no-any-return]
+
+        def unprepare(request: Any, context: grpc.ServicerContext) -> Message:
+            answer = dra_message(version, "NodeUnprepareResourcesResponse")()
+            for ref in _claims_of(request, context):
+                one = answer.claims[ref.uid]
+                try:
+                    self._claims.unprepare(ref)
+                except Exception as error:
+                    one.error = self._told("unprepare", ref, error)
+            return answer  # type: ignore[no-any-return]
+
+        methods = {
+            "NodePrepareResources": _method(prepare, dra_message(version, "NodePrepareResourcesRequest")),
+            "NodeUnprepareResources": _method(unprepare, dra_message(version, "NodeUnprepareResourcesRequest")),
+        }
+        return grpc.method_handlers_generic_handler(f"k8s.io.kubelet.pkg.apis.dra.{version}.DRAPlugin", methods)
+
+    def _registration_handlers(self) -> "grpc.GenericRpcHandler[Any, Any]":
+        def info(_request: Any, _context: grpc.ServicerContext) -> Message:
+            versions = [f"{version}.DRAPlugin" for version in DRA_VERSIONS]
+            return message("pluginregistration.PluginInfo")(  # type: ignore[no-any-return]
+                type="DRAPlugin", name=self._driver, endpoint=str(self.socket), supported_versions=versions
+            )
+
+        def notify(request: Any, _context: grpc.ServicerContext) -> Message:
+            if request.plugin_registered:
+                self._on_message("the kubelet has registered the driver")
+            else:
+                self._on_message(f"the kubelet refuses the driver: {request.error!r}")
+            return message("pluginregistration.RegistrationStatusResponse")()  # type: ignore[no-any-return]
+
+        methods = {
+            "GetInfo": _method(info, message("pluginregistration.InfoRequest")),
+            "NotifyRegistrationStatus": _method(notify, message("pluginregistration.RegistrationStatus")),
+        }
+        return grpc.method_handlers_generic_handler("pluginregistration.Registration", methods)
+
+    def _told(self, doing: str, ref: ClaimRef, error: Exception) -> str:
+        self._on_message(f"{doing} {ref.uid!r}: {type(error).__name__}: {error}")
+        return str(error) or type(error).__name__
+
+
+def _method(handler: Callable[[Any, grpc.ServicerContext], Message], request: Any) -> Any:
+    return grpc.unary_unary_rpc_method_handler(
+        handler, request_deserializer=request.FromString, response_serializer=lambda made: made.SerializeToString()
+    )
+
+
+def _claims_of(request: Any, context: grpc.ServicerContext) -> list[ClaimRef]:
+    if len(request.claims) > MAX_CLAIMS:
+        context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{len(request.claims)} claims; {MAX_CLAIMS} are the most")
+    return [ClaimRef(claim.namespace, claim.uid, claim.name) for claim in request.claims]
+
+
+def _add_device(answer: Any, device: PreparedDevice) -> None:
+    added = answer.devices.add(
+        request_names=[device.request],
+        pool_name=device.pool,
+        device_name=device.device,
+        cdi_device_ids=[device.cdi_id],
+    )
+    if device.share_id and "share_id" in added.DESCRIPTOR.fields_by_name:
+        added.share_id = device.share_id

@@ -1,0 +1,278 @@
+"""Kubernetes' objects as far as this driver knows them: ResourceSlices that it offers, ResourceClaims that it reads.
+
+Cards have consumable capacity (KEP-5075): the scheduler gives several claims parts of one card's `vram`. The daemon
+decides again at each lease, so a scheduler with an old view can't grant a byte twice.
+"""
+
+import http.client
+import json
+import math
+import re
+import ssl
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from gpulease.client.errors import GpuLeaseError
+from gpulease.client.integrations.kubernetes.kubelet_plugin import ClaimRef
+
+DRIVER: Final = "dra.gpulease.internal"
+"""The driver's name. No one can register a domain under the top-level domain `internal`."""
+
+API: Final = "resource.k8s.io/v1"
+PARAMETERS_API: Final = "gpulease.internal/v1"
+PARAMETERS_KIND: Final = "LeaseParameters"
+CAPACITY: Final = "vram"
+
+LEAST_VRAM: Final = 1 << 20
+"""Smallest slice that a claim may ask for, and the step between sizes."""
+
+DEFAULT_VRAM: Final = 1 << 30
+"""Size of a claim that does not say."""
+
+MAX_CLAIM_BYTES: Final = 2 << 20
+"""Largest object that an API server stores is 1.5 MiB; more is not from one."""
+
+MAX_DEVICES: Final = 32
+"""Most devices of one claim: Kubernetes' own limit. Each is a process."""
+
+MAX_USER: Final = 2**32 - 2
+"""Largest id of a user; the next one means "unchanged" to setuid."""
+
+API_LIMIT_S: Final = 10.0
+"""Seconds to wait for the API server: the kubelet gives the whole request 45 s."""
+
+_UID: Final = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+_LABEL: Final = "[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
+_NAMESPACE: Final = re.compile(_LABEL)
+_NAME: Final = re.compile(rf"{_LABEL}(\.{_LABEL})*")
+_QUANTITY: Final = re.compile(r"(\d{1,20}(?:\.\d{1,20})?|\.\d{1,20})(?:([KMGTPE]i|[mkMGTPE])|[eE]([+-]?\d{1,2}))?")
+_SCALE: Final = {
+    "m": Decimal("0.001"),
+    **{letter: Decimal(1000) ** power for power, letter in enumerate("kMGTPE", 1)},
+    **{f"{letter}i": Decimal(1024) ** power for power, letter in enumerate("KMGTPE", 1)},
+}
+
+
+class ClaimRefused(GpuLeaseError):
+    """A claim can't be prepared as it is; its author must change it, or the cluster's operator the driver's rights."""
+
+    default_hint = "Compare the claim with client/integrations/kubernetes/README.md"
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceWant:
+    """A part of one card that the scheduler gave a claim. `size_bytes` None: all that the card may lease."""
+
+    request: str
+    pool: str
+    device: str
+    size_bytes: int | None
+    share_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimWant:
+    """A claim's devices, the user that its pods run as, and the seconds that its leases last; None: the default."""
+
+    devices: tuple[DeviceWant, ...]
+    user: int
+    lease_s: float | None
+
+
+def check_ref(ref: ClaimRef) -> None:
+    """Raises ClaimRefused unless Kubernetes could have made all three names: they become parts of paths."""
+    for what, text, form in (
+        ("uid", ref.uid, _UID),
+        ("namespace", ref.namespace, _NAMESPACE),
+        ("name", ref.name, _NAME),
+    ):
+        if len(text) > 253 or not form.fullmatch(text):
+            raise ClaimRefused(
+                f"{text[:64]!r} is not a claim's {what}", "The kubelet sends what Kubernetes made; who asks?"
+            )
+
+
+def parse_quantity(text: object) -> int:
+    """Convert Kubernetes' quantity, such as "4Gi", to whole bytes, rounded up. Raises ClaimRefused."""
+    found = _QUANTITY.fullmatch(str(text)) if isinstance(text, str | int) and not isinstance(text, bool) else None
+    if not found:
+        raise ClaimRefused(f"{str(text)[:64]!r} must be a quantity of bytes")
+    number, suffix, exponent = found.groups()
+    scale = _SCALE[suffix] if suffix else Decimal(10) ** int(exponent or 0)
+    size = math.ceil(Decimal(number) * scale)
+    if not 0 < size < 2**63:
+        raise ClaimRefused(f"{text} is not a size that a lease can have")
+    return size
+
+
+def parse_claim(claim: object, ref: ClaimRef, driver: str, pool: str) -> ClaimWant:
+    """Read what a ResourceClaim was given on this node. Raises ClaimRefused.
+
+    Args:
+        claim: The object as the API server answers it.
+        ref: The claim that the kubelet named. A claim of another uid is another claim of the same name.
+        driver: This driver's name; devices of others are not looked at.
+        pool: This node's pool.
+    """
+    uid = _at(claim, "metadata", "uid")
+    if uid != ref.uid:
+        raise ClaimRefused(
+            f"the claim {ref.namespace}/{ref.name} has the uid {str(uid)[:64]}, not {ref.uid}",
+            "It was deleted and made again: delete the pod, too",
+        )
+    allocated = _at(claim, "status", "allocation", "devices")
+    results = [one for one in _list(allocated, "results") if _at(one, "driver") == driver]
+    if not 0 < len(results) <= MAX_DEVICES:
+        raise ClaimRefused(f"the claim has {len(results)} devices of {driver}; 1 to {MAX_DEVICES} can be prepared")
+    if others := {str(_at(one, "pool"))[:64] for one in results} - {pool}:
+        raise ClaimRefused(f"the claim's devices are of {', '.join(sorted(others))}; this node is {pool}")
+    given: dict[str, Any] = {}
+    for config in _list(allocated, "config"):
+        if _at(config, "opaque", "driver") == driver:
+            given |= _parameters(_at(config, "opaque", "parameters"))
+    return ClaimWant(tuple(map(_device, results)), *_checked(given))
+
+
+def _device(result: object) -> DeviceWant:
+    texts = [_at(result, name) for name in ("request", "pool", "device")]
+    if not all(isinstance(text, str) and text for text in texts):
+        raise ClaimRefused("a device of the claim lacks its request, pool or name")
+    size = _at(result, "consumedCapacity", CAPACITY)
+    share_id = _at(result, "shareID")
+    request, pool, device = map(str, texts)
+    return DeviceWant(request, pool, device, None if size is None else parse_quantity(size), str(share_id or ""))
+
+
+def _parameters(found: object) -> dict[str, Any]:
+    if _at(found, "apiVersion") != PARAMETERS_API or _at(found, "kind") != PARAMETERS_KIND:
+        raise ClaimRefused(f"the claim's parameters are not {PARAMETERS_API} {PARAMETERS_KIND}")
+    assert isinstance(found, dict)
+    rest = {name: value for name, value in found.items() if name not in ("apiVersion", "kind")}
+    if unknown := rest.keys() - {"user", "leaseSeconds"}:
+        raise ClaimRefused(
+            f"the claim's parameters contain unknown keys: {', '.join(sorted(map(repr, unknown)))[:200]}"
+        )
+    return rest
+
+
+def _checked(given: Mapping[str, Any]) -> tuple[int, float | None]:
+    user, lease_s = given.get("user"), given.get("leaseSeconds")
+    if not isinstance(user, int) or isinstance(user, bool) or not 0 < user <= MAX_USER:
+        raise ClaimRefused(
+            f"the claim's parameters say {user!r} for the user that its pods run as",
+            "Say `user: 1000`, and runAsUser in the pod likewise; root can't be held apart from other root pods",
+        )
+    if lease_s is not None and (not isinstance(lease_s, int) or isinstance(lease_s, bool) or lease_s < 1):
+        raise ClaimRefused(f"leaseSeconds must be a number of seconds, not {lease_s!r}")
+    return user, lease_s
+
+
+def _at(found: object, *path: str) -> Any:
+    for name in path:
+        found = found.get(name) if isinstance(found, dict) else None
+    return found
+
+
+def _list(found: object, name: str) -> list[Any]:
+    listed = _at(found, name)
+    return listed if isinstance(listed, list) else []
+
+
+# --- what the node offers ---
+
+
+def device_name(card_uuid: str) -> str:
+    """Return a card's name as a device, a DNS label made of its UUID."""
+    return re.sub("[^a-z0-9]+", "-", card_uuid.lower()).strip("-")[:63]
+
+
+def resource_slices(cards: Sequence[Mapping[str, Any]], node: str, generation: int) -> dict[str, Any]:
+    """Describe a node's cards as a ResourceSlice.
+
+    Args:
+        cards: The inventory's cards, with `uuid`, `name`, `driver` and `capacity_bytes`.
+        node: The node's name in the cluster, and its pool's.
+        generation: Must rise when the cards change.
+    """
+    devices = [
+        {
+            "name": device_name(card["uuid"]),
+            "allowMultipleAllocations": True,
+            "attributes": {
+                "uuid": {"string": card["uuid"][:64]},
+                "productName": {"string": card["name"][:64]},
+                "driver": {"string": card["driver"][:64]},
+            },
+            "capacity": {CAPACITY: _capacity(card["capacity_bytes"])},
+        }
+        for card in cards
+    ]
+    return {
+        "apiVersion": API,
+        "kind": "ResourceSlice",
+        "metadata": {"name": f"{node}-{DRIVER}"},
+        "spec": {
+            "driver": DRIVER,
+            "nodeName": node,
+            "pool": {"name": node, "generation": generation, "resourceSliceCount": 1},
+            "devices": devices,
+        },
+    }
+
+
+def _capacity(size_bytes: int) -> dict[str, Any]:
+    usable = size_bytes // LEAST_VRAM * LEAST_VRAM
+    policy = {
+        "default": str(min(DEFAULT_VRAM, usable)),
+        "validRange": {"min": str(LEAST_VRAM), "max": str(usable), "step": str(LEAST_VRAM)},
+    }
+    return {"value": str(usable), "requestPolicy": policy}
+
+
+# --- the API server ---
+
+
+class ApiServer:
+    """Reads claims from the cluster's API server, as the service account of this pod."""
+
+    def __init__(self, url: str, token_file: Path | None, ca_file: Path | None) -> None:
+        """Raises ClaimRefused for an address that would carry the account's token in the clear over a network."""
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+        if parts.scheme not in ("https", "http") or (parts.scheme == "http" and host not in ("127.0.0.1", "localhost")):
+            raise ClaimRefused(f"the API server {url!r} is not https", "Plain http is for this host's `kubectl proxy`")
+        self._token_file = token_file
+        self._connect: Callable[[], http.client.HTTPConnection]
+        if parts.scheme == "https":
+            context = ssl.create_default_context(cafile=None if ca_file is None else str(ca_file))
+            self._connect = lambda: http.client.HTTPSConnection(host, port, timeout=API_LIMIT_S, context=context)
+        else:
+            self._connect = lambda: http.client.HTTPConnection(host, port, timeout=API_LIMIT_S)
+
+    def claim(self, ref: ClaimRef) -> object:
+        """Return a claim's object. Raises ClaimRefused where the server has none, or does not give it."""
+        check_ref(ref)
+        headers = {"Accept": "application/json"}
+        connection = self._connect()
+        try:
+            if self._token_file is not None:
+                # The kubelet replaces it every hour.
+                headers["Authorization"] = f"Bearer {self._token_file.read_text().strip()}"
+            path = f"/apis/{API}/namespaces/{ref.namespace}/resourceclaims/{ref.name}"
+            connection.request("GET", path, headers=headers)
+            answer = connection.getresponse()
+            text = answer.read(MAX_CLAIM_BYTES + 1)
+            if answer.status != 200 or len(text) > MAX_CLAIM_BYTES:
+                raise ClaimRefused(
+                    f"the API server answers {answer.status} for the claim {ref.namespace}/{ref.name}",
+                    "403: the driver's account needs `get` on resourceclaims. 404: the claim is deleted",
+                )
+            return json.loads(text)
+        except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
+            raise ClaimRefused(f"the API server gives no claim: {error}", "The kubelet asks again") from None
+        finally:
+            connection.close()

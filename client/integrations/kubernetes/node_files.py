@@ -1,0 +1,222 @@
+"""Files of the driver on its node: what it prepared, tokens for pods, and CDI specifications.
+
+Each claim has a record, a folder with its tokens, and a specification. Every file is replaced whole. The record is on
+the disk before anything is reported to the kubelet.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final, Self
+
+from gpulease.client.errors import GpuLeaseError
+from gpulease.client.integrations.kubernetes.kubernetes_objects import MAX_USER
+from gpulease.protocol.json_text import indented_json
+from gpulease.protocol.lease_ids import lease_id_of
+
+CDI_VERSION: Final = "0.6.0"
+CDI_KIND: Final = "gpulease.internal/lease"
+
+POD_FOLDER: Final = "/run/gpulease"
+"""Folder inside a container: the daemon's socket lies there, and a folder for each claim."""
+
+TOKEN_VARIABLE: Final = "GPULEASE_TOKEN_FILE"
+"""Environment variable by which a container finds its token; with _REQUEST behind it, that of a claim's request."""
+
+MAX_RECORD_BYTES: Final = 1 << 20
+"""Largest record: one of 32 devices has some 10 KiB. A larger one is not this driver's."""
+
+_RECORD_VERSION: Final = 1
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+
+
+class RecordUnreadable(GpuLeaseError):
+    """A file of prepared claims can't be understood."""
+
+    default_hint = "Was it changed, or written by a newer driver? Move it away once no pod uses its claim"
+
+
+@dataclass(frozen=True, slots=True)
+class HeldLease:
+    """A lease that serves one request of a claim. `lease_id` has 32 hex digits, as reports do."""
+
+    request: str
+    pool: str
+    device: str
+    share_id: str
+    lease_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimRecord:
+    """A claim that holds leases.
+
+    Attributes:
+        uid: The claim's uid.
+        boot_id: The host's (random(4)) when the leases were made. No lease outlives a boot.
+        user: The user id that its pods run as.
+        audience: The user's audience on the node, in hex digits.
+        leases: The leases that were made for it so far.
+        is_ready: True once all of them last for the claim's time; the kubelet is told only then.
+    """
+
+    uid: str
+    boot_id: str
+    user: int
+    audience: str
+    leases: tuple[HeldLease, ...] = ()
+    is_ready: bool = False
+
+    def with_lease(self, lease: HeldLease) -> Self:
+        """Return the record with one more lease."""
+        return replace(self, leases=(*self.leases, lease))
+
+
+class NodeFiles:
+    """The driver's files in two folders, its own and the one in which container runtimes look for CDI."""
+
+    def __init__(self, state: Path, cdi: Path) -> None:
+        """Make the folders. Only this user can read the driver's own one: it holds tokens."""
+        self._records, self._tokens, self._cdi = state / "claims", state / "tokens", cdi
+        state.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in (self._records, self._tokens):
+            folder.mkdir(mode=0o700, exist_ok=True)
+        cdi.mkdir(mode=0o755, parents=True, exist_ok=True)
+
+    # --- records ---
+
+    def uids(self) -> list[str]:
+        """Return the uids of all claims that have a record, readable or not."""
+        return sorted(path.stem for path in self._records.glob("*.json"))
+
+    def record(self, uid: str) -> ClaimRecord | None:
+        """Return a claim's record, None if it has none. Raises RecordUnreadable, OSError."""
+        try:
+            return self._read(self._records / f"{uid}.json")
+        except FileNotFoundError:
+            return None
+
+    def _read(self, path: Path) -> ClaimRecord:
+        try:
+            with path.open("rb") as file:
+                found = json.loads(file.read(MAX_RECORD_BYTES))
+            if found.pop("version") != _RECORD_VERSION or found["uid"] != path.stem:
+                raise ValueError("another version, or another claim's")
+            record = ClaimRecord(**found | {"leases": tuple(HeldLease(**lease) for lease in found["leases"])})
+            _check(record)
+            return record
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise RecordUnreadable(f"{path}: {error}") from None
+
+    def save(self, record: ClaimRecord) -> None:
+        """Write a claim's record; it is on the disk when this returns."""
+        text = json.dumps({"version": _RECORD_VERSION} | asdict(record))
+        _replace(self._records / f"{record.uid}.json", text.encode(), 0o600, is_synced=True)
+
+    def forget(self, uid: str) -> None:
+        """Take a claim's files away, its record last. Raises OSError; then the record stays."""
+        self._spec_path(uid).unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            shutil.rmtree(self._tokens / uid)
+        (self._records / f"{uid}.json").unlink(missing_ok=True)
+        _sync(self._records)
+
+    # --- what pods get ---
+
+    def write_token(self, record: ClaimRecord, number: int, token: str) -> None:
+        """Write the token of a claim's lease, for the pod's user alone."""
+        folder = self._tokens / record.uid
+        folder.mkdir(mode=0o500, exist_ok=True)
+        if os.geteuid() != record.user:
+            os.chown(folder, record.user, -1)
+        _replace(folder / f"token-{number}", token.encode(), 0o400, owner=record.user)
+
+    def drop_token(self, uid: str, number: int) -> None:
+        """Take the token of a lease that is over away."""
+        (self._tokens / uid / f"token-{number}").unlink(missing_ok=True)
+
+    def write_spec(self, record: ClaimRecord, daemon_socket: Path) -> None:
+        """Write a claim's CDI specification, which container runtimes read."""
+        spec = cdi_spec(record, daemon_socket, self._tokens / record.uid)
+        _replace(self._spec_path(record.uid), indented_json(spec).encode(), 0o644)
+
+    def _spec_path(self, uid: str) -> Path:
+        return self._cdi / f"gpulease-{uid}.json"
+
+
+def _check(record: ClaimRecord) -> None:
+    """Raises ValueError or TypeError for a record that this driver never wrote: its parts go on to the kernel."""
+    if type(record.user) is not int or not 0 < record.user <= MAX_USER or type(record.is_ready) is not bool:
+        raise ValueError("its user is missing, or its readiness is")
+    if not isinstance(record.boot_id, str):
+        raise ValueError("its boot id must be a string")
+    bytes.fromhex(record.audience)
+    for lease in record.leases:
+        lease_id_of(lease.lease_id)
+        if not all(isinstance(text, str) for text in (lease.request, lease.pool, lease.device, lease.share_id)):
+            raise ValueError(f"the request of {lease.lease_id} must be a string")
+
+
+def boot_id() -> str:
+    """Return the host's boot id (random(4)), in containers too."""
+    return _BOOT_ID.read_text().strip()
+
+
+def cdi_id(uid: str, number: int) -> str:
+    """Return the name by which the kubelet has a container runtime add a claim's device."""
+    return f"{CDI_KIND}={uid}-{number}"
+
+
+def cdi_spec(record: ClaimRecord, daemon_socket: Path, tokens: Path) -> dict[str, Any]:
+    """Describe what a container gets: the daemon's socket, its tokens, two variables, and no device node.
+
+    A GPU's device nodes would let it pass the daemon by.
+    """
+    folder = f"{POD_FOLDER}/claims/{record.uid}"
+    common = {
+        "env": [f"GPULEASE_ADDRESS=unix:{POD_FOLDER}/{daemon_socket.name}"],
+        "mounts": [
+            _mount(str(daemon_socket), f"{POD_FOLDER}/{daemon_socket.name}"),
+            _mount(str(tokens), folder),
+        ],
+    }
+    devices = []
+    for number, lease in enumerate(record.leases):
+        of_request = "".join(mark if mark.isalnum() else "_" for mark in lease.request.upper())
+        path = f"{folder}/token-{number}"
+        env = [f"{TOKEN_VARIABLE}={path}", f"{TOKEN_VARIABLE}_{of_request}={path}"]
+        devices.append({"name": f"{record.uid}-{number}", "containerEdits": {"env": env}})
+    return {"cdiVersion": CDI_VERSION, "kind": CDI_KIND, "containerEdits": common, "devices": devices}
+
+
+def _mount(host: str, container: str) -> Mapping[str, Any]:
+    return {"hostPath": host, "containerPath": container, "options": ["ro", "nosuid", "nodev", "noexec", "bind"]}
+
+
+def _replace(path: Path, data: bytes, mode: int, *, owner: int | None = None, is_synced: bool = False) -> None:
+    new = path.with_name(f".{path.name}.new")
+    new.unlink(missing_ok=True)
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    with os.fdopen(descriptor, "wb") as file:
+        os.fchmod(file.fileno(), mode)
+        if owner is not None and owner != os.geteuid():
+            os.fchown(file.fileno(), owner, -1)
+        file.write(data)
+        file.flush()
+        if is_synced:
+            os.fsync(file.fileno())
+    new.replace(path)
+    if is_synced:
+        _sync(path.parent)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,9 +1,0 @@
-"""A model's files: safetensors in a folder, or GGUF; and how their weights get into a session's memory."""
-
-from gpulease.client.serve.decode.checkpoint.contract import Checkpoint
-from gpulease.client.serve.decode.checkpoint.model_files import open_model
-from gpulease.client.serve.decode.checkpoint.random_checkpoint import RandomCheckpoint
-from gpulease.client.serve.decode.checkpoint.tensors import Tensor, TensorType
-from gpulease.client.serve.decode.checkpoint.weight_loader import load_weights, size_bytes
-
-__all__ = ["Checkpoint", "RandomCheckpoint", "Tensor", "TensorType", "load_weights", "open_model", "size_bytes"]

@@ -1,1 +1,0 @@
-"""HTTP for all servers of `client.serve`: sockets, connection limits, the guard, problems, event streams."""

@@ -1,0 +1,1 @@
+"""What lies in etcd: the keys, the values and their bounds, and the settings that they depend on."""

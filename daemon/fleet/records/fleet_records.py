@@ -1,0 +1,262 @@
+"""The records of a fleet in etcd: their keys, and their values as JSON objects.
+
+    /gpulease/v1/nodes/NODE     NodeRecord: a node's membership, rewritten with each beat
+    /gpulease/v1/inventories/NODE  InventoryRecord: what a node has, written with a beat when it has changed
+    /gpulease/v1/names/NAME     ClaimRecord: who serves a name; its mod revision is the epoch
+    /gpulease/v1/held/NODE/NAME  the claim's nonce, written and deleted with the claim: a node's own claims by one read
+    /gpulease/v1/clocks/SLOT    a node's clock: members compare their clocks' rates by it
+    /gpulease/v1/held/NODE/TENANT/LEASE  empty, written and deleted with the lease's entry in a quota
+    /gpulease/v1/quotas/TENANT/SHARD    a part of a tenant's quota
+    /gpulease/v1/quota_default  the quota of each tenant that has none by name
+    /gpulease/v1/fenced/NODE    empty: the node's memberships of before this key's mod revision are over
+    /gpulease/v1/generation     the store's generation key, made once: a restored backup has an older one
+    /gpulease/v1/epochs         EpochsRecord: names are given out under that generation, with that base of epochs
+    /gpulease/v1/joined         the node that joined last, written by each: a restored backup has an older one
+    /gpulease/v1/compaction     empty; whoever rewrites it takes away etcd's history before its last write
+    /gpulease/v1/horizon        seconds after which a silent node's claimed leases have ended, the same for all nodes
+
+A reader ignores members that it does not know, so that nodes of two versions make one fleet.
+"""
+
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from json import dumps
+from typing import Annotated, Final
+
+from msgspec import Meta
+
+from gpulease.daemon.fleet.records.fleet_settings import MAX_HORIZON_S, MIN_HORIZON_S
+from gpulease.daemon.fleet.records.record_reader import LeaseText, Number, Text, Unreadable, read_record
+from gpulease.protocol.lease_names import NAME
+
+PREFIX: Final = b"/gpulease/v1/"
+NODES: Final = PREFIX + b"nodes/"
+INVENTORIES: Final = PREFIX + b"inventories/"
+NAMES: Final = PREFIX + b"names/"
+HELD: Final = PREFIX + b"held/"
+CLOCKS: Final = PREFIX + b"clocks/"
+QUOTAS: Final = PREFIX + b"quotas/"
+QUOTA_DEFAULT: Final = PREFIX + b"quota_default"
+FENCED: Final = PREFIX + b"fenced/"
+COMPACTION: Final = PREFIX + b"compaction"
+GENERATION: Final = PREFIX + b"generation"
+HORIZON: Final = PREFIX + b"horizon"
+EPOCHS: Final = PREFIX + b"epochs"
+JOINED: Final = PREFIX + b"joined"
+
+MAX_EPOCH_BASE: Final = 1 << 62
+"""Largest epoch base that is accepted. Stops a foreign writer from making epochs exceed 64 bits."""
+
+MAX_GENERATION_BYTES: Final = 128
+"""Longest generation that is kept unchanged. The journal and the messages between the daemon's processes contain it."""
+
+MAX_NODE_ID_BYTES: Final = 255
+"""Longest id of a node, as long as a host name (RFC 1035, 2.3.4). Stops keys that do not fit in messages."""
+
+
+def node_key(node_id: str) -> bytes:
+    return NODES + node_id.encode()
+
+
+def fenced_key(node_id: str) -> bytes:
+    """Return the key of the mark that fencing a node leaves."""
+    return FENCED + node_id.encode()
+
+
+def inventory_key(node_id: str) -> bytes:
+    return INVENTORIES + node_id.encode()
+
+
+def name_key(name: str) -> bytes:
+    return NAMES + name.encode()
+
+
+def held_key(node_id: str, name: str = "") -> bytes:
+    """Return the key of a claim in its node's list; without a name, the prefix of that list."""
+    return HELD + node_id.encode() + b"/" + name.encode()
+
+
+def is_quotas(key: bytes, node_id: str) -> bool:
+    """Return whether a key in a node's list belongs to a lease's quota entry, not to a name."""
+    return b"/" in key.removeprefix(held_key(node_id))
+
+
+def held_name(key: bytes, node_id: str) -> str | Unreadable:
+    """Return the claimed name of a key in its node's list."""
+    return _name(key.removeprefix(held_key(node_id)))
+
+
+def node_id_of(key: bytes) -> str | Unreadable:
+    """Return the node's id from the key of its record or inventory."""
+    node_id = key.removeprefix(NODES).removeprefix(INVENTORIES)
+    try:
+        return node_id.decode() if 0 < len(node_id) <= MAX_NODE_ID_BYTES else Unreadable("its key names no node")
+    except UnicodeDecodeError:
+        return Unreadable("its key is no text")
+
+
+def name_of(key: bytes) -> str | Unreadable:
+    """Return the name from the key of its claim."""
+    return _name(key.removeprefix(NAMES))
+
+
+def _name(name: bytes) -> str | Unreadable:
+    text = name.decode(errors="replace")
+    return text if NAME.fullmatch(text) else Unreadable("its key names no lease")
+
+
+NodeId = Annotated[str, Meta(min_length=1, max_length=MAX_NODE_ID_BYTES)]
+EpochBase = Annotated[int, Meta(ge=0, le=MAX_EPOCH_BASE)]
+
+_HorizonSeconds = Annotated[float, Meta(ge=MIN_HORIZON_S, le=MAX_HORIZON_S)]
+"""Nodes never have a value outside these bounds. With a shorter one a directory would call all of them silent."""
+
+
+@dataclass(frozen=True, slots=True)
+class CardRecord:
+    """A card in its node's record.
+
+    Attributes:
+        capacity_bytes: Bytes that the node leases of it.
+        largest_bytes: Largest slice that the node would grant now.
+        leases: Number of leases on it.
+        is_partition: Whether the card is a MIG partition.
+    """
+
+    uuid: Text
+    name: Text
+    capacity_bytes: Number
+    largest_bytes: Number
+    leases: Number
+    is_partition: bool
+
+
+@dataclass(frozen=True, slots=True)
+class InventoryRecord:
+    """A node's inventory, for directories.
+
+    Attributes:
+        addresses: Addresses for tenants, such as `tls:HOST:PORT`.
+        labels: The operator's labels for the node, such as {"zone": "a"}.
+        cards: Its cards.
+        is_draining: Whether it refuses new leases.
+        version: The daemon's version.
+    """
+
+    addresses: tuple[Text, ...] = ()
+    labels: dict[Text, Text] | None = None
+    cards: tuple[CardRecord, ...] = ()
+    is_draining: bool = False
+    version: Text = ""
+
+    def encode(self) -> bytes:
+        return dumps(asdict(self), separators=(",", ":")).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class _Beat:
+    """The members of a node's record that all versions write."""
+
+    nonce: Text
+    boot_ms: Number = 0
+    beat: Number = 0
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRecord(_Beat):
+    """A node's membership. It is small, because etcd keeps each heartbeat until it compacts.
+
+    Attributes:
+        nonce: Identifies this write, so that the writer recognises it after a lost answer.
+        boot_ms: The node's clock (CLOCK_BOOTTIME) at the heartbeat.
+        beat: Number of the heartbeat. The daemon's journal recorded it first, so a journal with a lower number is a
+          copy or an earlier state; 0: a version without numbers.
+        inventory: The inventory, from a daemon version that writes it with each heartbeat; None if it has its own key.
+    """
+
+    inventory: InventoryRecord | None = None
+
+    def encode(self) -> bytes:
+        """Encode the record as JSON. An inventory goes into the same object."""
+        members = {"nonce": self.nonce, "boot_ms": self.boot_ms, "beat": self.beat}
+        inventory = {} if self.inventory is None else asdict(self.inventory)
+        return dumps(members | inventory, separators=(",", ":")).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimRecord:
+    """A claim of a name.
+
+    Attributes:
+        node_id: The node that serves the name.
+        incarnation: The create revision of that node's record when it claimed. The claim is void under another one.
+        lease_id: The lease, in 32 hexadecimal digits.
+        tenant: The lease's tenant.
+        nonce: Identifies this claim, so that its writer recognises it after a lost answer.
+        epoch_base: The claim's epoch is this plus its mod revision.
+    """
+
+    node_id: NodeId
+    incarnation: Number
+    lease_id: LeaseText
+    tenant: Text
+    nonce: Text
+    epoch_base: EpochBase = 0
+
+    def encode(self) -> bytes:
+        return dumps(asdict(self), separators=(",", ":")).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class EpochsRecord:
+    """States that all leases from before a generation are over, so that nodes may claim names under it.
+
+    Attributes:
+        generation: Text of the generation key.
+        base: A claim's epoch is this plus its revision. So epochs rise even if the revisions of a restored store are
+          lower.
+    """
+
+    generation: Text
+    base: EpochBase
+
+    def encode(self) -> bytes:
+        return dumps(asdict(self), separators=(",", ":")).encode()
+
+
+def read_node(value: bytes) -> NodeRecord | Unreadable:
+    beat, inventory = read_record(_Beat, value), read_record(InventoryRecord, value)
+    if isinstance(beat, Unreadable):
+        return beat
+    if isinstance(inventory, Unreadable):
+        return inventory
+    # A daemon that writes its inventory here names its labels, also where it has none.
+    return NodeRecord(beat.nonce, beat.boot_ms, beat.beat, None if inventory == InventoryRecord() else inventory)
+
+
+def read_inventory(value: bytes) -> InventoryRecord | Unreadable:
+    """Read a node's inventory."""
+    return read_record(InventoryRecord, value)
+
+
+def read_claim(value: bytes) -> ClaimRecord | Unreadable:
+    return read_record(ClaimRecord, value)
+
+
+def read_epochs(value: bytes) -> EpochsRecord | Unreadable:
+    """Read the generation under which nodes may claim names."""
+    return read_record(EpochsRecord, value)
+
+
+def read_horizon_s(value: bytes) -> float | Unreadable:
+    """Read the fleet's horizon, in seconds."""
+    return read_record(_HorizonSeconds, value)
+
+
+def read_generation(value: bytes) -> str:
+    """Return the store's generation as a short text, distinct for each value: operators may write any value."""
+    try:
+        text = value.decode() if len(value) <= MAX_GENERATION_BYTES else ""
+    except UnicodeDecodeError:
+        text = ""
+    return text or sha256(value).hexdigest()

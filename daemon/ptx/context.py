@@ -1,0 +1,663 @@
+"""The one context of a worker process: memory, modules, stream, launch graphs, and faults as tenants read them.
+
+A launch graph checks and packs its launches once and queues them one behind the other. The queue takes a launch in a
+microsecond, so a replay saves what comes before it: frames, plans, checks of the shape. The caller's thread makes the
+copies; it waits for the kernels before them.
+"""
+
+import ctypes
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Final
+
+from gpulease.daemon.drivers.interface import (
+    SEGMENT_STEPS,
+    Admit,
+    AdmitGraph,
+    DataStep,
+    Dim3,
+    DriverError,
+    Event,
+    Kernel,
+    KernelFault,
+    KernelStep,
+    LaunchAttributes,
+    LaunchRejected,
+    Module,
+    NativeLaunch,
+    Poll,
+    RegionReturn,
+    Step,
+    Ticket,
+    admit_all,
+    admit_any,
+    cooperative_refused,
+    keep_waiting,
+    too_much_shared,
+)
+from gpulease.daemon.ptx.architecture import SM_90, Architecture
+from gpulease.daemon.ptx.event_stamps import ALL_STAMPS_BYTES, STAMP, STAMP_BYTES, StampedEvent
+from gpulease.daemon.ptx.image import CpuKernel, CpuModule, drop_oldest_code, load, release
+from gpulease.daemon.ptx.limits import (
+    MAX_ASSERTION_TEXT,
+    MAX_BLOCK_DIMS,
+    MAX_GRID_DIMS,
+    MAX_PARAMETER_BYTES,
+    MAX_SHARED_BYTES,
+    SPIN_S,
+)
+from gpulease.daemon.ptx.memory import IN_ORDER, MAX_SLICE_BYTES, Areas, Arena
+from gpulease.daemon.ptx.native.structures import (
+    LAUNCH_HEAD,
+    REGION_GRANULE_BYTES,
+    Access,
+    Environment,
+    Fault,
+    Launch,
+)
+from gpulease.daemon.ptx.parse.syntax import Space
+from gpulease.daemon.ptx.printf import PrintBuffer, joined, print_to_log, print_to_output
+from gpulease.daemon.ptx.region_pages import Regions
+from gpulease.daemon.ptx.stream import Stream, host_threads, stream_code
+from gpulease.protocol.limits import MAX_EVENTS
+
+_SPACES = tuple(Space)
+_EVENTS: dict[int, str] = {
+    Access.TRAP: "trap executed",
+    Access.BREAKPOINT: "breakpoint without a debugger executed",
+    Access.STACK_OVERFLOW: "stack overflow",
+    Access.NO_FUNCTION: "call through {:#x}, which is no function with these parameters,",
+    Access.NO_ALLOCATION: "free of {:#x}, which no kernel has allocated,",
+    Access.NO_TARGET: "branch by the index {}, which is past its targets,",
+    # Where threads wait for one another; the number is the barrier's or the member mask.
+    Access.BARRIER: "barrier {} is never complete: threads it needs have ended or wait elsewhere; waited for",
+    Access.BARRIER_OPERAND: "no such barrier or number of threads (barrier {}) used",
+    Access.EXCHANGE: "warp operation with member mask {:#010x} is never complete: members wait elsewhere; waited for",
+    Access.NO_MEMBER: "warp operation with member mask {:#010x}, which lacks the thread's own lane, executed",
+    Access.PART_OF_WARP: "operation that needs a whole warp executed with lanes {:#010x} alone,",
+}
+_UNNAMED = (Space.GENERIC, Space.GLOBAL)
+
+
+def describe(
+    fault: Fault, text_at: Callable[[int], str], beside: Callable[[int, int], str], *, kernel: str, tag: int
+) -> KernelFault:
+    """The error for a fault record.
+
+    Args:
+        fault: The record.
+        text_at: Reads what an assertion's addresses mean.
+        beside: Names the allocation that an access of so many bytes at an address misses, or "".
+        kernel: The kernel's name.
+        tag: The launch's tag.
+    """
+    place = f"by thread {_triple(fault.thread)} of block {_triple(fault.block)}"
+    where = f"{place} in kernel {kernel}, PTX line {fault.line}"
+    if fault.access == Access.ASSERTION:
+        message, file, function = (text_at(fault.assertion[n]) for n in range(3))
+        failed = f"assertion failed: {file}:{fault.assertion[3]}: {function}: {message},"
+        return KernelFault(f"{failed} {where}", tag=tag, kernel=kernel)
+    if fault.access in _EVENTS:
+        return KernelFault(f"{_EVENTS[fault.access].format(fault.address)} {where}", tag=tag, kernel=kernel)
+    space = _SPACES[fault.space]
+    what = "misaligned" if fault.address % fault.size else "illegal"
+    kind = what if space in _UNNAMED else f"{what} {space.value}"
+    access = Access(fault.access).name.lower()
+    missed = beside(fault.address, fault.size) if what == "illegal" and space in _UNNAMED else ""
+    return KernelFault(
+        f"{kind} address {fault.address:#x} ({fault.size}-byte {access}) {where}{missed and ': '}{missed}",
+        tag=tag,
+        kernel=kernel,
+        address=fault.address,
+    )
+
+
+def _triple(numbers: "list[int]") -> str:
+    return f"({numbers[0]},{numbers[1]},{numbers[2]})"
+
+
+_TAG_AT: Final = Launch.tag.offset
+_TAG_END: Final = _TAG_AT + Launch.tag.size
+
+_Replay = Callable[[bytes, Poll], None]
+"""Does one step, given the tag as the queue has it."""
+
+
+class CpuGraph:
+    """The embedded driver's `Graph` (drivers/interface.py)."""
+
+    device_bytes = 0
+
+    def __init__(self, context: "CpuContext", steps: Sequence[Step]) -> None:
+        """Raises LaunchRejected for a launch that no replay could queue."""
+        self._context = context
+        self._steps = list(steps)
+        self._replays = [self._replay_of(step) for step in steps]
+
+    def bind(self, step: int, params: bytes) -> None:
+        """Set a step's parameters (`Graph.bind`)."""
+        kernel_step = self._steps[step]
+        if not isinstance(kernel_step, KernelStep):
+            raise TypeError("only launches have parameters")
+        self._replays[step] = self._replay_of(replace(kernel_step, params=params))
+
+    def replay(self, tag: int, poll: Poll) -> None:
+        """Queue every step (`Graph.replay`)."""
+        packed = tag.to_bytes(_TAG_END - _TAG_AT, "little")
+        for number, step in enumerate(self._replays):
+            if number and number % SEGMENT_STEPS == 0:
+                poll()
+            step(packed, poll)
+
+    def close(self) -> None:
+        """Close the graph; the queue holds copies, so nothing waits (`Graph.close`)."""
+        self._steps.clear()
+        self._replays.clear()
+
+    def _replay_of(self, step: Step) -> _Replay:
+        context = self._context
+        if isinstance(step, KernelStep):
+            record, is_shared = context.record(
+                step.kernel, step.grid, step.block, step.shared_bytes, step.params, tag=0
+            )
+            before, behind = record[:_TAG_AT], record[_TAG_END:]
+            return lambda tag, _: context.submit(b"".join((before, tag, behind)), is_shared)
+        address, memory = step.address, memoryview(step.data) if isinstance(step, DataStep) else step.memory
+        if isinstance(step, DataStep) or step.to_device:
+            return lambda _, poll: context.mem_write(address, memory, poll)
+        return lambda _, poll: context.mem_read(address, memory, poll)
+
+
+_MAX_X, _MAX_Y, _MAX_Z = MAX_GRID_DIMS
+_MAX_BLOCK_X, _MAX_BLOCK_Y, _MAX_BLOCK_Z = MAX_BLOCK_DIMS
+
+
+class _Complete:
+    """The ticket of a copy that was complete at once."""
+
+    def is_done(self) -> bool:
+        """Yes."""
+        return True
+
+
+_COMPLETE = _Complete()
+
+
+class _Position:
+    """The ticket of all that was queued at some time."""
+
+    def __init__(self, stream: Stream, queued: int) -> None:
+        self._stream = stream
+        self._queued = queued
+
+    def is_done(self) -> bool:
+        """Say whether all of it has ended, or was skipped behind a fault."""
+        _, ended = self._stream.progress()
+        return ended >= self._queued
+
+
+class CpuContext:
+    """The interface's `Context`; device addresses are host addresses within the arena.
+
+    Args:
+        slice_bytes: Room for allocations.
+        hosts: How many threads run the blocks of a launch; None for as many as this process may have.
+        architecture: Which images it loads.
+        shuffle: The seed of the order in which warps and blocks run, on one thread then; None for their numbers' order.
+    """
+
+    page_bytes = 1
+    cuda_version = 0
+
+    def __init__(
+        self,
+        slice_bytes: int,
+        *,
+        hosts: int | None = None,
+        architecture: Architecture = SM_90,
+        shuffle: int | None = None,
+    ) -> None:
+        self._slice_bytes = slice_bytes
+        self._architecture = architecture
+        self._shuffle = shuffle
+        self._arena = Arena(slice_bytes)
+        self._prints = PrintBuffer()
+        # Gets the name of a kernel and what it printed.
+        self.printed: Callable[[str, str], None] = print_to_output
+        # Gets the name of a region, and what the operator may want to know of it.
+        self.noted: Callable[[str, str], None] = print_to_log
+        self._regions = Regions(self._arena)
+        self._areas = Areas(
+            Environment(
+                arena=self._arena.memory.address,
+                shadow=self._arena.shadow.address,
+                last_granule=self._arena.last_granule,
+                prints=self._prints.address,
+                returned=self._regions.address,
+            )
+        )
+        self._hosts = (hosts or host_threads()) if shuffle is None else 1
+        self._stream = Stream(self._areas.address, self._hosts, self._prints.address)
+        self._modules: set[CpuModule] = set()
+        self._kernel_names: dict[int, str] = {}
+        self._next_number = 0
+        self._last_stream = 0
+        # The kernel that writes an event's time, once there was one, and the addresses of unused stamps.
+        self._stamp: CpuKernel | None = None
+        self._stamps: list[int] = []
+        self._is_closed = False
+        # A kernel may still run when the interpreter ends and frees what it can: only `close` lets go of this.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+
+    @property
+    def compute_capability(self) -> int:
+        """The capability of its architecture."""
+        return self._architecture.number
+
+    # --- Memory ------------------------------------------------------------------------------------------------
+
+    @property
+    def rounding_bytes(self) -> int:
+        """Nothing: the arena rounds addresses up, and only pages that are touched take memory."""
+        return 0
+
+    @property
+    def cached_bytes(self) -> int:
+        """Nothing: what is freed goes back to the host."""
+        return 0
+
+    def trim(self, most_bytes: int, poll: Poll = keep_waiting) -> None:
+        """Do nothing: host memory has nothing to give back (`Context.trim`)."""
+
+    def mem_alloc(self, size_bytes: int, spare_bytes: int = 0, poll: Poll = keep_waiting) -> int:
+        """Allocate at once: nothing queued knows the new address (`Context.mem_alloc`)."""
+        return self._arena.allocate(size_bytes)
+
+    def mem_free(self, address: int, poll: Poll = keep_waiting) -> None:
+        """Free an allocation behind all that is queued (`Context.mem_free`)."""
+        self.sync(poll)
+        self._arena.free(address)
+
+    def mem_reuse(self, address: int, size_bytes: int, poll: Poll = keep_waiting) -> None:
+        """Zero the allocation behind all that is queued (`Context.mem_reuse`)."""
+        self.sync(poll)
+        ctypes.memset(address, 0, size_bytes)
+
+    def mem_write(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> None:
+        """Write into one allocation (`Context.mem_write`). Raises DriverError for bytes outside it."""
+        self.sync(poll)
+        source = data.cast("B")
+        self._bytes_at(address, source.nbytes)[:] = source
+
+    def mem_read(self, address: int, into: memoryview, poll: Poll = keep_waiting) -> None:
+        """Read from one allocation (`Context.mem_read`). Raises DriverError for bytes outside it."""
+        self.sync(poll)
+        target = into.cast("B")
+        target[:] = self._bytes_at(address, target.nbytes)
+
+    def _bytes_at(self, address: int, size_bytes: int) -> memoryview:
+        """Return so many bytes of one allocation or region. Raises DriverError if they are not all in one."""
+        owner = self._regions if self._regions.covers(address) else self._arena
+        return owner.bytes_at(address, size_bytes)
+
+    def pin(self, memory: memoryview) -> None:
+        """Do nothing: host memory needs no pinning (`Context.pin`)."""
+
+    def begin_write(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> Ticket:
+        """Write, complete on return (`Context.begin_write`)."""
+        self.mem_write(address, data, poll)
+        return _COMPLETE
+
+    def begin_read(self, address: int, into: memoryview, poll: Poll = keep_waiting) -> Ticket:
+        """Read, complete on return (`Context.begin_read`)."""
+        self.mem_read(address, into, poll)
+        return _COMPLETE
+
+    write_pinned = mem_write
+    read_pinned = mem_read
+
+    # --- Regions -----------------------------------------------------------------------------------------------
+
+    @property
+    def region_granule_bytes(self) -> int:
+        """Size of a card's pages, though the host's are smaller (`Context.region_granule_bytes`)."""
+        return REGION_GRANULE_BYTES
+
+    def region_open(self, size_bytes: int, spare_bytes: int = 0, poll: Poll = keep_waiting) -> int:
+        """Open a region at once: nothing queued knows its address (`Context.region_open`)."""
+        return self._regions.open(size_bytes)
+
+    def region_kept_bytes(self, size_bytes: int) -> int:
+        """Return 0: nothing lies in an ended region's place (`Context.region_kept_bytes`)."""
+        return 0
+
+    def region_wipe(self, address: int) -> None:
+        """Do nothing: nothing lies in an ended region's place (`Context.region_wipe`)."""
+
+    def region_is_zeroed(self) -> bool:
+        """Return True: the host's new pages are zero (`Context.region_is_zeroed`)."""
+        return True
+
+    def region_end(self, address: int, poll: Poll = keep_waiting) -> RegionReturn:
+        """End a region; what is queued goes on, and finds zeros there (`Context.region_end`)."""
+        return self._regions.end(address)
+
+    def region_release(self, address: int) -> None:
+        """Let an access there fault (`Context.region_release`)."""
+        self._name_strays()
+        self._regions.release(address)
+
+    def region_stray_accesses(self, address: int) -> int:
+        """Return how many accesses of kernels there were in a region since it ended."""
+        return self._regions.stray_accesses(address)
+
+    def free_bytes(self) -> int:
+        """Return what the largest card has beside this context (`Context.free_bytes`): differences mean something."""
+        return MAX_SLICE_BYTES - self._arena.allocated_bytes - self._regions.taken_bytes
+
+    def mark(self, stream: int) -> Ticket:
+        """Note how much is queued (`Context.mark`)."""
+        queued, _ = self._stream.progress()
+        return _Position(self._stream, queued)
+
+    # --- Events --------------------------------------------------------------------------------------------------
+
+    def event(self, stream: int) -> StampedEvent:
+        """Queue a stamp (event_stamps.py)."""
+        if self._stamp is None:
+            first = self._arena.allocate(ALL_STAMPS_BYTES)
+            self._stamp = self.module_load(STAMP).kernels["stamp"]
+            self._stamps.extend(range(first, first + ALL_STAMPS_BYTES, STAMP_BYTES))
+        if not self._stamps:
+            raise DriverError(f"there are {MAX_EVENTS} events, the most there can be")
+        address = self._stamps.pop()
+        try:
+            self.launch(self._stamp, (1, 1, 1), (1, 1, 1), 0, address.to_bytes(8, "little"), 0)
+        except BaseException:
+            self._stamps.append(address)
+            raise
+        return StampedEvent(self._stamps, self.mark(stream), address)
+
+    def event_wait(self, events: Sequence[Event], poll: Poll = keep_waiting) -> None:
+        """Wait for the whole queue (`Context.event_wait`)."""
+        self.sync(poll)
+
+    def elapsed_ns(self, start: Event, end: Event) -> int:
+        """Compare two stamps (`Context.elapsed_ns`)."""
+        if not isinstance(start, StampedEvent) or not isinstance(end, StampedEvent):
+            raise DriverError("these events are another driver's")
+        times = [int.from_bytes(self._arena.bytes_at(event.address, STAMP_BYTES), "little") for event in (start, end)]
+        return times[1] - times[0]
+
+    # --- Streams: all in one queue, in the order of the calls -----------------------------------------------------
+
+    def streams_bytes(self, count: int) -> int:
+        """Return 0: streams take no device memory (`Context.streams_bytes`)."""
+        return 0
+
+    def stream_create(self) -> int:
+        """Number a stream; all share one queue (`Context.stream_create`)."""
+        self._last_stream += 1
+        return self._last_stream
+
+    def stream_destroy(self, stream: int) -> None:
+        """Forget a stream, which holds nothing of its own (`Context.stream_destroy`)."""
+
+    def stream_select(self, stream: int) -> None:
+        """Do nothing: every stream is the same queue (`Context.stream_select`)."""
+
+    def stream_wait(self, stream: int, other: int) -> None:
+        """Do nothing: one queue keeps the order anyway (`Context.stream_wait`)."""
+
+    def stream_sync(self, stream: int, poll: Poll = keep_waiting) -> None:
+        """Wait for the whole queue (`Context.stream_sync`)."""
+        self.sync(poll)
+
+    # --- Modules -----------------------------------------------------------------------------------------------
+
+    def module_load(self, image: bytes, admit: Admit = admit_all) -> CpuModule:
+        """Load PTX text (`Context.module_load`); this driver takes no cubins."""
+        module = load(
+            image,
+            self._arena,
+            slice_bytes=self._slice_bytes,
+            first_number=self._next_number,
+            admit=admit,
+            architecture=self._architecture,
+            shuffle=self._shuffle,
+        )
+        self._next_number += len(module.kernels)
+        self._modules.add(module)
+        self._kernel_names.update((kernel.number, kernel.name) for kernel in module.kernels.values())
+        return module
+
+    def forget_earlier(self) -> None:
+        """Nothing: no lease finds another's code (`CpuDriver.recycle`), but in a folder that the operator named."""
+
+    def module_unload(self, module: Module, poll: Poll = keep_waiting) -> None:
+        """Unload a module behind all that is queued (`Context.module_unload`)."""
+        self.sync(poll)
+        if not isinstance(module, CpuModule) or module not in self._modules:
+            raise DriverError("this module is not loaded")
+        self._modules.discard(module)
+        for kernel in module.kernels.values():
+            del self._kernel_names[kernel.number]
+        release(module.variable_addresses, self._arena)
+        drop_oldest_code()
+
+    def compile_kernel(self, kernel: Kernel) -> bool:
+        """Compile a kernel that was not launched yet, and those that share functions with it."""
+        if not isinstance(kernel, CpuKernel) or kernel.refusal is not None or kernel.code.is_compiled:
+            return False
+        return kernel.entry != 0
+
+    # --- Launches ----------------------------------------------------------------------------------------------
+
+    def launch(self, kernel: Kernel, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int) -> None:
+        """Queue a launch; wait only while the queue is full (`Context.launch`)."""
+        record, is_shared = self.record(kernel, grid, block, shared_bytes, params, tag)
+        self._stream.submit(record, is_shared=is_shared)
+
+    def launch_with(
+        self,
+        kernel: Kernel,
+        grid: Dim3,
+        block: Dim3,
+        shared_bytes: int,
+        params: bytes,
+        tag: int,
+        attributes: LaunchAttributes,
+    ) -> None:
+        """Refuse: blocks run one after another here, so none can wait for the next (`Context.launch_with`)."""
+        what = "a cooperative launch" if attributes.is_cooperative else "a launch in clusters"
+        raise LaunchRejected(
+            f"kernel {kernel.name}: the embedded driver runs blocks one after another, and does not do {what}",
+            hint="Run it on a card, or launch one kernel for each part between two waits of the grid.",
+        )
+
+    def set_spinning(self, *, spins: bool, yields: bool) -> None:
+        """Choose how to wait (`Context.set_spinning`)."""
+        self._stream.spin_s, self._stream.yields = SPIN_S if spins else 0.0, yields
+
+    def native(self) -> NativeLaunch:
+        """Return the native way to launch (`Context.native`)."""
+        code, state = stream_code(), ctypes.addressof(self._stream.state)
+        spin_ns = 0 if self._stream.yields else int(self._stream.spin_s * 1e9)
+        names = ("submit", "query", "copy_in", "copy_out", "zero")
+        submit, query, copy_in, copy_out, zero = map(code.address, names)
+        return NativeLaunch(state, submit, query, spin_ns, self._record, _pass, copy_in, copy_out, zero)
+
+    def _record(self, kernel: Kernel, grid: Dim3, block: Dim3, shared_bytes: int) -> bytes | None:
+        """Return what native/submit.ll takes: the launch's head, and whether threads share its blocks."""
+        if kernel.parameter_bytes > MAX_PARAMETER_BYTES:
+            return None
+        try:
+            head, is_shared = self._head(kernel, grid, block, shared_bytes, 0)
+        except LaunchRejected:
+            return None
+        return head + is_shared.to_bytes(8, "little")
+
+    def record(
+        self, kernel: Kernel, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int
+    ) -> tuple[bytes, bool]:
+        """A launch, checked, as the queue takes it, and whether its blocks are shared out. Raises LaunchRejected."""
+        head, is_shared = self._head(kernel, grid, block, shared_bytes, tag)
+        if len(params) != kernel.parameter_bytes:
+            raise LaunchRejected(
+                f"kernel {kernel.name} takes {kernel.parameter_bytes} bytes of parameters, not {len(params)}"
+            )
+        return head + params, is_shared
+
+    def _head(self, kernel: Kernel, grid: Dim3, block: Dim3, shared_bytes: int, tag: int) -> tuple[bytes, bool]:
+        """A launch's head, and whether several threads are to run its blocks. Raises LaunchRejected."""
+        if not isinstance(kernel, CpuKernel) or kernel.number not in self._kernel_names:
+            raise LaunchRejected("this kernel's module is not loaded")
+        if kernel.refusal is not None:
+            why, hint = kernel.refusal
+            raise LaunchRejected(f"kernel {kernel.name} can't run on the embedded driver: {why}", hint=hint)
+        if kernel.is_cooperative:
+            raise cooperative_refused(kernel.name)
+        _check_shape(kernel, grid, block)
+        shared = kernel.static_shared_bytes
+        if shared_bytes:
+            shared = kernel.dynamic_shared_offset + shared_bytes
+        if shared_bytes < 0:
+            raise LaunchRejected(f"kernel {kernel.name}: {shared_bytes} is no number of bytes of shared memory")
+        if shared > MAX_SHARED_BYTES:
+            raise too_much_shared(kernel.name, shared_bytes, kernel.dynamic_shared_offset, MAX_SHARED_BYTES)
+        spread = IN_ORDER
+        blocks = math.prod(grid)
+        if blocks > 1 or kernel.needs.parks:
+            spread = self._areas.spread(kernel.needs, blocks, math.prod(block), shared, self._hosts)
+        head = LAUNCH_HEAD.pack(
+            kernel.entry,
+            blocks,
+            kernel.variables,
+            tag,
+            *grid,
+            *block,
+            shared,
+            kernel.number,
+            *spread,
+            kernel.pace,
+        )
+        return head, spread is not IN_ORDER
+
+    def submit(self, record: bytes, is_shared: bool) -> None:
+        """Queue what `record` gave."""
+        self._stream.submit(record, is_shared=is_shared)
+
+    def graph(self, steps: Sequence[Step], admit: AdmitGraph = admit_any, poll: Poll = keep_waiting) -> CpuGraph:
+        """Make a graph, which takes nothing of the slice (`Context.graph`)."""
+        return CpuGraph(self, steps)
+
+    def flush_printed(self) -> None:
+        """Write it (`Context.flush_printed`); `sync` has done so already, if nothing was launched since."""
+        self._flush()
+
+    def watch(self, poll: Poll) -> None:
+        """Record which launch runs (`Context.watch`)."""
+        self._stream.poll = poll
+
+    def running(self) -> dict[int, int]:
+        """Return the running launch (`Context.running`); the stream counts in any case."""
+        queued, ended = self._stream.progress()
+        return {} if queued == ended else {0: ended}
+
+    def sync(self, poll: Poll = keep_waiting) -> None:
+        """Wait for all launches (`Context.sync`)."""
+        self._stream.wait(poll)
+        self._flush()
+        self._raise_fault()
+
+    def fault(self) -> KernelFault | None:
+        """Take the fault (`Context.fault`), once the launches behind it are skipped, which takes microseconds."""
+        if not self._stream.has_fault:
+            return None
+        self._stream.wait()
+        self._flush()
+        state = self._stream.state
+        error = describe(
+            Fault.from_address(state.fault),
+            self._text_at,
+            self._arena.beside,
+            kernel=self._kernel_names[state.kernel],
+            tag=state.tag,
+        )
+        self._stream.forget_fault()
+        return error
+
+    def close(self) -> None:
+        """Close the context (`Context.close`). A kernel that goes on keeps the memory until the process ends."""
+        if not self._is_closed and self._stream.close():
+            self._is_closed = True
+            self._flush()
+            self._prints.close()
+            self._regions.close()
+            self._arena.close()
+            self._areas.close()
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(self))
+
+    @property
+    def is_closed(self) -> bool:
+        """Say whether `close` could do its work."""
+        return self._is_closed
+
+    def rest(self) -> bool:
+        """End the stream's threads if they are idle; the next launch starts others. False if a kernel goes on."""
+        return self._stream.rest()
+
+    def _text_at(self, address: int) -> str:
+        """The characters at a device address, as far as they may be read."""
+        text = bytearray()
+        while len(text) < MAX_ASSERTION_TEXT:
+            try:
+                byte = self._bytes_at(address + len(text), 1)[0]
+            except DriverError:
+                break
+            if byte == 0:
+                break
+            text.append(byte)
+        return text.decode("utf-8", errors="replace")
+
+    def _flush(self) -> None:
+        """Hand on what kernels have printed; none runs meanwhile."""
+        for number, text in joined(self._prints.take()):
+            self.printed(self._kernel_names.get(number, ""), text)
+        self._name_strays()
+
+    def _name_strays(self) -> None:
+        """Report each ended region in which something was accessed, once, as kernels' output is."""
+        for address, size_bytes in self._regions.new_strays():
+            count = self._regions.stray_accesses(address)
+            self.noted(
+                f"region {address:#x}",
+                f"ended, and accessed {count} times since; its {size_bytes} bytes read as zeros, stores go nowhere\n",
+            )
+
+    def _raise_fault(self) -> None:
+        error = self.fault()
+        if error is not None:
+            raise error
+
+
+def _pass(kernel: Kernel) -> None:
+    """Nothing is kept of who was launched natively: slots name their kernels."""
+
+
+def _check_shape(kernel: CpuKernel, grid: Dim3, block: Dim3) -> None:
+    """Raise LaunchRejected for a grid or block that no card, or not this kernel, would take."""
+    x, y, z = grid
+    if not (0 < x <= _MAX_X and 0 < y <= _MAX_Y and 0 < z <= _MAX_Z):
+        raise LaunchRejected(f"the grid {grid} is not within (1, 1, 1) and {MAX_GRID_DIMS}")
+    x, y, z = block
+    if not (0 < x <= _MAX_BLOCK_X and 0 < y <= _MAX_BLOCK_Y and 0 < z <= _MAX_BLOCK_Z):
+        raise LaunchRejected(f"the block {block} is not within (1, 1, 1) and {MAX_BLOCK_DIMS}")
+    if x * y * z > kernel.max_threads_per_block:
+        raise LaunchRejected(
+            f"the block {block} has {x * y * z} threads, kernel {kernel.name} takes at most"
+            f" {kernel.max_threads_per_block}"
+        )
+    if kernel.required_block is not None and block != kernel.required_block:
+        raise LaunchRejected(f"kernel {kernel.name} demands blocks of {kernel.required_block}, not {block}")

@@ -1,0 +1,446 @@
+"""Translate an image, keep its code, and load it into a context (the interface's `Module` and `Kernel`).
+
+All that can be wrong with an image is found when it is loaded. A kernel that can't be translated keeps the reason, with
+which its launch is refused; an image without any other kernel is refused itself. Kernels are compiled when they are
+first launched (kernel_code.py). Compiled code does not depend on the process it was made in: it names what it calls,
+and a table that each launch names holds the addresses of variables. So this process, or another one later, can use it
+again (`daemon/native/code_cache.py`).
+"""
+
+import ctypes
+import itertools
+from collections import OrderedDict
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import msgpack
+
+from gpulease.daemon import ptx
+from gpulease.daemon.drivers.interface import (
+    Admit,
+    Dim3,
+    Figures,
+    ImageRejected,
+    OutOfMemory,
+    Parameter,
+    admit_all,
+    refuse_managed_text,
+    text_of,
+)
+from gpulease.daemon.native.code_cache import keep, key_of, read_kept
+from gpulease.daemon.ptx.architecture import SM_90, Architecture
+from gpulease.daemon.ptx.kernel_code import PartCode, PartSource
+from gpulease.daemon.ptx.limits import (
+    MAX_HELD_CODE_BYTES,
+    MAX_IMAGE_BYTES,
+    MAX_SHARED_BYTES,
+    MAX_THREADS_PER_BLOCK,
+    rejected,
+)
+from gpulease.daemon.ptx.memory import Arena, Needs
+from gpulease.daemon.ptx.native.library import bind_library
+from gpulease.daemon.ptx.parse.parser import parse
+from gpulease.daemon.ptx.parse.syntax import Function, Image, Relocation
+from gpulease.daemon.ptx.translate.call_graph import link
+from gpulease.daemon.ptx.translate.callees import FIRST_HANDLE, HANDLE_STEP
+from gpulease.daemon.ptx.translate.cooperative import cooperative_kernels
+from gpulease.daemon.ptx.translate.module import Part, translate
+
+_BINARY_MAGICS = {b"\x7fELF": "a cubin", b"\x50\xed\x55\xba": "a fatbin"}
+
+
+@dataclass(frozen=True, slots=True)
+class KernelFacts:
+    """Facts of one entry point.
+
+    Attributes:
+        required_block: The block its .reqntid demands, or None.
+        static_shared_bytes: Shared memory its variables take.
+        dynamic_shared_offset: Where shared memory asked for at launch begins.
+        part: Which of the image's parts it is in.
+        symbol: Its name there.
+        is_cooperative: Whether only a cooperative launch could run it; see `cooperative_refused`.
+        needs: What a block of it takes beside.
+        refusal: Why it can't be translated, and what to do; None if it can be. Without symbol and needs then.
+    """
+
+    name: str
+    parameters: tuple[Parameter, ...]
+    parameter_bytes: int
+    max_threads_per_block: int
+    required_block: Dim3 | None
+    static_shared_bytes: int
+    dynamic_shared_offset: int
+    part: int
+    symbol: str
+    is_cooperative: bool
+    refusal: tuple[str, str] | None
+    needs: Needs
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleVariable:
+    """A variable of the module: what it starts with, and what of that is known at load only."""
+
+    name: str
+    size: int
+    initial: bytes
+    relocations: tuple[Relocation, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TranslatedImage:
+    """A whole image.
+
+    Attributes:
+        addressed: The functions whose addresses kernels take.
+        parts: What its kernels are compiled from.
+    """
+
+    kernels: tuple[KernelFacts, ...]
+    variables: tuple[ModuleVariable, ...]
+    addressed: tuple[str, ...]
+    parts: tuple[PartSource, ...]
+
+    def to_bytes(self) -> bytes:
+        """As it is kept. Raises OverflowError for a number of over 64 bits."""
+        data: bytes = msgpack.packb(astuple(self))
+        return data
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "TranslatedImage":
+        """As it was kept by the same version. Raises ValueError or TypeError for what was not."""
+        kernels, variables, addressed, parts = msgpack.unpackb(data, use_list=False)
+        return cls(
+            tuple(map(_kernel_from, kernels)),
+            tuple(
+                ModuleVariable(name, size, initial, tuple(Relocation(*found) for found in relocations))
+                for name, size, initial, relocations in variables
+            ),
+            addressed,
+            tuple(PartSource(*fields) for fields in parts),
+        )
+
+
+def _kernel_from(fields: Any) -> KernelFacts:
+    name, parameters, *rest, needs = fields
+    values = [name, tuple(Parameter(*p) for p in parameters), *rest, Needs(*needs)]
+    return KernelFacts(*values)
+
+
+def translate_image(
+    image: bytes, *, slice_bytes: int, architecture: Architecture = SM_90, shuffle: int | None = None
+) -> TranslatedImage:
+    """Parse and translate. Raises ImageRejected for an image of which no kernel could run."""
+    tree = link(parse(_decode(image), architecture))
+    variables = tuple(ModuleVariable(v.name, v.size, v.initial, v.relocations) for v in tree.variables)
+    check_size(variables, slice_bytes)
+    parts = translate(tree, shuffle)
+    sources = tuple(PartSource.of(part.text, part.effort) for part in parts)
+    return TranslatedImage(_kernels(tree, parts), variables, tuple(tree.addressed or ()), sources)
+
+
+def check_size(variables: tuple[ModuleVariable, ...], slice_bytes: int) -> None:
+    """Refuse a module whose variables can't all fit a slice."""
+    wanted = sum(variable.size for variable in variables)
+    if wanted > slice_bytes:
+        raise ImageRejected(f"the module's variables take {wanted} bytes, the slice has {slice_bytes}")
+
+
+def _decode(image: bytes) -> str:
+    """The PTX text, or a refusal of what is none."""
+    kind = _BINARY_MAGICS.get(image[:4])
+    if kind is not None:
+        raise ImageRejected(
+            f"this image is {kind}: the embedded driver takes PTX text only",
+            hint="Compile with nvcc -ptx.",
+        )
+    if len(image) > MAX_IMAGE_BYTES:
+        raise ImageRejected(f"{len(image)} bytes of PTX are more than {MAX_IMAGE_BYTES}")
+    text = text_of(image)
+    refuse_managed_text(text)
+    try:
+        return text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = text.count(b"\n", 0, error.start) + 1
+        raise rejected("this is no text", line=line) from None
+
+
+def _kernels(tree: Image, parts: list[Part]) -> tuple[KernelFacts, ...]:
+    places = {name: (n, symbol) for n, part in enumerate(parts) for name, symbol in part.runners.items()}
+    needs = {name: found for part in parts for name, found in part.needs.items()}
+    for function in tree.functions:
+        if function.name in needs and not needs[function.name].fit(_most_threads(function)):
+            reason = f"a block of {_most_threads(function)} threads keeps more than there is room for"
+            tree.refusals[function.name] = rejected(reason, line=function.line)
+    tree.check()
+    cooperative = cooperative_kernels(tree)
+    return tuple(
+        _facts(
+            function,
+            needs.get(function.name, _NO_NEEDS),
+            *places.get(function.name, (0, "")),
+            is_cooperative=function.name in cooperative,
+            refusal=tree.refusals.get(function.name),
+        )
+        for function in tree.functions
+    )
+
+
+_NO_NEEDS = Needs(0, 0, 0, 0, parks=False)
+
+
+def _most_threads(function: Function) -> int:
+    return min(function.bounds.max_threads or MAX_THREADS_PER_BLOCK, MAX_THREADS_PER_BLOCK)
+
+
+def _facts(
+    function: Function, needs: Needs, part: int, symbol: str, *, is_cooperative: bool, refusal: ImageRejected | None
+) -> KernelFacts:
+    return KernelFacts(
+        name=function.name,
+        parameters=tuple(Parameter(p.offset, p.size) for p in function.parameters),
+        parameter_bytes=function.parameter_bytes,
+        max_threads_per_block=_most_threads(function),
+        required_block=function.bounds.required,
+        static_shared_bytes=function.shared_bytes,
+        dynamic_shared_offset=function.dynamic_shared_offset,
+        part=part,
+        symbol=symbol,
+        is_cooperative=is_cooperative,
+        refusal=None if refusal is None else (str(refusal), refusal.hint),
+        needs=needs,
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedCode:
+    """A translated image and its code in this process, one piece for each part."""
+
+    image: TranslatedImage
+    codes: tuple[PartCode, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Count the bytes that the image's parts take."""
+        return sum(code.size_bytes for code in self.codes)
+
+
+# By key, the one used last at the end.
+_held: OrderedDict[bytes, LoadedCode] = OrderedDict()
+
+
+def ready_to_look_up() -> None:
+    """Read what keys are made of: this driver's own sources, which a worker can't open."""
+    key_of(b"image", b"", ptx)
+
+
+def load_code(
+    image: bytes, *, slice_bytes: int, architecture: Architecture = SM_90, shuffle: int | None = None
+) -> LoadedCode:
+    """An image's code, translated now or before for that architecture and order. Raises ImageRejected."""
+    key = key_of(f"image for {architecture}, shuffled by {shuffle}".encode(), image, ptx)
+    code = _held.get(key)
+    if code is None:
+        bind_library()
+        translated = _kept_image(key)
+        if translated is None:
+            translated = translate_image(image, slice_bytes=slice_bytes, architecture=architecture, shuffle=shuffle)
+            _keep(key, translated)
+        code = _held[key] = LoadedCode(translated, tuple(map(PartCode, translated.parts)))
+        drop_oldest_code()
+    _held.move_to_end(key)
+    check_size(code.image.variables, slice_bytes)
+    return code
+
+
+def forget_code() -> None:
+    """Let go of all that this process holds."""
+    _held.clear()
+
+
+def _kept_image(key: bytes) -> TranslatedImage | None:
+    data = read_kept(key)
+    if data is None:
+        return None
+    try:
+        return TranslatedImage.from_bytes(data)
+    except (ValueError, TypeError):
+        return None
+
+
+def _keep(key: bytes, translated: TranslatedImage) -> None:
+    # An addend past 64 bits can't be; no compiler writes one.
+    with suppress(OverflowError):
+        keep(key, translated.to_bytes())
+
+
+def drop_oldest_code() -> None:
+    """Drop what was not used for longest, if this process holds too much; what is loaded lives on with its module."""
+    total = sum(held.size_bytes for held in _held.values())
+    while total > MAX_HELD_CODE_BYTES and len(_held) > 1:
+        _, dropped = _held.popitem(last=False)
+        total -= dropped.size_bytes
+
+
+# Numbers of functions in this process: a pointer to one means nothing to another module.
+_HANDLES = itertools.count()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CpuKernel:
+    """The embedded driver's `Kernel` (drivers/interface.py).
+
+    Attributes:
+        number: Its place among all kernels the context ever loaded, for fault reports.
+        required_block: The block its .reqntid demands, or None.
+        static_shared_bytes: Shared memory its variables take.
+        dynamic_shared_offset: Where shared memory asked for at launch begins.
+        code: The code that has its runner.
+        symbol: The runner's name there.
+        variables: Host address of its module's table of variables.
+        needs: What a block of it takes.
+        pace: Host address of how long its blocks took last (native/structures.py).
+        is_cooperative: Whether only a cooperative launch could run it.
+        refusal: Why it can't run and what to do, or None.
+    """
+
+    name: str
+    number: int
+    parameters: tuple[Parameter, ...]
+    parameter_bytes: int
+    max_threads_per_block: int
+    required_block: Dim3 | None
+    static_shared_bytes: int
+    dynamic_shared_offset: int
+    code: PartCode
+    symbol: str
+    variables: int
+    needs: Needs
+    pace: int
+    is_cooperative: bool = False
+    refusal: tuple[str, str] | None = None
+    kept_bytes: int = 0
+
+    @property
+    def entry(self) -> int:
+        """Return the host address of its runner, which the first use compiles. Raises LaunchRejected."""
+        return self.code.address(self.symbol)
+
+    def figures(self) -> Figures:
+        """Return what its shared variables leave of a block's shared memory, and its local windows."""
+        return Figures(
+            self.static_shared_bytes,
+            MAX_SHARED_BYTES - self.dynamic_shared_offset,
+            local_bytes=self.needs.local_bytes_per_thread,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CpuModule:
+    """A loaded image and what must live as long as its kernels can run."""
+
+    kernels: Mapping[str, CpuKernel]
+    device_bytes: int
+    code: LoadedCode
+    variable_addresses: tuple[int, ...]
+    # Keeps the table that kernels read the addresses from, and their paces.
+    tables: tuple[Any, Any]
+    shared_bytes: int = 0
+    kept_bytes: int = 0
+
+    def variable(self, name: str) -> tuple[int, int]:
+        """Return where `_place` put it."""
+        for variable, address in zip(self.code.image.variables, self.variable_addresses, strict=True):
+            if variable.name == name:
+                return address, variable.size
+        return 0, 0
+
+
+def load(
+    image: bytes,
+    arena: Arena,
+    *,
+    slice_bytes: int,
+    first_number: int,
+    admit: Admit = admit_all,
+    architecture: Architecture = SM_90,
+    shuffle: int | None = None,
+) -> CpuModule:
+    """Translate and place. Raises ImageRejected; nothing is left behind then."""
+    code = load_code(image, slice_bytes=slice_bytes, architecture=architecture, shuffle=shuffle)
+    variables = code.image.variables
+    device_bytes = sum(variable.size for variable in variables)
+    admit(device_bytes, 0, 0)
+    addresses = _place(variables, arena)
+    names = [variable.name for variable in variables]
+    named = dict(zip(names, addresses, strict=True))
+    handles = {name: FIRST_HANDLE + HANDLE_STEP * next(_HANDLES) for name in code.image.addressed}
+    _relocate(variables, named | handles, arena)
+    addresses_and_handles = (*addresses, *handles.values())
+    table = (ctypes.c_uint64 * max(1, len(addresses_and_handles)))(*addresses_and_handles)
+    paces = (ctypes.c_uint64 * max(1, len(code.image.kernels)))()
+    kernels = {
+        facts.name: _kernel(
+            facts,
+            number=first_number + offset,
+            code=code.codes[facts.part],
+            variables=ctypes.addressof(table),
+            pace=ctypes.addressof(paces) + offset * ctypes.sizeof(ctypes.c_uint64),
+        )
+        for offset, facts in enumerate(code.image.kernels)
+    }
+    return CpuModule(kernels, device_bytes, code, addresses, (table, paces))
+
+
+def _place(variables: tuple[ModuleVariable, ...], arena: Arena) -> tuple[int, ...]:
+    """Give each variable its memory and first value; those without bytes get the null address."""
+    addresses: list[int] = []
+    try:
+        for variable in variables:
+            addresses.append(arena.allocate(variable.size) if variable.size else 0)
+            if variable.initial:
+                arena.bytes_at(addresses[-1], len(variable.initial))[:] = variable.initial
+    except OutOfMemory as error:
+        release(addresses, arena)
+        raise ImageRejected(f"no memory for the module's variables: {error}") from None
+    return tuple(addresses)
+
+
+def _relocate(variables: tuple[ModuleVariable, ...], addresses: Mapping[str, int], arena: Arena) -> None:
+    """Write the addresses that initialisers name."""
+    for variable in variables:
+        for relocation in variable.relocations:
+            value = (addresses.get(relocation.symbol, 0) + relocation.addend) >> relocation.shift
+            place = addresses[variable.name] + relocation.offset
+            size = relocation.size
+            arena.bytes_at(place, size)[:] = (value & (2 ** (8 * size) - 1)).to_bytes(size, "little")
+
+
+def release(addresses: "list[int] | tuple[int, ...]", arena: Arena) -> None:
+    """Take variables' memory back."""
+    for address in addresses:
+        if address:
+            arena.free(address)
+
+
+def _kernel(facts: KernelFacts, *, number: int, code: PartCode, variables: int, pace: int) -> CpuKernel:
+    return CpuKernel(
+        name=facts.name,
+        number=number,
+        parameters=facts.parameters,
+        parameter_bytes=facts.parameter_bytes,
+        max_threads_per_block=facts.max_threads_per_block,
+        required_block=facts.required_block,
+        static_shared_bytes=facts.static_shared_bytes,
+        dynamic_shared_offset=facts.dynamic_shared_offset,
+        code=code,
+        symbol=facts.symbol,
+        variables=variables,
+        needs=facts.needs,
+        pace=pace,
+        is_cooperative=facts.is_cooperative,
+        refusal=facts.refusal,
+    )

@@ -1,0 +1,83 @@
+"""A part of an image: its IR, and native code from the first launch of one of its kernels on.
+
+Most kernels of a large module are never launched, and LLVM takes ten times as long as all that comes before it. So an
+image is parsed, translated and refused when it is loaded, and its parts are compiled when they are wanted. IR is kept
+compressed, to a fifth: it is some seven times as long as the code it becomes.
+"""
+
+import zlib
+from dataclasses import dataclass
+
+from gpulease.daemon import ptx
+from gpulease.daemon.drivers.interface import LaunchRejected
+from gpulease.daemon.native.code_cache import keep, key_of, read_kept
+from gpulease.daemon.native.compiler import BadIr, Effort, NativeCode, emit_object, load_object
+
+# The fastest: the default makes it a sixth smaller and takes three times as long.
+_COMPRESSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PartSource:
+    """Source of a part's code.
+
+    Attributes:
+        effort: The value of its Effort.
+        key: The key under which its object code is kept for other processes.
+        packed: Its IR, compressed.
+    """
+
+    effort: str
+    key: bytes
+    packed: bytes
+
+    @classmethod
+    def of(cls, text: str, effort: Effort) -> "PartSource":
+        """The source of that IR."""
+        data = text.encode()
+        key = key_of(b"part " + effort.value.encode(), data, ptx)
+        return cls(effort.value, key, zlib.compress(data, _COMPRESSION))
+
+
+def compile_source(source: PartSource) -> bytes:
+    """The object code of a part. Raises LaunchRejected for IR that LLVM refuses."""
+    try:
+        return emit_object(zlib.decompress(source.packed).decode(), Effort(source.effort))
+    except BadIr as error:
+        raise LaunchRejected(f"the embedded driver failed to translate this kernel: {error}") from None
+
+
+class PartCode:
+    """A part's code in this process.
+
+    Attributes:
+        size_bytes: Memory that it takes, compiled or not.
+    """
+
+    def __init__(self, source: PartSource) -> None:
+        self._source = source
+        self._native: NativeCode | None = None
+        self._addresses: dict[str, int] = {}
+        self.size_bytes = len(source.packed)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Say whether its functions can be called at once."""
+        return self._native is not None
+
+    def address(self, symbol: str) -> int:
+        """The address of a function, compiled now if need be. Raises LaunchRejected for IR that LLVM refuses."""
+        found = self._addresses.get(symbol)
+        if found is None:
+            found = self._addresses[symbol] = self._compiled().address(symbol)
+        return found
+
+    def _compiled(self) -> NativeCode:
+        if self._native is None:
+            data = read_kept(self._source.key)
+            if data is None:
+                data = compile_source(self._source)
+                keep(self._source.key, data)
+            self._native = load_object(data)
+            self.size_bytes += len(data)
+        return self._native

@@ -1,0 +1,261 @@
+"""A kernel's body: its declarations, labels and instructions (PTX ISA section 4.3)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from gpulease.daemon.ptx.limits import (
+    MAX_BLOCK_DEPTH,
+    MAX_CALL_BYTES,
+    MAX_INSTRUCTIONS,
+    MAX_LOCAL_BYTES,
+    MAX_REGISTERS_PER_RANGE,
+    MAX_STATIC_SHARED_BYTES,
+)
+from gpulease.daemon.ptx.parse import stack_memory
+from gpulease.daemon.ptx.parse.declarations import parse_scalar, parse_variable, round_up
+from gpulease.daemon.ptx.parse.lexer import Cursor, Token
+from gpulease.daemon.ptx.parse.operands import LISTS, UNRESOLVED, CallParser
+from gpulease.daemon.ptx.parse.scopes import Listing, NameTaken, RegisterFile, Scope, TooManyRegisters
+from gpulease.daemon.ptx.parse.syntax import (
+    SCALARS,
+    Guard,
+    Instruction,
+    Operand,
+    Register,
+    Signature,
+    Space,
+    Target,
+    Variable,
+)
+
+_AREA_LIMITS = {Space.SHARED: MAX_STATIC_SHARED_BYTES, Space.LOCAL: MAX_LOCAL_BYTES, Space.CALL: MAX_CALL_BYTES}
+
+# Refused here, as their operands have forms of their own (PTX ISA sections 9.7.10 and 9.7.11).
+_TEXTURED = frozenset(("tex", "tld4", "suld", "sust", "sured"))
+
+# So are products by groups of warps (PTX ISA section 9.7.15.5), whose operands are up to 128 registers.
+_GROUPED = "wgmma"
+
+
+def _advice(opcode: str, modifiers: list[str]) -> str | None:
+    """Advise what to do without an instruction that is refused whatever its operands; None for others."""
+    if opcode in _TEXTURED:
+        return "read and write plain memory instead of textures and surfaces"
+    if opcode == _GROUPED or "tensor" in modifiers:
+        return "compile for sm_80, which does without it"
+    return None
+
+
+@dataclass(slots=True)
+class Area:
+    """Bytes of one space that a kernel's variables take, growing as they are met."""
+
+    space: Space
+    size: int = 0
+    alignment: int = 1
+    # Module-wide shared variables count for the kernels that name them only.
+    adopted: dict[str, Variable] = field(default_factory=dict)
+
+    def place(self, variable: Variable) -> Variable:
+        """The variable at the area's end, which moves behind it."""
+        offset = round_up(self.size, variable.alignment)
+        self.size = offset + variable.size
+        self.alignment = max(self.alignment, variable.alignment)
+        return replace(variable, offset=offset)
+
+
+class BodyParser(CallParser):
+    """Reads one body. Nested blocks are kept on a list, not on Python's stack."""
+
+    def __init__(self, cursor: Cursor, outer: Scope, signature: Signature, signatures: Mapping[str, Signature]) -> None:
+        super().__init__(cursor, signatures)
+        self.scope = Scope(outer)
+        self.registers = RegisterFile()
+        self.instructions: list[Instruction] = []
+        # Instructions, and the labels of indexed branches.
+        self.steps = 0
+        self.shared = Area(Space.SHARED)
+        self.local = Area(Space.LOCAL)
+        self.calls = Area(Space.CALL)
+        self._pending: list[tuple[int, Scope, Token]] = []
+        self._depth = 0
+        self._stack: stack_memory.StackMemory | None = None
+        for parameter in (*signature.parameters, *signature.results):
+            self.scope.declare(parameter.name, parameter)
+
+    def parse(self) -> None:
+        """Take the whole body, from its `{` to the matching `}`."""
+        cursor = self.cursor
+        cursor.expect("{")
+        while True:
+            match cursor.peek.kind:
+                case "}":
+                    cursor.take()
+                    if self._depth == 0:
+                        break
+                    self._leave()
+                case "{":
+                    self._enter()
+                case _:
+                    self._parse_statement()
+        self._resolve_labels()
+
+    def find(self, name: str) -> Register | Variable | None:
+        """Resolve a name in the current block; a module's shared variable gets its place in this kernel."""
+        meaning = self.scope.find(name, self.registers)
+        if not isinstance(meaning, Variable) or meaning.space is not Space.SHARED or meaning.is_dynamic:
+            return meaning
+        if meaning.offset >= 0:
+            return meaning
+        if name not in self.shared.adopted:
+            self.shared.adopted[name] = self._place(self.shared, meaning, self.cursor.peek)
+        return self.shared.adopted[name]
+
+    def _enter(self) -> None:
+        at = self.cursor.take()
+        self._depth += 1
+        if self._depth > MAX_BLOCK_DEPTH:
+            raise self.cursor.problem(f"more than {MAX_BLOCK_DEPTH} blocks in one another", at)
+        self.scope = Scope(self.scope)
+
+    def _leave(self) -> None:
+        self._depth -= 1
+        if self.scope.parent is not None:
+            self.scope = self.scope.parent
+
+    def _parse_statement(self) -> None:
+        cursor = self.cursor
+        at = cursor.peek
+        try:
+            match at.kind:
+                case "directive":
+                    self._parse_directive(cursor.take())
+                case "@" | "word":
+                    self._parse_instruction_or_label()
+                case ";":
+                    cursor.take()
+                case _:
+                    raise cursor.problem(f"{at.text or 'the end'!r} begins no statement", at)
+        except NameTaken as error:
+            raise cursor.problem(f"{str(error)[:60]} is declared twice", at) from None
+        except TooManyRegisters as error:
+            raise cursor.problem(str(error), at) from None
+
+    def _parse_directive(self, at: Token) -> None:
+        cursor = self.cursor
+        match at.text[1:]:
+            case "reg":
+                self._parse_registers()
+            case "shared":
+                self._declare(parse_variable(cursor, Space.SHARED, 0), self.shared, at)
+            case "local":
+                self._declare(parse_variable(cursor, Space.LOCAL, 0), self.local, at)
+            case "param":
+                self._declare(parse_variable(cursor, Space.CALL, 0), self.calls, at)
+            case "loc" | "file":
+                cursor.skip_line(at.line)
+            case "pragma":
+                cursor.expect("string")
+                cursor.expect(";")
+            case _:
+                raise cursor.problem(f"the directive {at.text[:60]} is not supported in a kernel", at)
+
+    def _declare(self, variable: Variable, area: Area, at: Token) -> None:
+        self.scope.declare(variable.name, self._place(area, variable, at))
+
+    def _place(self, area: Area, variable: Variable, at: Token) -> Variable:
+        placed = area.place(variable)
+        limit = _AREA_LIMITS[area.space]
+        if area.size > limit:
+            raise self.cursor.problem(f"the kernel needs over {limit} bytes of .{area.space.value} memory", at)
+        return placed
+
+    def _parse_registers(self) -> None:
+        """Take `.reg .b32 %r<10>, %x;` (PTX ISA section 5.1.1)."""
+        cursor = self.cursor
+        scalar = parse_scalar(cursor)
+        while True:
+            name = cursor.expect("word").text
+            if cursor.accept("<"):
+                at = cursor.peek
+                count = cursor.integer()
+                if count > MAX_REGISTERS_PER_RANGE:
+                    raise cursor.problem(f"{count} registers are more than {MAX_REGISTERS_PER_RANGE}", at)
+                cursor.expect(">")
+                self.scope.declare_range(name, count, scalar)
+            else:
+                self.scope.declare(name, self.registers.add(name, scalar))
+            if not cursor.accept(","):
+                break
+        cursor.expect(";")
+
+    def _parse_instruction_or_label(self) -> None:
+        cursor = self.cursor
+        first = cursor.peek
+        guard = self._parse_guard()
+        opcode = cursor.expect("word")
+        if guard is None and cursor.accept(":"):
+            self.scope.declare_label(opcode.text, len(self.instructions))
+            if cursor.peek.text in LISTS:
+                self.scope.listings[opcode.text] = self.parse_listing()
+            return
+        modifiers = []
+        while (modifier := cursor.directive()) is not None:
+            modifiers.append(modifier)
+        if advice := _advice(opcode.text, modifiers):
+            spelling = ".".join((opcode.text, *modifiers))
+            reason = f"the instruction {spelling[:80]} is not supported by the embedded driver: {advice}"
+            raise cursor.problem(reason, opcode)
+        operands: tuple[Operand, ...]
+        operands = self.parse_call() if opcode.text == "call" else self.parse_operands()
+        if len(self.instructions) >= MAX_INSTRUCTIONS:
+            raise cursor.problem(f"more than {MAX_INSTRUCTIONS} instructions", first)
+        if any(isinstance(operand, Target) for operand in operands):
+            self._pending.append((len(self.instructions), self.scope, first))
+        text = cursor.source.line_text(first.start)
+        made = Instruction(first.line, text, guard, opcode.text, tuple(modifiers), operands)
+        self.instructions.extend(self._stack_steps(made, opcode) if made.opcode in stack_memory.OPCODES else (made,))
+
+    def _stack_steps(self, made: Instruction, at: Token) -> list[Instruction]:
+        if self._stack is None:
+            room = self._place(self.local, stack_memory.ROOM, at)
+            taken, is_over = (self.registers.add(f"alloca.{name}", SCALARS[name]) for name in ("u64", "pred"))
+            self._stack = stack_memory.StackMemory(room, taken, is_over)
+        steps = self._stack.steps(made)
+        if steps is None:
+            raise self.cursor.problem(f"this form of {made.spelling[:80]} is not supported by the embedded driver", at)
+        return steps
+
+    def _parse_guard(self) -> Guard | None:
+        if not self.cursor.accept("@"):
+            return None
+        negated = self.cursor.accept("!")
+        return Guard(self._parse_register(), negated)
+
+    def _resolve_labels(self) -> None:
+        """Turn names into places: a label may stand behind the branch to it."""
+        self.steps = len(self.instructions)
+        for index, scope, at in self._pending:
+            instruction = self.instructions[index]
+            operands: list[Operand] = []
+            for operand in instruction.operands:
+                if isinstance(operand, Target) and operand.index == UNRESOLVED:
+                    names = self._listed(operand.name, scope) if instruction.opcode == "brx" else (operand.name,)
+                    self.steps += len(names) - 1
+                    if self.steps > MAX_INSTRUCTIONS:
+                        raise self.cursor.problem(f"more than {MAX_INSTRUCTIONS} instructions and labels", at)
+                    operands.extend(self._place_of(name, scope, at) for name in names)
+                else:
+                    operands.append(operand)
+            self.instructions[index] = replace(instruction, operands=tuple(operands))
+
+    def _listed(self, name: str, scope: Scope) -> tuple[str, ...]:
+        """The labels of a .branchtargets; the name itself if it is none."""
+        listing = scope.find_listing(name)
+        return listing.names if isinstance(listing, Listing) and listing.kind == ".branchtargets" else (name,)
+
+    def _place_of(self, name: str, scope: Scope, at: Token) -> Target:
+        found = scope.find_label(name)
+        if found is None:
+            raise self.cursor.problem(f"unknown name {name[:60]}", at)
+        return Target(name, found)

@@ -1,0 +1,264 @@
+"""Declarations: parameters, variables and their initialisers (PTX ISA section 5.4), and parameter lists of functions.
+
+An initialiser may hold addresses (section 5.4.4): `x`, `x+4`, `generic(x)+4` and `0xFF00(generic(x)+4)`. Parameter
+lists are those of kernels, functions and prototypes (sections 5.1.6 and 11.3).
+"""
+
+import struct
+
+from gpulease.daemon.ptx.limits import MAX_INITIALISERS, MAX_PARAMETER_BYTES
+from gpulease.daemon.ptx.parse.lexer import Cursor, Token, parse_integer
+from gpulease.daemon.ptx.parse.syntax import PREDICATE, SCALARS, Relocation, Scalar, Space, Variable
+
+_POINTER_BYTES = 8
+
+
+def parse_relocation(cursor: Cursor, first: Token, scalar: Scalar, offset: int) -> Relocation:
+    """Take the rest of an address whose first token is taken; it fills one element of that type."""
+    if first.kind != "word":
+        return _parse_masked(cursor, first, scalar, offset)
+    if scalar.is_float or scalar.size != _POINTER_BYTES:
+        raise cursor.problem(f"an address does not fit a .{scalar.name}", first)
+    symbol, addend = _parse_symbol(cursor, first)
+    return Relocation(offset, _POINTER_BYTES, symbol, addend)
+
+
+def _parse_masked(cursor: Cursor, first: Token, scalar: Scalar, offset: int) -> Relocation:
+    """Parse one byte of an address, which a mask picks out."""
+    mask = parse_integer(first.text) if first.kind == "number" else None
+    shifts = [shift for shift in range(0, 64, 8) if mask == 0xFF << shift]
+    if not shifts or scalar.size != 1:
+        raise cursor.problem("a mask picks one byte of an address for a .u8", first)
+    cursor.expect("(")
+    symbol, addend = _parse_symbol(cursor, cursor.expect("word"))
+    cursor.expect(")")
+    return Relocation(offset, 1, symbol, addend, shifts[0])
+
+
+def _parse_symbol(cursor: Cursor, first: Token) -> tuple[str, int]:
+    """Global and generic addresses are the same here, so `generic` says nothing."""
+    name = first.text
+    if name == "generic" and cursor.accept("("):
+        name = cursor.expect("word").text
+        addend = _parse_addend(cursor)
+        cursor.expect(")")
+        return name, addend + _parse_addend(cursor)
+    return name, _parse_addend(cursor)
+
+
+def _parse_addend(cursor: Cursor) -> int:
+    if cursor.peek.kind not in ("+", "-"):
+        return 0
+    negative = cursor.take().kind == "-"
+    value = cursor.integer()
+    return -value if negative else value
+
+
+_OPAQUE = frozenset({"texref", "samplerref", "surfref"})
+"""Handles of images (PTX ISA section 5.3). No kernel that uses one is translated, and its module's others run."""
+
+# Device memory is handed out in steps of 256 bytes: a stricter alignment could not be kept.
+MAX_ALIGNMENT = 256
+
+# A declared size past any card's memory; it keeps every sum of offsets far from 64 bits.
+MAX_VARIABLE_BYTES = 1 << 40
+
+_VECTOR_LENGTHS = {"v2": 2, "v4": 4}
+
+
+def round_up(value: int, alignment: int) -> int:
+    """The next multiple of a power of two."""
+    return (value + alignment - 1) & -alignment
+
+
+def parse_scalar(cursor: Cursor) -> Scalar:
+    """Take a type directive such as .u32."""
+    at = cursor.peek
+    name = cursor.directive()
+    scalar = SCALARS.get(name or "")
+    if scalar is None:
+        raise cursor.problem(f"{at.text[:60]!r} is no type this driver supports", at)
+    return scalar
+
+
+def parse_alignment(cursor: Cursor) -> int:
+    """Take the number behind .align."""
+    at = cursor.peek
+    alignment = cursor.integer()
+    if alignment < 1 or alignment > MAX_ALIGNMENT or alignment & (alignment - 1):
+        raise cursor.problem(f"alignment {alignment} is no power of two up to {MAX_ALIGNMENT}", at)
+    return alignment
+
+
+def parse_parameter(cursor: Cursor, offset: int, space: Space = Space.PARAM) -> Variable:
+    """Take one parameter or result, to be placed at or behind `offset` (PTX ISA section 5.1.6)."""
+    at = cursor.peek
+    if cursor.directive() != "param":
+        raise cursor.problem("expected a .param", at)
+    return _parse_variable(cursor, space, offset)
+
+
+def parse_variable(cursor: Cursor, space: Space, offset: int, *, is_extern: bool = False) -> Variable:
+    """Take what follows .global, .const, .shared or .local, up to its semicolon."""
+    variable = _parse_variable(cursor, space, offset, is_extern=is_extern)
+    cursor.expect(";")
+    return variable
+
+
+def _parse_variable(cursor: Cursor, space: Space, offset: int, *, is_extern: bool = False) -> Variable:
+    alignment, lanes, scalar = _parse_attributes(cursor)
+    name = cursor.expect("word")
+    lengths = _parse_lengths(cursor)
+    natural = scalar.size * lanes
+    size = natural
+    for length in lengths:
+        size *= length or 0
+    if size > MAX_VARIABLE_BYTES:
+        raise cursor.problem(f"{name.text[:60]} has {size} bytes", name)
+    is_dynamic = space is Space.SHARED and is_extern
+    if (None in lengths or is_extern) and not is_dynamic and cursor.peek.kind != "=":
+        raise cursor.problem(f"{name.text[:60]} is declared here but defined nowhere", name)
+    initial = b""
+    relocations: tuple[Relocation, ...] = ()
+    if cursor.peek.kind == "=":
+        initial, relocations = _parse_initialiser(cursor, space, scalar)
+        if None in lengths:
+            size = len(initial)
+        if len(initial) > size:
+            raise cursor.problem(f"{name.text[:60]} has {size} bytes but {len(initial)} to start with", name)
+        if len(lengths) > 1:
+            raise cursor.problem("initialisers of arrays of arrays are not supported", name)
+    alignment = max(alignment, natural if not alignment else 1)
+    return Variable(name.text, space, size, alignment, round_up(offset, alignment), initial, is_dynamic, relocations)
+
+
+def _parse_attributes(cursor: Cursor) -> tuple[int, int, Scalar]:
+    """Take alignment, vector length and type, in nvcc's order; .ptr and what belongs to it says nothing we need."""
+    alignment, lanes, scalar = 0, 1, None
+    while cursor.peek.kind == "directive":
+        at = cursor.take()
+        name = at.text[1:]
+        if name == "align":
+            # Behind the type it is .ptr's: what the parameter points to, not the parameter.
+            given = parse_alignment(cursor)
+            alignment = alignment if scalar else given
+        elif name in _VECTOR_LENGTHS:
+            lanes = _VECTOR_LENGTHS[name]
+        elif name in _OPAQUE and scalar is None:
+            scalar = SCALARS["b64"]
+        elif name in SCALARS and scalar is None and SCALARS[name] != PREDICATE:
+            scalar = SCALARS[name]
+        elif not (scalar and name in ("ptr", "global", "const", "shared", "local")):
+            raise cursor.problem(f"{at.text[:60]!r} is not supported in a declaration", at)
+    if scalar is None:
+        raise cursor.problem("expected a type")
+    return alignment, lanes, scalar
+
+
+def _parse_lengths(cursor: Cursor) -> list[int | None]:
+    lengths: list[int | None] = []
+    while cursor.accept("["):
+        if lengths and cursor.peek.kind == "]":
+            raise cursor.problem("only the first length of an array may be left out")
+        lengths.append(None if cursor.peek.kind == "]" else cursor.integer())
+        cursor.expect("]")
+        if len(lengths) > 8:
+            raise cursor.problem("more than 8 dimensions")
+    return lengths
+
+
+def _parse_initialiser(cursor: Cursor, space: Space, scalar: Scalar) -> tuple[bytes, tuple[Relocation, ...]]:
+    """Take `= 1` or `= {1, x+4, generic(y)}` (PTX ISA section 5.4.4)."""
+    if space not in (Space.GLOBAL, Space.CONST):
+        raise cursor.problem(f"a .{space.value} variable can't be initialised")
+    cursor.expect("=")
+    relocations: list[Relocation] = []
+    if not cursor.accept("{"):
+        return _parse_initial(cursor, scalar, 0, relocations), tuple(relocations)
+    parts: list[bytes] = []
+    while not cursor.accept("}"):
+        if parts:
+            cursor.expect(",")
+        if len(parts) >= MAX_INITIALISERS:
+            raise cursor.problem(f"more than {MAX_INITIALISERS} initialisers")
+        parts.append(_parse_initial(cursor, scalar, len(parts) * scalar.size, relocations))
+    return b"".join(parts), tuple(relocations)
+
+
+def _parse_initial(cursor: Cursor, scalar: Scalar, offset: int, relocations: list[Relocation]) -> bytes:
+    negative = cursor.accept("-")
+    token = cursor.take()
+    if not negative and (token.kind == "word" or cursor.peek.kind == "("):
+        relocations.append(parse_relocation(cursor, token, scalar, offset))
+        return bytes(scalar.size)
+    pattern = _number_pattern(token, scalar, negative)
+    if pattern is None:
+        raise cursor.problem(f"{token.text[:60]!r} can't initialise a .{scalar.name}", token)
+    return pattern.to_bytes(scalar.size, "little")
+
+
+def _number_pattern(token: Token, scalar: Scalar, negative: bool) -> int | None:
+    """The bits of a literal as one element, or None if it isn't one of that type."""
+    if token.kind == "number" and not scalar.is_float:
+        value = parse_integer(token.text)
+        return None if value is None else (-value if negative else value) & (2**scalar.bits - 1)
+    if token.kind != "real" or negative or not scalar.is_float:
+        return None
+    real = parse_real(token.text)
+    if real is None:
+        return None
+    pattern, bits = real
+    if bits == scalar.bits:
+        return pattern
+    return decimal_pattern(pattern, scalar.bits) if bits == 0 else None
+
+
+def parse_real(text: str) -> tuple[int, int] | None:
+    """A real literal as (bit pattern, width); width 0 means a decimal one, kept as a double (section 4.5.2)."""
+    if text[:2] in ("0f", "0F"):
+        return int(text[2:], 16), 32
+    if text[:2] in ("0d", "0D"):
+        return int(text[2:], 16), 64
+    if len(text) > 64:
+        return None
+    return int.from_bytes(struct.pack("<d", float(text)), "little"), 0
+
+
+def decimal_pattern(pattern: int, bits: int) -> int | None:
+    """A double's bits rounded to a type of that width; None if it overflows."""
+    if bits == 64:
+        return pattern
+    try:
+        single = struct.pack("<f", struct.unpack("<d", pattern.to_bytes(8, "little"))[0])
+    except OverflowError:
+        return None
+    return int.from_bytes(single, "little")
+
+
+def parse_parameters(
+    cursor: Cursor, space: Space, most_bytes: int = MAX_PARAMETER_BYTES
+) -> tuple[tuple[Variable, ...], int]:
+    """Take `(.param .u32 a, ...)`, or nothing; also its size in bytes."""
+    parameters: list[Variable] = []
+    size = 0
+    if not cursor.accept("("):
+        return (), 0
+    while not cursor.accept(")"):
+        if parameters:
+            cursor.expect(",")
+        parameter = parse_parameter(cursor, size, space)
+        size = parameter.offset + parameter.size
+        if size > most_bytes:
+            raise cursor.problem(f"the parameters take more than {most_bytes} bytes")
+        if parameter.size == 0:
+            raise cursor.problem(f"the parameter {parameter.name[:60]} has no size")
+        parameters.append(parameter)
+    return tuple(parameters), size
+
+
+def skip_function_directives(cursor: Cursor) -> None:
+    """Take what may follow a function's parameters: it changes nothing here (PTX ISA section 11.4)."""
+    while cursor.peek.kind == "directive":
+        at = cursor.take()
+        if at.text != ".noreturn":
+            raise cursor.problem(f"{at.text[:60]} is not supported", at)

@@ -1,0 +1,261 @@
+"""Operands of instructions (PTX ISA section 6); `call`, its lists and prototypes (sections 9.7.12.5 and 11.2)."""
+
+from collections.abc import Mapping
+
+from gpulease.daemon.ptx.limits import MAX_LISTED, MAX_OPERANDS
+from gpulease.daemon.ptx.parse.declarations import parse_parameters, parse_real, skip_function_directives
+from gpulease.daemon.ptx.parse.lexer import Cursor, Token, parse_integer
+from gpulease.daemon.ptx.parse.scopes import Listing, Scope, TooManyRegisters
+from gpulease.daemon.ptx.parse.syntax import (
+    Address,
+    CallSite,
+    Integer,
+    Negated,
+    Operand,
+    Pair,
+    Real,
+    Register,
+    Signature,
+    Sink,
+    Space,
+    Special,
+    Symbol,
+    Target,
+    Variable,
+    Vector,
+)
+
+# Stands for a label that is looked up when its function is complete.
+UNRESOLVED = -1
+
+# PTX ISA section 4.5.4: the one predefined constant.
+_PREDEFINED = {"WARP_SZ": 32}
+
+
+class OperandParser:
+    """Reads operands; a subclass says what a name means where the cursor stands."""
+
+    def __init__(self, cursor: Cursor) -> None:
+        self.cursor = cursor
+
+    def find(self, name: str) -> Register | Variable | None:
+        """Resolve a name in the current scope."""
+        raise NotImplementedError
+
+    def parse_operands(self) -> tuple[Operand, ...]:
+        """Take operands up to and with the semicolon."""
+        cursor = self.cursor
+        operands: list[Operand] = []
+        while not cursor.accept(";"):
+            if operands:
+                cursor.expect(",")
+            if len(operands) >= MAX_OPERANDS:
+                raise cursor.problem(f"more than {MAX_OPERANDS} operands")
+            operands.append(self._parse_operand())
+        return tuple(operands)
+
+    def _parse_operand(self) -> Operand:
+        cursor = self.cursor
+        match cursor.peek.kind:
+            case "[":
+                return self._parse_address()
+            case "{":
+                return self._parse_vector()
+            case "!":
+                cursor.take()
+                return Negated(self._parse_register())
+            case _:
+                first = self._parse_single()
+                if not cursor.accept("|"):
+                    return first
+                return Pair(first, self._parse_single())
+
+    def _parse_single(self) -> Operand:
+        """Take one name or number."""
+        cursor = self.cursor
+        negative = cursor.accept("-")
+        token = cursor.take()
+        if token.kind in ("number", "real"):
+            return self._parse_number(token, negative)
+        if token.kind != "word" or negative:
+            raise cursor.problem(f"{token.text[:60] or 'the end'!r} is no operand this driver supports", token)
+        if token.text == "_":
+            return Sink()
+        if token.text in _PREDEFINED:
+            return Integer(_PREDEFINED[token.text])
+        return self._parse_name(token)
+
+    def _parse_name(self, token: Token) -> Operand:
+        meaning = self._find(token)
+        if isinstance(meaning, Register):
+            if self.cursor.peek.kind == "directive":
+                raise self.cursor.problem("parts of vector registers are not supported", token)
+            return meaning
+        if isinstance(meaning, Variable):
+            return Symbol(meaning, self._parse_offset())
+        if token.text[0] == "%":
+            return Special(token.text + (self.cursor.take().text if self.cursor.peek.kind == "directive" else ""))
+        return Target(token.text, UNRESOLVED)
+
+    def _parse_number(self, token: Token, negative: bool) -> Integer | Real:
+        if token.kind == "real":
+            real = parse_real(token.text)
+            if real is not None and not negative:
+                return Real(*real)
+        else:
+            value = parse_integer(token.text)
+            if value is not None:
+                return Integer((-value if negative else value) & (2**64 - 1))
+        raise self.cursor.problem(f"{token.text[:60]!r} is no number this driver supports", token)
+
+    def _parse_offset(self) -> int:
+        """Take `+4`, `-4` or `+-4`, or nothing: 0."""
+        cursor = self.cursor
+        if cursor.peek.kind not in ("+", "-"):
+            return 0
+        negative = cursor.take().kind == "-"
+        if cursor.accept("-"):
+            negative = not negative
+        at = cursor.peek
+        value = cursor.integer()
+        if value >= 2**32:
+            raise cursor.problem("an offset has at most 32 bits", at)
+        return -value if negative else value
+
+    def _parse_address(self) -> Address:
+        """Take `[name]`, `[name+4]` or `[4096]` (PTX ISA section 6.4.1)."""
+        cursor = self.cursor
+        cursor.expect("[")
+        base: Register | Variable | Integer
+        if cursor.peek.kind == "number":
+            base = Integer(cursor.integer())
+        else:
+            token = cursor.expect("word")
+            meaning = self._find(token)
+            if meaning is None:
+                raise cursor.problem(f"unknown name {token.text[:60]}", token)
+            base = meaning
+        offset = self._parse_offset()
+        cursor.expect("]")
+        return Address(base, offset)
+
+    def _parse_vector(self) -> Vector:
+        cursor = self.cursor
+        cursor.expect("{")
+        elements = [self._parse_single()]
+        while cursor.accept(","):
+            if len(elements) >= MAX_OPERANDS:
+                raise cursor.problem(f"more than {MAX_OPERANDS} elements")
+            elements.append(self._parse_single())
+        cursor.expect("}")
+        return Vector(tuple(elements))
+
+    def _parse_register(self) -> Register:
+        token = self.cursor.expect("word")
+        meaning = self._find(token)
+        if not isinstance(meaning, Register):
+            raise self.cursor.problem(f"unknown register {token.text[:60]}", token)
+        return meaning
+
+    def _find(self, token: Token) -> Register | Variable | None:
+        try:
+            return self.find(token.text)
+        except TooManyRegisters as error:
+            raise self.cursor.problem(str(error), token) from None
+
+
+# Directives that stand behind a label.
+LISTS = (".branchtargets", ".calltargets", ".callprototype")
+
+
+class CallParser(OperandParser):
+    """Reads calls; arguments and results are .param variables, as compilers write them."""
+
+    scope: Scope
+
+    def __init__(self, cursor: Cursor, signatures: Mapping[str, Signature]) -> None:
+        super().__init__(cursor)
+        self._signatures = signatures
+
+    def parse_call(self) -> tuple[Operand, ...]:
+        """Take `(result), function, (arguments), prototype;`: the site, behind the register if there is one."""
+        cursor = self.cursor
+        at = cursor.peek
+        results: tuple[Variable, ...] = ()
+        if cursor.peek.kind == "(":
+            results = self._parse_passed()
+            cursor.expect(",")
+        target = cursor.expect("word")
+        arguments: tuple[Variable, ...] = ()
+        listed: Token | None = None
+        if cursor.accept(","):
+            if cursor.peek.kind == "(":
+                arguments = self._parse_passed()
+                listed = cursor.expect("word") if cursor.accept(",") else None
+            else:
+                listed = cursor.expect("word")
+        cursor.expect(";")
+        meaning = self._find(target)
+        if isinstance(meaning, Register):
+            site = CallSite("", self._listed_signature(listed, target), arguments, results)
+        elif isinstance(meaning, Variable) and meaning.space is Space.CODE:
+            site = CallSite(meaning.name, self._signatures[meaning.name], arguments, results)
+        else:
+            raise cursor.problem(f"{target.text[:60]} is no function", target)
+        self._check(site, at)
+        return (meaning, site) if isinstance(meaning, Register) else (site,)
+
+    def parse_listing(self) -> Listing:
+        """Take what follows a label: `.branchtargets L1, L2;`, `.calltargets f, g;` or a prototype."""
+        cursor = self.cursor
+        kind = cursor.take().text
+        if kind == ".callprototype":
+            results, result_bytes = parse_parameters(cursor, Space.RESULT)
+            cursor.expect("word")
+            parameters, size = parse_parameters(cursor, Space.PARAM)
+            skip_function_directives(cursor)
+            cursor.expect(";")
+            return Listing(kind, signature=Signature(parameters, size, results, result_bytes))
+        names = [cursor.expect("word").text]
+        while cursor.accept(","):
+            if len(names) >= MAX_LISTED:
+                raise cursor.problem(f"more than {MAX_LISTED} targets")
+            names.append(cursor.expect("word").text)
+        cursor.expect(";")
+        if kind == ".branchtargets":
+            return Listing(kind, tuple(names))
+        found = [self._signatures.get(name) for name in names]
+        if found[0] is None or any(other is None or other.layout != found[0].layout for other in found):
+            raise cursor.problem("the functions of a .calltargets must be declared and have the same parameters")
+        return Listing(kind, tuple(names), found[0])
+
+    def _parse_passed(self) -> tuple[Variable, ...]:
+        """Take `(a, b)`."""
+        cursor = self.cursor
+        cursor.expect("(")
+        passed: list[Variable] = []
+        while not cursor.accept(")"):
+            if passed:
+                cursor.expect(",")
+            if len(passed) >= MAX_OPERANDS:
+                raise cursor.problem(f"more than {MAX_OPERANDS} operands")
+            at = cursor.take()
+            meaning = self._find(at) if at.kind == "word" else None
+            if not isinstance(meaning, Variable) or meaning.space is not Space.CALL:
+                raise cursor.problem("arguments and results must be .param variables of the calling function", at)
+            passed.append(meaning)
+        return tuple(passed)
+
+    def _listed_signature(self, listed: Token | None, target: Token) -> Signature:
+        listing = self.scope.find_listing(listed.text) if listed else None
+        if listing is None or listing.signature is None:
+            raise self.cursor.problem("a call through a register needs a .callprototype or .calltargets", target)
+        return listing.signature
+
+    def _check(self, site: CallSite, at: Token) -> None:
+        for given, wanted in (
+            (site.arguments, site.signature.parameters),
+            (site.results, site.signature.results),
+        ):
+            if [variable.size for variable in given] != [variable.size for variable in wanted]:
+                raise self.cursor.problem("what is passed does not fit the function's parameters or results", at)

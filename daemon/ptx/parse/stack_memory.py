@@ -1,0 +1,86 @@
+"""Memory taken from the stack while a function runs (PTX ISA section 9.7.17), written as the instructions that take it.
+
+A function that has `alloca` gets a local variable, and a register with the number of its bytes that are taken. The
+register is 0 at first, as all are. `stacksave` and `stackrestore` read and write it.
+"""
+
+from dataclasses import dataclass
+
+from gpulease.daemon.ptx.limits import MAX_STACK_BYTES
+from gpulease.daemon.ptx.parse.syntax import (
+    Guard,
+    Instruction,
+    Integer,
+    Operand,
+    Register,
+    Space,
+    Symbol,
+    Variable,
+)
+
+OPCODES = frozenset(("alloca", "stacksave", "stackrestore"))
+
+ROOM = Variable("alloca", Space.LOCAL, MAX_STACK_BYTES, 16, 0, b"", False, ())
+"""The variable, to be placed in the function's local memory."""
+
+_DEFAULT_ALIGNMENT = 8
+
+_U64, _B64, _PRED = ("u64",), ("b64",), ("gt", "u64")
+
+
+@dataclass(frozen=True, slots=True)
+class StackMemory:
+    """A function's memory for `alloca`.
+
+    Attributes:
+        room: The variable.
+        taken: The register with the bytes taken, .u64.
+        is_over: A predicate for the check.
+    """
+
+    room: Variable
+    taken: Register
+    is_over: Register
+
+    def steps(self, first: Instruction) -> list[Instruction] | None:
+        """Write an instruction of OPCODES with others; None if its operands or its type are none of the ISA's."""
+        operands = first.operands
+        if first.modifiers not in (("u64",), ("local", "u64")) or not operands:
+            return None
+        match first.opcode, operands:
+            case "stacksave", (Register() as into,):
+                return [self._step(first, "mov", _U64, into, self.taken)]
+            case "stackrestore", (value,):
+                return [self._step(first, "mov", _U64, self.taken, value)]
+            case "alloca", (Register() as into, size, *rest) if first.guard is None and len(rest) <= 1:
+                alignment = rest[0].value if rest and isinstance(rest[0], Integer) else _DEFAULT_ALIGNMENT
+                if alignment & alignment - 1 or not 0 < alignment <= ROOM.alignment:
+                    return None
+                return self._taken(first, into, size, alignment)
+        return None
+
+    def _taken(self, first: Instruction, into: Register, size: Operand, alignment: int) -> list[Instruction]:
+        limit, taken, over = Integer(MAX_STACK_BYTES), self.taken, self.is_over
+        stop = self._step(first, "trap", (), guard=Guard(over, negated=False))
+        return [
+            # Both are looked at: a huge size alone could come round to a small sum.
+            self._step(first, "setp", _PRED, over, size, limit),
+            stop,
+            self._step(first, "add", _U64, taken, taken, Integer(alignment - 1)),
+            self._step(first, "and", _B64, taken, taken, Integer(-alignment & 2**64 - 1)),
+            self._step(first, "mov", _U64, into, Symbol(self.room)),
+            self._step(first, "add", _U64, into, into, taken),
+            self._step(first, "add", _U64, taken, taken, size),
+            self._step(first, "setp", _PRED, over, taken, limit),
+            stop,
+        ]
+
+    def _step(
+        self,
+        first: Instruction,
+        opcode: str,
+        modifiers: tuple[str, ...],
+        *operands: Operand,
+        guard: Guard | None = None,
+    ) -> Instruction:
+        return Instruction(first.line, first.text, guard or first.guard, opcode, modifiers, operands)

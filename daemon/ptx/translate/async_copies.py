@@ -1,0 +1,91 @@
+"""Copies to shared memory that need not be waited for (PTX ISA section 9.7.9.25, "cp.async"), made at once."""
+
+from typing import TYPE_CHECKING
+
+from gpulease.daemon.ptx.native.structures import Access
+from gpulease.daemon.ptx.parse.syntax import (
+    PREDICATE,
+    SCALARS,
+    Instruction,
+    Integer,
+    Negated,
+    Operand,
+    Register,
+    Space,
+)
+from gpulease.daemon.ptx.translate.access import checked_pointer
+from gpulease.daemon.ptx.translate.forms import Family, Modifiers
+from gpulease.daemon.ptx.translate.ir import Value, constant
+from gpulease.daemon.ptx.translate.loads_stores import check_policy
+
+if TYPE_CHECKING:
+    from gpulease.daemon.ptx.translate.thread import ThreadTranslator
+
+FAMILY = Family("Asynchronous copies", "9.7.9.25")
+
+_INTO = ("shared", "shared::cta")
+_PREFETCHES = ("L2::64B", "L2::128B", "L2::256B")
+_WORD = SCALARS["u32"]
+
+
+@FAMILY.form(
+    "cp.async.way.into.global{.policy}{.prefetch}",
+    (3, 4, 5),
+    writes=False,
+    way=("ca", "cg"),
+    into=_INTO,
+    policy=("L2::cache_hint",),
+    prefetch=_PREFETCHES,
+)
+def copy(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
+    """4, 8 or 16 bytes; of fewer that are taken, or none, the rest are zeros."""
+    ir, size = t.ir, copied_bytes(t, i, m)
+    kind = f"i{8 * size}"
+    into = checked_pointer(t, i.operands[0], Space.SHARED, size, Access.STORE)
+    count = len(i.operands) - ("policy" in m)
+    check_policy(t, i, m, 3 if count == 3 else 4)
+    if count == 3:
+        ir.emit(f"store {_source(t, i, size, None)}, {into}, align {size}")
+        return
+    taken = bytes_taken(t, i.operands[3], size)
+    ir.emit(f"store {kind} 0, {into}, align {size}")
+    some, done = ir.fresh("some"), ir.fresh("copied")
+    ir.branch_if(ir.compare("icmp ne", taken, 0), some, done)
+    ir.block(some)
+    value = _source(t, i, size, ir.cast("zext", taken, "i64"))
+    unwanted = ir.binary("sub", constant("i32", 8 * size), ir.binary("shl", taken, 3))
+    mask = ir.binary("lshr", Value(kind, "-1"), ir.resize(unwanted, kind, signed=False))
+    ir.emit(f"store {ir.binary('and', value, mask)}, {into}, align {size}")
+    ir.block(done)
+
+
+@FAMILY.form("cp.async.commit_group", 0, writes=False)
+@FAMILY.form("cp.async.wait_all", 0, writes=False)
+@FAMILY.form("cp.async.wait_group", 1, writes=False)
+def wait(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
+    """Nothing: every copy has been made."""
+    if i.operands and not isinstance(i.operands[0], Integer):
+        raise t.problem("the number of groups is a constant")
+
+
+def copied_bytes(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> int:
+    """The size of a copy."""
+    size = i.operands[2]
+    if not isinstance(size, Integer) or size.value not in ((16,) if m["way"] == "cg" else (4, 8, 16)):
+        raise t.problem("a copy is of 4, 8 or 16 bytes, with .cg of 16")
+    return size.value
+
+
+def _source(t: "ThreadTranslator", i: Instruction, size: int, wanted: Value | None) -> Value:
+    """The source's bytes, of which the wanted ones must be there."""
+    source = checked_pointer(t, i.operands[1], Space.GLOBAL, size, Access.LOAD, wanted=wanted)
+    return t.ir.value(f"i{8 * size}", f"load i{8 * size}, {source}, align {size}")
+
+
+def bytes_taken(t: "ThreadTranslator", operand: Operand, size: int) -> Value:
+    """Compute how many bytes to copy: a number, or all or none by a predicate. More than the size means all."""
+    is_flag = isinstance(operand, Negated) or (isinstance(operand, Register) and operand.type == PREDICATE)
+    if is_flag:
+        ignored = t.read(operand, PREDICATE)
+        return t.ir.select(ignored, constant("i32", 0), constant("i32", size))
+    return t.ir.intrinsic("llvm.umin.i32", "i32", t.read(operand, _WORD), constant("i32", size))

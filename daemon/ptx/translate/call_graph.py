@@ -1,0 +1,221 @@
+"""Link kernels and functions of one image before any is translated.
+
+Which functions a kernel can reach; where shared variables lie that functions name, which must be the same place for
+every kernel; which functions are inlined.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from gpulease.daemon.drivers.interface import ImageRejected
+from gpulease.daemon.ptx.limits import (
+    MAX_CALL_GRAPH_STEPS,
+    MAX_INSTRUCTIONS,
+    MAX_STATIC_SHARED_BYTES,
+    MAX_WATCHING_INSTRUCTIONS,
+    rejected,
+)
+from gpulease.daemon.ptx.parse.declarations import round_up
+from gpulease.daemon.ptx.parse.syntax import (
+    Address,
+    CallSite,
+    Function,
+    Image,
+    Operand,
+    Space,
+    Symbol,
+    Variable,
+    Vector,
+)
+from gpulease.daemon.ptx.translate.heap import with_heap
+from gpulease.daemon.ptx.translate.inliner import Inliner, map_variables, meets
+from gpulease.daemon.ptx.translate.waits import find_waits, watches
+
+
+def link(image: Image) -> Image:
+    """The image with its kernels as they are to be translated, and why some can't be. Raises ImageRejected."""
+    if image.addressed is not None:
+        return image
+    refusals, variables = dict(image.refusals), with_heap(image)
+    image = replace(image, addressed=_addressed(image), refusals=refusals, variables=variables)
+    image = _place_shared(image)
+    functions = {function.name: function for function in image.subroutines}
+    callers, watching = _callers(image), watching_functions(image)
+    must = _spread({name for name, function in functions.items() if meets(function)}, callers)
+    # Inside of a call a thread can't let the others run, so one that waits there for another would for ever.
+    turning = {name for name, function in functions.items() if find_waits(function.instructions, watching).yields}
+    if turning - must:
+        wanted = must | _spread(turning, callers)
+        found = _inlined(image, functions, wanted, MAX_WATCHING_INSTRUCTIONS)
+        if found.refusals.keys() == image.refusals.keys():
+            return found
+    return _inlined(image, functions, must, MAX_INSTRUCTIONS)
+
+
+def _inlined(image: Image, functions: dict[str, Function], wanted: set[str], most: int) -> Image:
+    inliner = Inliner(functions, wanted, most)
+    refusals, kernels = dict(image.refusals), []
+    for kernel in image.functions:
+        try:
+            kernels.append(inliner.expand(kernel))
+        except ImageRejected as error:
+            refusals.setdefault(kernel.name, error)
+            kernels.append(kernel)
+    return replace(image, functions=tuple(kernels), refusals=refusals)
+
+
+def callees_of(function: Function) -> set[str]:
+    """The names in a function's calls; "" for a call through a register."""
+    sites = (instruction.operands[-1] for instruction in function.instructions if instruction.opcode == "call")
+    return {site.name for site in sites if isinstance(site, CallSite)}
+
+
+class CallGraph:
+    """Callers and callees in an image."""
+
+    def __init__(self, image: Image) -> None:
+        self._addressed = image.addressed or ()
+        self._calls = {function.name: callees_of(function) for function in image.subroutines}
+        self._steps = 0
+
+    def reached(self, kernel: Function) -> set[str]:
+        """The functions that may run when a kernel does; behind a pointer may be any whose address is named."""
+        found: set[str] = set()
+        pending = [callees_of(kernel)]
+        while pending:
+            names = pending.pop()
+            self._steps += len(names)
+            if self._steps > MAX_CALL_GRAPH_STEPS:
+                raise rejected("too many kernels call too many functions", line=kernel.line, kernel=kernel.name)
+            if "" in names and not found.issuperset(self._addressed):
+                names = names.union(self._addressed)
+            for name in names:
+                if name in self._calls and name not in found:
+                    found.add(name)
+                    pending.append(self._calls[name])
+        return found
+
+
+def watching_functions(image: Image) -> frozenset[str]:
+    """Functions in which a thread may look at memory that others write; "" if one whose address is named does."""
+    callers = _callers(image)
+    found = _spread({f.name for f in image.subroutines if any(watches(i) for i in f.instructions)}, callers)
+    return frozenset(_spread({*found, ""}, callers) if found.intersection(image.addressed or ()) else found)
+
+
+def _callers(image: Image) -> dict[str, set[str]]:
+    callers: dict[str, set[str]] = {}
+    for function in image.subroutines:
+        for name in callees_of(function):
+            callers.setdefault(name, set()).add(function.name)
+    return callers
+
+
+def _spread(seeds: set[str], callers: dict[str, set[str]]) -> set[str]:
+    """The seeds, and all that call them directly or not."""
+    found, pending = set(seeds), list(seeds)
+    while pending:
+        fresh = callers.get(pending.pop(), set()) - found
+        found |= fresh
+        pending.extend(fresh)
+    return found
+
+
+def variables_of(function: Function) -> Iterator[Variable]:
+    """The variables a function's instructions name, each time they do."""
+    pending: list[Operand] = [operand for i in function.instructions for operand in i.operands]
+    for operand in pending:
+        match operand:
+            case Symbol(variable) | Address(Variable() as variable):
+                yield variable
+            case Vector(elements):
+                pending.extend(elements)
+
+
+def _addressed(image: Image) -> tuple[str, ...]:
+    defined = {function.name for function in image.subroutines}
+    named = {v.name for f in (*image.functions, *image.subroutines) for v in variables_of(f) if v.space is Space.CODE}
+    named.update(relocation.symbol for variable in image.variables for relocation in variable.relocations)
+    return tuple(sorted(named & defined))
+
+
+class _Shared:
+    """Places of shared variables, one after another."""
+
+    def __init__(self, before: "_Shared | None" = None) -> None:
+        self.size: int = before.size if before else 0
+        self._before = before
+        self._places: dict[tuple[str, Variable], Variable] = {}
+
+    def add(self, owner: str, variable: Variable) -> None:
+        """Give a variable a place unless it has one; the owner of a module's is ""."""
+        if self.find(owner, variable) is None:
+            offset = round_up(self.size, variable.alignment)
+            self.size = offset + variable.size
+            self._places[owner, variable] = replace(variable, offset=offset)
+
+    def find(self, owner: str, variable: Variable) -> Variable | None:
+        """A variable in its place, if it has one."""
+        found = self._places.get((owner, variable))
+        return self._before.find(owner, variable) if found is None and self._before else found
+
+
+def _static(function: Function) -> dict[Variable, str]:
+    """The sized shared variables a function names, and whose they are."""
+    named = {v for v in variables_of(function) if v.space is Space.SHARED and not v.is_dynamic}
+    return {v: "" if v in function.module_shared else function.name for v in sorted(named, key=lambda v: v.offset)}
+
+
+def _key(variable: Variable, owner: str) -> Variable:
+    """A module's variable has another place in each function; here it is one."""
+    return variable if owner else replace(variable, offset=0)
+
+
+def _place_shared(image: Image) -> Image:
+    """Shared variables of functions come first, at the same place for all; a kernel's own lie behind them."""
+    shared, sharing = _Shared(), set()
+    for function in image.subroutines:
+        for variable, owner in _static(function).items():
+            shared.add(owner, _key(variable, owner))
+            sharing.add(function.name)
+    dynamic = [v for f in (*image.functions, *image.subroutines) for v in variables_of(f) if v.is_dynamic]
+    alignment = max([1, *(variable.alignment for variable in dynamic)])
+    uses_dynamic = {f.name for f in image.subroutines if any(v.is_dynamic for v in variables_of(f))}
+    graph = CallGraph(image)
+    kernels, common = [], 0
+    for kernel in image.functions:
+        reached = graph.reached(kernel)
+        if sharing & reached:
+            try:
+                kernel = _behind(kernel, shared, alignment)
+            except ImageRejected as error:
+                image.refusals.setdefault(kernel.name, error)
+        if uses_dynamic & reached:
+            common = max(common, kernel.dynamic_shared_offset)
+        kernels.append((kernel, bool(uses_dynamic & reached)))
+    return replace(
+        image,
+        functions=tuple(
+            replace(kernel, dynamic_shared_offset=common) if is_dynamic else kernel for kernel, is_dynamic in kernels
+        ),
+        subroutines=tuple(
+            replace(_moved(function, shared), shared_bytes=shared.size, dynamic_shared_offset=common)
+            for function in image.subroutines
+        ),
+    )
+
+
+def _behind(kernel: Function, shared: _Shared, alignment: int) -> Function:
+    own = _Shared(shared)
+    for variable, owner in _static(kernel).items():
+        own.add(owner, _key(variable, owner))
+    if own.size > MAX_STATIC_SHARED_BYTES:
+        reason = f"the kernel and this image's functions need over {MAX_STATIC_SHARED_BYTES} bytes of .shared memory"
+        raise rejected(reason, line=kernel.line, kernel=kernel.name)
+    kernel = _moved(kernel, own)
+    return replace(kernel, shared_bytes=own.size, dynamic_shared_offset=round_up(own.size, alignment))
+
+
+def _moved(function: Function, shared: _Shared) -> Function:
+    moves = {variable: shared.find(owner, _key(variable, owner)) for variable, owner in _static(function).items()}
+    return map_variables(function, lambda variable: moves.get(variable) or variable) if moves else function

@@ -1,0 +1,129 @@
+"""The native functions a part's kernels call, by name or through a pointer (PTX ISA section 9.7.12.5).
+
+A function's address is a number that is no address of memory, out of the module's table of variables: a call through
+a pointer looks its number up, so it reaches a function of this image or none.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from gpulease.daemon.ptx.limits import MAX_CALL_STACK_BYTES
+from gpulease.daemon.ptx.native.structures import Launch, Status
+from gpulease.daemon.ptx.parse.syntax import CallSite, Function, Instruction, Signature
+from gpulease.daemon.ptx.translate.ir import INVARIANT, IrWriter, Value, constant
+from gpulease.daemon.ptx.translate.specials import ARGUMENTS
+
+LAUNCH = Value("ptr", "%launch")
+PASSED = Value("ptr", "%arguments")
+RETURNED = Value("ptr", "%results")
+STACK = Value("i64", "%stack")
+STACK_END = Value("i64", "%stack_end")
+
+# What every function is given alike; the rest differs from call to call.
+GIVEN = (LAUNCH, Value("ptr", "%environment"), Value("ptr", "%local"), *(Value("i32", f"%{n}") for n in ARGUMENTS))
+SIGNATURE = ", ".join(map(str, (*GIVEN, PASSED, RETURNED, STACK, STACK_END)))
+
+# Functions' numbers are this far apart, and begin where no device memory is.
+HANDLE_STEP = 16
+FIRST_HANDLE = 1 << 56
+
+_HANDLE = Value("i64", "%handle")
+
+Layout = tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]
+
+
+@dataclass(slots=True)
+class Callees:
+    """Names for the functions of one part; those that are asked for are to be translated.
+
+    Attributes:
+        addressed: Functions whose addresses are named; `first_place` is the first one's place in the table.
+        watching: Functions that look at memory which other threads may write; "" is one behind a pointer.
+        prints: Whether any of what was translated prints.
+        allocates: Whether any of it calls malloc or free.
+        pending: Functions that have a name and no body yet.
+    """
+
+    functions: Mapping[str, Function] = field(default_factory=dict)
+    addressed: Sequence[str] = ()
+    first_place: int = 0
+    watching: frozenset[str] = frozenset()
+    prints: bool = False
+    allocates: bool = False
+    pending: list[str] = field(default_factory=list)
+    _names: dict[str, str] = field(default_factory=dict)
+    _by_layout: dict[Layout, list[tuple[int, str]]] = field(default_factory=dict)
+    _dispatchers: dict[Layout, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for place, name in enumerate(self.addressed):
+            self._by_layout.setdefault(self.functions[name].signature.layout, []).append((place, name))
+
+    def mark(self) -> tuple[int, int]:
+        """Note the names there are; none is pending."""
+        return len(self._names), len(self._dispatchers)
+
+    def undo(self, mark: tuple[int, int]) -> None:
+        """Forget the names given since."""
+        self.pending.clear()
+        names, dispatchers = mark
+        while len(self._names) > names:
+            self._names.popitem()
+        while len(self._dispatchers) > dispatchers:
+            self._dispatchers.popitem()
+
+    def calls(self, instruction: Instruction) -> bool:
+        """Say whether an instruction calls, or may call, a function that has a body."""
+        site = instruction.operands[-1] if instruction.operands else None
+        return isinstance(site, CallSite) and (not site.name or site.name in self.functions)
+
+    def name(self, function: str) -> str | None:
+        """A function's name in the IR, or None if it has no body."""
+        if function not in self.functions:
+            return None
+        if function not in self._names:
+            self._names[function] = f"func{len(self._names)}"
+            self.pending.append(function)
+        return self._names[function]
+
+    def dispatcher(self, signature: Signature) -> str:
+        """The name of what calls the function behind a pointer."""
+        layout = signature.layout
+        if layout not in self._dispatchers:
+            self._dispatchers[layout] = f"dispatch{len(self._dispatchers)}"
+            for _, function in self._by_layout.get(layout, ()):
+                self.name(function)
+        return self._dispatchers[layout]
+
+    def dispatchers(self, declarations: set[str]) -> list[str]:
+        """The dispatchers' IR."""
+        return [self._dispatcher(layout, name, declarations) for layout, name in self._dispatchers.items()]
+
+    def _dispatcher(self, layout: Layout, name: str, declarations: set[str]) -> str:
+        """Choose by the function's number; one with other parameters is none."""
+        ir = IrWriter(declarations)
+        table = ir.load("ptr", ir.offset(LAUNCH, Launch.variables.offset), extra=INVARIANT)
+        first = ir.load("i64", ir.offset(table, 8 * self.first_place), extra=INVARIANT)
+        distance = ir.binary("sub", _HANDLE, first)
+        step = constant("i64", HANDLE_STEP.bit_length() - 1)
+        number = ir.intrinsic("llvm.fshr.i64", "i64", distance, distance, step)
+        fitting = self._by_layout.get(layout, [])
+        ir.switch(number, "none", [(place, f"to{place}") for place, _ in fitting])
+        for place, function in fitting:
+            ir.block(f"to{place}")
+            status = ir.value("i32", f"call i32 @{self._names[function]}({SIGNATURE})")
+            ir.ret_value(status)
+        ir.block("none")
+        ir.ret(Status.NO_FUNCTION)
+        return "\n".join([f"define internal i32 @{name}({SIGNATURE}, {_HANDLE}) noinline {{", *ir.lines, "}", ""])
+
+
+def frame_address(ir: IrWriter) -> Value:
+    """Return the address of the native frame."""
+    found = ir.intrinsic("llvm.frameaddress.p0", "ptr", constant("i32", 0))
+    return ir.cast("ptrtoint", found, "i64")
+
+
+def name_stack_end(ir: IrWriter) -> None:
+    """Name the address below which frames of a kernel's calls may not reach."""
+    ir.emit(f"{STACK_END.text} = sub {frame_address(ir)}, {MAX_CALL_STACK_BYTES}")

@@ -1,0 +1,82 @@
+"""Calls and indexed branches (PTX ISA sections 9.7.12.4 and 9.7.12.5)."""
+
+from typing import TYPE_CHECKING
+
+from gpulease.daemon.ptx.native.structures import Access, Status
+from gpulease.daemon.ptx.parse.syntax import SCALARS, CallSite, Instruction, Register, Space, Target
+from gpulease.daemon.ptx.translate.access import fail_unless, window_base
+from gpulease.daemon.ptx.translate.callees import GIVEN, STACK_END
+from gpulease.daemon.ptx.translate.forms import Family, Modifiers
+from gpulease.daemon.ptx.translate.ir import FALSE, LIKELY, Value, constant
+from gpulease.daemon.ptx.translate.vprintf import SYSTEM_CALLS
+from gpulease.daemon.ptx.translate.wait_points import count_turn
+
+if TYPE_CHECKING:
+    from gpulease.daemon.ptx.translate.thread import ThreadTranslator
+
+FAMILY = Family("Calls", "9.7.12.4, 9.7.12.5")
+
+_HANDLE = SCALARS["b64"]
+_INDEX = SCALARS["u32"]
+
+
+@FAMILY.form("call{.uni}", (1, 2), writes=False)
+def call(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
+    """Copy the arguments, call, copy the results; a fault or an exit in there ends this too."""
+    site = i.operands[-1]
+    if not isinstance(site, CallSite):
+        raise t.problem("a call names a function")
+    if not site.name:
+        target = t.read(i.operands[0], _HANDLE)
+        status = _call(t, site, t.callees.dispatcher(site.signature), target)
+        is_function = t.ir.compare("icmp ne", status, Status.NO_FUNCTION)
+        fail_unless(t, is_function, Access.NO_FUNCTION, Space.CODE, target, 0)
+    elif (name := t.callees.name(site.name)) is not None:
+        status = _call(t, site, name)
+    elif site.name in SYSTEM_CALLS:
+        SYSTEM_CALLS[site.name](t, site)
+        return
+    else:
+        raise t.problem(f"{site.name[:60]} is declared but defined nowhere")
+    go_on, ended = t.ir.fresh("returned"), t.ir.fresh("ended")
+    t.ir.branch_if(t.ir.compare("icmp eq", status, Status.DONE), go_on, ended, extra=LIKELY)
+    t.ir.block(ended)
+    t.pass_on(status)
+    t.ir.block(go_on)
+    base, returned = window_base(t, Space.CALL), Value("ptr", "%returned")
+    for given, formal in zip(site.results, site.signature.results, strict=True):
+        t.ir.copy(t.ir.offset(base, given.offset), t.ir.offset(returned, formal.offset), given.size)
+
+
+def _call(t: "ThreadTranslator", site: CallSite, name: str, *further: Value) -> Value:
+    t.make_room(site.signature)
+    passed, returned = Value("ptr", "%passed"), Value("ptr", "%returned")
+    if site.arguments:
+        base = window_base(t, Space.CALL)
+        for given, formal in zip(site.arguments, site.signature.parameters, strict=True):
+            t.ir.copy(t.ir.offset(passed, formal.offset), t.ir.offset(base, given.offset), given.size)
+    arguments = ", ".join(map(str, (*GIVEN, passed, returned, t.stack(), STACK_END, *further)))
+    return t.ir.value("i32", f"call i32 @{name}({arguments})")
+
+
+@FAMILY.form("brx.idx{.uni}", tuple(range(2, 1 << 12)), writes=False)
+def branch_by_index(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
+    """Go on at the label with that number in the list; one past the list ends the kernel."""
+    index, *targets = i.operands
+    if not isinstance(index, Register):
+        raise t.problem("an indexed branch takes a register")
+    count_turn(t)
+    number = t.read(index, _INDEX)
+    places: list[str] = []
+    for target in targets:
+        if not isinstance(target, Target):
+            raise t.problem("an indexed branch goes to labels of a .branchtargets")
+        places.append(t.ir.fresh("case"))
+    outside = t.ir.fresh("outside")
+    t.ir.switch(number, outside, list(enumerate(places)))
+    for place, target in zip(places, targets, strict=True):
+        t.ir.block(place)
+        t.jump(target.index if isinstance(target, Target) else 0)
+    t.ir.block(outside)
+    fail_unless(t, FALSE, Access.NO_TARGET, Space.CODE, t.ir.cast("zext", number, "i64"), 0)
+    t.ir.ret_value(constant("i32", Status.FAULT))

@@ -1,0 +1,142 @@
+"""Conversions between types (PTX ISA section 9.7.9.21).
+
+Rounding is to nearest even where a number becomes a shorter float, and any of the four to-integer modes. The
+others are in narrow_conversions.py. A float that is too large for an integer type becomes its nearest number. NaN
+becomes 0, or the top bit alone where the float or the integer has 64 bits; of an f64 to 8 bits, where the ISA says the
+same, an H100 gives 0.
+"""
+
+from gpulease.daemon.ptx.parse.syntax import Instruction, Kind, Scalar
+from gpulease.daemon.ptx.translate.floating import finish, flush
+from gpulease.daemon.ptx.translate.formats import F32, Format
+from gpulease.daemon.ptx.translate.forms import FLOATS, INTEGERS, Family, Modifiers
+from gpulease.daemon.ptx.translate.ir import Value, constant
+from gpulease.daemon.ptx.translate.operand_values import OperandTranslator, ir_type
+
+FAMILY = Family("Conversion", "9.7.9.21")
+
+_ALL_INTEGERS = ("u8", "s8", *INTEGERS)
+# 0x7fffffff as a double.
+_FLUSHED_NAN = 0x7FFFFFFFE0000000
+
+TO_INTEGER = {"rni": "roundeven", "rzi": "trunc", "rmi": "floor", "rpi": "ceil"}
+
+
+@FAMILY.form("cvt{.sat}.into.source", 2, into=_ALL_INTEGERS, source=_ALL_INTEGERS)
+def integer_to_integer(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
+    """Cut off or extended by the source's sign; with .sat the nearest number the type has."""
+    into, source = m.scalar("into"), m.scalar("source")
+    value = t.read_wide(i.operands[1], source)
+    if "sat" in m:
+        value = _clamp(t, value, source, into)
+    t.write_wide(i.operands[0], into, t.ir.resize(value, ir_type(into), signed=source.is_signed))
+
+
+@FAMILY.form("cvt.rn.into.source", 2, into=FLOATS, source=_ALL_INTEGERS)
+def integer_to_float(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
+    """The nearest float, ties to even."""
+    into, source = m.scalar("into"), m.scalar("source")
+    operation = "sitofp" if source.is_signed else "uitofp"
+    value = t.read_wide(i.operands[1], source)
+    t.write(i.operands[0], into, t.ir.cast(operation, value, ir_type(into)))
+
+
+@FAMILY.form("cvt.round{.ftz}{.sat}.into.source", 2, round=tuple(TO_INTEGER), into=INTEGERS, source=("f32",))
+@FAMILY.form("cvt.round{.sat}.into.source", 2, round=tuple(TO_INTEGER), into=INTEGERS, source=("f64",))
+def float_to_integer(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
+    """Rounded as told, then the nearest number the type has."""
+    into, source = m.scalar("into"), m.scalar("source")
+    value = t.read(i.operands[1], source)
+    if "ftz" in m:
+        value = flush(t, value)
+    value = t.ir.intrinsic(f"llvm.{TO_INTEGER[m['round']]}.f{source.bits}", value.type, value)
+    t.write_wide(i.operands[0], into, nearest_integer(t, into, source, value))
+
+
+@FAMILY.form("cvt{.round}{.ftz}{.sat}.f32.f32", 2, round=tuple(TO_INTEGER))
+def f32_to_f32(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
+    """Rounded to an integer that stays a float, flushed, or clamped."""
+    _float_to_same(t, i, m, "f32")
+
+
+@FAMILY.form("cvt{.round}{.sat}.f64.f64", 2, round=tuple(TO_INTEGER))
+def f64_to_f64(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
+    """Rounded to an integer that stays a float, or clamped."""
+    _float_to_same(t, i, m, "f64")
+
+
+@FAMILY.form("cvt.rn{.ftz}{.sat}.f32.f64", 2)
+def f64_to_f32(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
+    """The nearest float, ties to even."""
+    into, source = m.scalar("f32"), m.scalar("f64")
+    value = t.read(i.operands[1], source)
+    result = finish(t, into, m, t.ir.cast("fptrunc", value, "float"))
+    t.write(i.operands[0], into, result if "sat" in m else keep_nan(t, value, t.to_bits(result, into)))
+
+
+@FAMILY.form("cvt{.ftz}{.sat}.f64.f32", 2)
+def f32_to_f64(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
+    """Exact; with .ftz a NaN becomes that of an f32 instruction first, as on an H100."""
+    into, source = m.scalar("f64"), m.scalar("f32")
+    value = t.read(i.operands[1], source)
+    if "ftz" in m:
+        value = flush(t, value)
+    result = finish(t, into, m, t.ir.cast("fpext", value, "double"))
+    if "ftz" in m and "sat" not in m:
+        is_nan = t.ir.compare("fcmp uno", value, value)
+        result = t.ir.select(is_nan, constant("i64", _FLUSHED_NAN), t.to_bits(result, into))
+    t.write(i.operands[0], into, result)
+
+
+def nearest_integer(t: OperandTranslator, into: Scalar, source: Scalar, value: Value) -> Value:
+    """The integer nearest to a float without a fraction; `source` is the type the number came from."""
+    sign = "s" if into.is_signed else "u"
+    kind = f"i{into.bits}"
+    width = 64 if value.type == "double" else 32
+    number = t.ir.intrinsic(f"llvm.fpto{sign}i.sat.{kind}.f{width}", kind, value)
+    if 64 not in (into.bits, source.bits):
+        return number
+    is_nan = t.ir.compare("fcmp uno", value, value)
+    return t.ir.select(is_nan, constant(kind, 1 << (into.bits - 1)), number)
+
+
+def keep_nan(t: OperandTranslator, value: Value, result: Value, into: Format = F32) -> Value:
+    """The bits of a narrower float made from a double, where that is NaN its sign and the upper part of its payload."""
+    ir = t.ir
+    bits = ir.cast("bitcast", value, "i64")
+    sign = ir.binary("and", ir.binary("lshr", bits, 64 - into.bits), into.sign)
+    payload = ir.binary("and", ir.binary("lshr", bits, 52 - into.digits), (1 << into.digits) - 1)
+    quiet = into.infinity | 1 << (into.digits - 1)
+    nan = ir.cast("trunc", ir.binary("or", ir.binary("or", sign, payload), quiet), f"i{into.bits}")
+    return ir.select(ir.compare("fcmp uno", value, value), nan, result)
+
+
+def _float_to_same(t: OperandTranslator, i: Instruction, m: Modifiers, name: str) -> None:
+    scalar = m.scalar(name)
+    value = t.read(i.operands[1], scalar)
+    if not m.found.keys() - {name}:
+        t.write(i.operands[0], scalar, value)
+        return
+    if "ftz" in m:
+        value = flush(t, value)
+    if "round" in m:
+        value = t.ir.intrinsic(f"llvm.{TO_INTEGER[m['round']]}.f{scalar.bits}", value.type, value)
+    t.write(i.operands[0], scalar, finish(t, scalar, m, value))
+
+
+def _clamp(t: OperandTranslator, value: Value, source: Scalar, into: Scalar) -> Value:
+    """The number of the target type that is nearest, still in the source's width."""
+    sign = "s" if source.is_signed else "u"
+    low, high = _range(into)
+    least, most = _range(source)
+    if high < most:
+        value = t.ir.intrinsic(f"llvm.{sign}min.{value.type}", value.type, value, constant(value.type, high))
+    if low > least:
+        value = t.ir.intrinsic(f"llvm.{sign}max.{value.type}", value.type, value, constant(value.type, low))
+    return value
+
+
+def _range(scalar: Scalar) -> tuple[int, int]:
+    if scalar.kind is Kind.SIGNED:
+        return -(2 ** (scalar.bits - 1)), 2 ** (scalar.bits - 1) - 1
+    return 0, 2**scalar.bits - 1

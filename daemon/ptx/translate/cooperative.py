@@ -1,0 +1,292 @@
+"""Kernels that only a cooperative launch can run, told from PTX.
+
+nvcc's grid synchronisation takes the address of the grid's barrier from %envreg1 and %envreg2, compares it with 0, and
+traps if it is 0, as it is in any but a cooperative launch. So this follows the registers that hold the address, as 0,
+to the branches that depend on it. Code behind a branch that is not taken then (`if (grid.is_valid())`) never runs. A
+kernel needs a cooperative launch if such a branch leads straight to a trap. An address that goes through a stack or a
+call (nvcc -G) is not followed: there, any trap that the kernel reaches counts.
+"""
+
+import re
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from operator import eq, ge, gt, le, lt, ne
+from typing import Final
+
+from gpulease.daemon.drivers.interface import ImageRejected
+from gpulease.daemon.ptx.architecture import Architecture
+from gpulease.daemon.ptx.limits import MAX_IMAGE_BYTES
+from gpulease.daemon.ptx.parse.parser import parse
+from gpulease.daemon.ptx.parse.syntax import (
+    Address,
+    Function,
+    Image,
+    Instruction,
+    Integer,
+    Operand,
+    Register,
+    Special,
+    Vector,
+)
+from gpulease.daemon.ptx.translate.call_graph import CallGraph, link
+from gpulease.daemon.ptx.translate.liveness import ENDS, Block, blocks_of, registers_of
+from gpulease.daemon.ptx.translate.specials import GRID_BARRIER
+
+_TARGET: Final = re.compile(rb"^[ \t]*\.target\s+sm_(\d{2,3})", re.MULTILINE)
+
+_SHARED_SPACES: Final = ("global", "shared")
+"""Spaces that nvcc never passes the address through: those of the stack and of calls are param, local and generic."""
+
+_MAX_ROUNDS: Final = 4
+"""How often code that can't run is left out, which may show more of it. Stops code made up to take a round a block."""
+
+_KNOWN_BELOW: Final = 128
+"""Only smaller values are followed: in them, no integer type differs from another."""
+
+_COMPARISONS: Final[dict[str, Callable[[int, int], bool]]] = {
+    "eq": eq, "ne": ne, "lt": lt, "le": le, "gt": gt, "ge": ge, "lo": lt, "ls": le, "hi": gt, "hs": ge,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """Facts of a function in an ordinary launch.
+
+    Attributes:
+        reached: The instructions that may run.
+        needs_barrier: Whether a trap depends on the barrier's address.
+        passes_on: Whether the address, or what was made of it, leaves the registers.
+    """
+
+    reached: tuple[Instruction, ...]
+    needs_barrier: bool = False
+    passes_on: bool = False
+
+
+def cooperative_kernels(tree: Image) -> frozenset[str]:
+    """The kernels of a linked image that only a cooperative launch can run."""
+    functions = (*tree.functions, *tree.subroutines)
+    if not any(_reads_barrier(function) for function in functions):
+        return frozenset()
+    facts = {f.name: _facts(f) if _reads_barrier(f) else _Facts(f.instructions) for f in functions}
+    trapping = {name for name, found in facts.items() if any(i.opcode == "trap" for i in found.reached)}
+    # The call graph looks at calls alone, so labels may lead nowhere here.
+    kernels, subroutines = (
+        tuple(replace(f, instructions=facts[f.name].reached) for f in part)
+        for part in (tree.functions, tree.subroutines)
+    )
+    graph = CallGraph(replace(tree, functions=kernels, subroutines=subroutines))
+    found: set[str] = set()
+    for kernel in kernels:
+        names = {kernel.name, *graph.reached(kernel)}
+        passes_on = any(facts[name].passes_on for name in names)
+        if any(facts[name].needs_barrier for name in names) or (passes_on and names & trapping):
+            found.add(kernel.name)
+    return frozenset(found)
+
+
+def confirm_by_text(ptx: bytes, found: frozenset[str]) -> frozenset[str]:
+    """Of kernels that machine code made of a PTX text seems to say need a cooperative launch, those that do.
+
+    Machine code does not show what a trap depends on. Of text that this can't read, all do.
+    """
+    target = _TARGET.search(ptx)
+    if not found or target is None or len(ptx) > MAX_IMAGE_BYTES:
+        return found
+    try:
+        tree = link(parse(ptx.decode(), Architecture(int(target[1]))))
+    except (ImageRejected, UnicodeDecodeError):
+        return found
+    if tree.refusals:
+        return found
+    return found & cooperative_kernels(tree)
+
+
+def _reads_barrier(function: Function) -> bool:
+    return any(_is_barrier(operand) for i in function.instructions for operand in _operands(i))
+
+
+def _is_barrier(operand: Operand) -> bool:
+    return isinstance(operand, Special) and operand.name[1:] in GRID_BARRIER
+
+
+def _operands(instruction: Instruction) -> list[Operand]:
+    """The operands, those in vectors one by one, without addresses: what is read at one does not depend on it here."""
+    found: list[Operand] = []
+    for operand in instruction.operands:
+        found += operand.elements if isinstance(operand, Vector) else [operand]
+    return [operand for operand in found if not isinstance(operand, Address)]
+
+
+def _facts(function: Function) -> _Facts:
+    body = function.instructions
+    blocks = blocks_of(body)
+    reached = list(range(len(blocks)))
+    for _ in range(_MAX_ROUNDS):
+        values = _Values([body[n] for number in reached for n in range(blocks[number].start, blocks[number].end)])
+        follows = [_followers(body[block.end - 1], block, values, falls=block.end < len(body)) for block in blocks]
+        before, reached = reached, _reached(follows)
+        if reached == before:
+            break
+    sure = _surely_trapping([body[block.end - 1] for block in blocks], follows, values)
+    needs_barrier = any(
+        values.decides(last) and (number in sure if last.opcode == "trap" else not sure.isdisjoint(follows[number]))
+        for number in reached
+        for last in (body[blocks[number].end - 1],)
+    )
+    runs = [body[n] for number in reached for n in range(blocks[number].start, blocks[number].end)]
+    runs = [i for i in runs if values.runs(i) is not False]
+    return _Facts(tuple(runs), needs_barrier, any(values.leave_by(i) for i in runs))
+
+
+def _followers(last: Instruction, block: Block, values: "_Values", *, falls: bool) -> tuple[int, ...]:
+    """The blocks that may follow one. `falls`: whether there is a next block, which stands behind the targets."""
+    runs = values.runs(last)
+    if runs is None or last.guard is None or last.opcode not in ENDS:
+        return block.follows
+    targets = len(block.follows) - falls
+    return block.follows[:targets] if runs else block.follows[targets:]
+
+
+def _reached(follows: Sequence[Sequence[int]]) -> list[int]:
+    found, pending = {0}, [0]
+    while pending:
+        fresh = [number for number in follows[pending.pop()] if number not in found]
+        found.update(fresh)
+        pending.extend(fresh)
+    return sorted(found)
+
+
+def _surely_trapping(last: Sequence[Instruction], follows: Sequence[Sequence[int]], values: "_Values") -> set[int]:
+    """The blocks from which the one way leads to a trap. `last` is each one's last instruction."""
+    before: dict[int, list[int]] = {}
+    for number, followers in enumerate(follows):
+        if len(set(followers)) == 1:
+            before.setdefault(followers[0], []).append(number)
+    found = {n for n, i in enumerate(last) if i.opcode == "trap" and (i.guard is None or values.decides(i))}
+    found -= {n for n in found if values.runs(last[n]) is False}
+    pending = list(found)
+    while pending:
+        fresh = [number for number in before.get(pending.pop(), ()) if number not in found]
+        found.update(fresh)
+        pending.extend(fresh)
+    return found
+
+
+class _Values:
+    """The values that an ordinary launch gives registers, as far as they follow from the barrier's address being 0."""
+
+    def __init__(self, body: Sequence[Instruction]) -> None:
+        self._known: dict[int, int] = {}
+        self._derived: set[int] = set()
+        self._writes = Counter(register.index for i in body for register in _results(i))
+        readers: dict[int, list[Instruction]] = {}
+        for instruction in body:
+            for register in _registers_read(instruction):
+                readers.setdefault(register, []).append(instruction)
+        pending = deque(body)
+        # A register becomes derived once and known once, so each instruction is looked at a few times at most.
+        while pending:
+            for register in self._follow(pending.popleft()):
+                pending.extend(readers.get(register, ()))
+
+    def runs(self, instruction: Instruction) -> bool | None:
+        """Say whether an instruction's guard lets it run; None if that is unknown."""
+        guard = instruction.guard
+        if guard is None:
+            return True
+        value = self._known.get(guard.register.index)
+        return None if value is None else bool(value) != guard.negated
+
+    def decides(self, instruction: Instruction) -> bool:
+        """Say whether the barrier's address decides if a guarded instruction runs."""
+        guard = instruction.guard
+        return guard is not None and (guard.register.index in self._derived or guard.register.index in self._known)
+
+    def leave_by(self, instruction: Instruction) -> bool:
+        """Say whether an instruction passes a value that depends on the address to a stack or another function."""
+        is_private = instruction.opcode == "st" and not any(m.startswith(_SHARED_SPACES) for m in instruction.modifiers)
+        return is_private and not self._derived.isdisjoint(_registers_read(instruction))
+
+    def _follow(self, instruction: Instruction) -> list[int]:
+        """Look at an instruction, and return the registers of which more is known than before."""
+        changed: list[int] = []
+        value = self._value(instruction)
+        is_derived = any(map(_is_barrier, _operands(instruction))) or any(
+            register in self._derived for register in _registers_read(instruction)
+        )
+        for register in _results(instruction):
+            fresh = is_derived and register.index not in self._derived
+            if fresh:
+                self._derived.add(register.index)
+            if value is not None and self._writes[register.index] == 1 and register.index not in self._known:
+                self._known[register.index], fresh = value, True
+            if fresh:
+                changed.append(register.index)
+        return changed
+
+    def _value(self, instruction: Instruction) -> int | None:
+        """Return the value that an instruction writes to its one result, if it is known and small."""
+        if instruction.guard is not None or not isinstance(next(iter(instruction.operands), None), Register):
+            return None
+        value = _evaluate(instruction, [self._of(operand) for operand in _operands(instruction)[1:]])
+        return value if value is not None and value < _KNOWN_BELOW else None
+
+    def _of(self, operand: Operand) -> int | None:
+        match operand:
+            case Integer(value):
+                return value if value < _KNOWN_BELOW else None
+            case Register(index):
+                return self._known.get(index)
+        return 0 if _is_barrier(operand) else None
+
+
+def _results(instruction: Instruction) -> list[Register]:
+    """The registers an instruction may write: those it names first."""
+    first = instruction.operands[:1]
+    return [register for operand in first if not isinstance(operand, Address) for register in registers_of(operand)]
+
+
+def _registers_read(instruction: Instruction) -> list[int]:
+    """The registers of an instruction's guard and sources, without those in addresses."""
+    guard = [] if instruction.guard is None else [instruction.guard.register.index]
+    sources = (operand for operand in instruction.operands[1:] if not isinstance(operand, Address))
+    return guard + [register.index for operand in sources for register in registers_of(operand)]
+
+
+def _evaluate(instruction: Instruction, values: Sequence[int | None]) -> int | None:
+    """An instruction's result. `values` are its sources; None is one that is not known."""
+    match instruction.opcode, values:
+        case "selp", [first, second, int(chosen)]:
+            return first if chosen else second
+        case "and", _ if 0 in values:
+            return 0
+        case "or", _ if 1 in values and instruction.modifiers == ("pred",):
+            return 1
+        case "mov", _ if not any(value is None or value for value in values):
+            return 0
+        case (("bfi" | "shl" | "shr"), [0, *rest]) if instruction.opcode != "bfi" or rest[0] == 0:
+            return 0
+        case (("mov" | "cvt"), [int(value)]) if value == 0 or "f" not in "".join(instruction.modifiers):
+            return value
+        case (("and" | "or" | "xor" | "add" | "setp"), [int(first), int(second)]):
+            return _combine(instruction, first, second)
+        case "not", [int(value)] if instruction.modifiers == ("pred",):
+            return 1 - value
+    return None
+
+
+def _combine(instruction: Instruction, first: int, second: int) -> int | None:
+    match instruction.opcode, instruction.modifiers:
+        case "setp", (name, kind) if name in _COMPARISONS and kind[0] in "sub":
+            return int(_COMPARISONS[name](first, second))
+        case "and", _:
+            return first & second
+        case "or", _:
+            return first | second
+        case "xor", _:
+            return first ^ second
+        case "add", (kind,) if kind[0] in "su":
+            return first + second
+    return None

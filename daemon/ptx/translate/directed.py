@@ -1,0 +1,81 @@
+"""Arithmetic rounded towards zero, down or up (PTX ISA sections 9.7.3.3 to 9.7.3.13 and 9.7.3.19).
+
+The host's own arithmetic does it, with its rounding mode changed around one instruction. That happens in functions of
+their own, which LLVM neither inlines nor reorders: they are `strictfp`, so every operation depends on the mode.
+The mode is nearest even again when they return, so nothing else in the process sees it.
+"""
+
+from gpulease.daemon.ptx.parse.syntax import SCALARS, Instruction
+from gpulease.daemon.ptx.translate.approximate import real
+from gpulease.daemon.ptx.translate.floating import read_float, write_float
+from gpulease.daemon.ptx.translate.forms import Family, Modifiers
+from gpulease.daemon.ptx.translate.operand_values import OperandTranslator, ir_type
+
+FAMILY = Family("Floating point, rounded otherwise", "9.7.3")
+
+_ROUND = ("rz", "rm", "rp")
+
+# As LLVM's llvm.set.rounding numbers the modes.
+_NUMBERS = {"rz": 0, "rp": 2, "rm": 3}
+_NEAREST = 1
+
+_OPERATIONS = {
+    "add": "fadd",
+    "sub": "fsub",
+    "mul": "fmul",
+    "div": "fdiv",
+    "rcp": "fdiv",
+    "fma": "fma",
+    "mad": "fma",
+    "sqrt": "sqrt",
+}
+
+
+@FAMILY.form("add.round{.ftz}{.sat}.f32", 3, round=_ROUND)
+@FAMILY.form("sub.round{.ftz}{.sat}.f32", 3, round=_ROUND)
+@FAMILY.form("mul.round{.ftz}{.sat}.f32", 3, round=_ROUND)
+@FAMILY.form("div.round{.ftz}.f32", 3, round=_ROUND)
+@FAMILY.form("fma.round{.ftz}{.sat}.f32", 4, round=_ROUND)
+@FAMILY.form("mad.round{.ftz}{.sat}.f32", 4, round=_ROUND)
+@FAMILY.form("sqrt.round{.ftz}.f32", 2, round=_ROUND)
+@FAMILY.form("rcp.round{.ftz}.f32", 2, round=_ROUND)
+@FAMILY.form("add.round.f64", 3, round=_ROUND)
+@FAMILY.form("sub.round.f64", 3, round=_ROUND)
+@FAMILY.form("mul.round.f64", 3, round=_ROUND)
+@FAMILY.form("div.round.f64", 3, round=_ROUND)
+@FAMILY.form("fma.round.f64", 4, round=_ROUND)
+@FAMILY.form("mad.round.f64", 4, round=_ROUND)
+@FAMILY.form("sqrt.round.f64", 2, round=_ROUND)
+@FAMILY.form("rcp.round.f64", 2, round=_ROUND)
+def calculate(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
+    """Calculate with one rounding in the named mode."""
+    scalar = next(SCALARS[modifier] for modifier in i.modifiers if modifier in SCALARS)
+    kind = ir_type(scalar)
+    operands = [read_float(t, i, n, scalar, m) for n in range(1, len(i.operands))]
+    if i.opcode == "rcp":
+        operands.insert(0, real(kind, 1.0))
+    operation, mode = _OPERATIONS[i.opcode], m["round"]
+    lanes = t.ir.lanes_of(*operands)
+    name = f"{operation}_{mode}_f{scalar.bits}_x{lanes}"
+    definition = _definition(name, (operation, mode), kind, len(operands), lanes)
+    result = t.ir.function(name, kind, definition, *operands)
+    write_float(t, i, scalar, m, result)
+
+
+def _definition(name: str, what: tuple[str, str], kind: str, arity: int, lanes: int) -> str:
+    """The function that does one operation in one mode, for so many lanes."""
+    operation, mode = what
+    suffix = {"float": "f32", "double": "f64"}[kind]
+    if lanes > 1:
+        kind, suffix = f"<{lanes} x {kind}>", f"v{lanes}{suffix}"
+    intrinsic = f"@llvm.experimental.constrained.{operation}.{suffix}"
+    types = ", ".join([kind] * arity)
+    parameters = ", ".join(f"{kind} %p{n}" for n in range(arity))
+    return f"""declare {kind} {intrinsic}({types}, metadata, metadata)
+declare void @llvm.set.rounding(i32)
+define internal {kind} @{name}({parameters}) noinline strictfp {{
+  call void @llvm.set.rounding(i32 {_NUMBERS[mode]}) strictfp
+  %result = call {kind} {intrinsic}({parameters}, metadata !"round.dynamic", metadata !"fpexcept.strict") strictfp
+  call void @llvm.set.rounding(i32 {_NEAREST}) strictfp
+  ret {kind} %result
+}}"""

@@ -1,0 +1,75 @@
+"""Fences, and what a processor that runs in order may pass over (PTX ISA sections 9.7.9, 9.7.13 and 9.7.19).
+
+Threads of a block run on one host thread: a fence among them keeps LLVM from moving accesses and no more.
+"""
+
+from typing import TYPE_CHECKING
+
+from gpulease.daemon.ptx.parse.syntax import SCALARS, Address, Instruction, Integer
+from gpulease.daemon.ptx.translate.forms import Family, Modifiers
+from gpulease.daemon.ptx.translate.ir import constant
+
+if TYPE_CHECKING:
+    from gpulease.daemon.ptx.translate.thread import ThreadTranslator
+
+FAMILY = Family("Fences and hints", "9.7.9, 9.7.13, 9.7.19")
+
+_SCOPES = ("cta", "cluster", "gpu", "sys")
+_EVICTIONS = ("L2::evict_last", "L2::evict_normal")
+_POLICIES = ("L2::evict_last", "L2::evict_normal", "L2::evict_first", "L2::evict_unchanged")
+_SECOND_POLICIES = ("L2::evict_first", "L2::evict_unchanged")
+
+
+@FAMILY.form("membar.level", 0, writes=False, level=("cta", "gl", "sys"))
+@FAMILY.form("fence{.order}.scope", 0, writes=False, order=("sc", "acq_rel", "acquire", "release"), scope=_SCOPES)
+@FAMILY.form("fence.proxy.alias", 0, writes=False)
+@FAMILY.form("fence.proxy.async{.space}", 0, writes=False, space=("global", "shared::cta", "shared::cluster"))
+@FAMILY.form("fence.mbarrier_init.release.cluster", 0, writes=False)
+def fence(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
+    """No access moves over this; `.cta` concerns threads of one host thread only."""
+    among = 'syncscope("singlethread") ' if "cta" in i.modifiers else ""
+    t.ir.emit(f"fence {among}seq_cst")
+
+
+@FAMILY.form("prefetch{.space}.level", 1, writes=False, space=("global", "local"), level=("L1", "L2"))
+@FAMILY.form("prefetch.global.evict", 1, writes=False, evict=_EVICTIONS)
+@FAMILY.form("prefetchu.L1", 1, writes=False)
+@FAMILY.form("applypriority{.global}.L2::evict_normal", 2, writes=False)
+def hint(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
+    """Nothing: it speaks of caches. Its address may be any."""
+    if not isinstance(i.operands[0], Address):
+        raise t.problem("expected an address in brackets")
+
+
+@FAMILY.form("discard{.global}.L2", 2, writes=False)
+def discard(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
+    """Nothing: what was there may as well stay."""
+    hint(t, i, m)
+
+
+@FAMILY.form("createpolicy.fractional.way{.other}.b64", (1, 2), way=_POLICIES, other=_SECOND_POLICIES)
+@FAMILY.form("createpolicy.cvt.L2.b64", 2)
+@FAMILY.form("createpolicy.range{.global}.way{.other}.b64", 4, way=_POLICIES, other=_SECOND_POLICIES)
+def policy(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
+    """A number that means nothing: it speaks of caches."""
+    t.write(i.operands[0], SCALARS["b64"], constant("i64", 0))
+
+
+@FAMILY.form("setmaxnreg.way.sync.aligned.u32", 1, writes=False, way=("inc", "dec"))
+@FAMILY.form("pmevent", 1, writes=False)
+@FAMILY.form("pmevent.mask", 1, writes=False)
+def count(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
+    """Nothing: a thread has as many registers as it names, and nobody counts events."""
+    if not isinstance(i.operands[0], Integer):
+        raise t.problem("expected a constant")
+
+
+@FAMILY.form("nanosleep.u32", 1, writes=False)
+def sleep(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
+    """A sleep may end at once; in a loop the other threads of the block get to run (see wait_points.py)."""
+    t.read(i.operands[0], SCALARS["u32"])
+
+
+@FAMILY.form("griddepcontrol.action", 0, writes=False, action=("launch_dependents", "wait"))
+def dependency(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
+    """Nothing: a launch begins when those before it are complete."""

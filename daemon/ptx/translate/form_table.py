@@ -1,0 +1,140 @@
+"""All families, and the search for the form an instruction has."""
+
+from gpulease.daemon.ptx.limits import rejected
+from gpulease.daemon.ptx.parse.syntax import Instruction
+from gpulease.daemon.ptx.translate.approximate import FAMILY as APPROXIMATE
+from gpulease.daemon.ptx.translate.async_copies import FAMILY as COPYING
+from gpulease.daemon.ptx.translate.atomics import FAMILY as ATOMICS
+from gpulease.daemon.ptx.translate.barriers import FAMILY as BARRIERS
+from gpulease.daemon.ptx.translate.bulk import FAMILY as BULK
+from gpulease.daemon.ptx.translate.calls import FAMILY as CALLS
+from gpulease.daemon.ptx.translate.carry import FAMILY as CARRY
+from gpulease.daemon.ptx.translate.comparison import FAMILY as COMPARISON
+from gpulease.daemon.ptx.translate.control import FAMILY as CONTROL
+from gpulease.daemon.ptx.translate.conversion import FAMILY as CONVERSION
+from gpulease.daemon.ptx.translate.directed import FAMILY as DIRECTED
+from gpulease.daemon.ptx.translate.fences import FAMILY as ORDERING
+from gpulease.daemon.ptx.translate.floating import FAMILY as FLOATING
+from gpulease.daemon.ptx.translate.forms import Form, Modifiers
+from gpulease.daemon.ptx.translate.half import FAMILY as HALF
+from gpulease.daemon.ptx.translate.integer import FAMILY as INTEGER
+from gpulease.daemon.ptx.translate.loads_stores import FAMILY as MEMORY
+from gpulease.daemon.ptx.translate.logic import FAMILY as LOGIC
+from gpulease.daemon.ptx.translate.matrix import FAMILY as MATRIX
+from gpulease.daemon.ptx.translate.minifloats import FAMILY as MINIFLOATS
+from gpulease.daemon.ptx.translate.movement import FAMILY as MOVEMENT
+from gpulease.daemon.ptx.translate.multimedia import FAMILY as MULTIMEDIA
+from gpulease.daemon.ptx.translate.narrow_conversions import FAMILY as NARROWING
+from gpulease.daemon.ptx.translate.phases import FAMILY as PHASES
+from gpulease.daemon.ptx.translate.placement import FAMILY as PLACEMENT
+from gpulease.daemon.ptx.translate.relation import FAMILY as RELATION
+from gpulease.daemon.ptx.translate.selection import FAMILY as SELECTION
+from gpulease.daemon.ptx.translate.specials import NAMES
+from gpulease.daemon.ptx.translate.tiles import FAMILY as TILES
+from gpulease.daemon.ptx.translate.video import FAMILY as VIDEO
+from gpulease.daemon.ptx.translate.warp import FAMILY as WARP
+
+FAMILIES = (
+    INTEGER,
+    CARRY,
+    MULTIMEDIA,
+    VIDEO,
+    FLOATING,
+    DIRECTED,
+    APPROXIMATE,
+    HALF,
+    COMPARISON,
+    RELATION,
+    SELECTION,
+    LOGIC,
+    MOVEMENT,
+    PLACEMENT,
+    MEMORY,
+    CONVERSION,
+    NARROWING,
+    MINIFLOATS,
+    CONTROL,
+    CALLS,
+    BARRIERS,
+    WARP,
+    MATRIX,
+    TILES,
+    ATOMICS,
+    ORDERING,
+    COPYING,
+    BULK,
+    PHASES,
+)
+
+# Instructions that do nothing but write registers, of which no thread's depends on another's.
+_PURE = (
+    INTEGER,
+    CARRY,
+    MULTIMEDIA,
+    VIDEO,
+    FLOATING,
+    DIRECTED,
+    APPROXIMATE,
+    HALF,
+    COMPARISON,
+    RELATION,
+    SELECTION,
+    LOGIC,
+    MOVEMENT,
+    CONVERSION,
+    NARROWING,
+    MINIFLOATS,
+)
+PURE_OPCODES = frozenset(form.opcode for family in _PURE for form in family.forms)
+
+
+def _by_opcode() -> dict[str, list[Form]]:
+    table: dict[str, list[Form]] = {}
+    for family in FAMILIES:
+        for form in family.forms:
+            table.setdefault(form.opcode, []).append(form)
+    return table
+
+
+_FORMS = _by_opcode()
+
+
+def find_form(instruction: Instruction, kernel: str) -> tuple[Form, Modifiers]:
+    """The form of an instruction and what its modifiers say. Raises ImageRejected if there is none."""
+    for form in _FORMS.get(instruction.opcode, ()):
+        modifiers = form.match(instruction)
+        if modifiers is not None:
+            return form, modifiers
+    for form in _FORMS.get(instruction.opcode, ()):
+        modifiers = form.match_in_any_order(instruction)
+        if modifiers is not None:
+            return form, modifiers
+    known = instruction.opcode in _FORMS
+    what = "this form of" if known else "the instruction"
+    raise rejected(
+        f"{what} {instruction.spelling[:80]} is not supported by the embedded driver",
+        line=instruction.line,
+        text=instruction.text,
+        kernel=kernel,
+        hint="The supported instructions are listed in daemon/ptx/README.md.",
+    )
+
+
+def supported_table() -> str:
+    """Return the table of supported instructions in README.md."""
+    lines = ["| family | PTX ISA | forms |", "|---|---|---|"]
+    for family in FAMILIES:
+        forms = "<br>".join(f"`{_describe(form)}`" for form in family.forms)
+        lines.append(f"| {family.title} | {family.section} | {forms} |")
+    specials = ", ".join(f"`%{name}`" for name in NAMES)
+    lines.append(f"| Special registers | 10 | {specials} |")
+    return "\n".join(lines)
+
+
+def _describe(form: Form) -> str:
+    text = form.opcode
+    for _, choices, optional in form.slots:
+        # A bar would end the table's cell, so alternatives are set apart by commas.
+        slot = f".{choices[0]}" if len(choices) == 1 else f".({','.join(choices)})"
+        text += f"[{slot}]" if optional else slot
+    return text

@@ -1,0 +1,139 @@
+"""Match an instruction's spelling to the function that translates it.
+
+A form's template is written as the PTX ISA writes syntax: `add{.rn}{.ftz}{.sat}.f32` or `setp.cmp.type`, where a name
+with choices (`cmp`, `type`) stands for one of them and any other name for itself. What matches no form is refused:
+an unknown modifier may change the result.
+
+ptxas takes most modifiers in any order, and compilers use that: CUB writes `vote.ballot.sync.b32`. So do forms, but
+for what ptxas tells by its place: types, layouts or spaces among one another, and a part of the opcode (`mul.lo`).
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from gpulease.daemon.ptx.parse.syntax import SCALARS, Instruction, Scalar
+
+if TYPE_CHECKING:
+    from gpulease.daemon.ptx.translate.thread import ThreadTranslator
+
+_TOLD_BY_PLACE = (
+    re.compile(r"(?:b|u|s|f|bf|tf)\d+(?:x\d)?|e\dm\d(?:x\d)?|pred"),
+    re.compile(r"row|col"),
+    re.compile(r"global|shared(?:::cta|::cluster)?"),
+)
+
+# Modifiers that come first or nowhere (seen with ptxas 13.0).
+_FIRST = ("lo", "hi", "wide", "l", "r", "warp", "to", "async", "idx")
+
+_SLOT = re.compile(r"(\{)?\.(\w+(?:::\w+)?)\}?")
+
+UNSIGNED = ("u16", "u32", "u64")
+SIGNED = ("s16", "s32", "s64")
+INTEGERS = UNSIGNED + SIGNED
+BITS = ("b16", "b32", "b64")
+FLOATS = ("f32", "f64")
+
+
+@dataclass(frozen=True, slots=True)
+class Modifiers:
+    """The modifiers of an instruction, by the names its form gives them."""
+
+    found: dict[str, str]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.found
+
+    def __getitem__(self, name: str) -> str:
+        return self.found[name]
+
+    def get(self, name: str) -> str:
+        """Return the choice for a name, "" for an optional one that is absent."""
+        return self.found.get(name, "")
+
+    def scalar(self, name: str = "type") -> Scalar:
+        """The type chosen for a name."""
+        return SCALARS[self.found[name]]
+
+
+Translate = Callable[["ThreadTranslator", Instruction, Modifiers], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A supported spelling.
+
+    Attributes:
+        slots: For each modifier in order: its name, its choices, whether it may be left out.
+        arity: How many operands it takes.
+        writes: Whether the first operand is where the result goes.
+    """
+
+    template: str
+    opcode: str
+    slots: tuple[tuple[str, tuple[str, ...], bool], ...]
+    arity: tuple[int, ...]
+    writes: bool
+    translate: Translate
+
+    def match(self, instruction: Instruction) -> Modifiers | None:
+        """The instruction's modifiers by name, or None if it is spelled otherwise."""
+        found: dict[str, str] = {}
+        given = list(instruction.modifiers)
+        for name, choices, optional in self.slots:
+            if given and given[0] in choices:
+                found[name] = given.pop(0)
+            elif not optional:
+                return None
+        if given or len(instruction.operands) not in self.arity:
+            return None
+        return Modifiers(found)
+
+    def match_in_any_order(self, instruction: Instruction) -> Modifiers | None:
+        """Match modifiers in an order that only ptxas and this driver take."""
+        given = list(instruction.modifiers)
+        if any(modifier in _FIRST for modifier in given[1:]):
+            return None
+        arranged: list[str] = []
+        for _, choices, optional in self.slots:
+            fitting = next((one for one in given if one in choices), None)
+            if fitting is not None:
+                arranged.append(fitting)
+                given.remove(fitting)
+            elif not optional:
+                return None
+        if given or _told_by_place(instruction.modifiers) != _told_by_place(arranged):
+            return None
+        return self.match(replace(instruction, modifiers=tuple(arranged)))
+
+
+def _told_by_place(modifiers: Sequence[str]) -> list[list[str]]:
+    """Types, layouts and spaces, each in their order."""
+    return [[modifier for modifier in modifiers if kind.fullmatch(modifier)] for kind in _TOLD_BY_PLACE]
+
+
+class Family:
+    """Instructions described together in one section of the PTX ISA."""
+
+    def __init__(self, title: str, section: str) -> None:
+        self.title = title
+        self.section = section
+        self.forms: list[Form] = []
+
+    def form(
+        self, template: str, arity: int | tuple[int, ...], *, writes: bool = True, **choices: Sequence[str]
+    ) -> Callable[[Translate], Translate]:
+        """Register a function as what translates a form."""
+
+        def register(translate: Translate) -> Translate:
+            opcode = re.split(r"[.{]", template, maxsplit=1)[0]
+            slots = tuple(
+                (name, tuple(choices.get(name, (name,))), bool(brace))
+                for brace, name in _SLOT.findall(template[len(opcode) :])
+            )
+            counts = (arity,) if isinstance(arity, int) else arity
+            self.forms.append(Form(template, opcode, slots, counts, writes, translate))
+            return translate
+
+        return register

@@ -1,0 +1,94 @@
+"""A .func as a native function (PTX ISA sections 7.1 and 9.7.12.5).
+
+    i32 func(launch, environment, local, tid.x, ..., ctaid.z, arguments, results, stack, stack_end)
+
+It runs for one thread, from its start to its end: functions at whose instructions threads wait have been inlined
+(inliner.py). Its local variables lie in the thread's local window from `stack` on; `stack_end` is the address below
+which its native frame may not reach. Where either does not suffice, the kernel ends: stack overflow.
+"""
+
+from gpulease.daemon.ptx.limits import (
+    FRAME_BYTES_PER_LINE,
+    MAX_FRAME_BYTES,
+    MAX_LOCAL_BYTES,
+    OPTIMISED_FRAME_BYTES_PER_LINE,
+)
+from gpulease.daemon.ptx.native.structures import Access, Status
+from gpulease.daemon.ptx.parse.syntax import Function, Space, Variable
+from gpulease.daemon.ptx.translate.access import RECORD_FAULT, SPACE_NUMBERS
+from gpulease.daemon.ptx.translate.callees import SIGNATURE, STACK, STACK_END, Callees, frame_address
+from gpulease.daemon.ptx.translate.inliner import MEETINGS
+from gpulease.daemon.ptx.translate.ir import IrWriter, Value, constant
+from gpulease.daemon.ptx.translate.operand_values import ENVIRONMENT
+from gpulease.daemon.ptx.translate.thread_body import BodyTranslator
+from gpulease.daemon.ptx.translate.waits import Waits, find_waits
+
+_OWN_STACK = Value("i64", "%own_stack")
+
+
+class FunctionTranslator(BodyTranslator):
+    """Translates one .func's body."""
+
+    def __init__(
+        self,
+        function: Function,
+        variable_places: dict[str, int],
+        declarations: set[str],
+        callees: Callees,
+        *,
+        is_optimised: bool,
+    ) -> None:
+        super().__init__(function, variable_places, declarations, callees)
+        self._line_bytes = OPTIMISED_FRAME_BYTES_PER_LINE if is_optimised else FRAME_BYTES_PER_LINE
+        for self.instruction in function.instructions:
+            if self.instruction.opcode in MEETINGS:
+                raise self.problem(
+                    f"{self.instruction.spelling[:60]} in a function that calls itself or is called through a pointer"
+                    " is not supported"
+                )
+
+    def _find_waits(self) -> Waits:
+        # A loop in it does not let other threads run either: its native frame can't be left and come back to.
+        return find_waits(())
+
+    def address_of(self, variable: Variable, offset: int) -> Value:
+        """Local variables lie in this call's part of the window."""
+        if variable.space is Space.LOCAL:
+            return self.ir.binary("add", _OWN_STACK, variable.offset + offset)
+        return super().address_of(variable, offset)
+
+    def stack(self) -> Value:
+        """Return the address at which the callee's local variables begin."""
+        return self.ir.binary("add", _OWN_STACK, self.function.local_bytes)
+
+    def leave(self, *, is_exit: bool) -> None:
+        """Return to the caller, which ends too if the thread does."""
+        self.ir.ret(Status.EXITED if is_exit else Status.DONE)
+
+    def _signature(self, name: str) -> str:
+        # A call costs little beside what nvcc leaves as one, and a frame's bound holds only if it stays one.
+        return f"define internal i32 @{name}({SIGNATURE}) noinline {{"
+
+    def _open(self, opening: IrWriter) -> None:
+        """Check that both stacks have room for this call."""
+        frame = (
+            self._line_bytes * len(self.ir.lines) + self.function.call_bytes + self.passed_bytes + self.returned_bytes
+        )
+        if frame > MAX_FRAME_BYTES:
+            self.instruction = None
+            raise self.problem("the function is too large to be called")
+        alignment = self.function.local_alignment
+        rounded = opening.binary("add", STACK, alignment - 1)
+        opening.emit(f"{_OWN_STACK.text} = and {rounded}, {-alignment}")
+        top = opening.binary("add", _OWN_STACK, self.function.local_bytes)
+        fits = opening.compare("icmp ule", top, MAX_LOCAL_BYTES)
+        room = opening.binary("sub", frame_address(opening), STACK_END)
+        valid = opening.binary("and", fits, opening.compare("icmp sge", room, frame))
+        opening.branch_if(valid, "fits", "overflow")
+        opening.block("overflow")
+        details = (0, Access.STACK_OVERFLOW, SPACE_NUMBERS[Space.LOCAL], self.function.line)
+        arguments = ", ".join(map(str, (ENVIRONMENT, top, *(constant("i32", n) for n in details))))
+        opening.emit(f"call void @{RECORD_FAULT}({arguments})")
+        opening.ret(Status.FAULT)
+        opening.block("fits")
+        super()._open(opening)

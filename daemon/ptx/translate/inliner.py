@@ -1,0 +1,220 @@
+"""Functions in which a thread waits, at barriers and warp operations or in loops, put into the kernels that call them.
+
+A kernel can stop at such an instruction and go on later, as it keeps what it needs in a frame; a function that is
+really called can't. The tree is rewritten, so all that follows sees one body.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from gpulease.daemon.drivers.interface import ImageRejected
+from gpulease.daemon.ptx.limits import MAX_INSTRUCTIONS, MAX_LOCAL_BYTES, MAX_REGISTERS_PER_FUNCTION, rejected
+from gpulease.daemon.ptx.parse.declarations import round_up
+from gpulease.daemon.ptx.parse.syntax import (
+    Address,
+    CallSite,
+    Function,
+    Guard,
+    Instruction,
+    Negated,
+    Operand,
+    Pair,
+    Register,
+    Space,
+    Symbol,
+    Target,
+    Variable,
+    Vector,
+)
+from gpulease.daemon.ptx.translate.waits import WAITING
+
+# Instructions at which threads meet (PTX ISA sections 9.7.9.23 to 9.7.9.28, 9.7.13, 9.7.14), supported or not.
+MEETINGS = WAITING.union(("wgmma",))
+
+# Functions in functions; also bounds Python's stack.
+_MAX_DEPTH = 64
+
+_TOO_MANY = "too many calls of functions with barriers or warp operations"
+
+
+def meets(function: Function) -> bool:
+    """Say whether the function's own body has such an instruction."""
+    return any(instruction.opcode in MEETINGS for instruction in function.instructions)
+
+
+class Inliner:
+    """Expands calls of the functions named in `wanted`, until a function has more than `most` instructions."""
+
+    def __init__(self, functions: dict[str, Function], wanted: set[str], most: int = MAX_INSTRUCTIONS) -> None:
+        self._functions = functions
+        self._wanted = wanted
+        self._expanded: dict[str, Function] = {}
+        self._most = most
+        self._left = 4 * MAX_INSTRUCTIONS
+
+    def expand(self, function: Function, within: tuple[str, ...] = ()) -> Function:
+        """The function with those calls replaced by bodies. Raises ImageRejected."""
+        if function.name not in self._expanded:
+            bodies = {}
+            for number, instruction in enumerate(function.instructions):
+                name = self._callee_of(instruction)
+                if name is None:
+                    continue
+                if name in within or name == function.name or len(within) >= _MAX_DEPTH:
+                    raise _problem(function, instruction, f"{name[:60]} waits for other threads and calls itself")
+                bodies[number] = self.expand(self._functions[name], (*within, function.name))
+            self._expanded[function.name] = self._joined(function, bodies)
+        return self._expanded[function.name]
+
+    def _joined(self, function: Function, bodies: dict[int, Function]) -> Function:
+        """The function with its calls replaced, which counts against what may be built in all."""
+        if not bodies:
+            return function
+        joined = _splice(function, bodies, self._most)
+        self._left -= len(joined.instructions)
+        if self._left < 0:
+            raise rejected(_TOO_MANY, kernel=function.name)
+        return joined
+
+    def _callee_of(self, instruction: Instruction) -> str | None:
+        site = instruction.operands[-1] if instruction.operands else None
+        return site.name if isinstance(site, CallSite) and site.name in self._wanted else None
+
+
+def _problem(function: Function, instruction: Instruction, reason: str) -> ImageRejected:
+    return rejected(reason, line=instruction.line, text=instruction.text, kernel=function.name)
+
+
+def _splice(caller: Function, bodies: dict[int, Function], most: int) -> Function:
+    """The caller with each numbered call replaced by a body. Raises ImageRejected for more than `most` instructions."""
+    places = [0]
+    for number, instruction in enumerate(caller.instructions):
+        body = bodies.get(number)
+        length = 1 if body is None else len(body.instructions) + (instruction.guard is not None)
+        places.append(places[-1] + length)
+    # Known before anything is built: a few lines of text could otherwise become gigabytes.
+    steps = {body.name: _steps(body) for body in {id(body): body for body in bodies.values()}.values()}
+    built = len(caller.instructions) + sum(steps[body.name] for body in bodies.values())
+    registers = len(caller.registers) + sum(len(body.registers) for body in bodies.values())
+    if built > most or registers > MAX_REGISTERS_PER_FUNCTION:
+        raise rejected(_TOO_MANY, kernel=caller.name)
+    instructions: list[Instruction] = []
+    for number, instruction in enumerate(caller.instructions):
+        if number not in bodies:
+            instructions.append(_map(instruction, _Renaming(target=lambda index: places[index])))
+            continue
+        after = places[number + 1]
+        if instruction.guard is not None:
+            skip = Guard(instruction.guard.register, not instruction.guard.negated)
+            instructions.append(replace(instruction, guard=skip, opcode="bra", operands=(Target("", after),)))
+        caller, inlined = _body(caller, instruction, bodies[number], len(instructions), after)
+        instructions += inlined
+    if max(caller.local_bytes, caller.call_bytes) > MAX_LOCAL_BYTES:
+        raise rejected("the functions it calls need too much memory", kernel=caller.name)
+    return replace(caller, instructions=tuple(instructions))
+
+
+def _steps(function: Function) -> int:
+    """Yield the instructions and the labels of their indexed branches, which are operands."""
+    return sum(len(i.operands) if i.opcode == "brx" else 1 for i in function.instructions)
+
+
+def _body(
+    caller: Function, call: Instruction, callee: Function, start: int, after: int
+) -> tuple[Function, list[Instruction]]:
+    """A callee's instructions in terms of its caller's registers and variables, and the caller with room for them."""
+    site = call.operands[-1]
+    if not isinstance(site, CallSite) or set(site.arguments) & set(site.results):
+        raise _problem(caller, call, "a result takes an argument's place")
+    local = round_up(caller.local_bytes, callee.local_alignment)
+    calls = round_up(caller.call_bytes, callee.call_alignment)
+    passed = dict(zip(callee.parameters + callee.results, site.arguments + site.results, strict=True))
+    if any(given.alignment < wanted.alignment for wanted, given in passed.items()):
+        raise _problem(caller, call, "an argument is less aligned than its parameter")
+
+    def place(variable: Variable) -> Variable:
+        if variable.space is Space.LOCAL:
+            return replace(variable, offset=variable.offset + local)
+        if variable.space is Space.CALL:
+            return replace(variable, offset=variable.offset + calls)
+        return passed.get(variable, variable)
+
+    renaming = _Renaming(len(caller.registers), place, lambda index: start + index)
+    instructions = []
+    for instruction in callee.instructions:
+        if "param" in instruction.modifiers and not _names_its_parameter(instruction):
+            raise _problem(callee, instruction, "a function with barriers can't compute its parameters' addresses")
+        if instruction.opcode == "ret":
+            instruction = replace(instruction, opcode="bra", modifiers=(), operands=(Target("", after - start),))
+        instructions.append(_map(instruction, renaming))
+    registers = tuple(replace(r, index=r.index + len(caller.registers)) for r in callee.registers)
+    room = replace(
+        caller,
+        registers=caller.registers + registers,
+        local_bytes=local + callee.local_bytes,
+        local_alignment=max(caller.local_alignment, callee.local_alignment),
+        call_bytes=calls + callee.call_bytes,
+        call_alignment=max(caller.call_alignment, callee.call_alignment),
+    )
+    return room, instructions
+
+
+def _names_its_parameter(instruction: Instruction) -> bool:
+    addresses = [operand for operand in instruction.operands if isinstance(operand, Address)]
+    return all(isinstance(address.base, Variable) for address in addresses)
+
+
+class _Renaming:
+    """Copies of registers, variables and labels for one inlined call."""
+
+    def __init__(
+        self,
+        registers: int = 0,
+        place: Callable[[Variable], Variable] = lambda variable: variable,
+        target: Callable[[int], int] = lambda index: index,
+    ) -> None:
+        self.registers = registers
+        self.place = place
+        self.target = target
+
+    def register(self, register: Register) -> Register:
+        """The register that stands for one."""
+        return replace(register, index=register.index + self.registers) if self.registers else register
+
+    def operand(self, operand: Operand) -> Operand:
+        """An operand in the new terms. Operands in operands are single ones, so this goes two deep at most."""
+        match operand:
+            case Register():
+                return self.register(operand)
+            case Target(name, index):
+                return Target(name, self.target(index))
+            case Symbol(variable, offset):
+                return Symbol(self.place(variable), offset)
+            case Address(Register() as base, offset):
+                return Address(self.register(base), offset)
+            case Address(Variable() as variable, offset):
+                return Address(self.place(variable), offset)
+            case Vector(elements):
+                return Vector(tuple(self.operand(element) for element in elements))
+            case Pair(first, second):
+                return Pair(self.operand(first), self.operand(second))
+            case Negated(register):
+                return Negated(self.register(register))
+            case CallSite(_, _, arguments, results):
+                arguments, results = (tuple(self.place(v) for v in passed) for passed in (arguments, results))
+                return replace(operand, arguments=arguments, results=results)
+        return operand
+
+
+def _map(instruction: Instruction, renaming: _Renaming) -> Instruction:
+    guard = instruction.guard
+    if guard is not None:
+        guard = Guard(renaming.register(guard.register), guard.negated)
+    operands = tuple(renaming.operand(operand) for operand in instruction.operands)
+    return replace(instruction, guard=guard, operands=operands)
+
+
+def map_variables(function: Function, place: Callable[[Variable], Variable]) -> Function:
+    """The function with other places for its variables."""
+    renaming = _Renaming(place=place)
+    return replace(function, instructions=tuple(_map(i, renaming) for i in function.instructions))

@@ -1,0 +1,226 @@
+"""Integer arithmetic and bit fields (PTX ISA section 9.7.1)."""
+
+from gpulease.daemon.ptx.parse.syntax import SCALARS, Instruction, Scalar
+from gpulease.daemon.ptx.translate.forms import INTEGERS, SIGNED, Family, Modifiers
+from gpulease.daemon.ptx.translate.ir import Value, constant
+from gpulease.daemon.ptx.translate.operand_values import OperandTranslator
+
+FAMILY = Family("Integer arithmetic", "9.7.1")
+
+_NARROW = ("u16", "u32", "s16", "s32")
+_WORDS = ("u32", "u64", "s32", "s64")
+_BIT_WORDS = ("b32", "b64")
+_LENGTH = SCALARS["u32"]
+
+
+def _wider(scalar: Scalar) -> Scalar:
+    return SCALARS[f"{scalar.kind.value}{2 * scalar.bits}"]
+
+
+@FAMILY.form("add.type", 3, type=INTEGERS)
+@FAMILY.form("sub.type", 3, type=INTEGERS)
+def add_sub(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
+    """Wrap around."""
+    scalar = m.scalar()
+    t.write(i.operands[0], scalar, t.ir.binary(i.opcode, *_pair(t, i, scalar)))
+
+
+@FAMILY.form("add.sat.s32", 3)
+@FAMILY.form("sub.sat.s32", 3)
+def saturating(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
+    """Stop at the smallest and the largest number."""
+    scalar = SCALARS["s32"]
+    left, right = _pair(t, i, scalar)
+    t.write(i.operands[0], scalar, t.ir.intrinsic(f"llvm.s{i.opcode}.sat.i32", "i32", left, right))
+
+
+@FAMILY.form("mul.half.type", 3, half=("lo", "hi"), type=INTEGERS)
+def multiply(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
+    """Compute one half of the product."""
+    scalar = m.scalar()
+    left, right = _pair(t, i, scalar)
+    t.write(i.operands[0], scalar, product(t, m["half"], scalar, left, right))
+
+
+@FAMILY.form("mad.half.type", 4, half=("lo", "hi"), type=INTEGERS)
+def multiply_add(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
+    """Compute one half of the product, plus c."""
+    scalar = m.scalar()
+    left, right = _pair(t, i, scalar)
+    part = product(t, m["half"], scalar, left, right)
+    t.write(i.operands[0], scalar, t.ir.binary("add", part, t.read(i.operands[3], scalar)))
+
+
+@FAMILY.form("mul.wide.type", 3, type=_NARROW)
+@FAMILY.form("mad.wide.type", 4, type=_NARROW)
+def multiply_wide(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
+    """The whole product, plus c of its width if there is one."""
+    scalar = m.scalar()
+    wide = _wider(scalar)
+    left, right = _pair(t, i, scalar)
+    result = _whole_product(t, scalar, left, right)
+    if i.opcode == "mad":
+        result = t.ir.binary("add", result, t.read(i.operands[3], wide))
+    t.write(i.operands[0], wide, result)
+
+
+@FAMILY.form("div.type", 3, type=INTEGERS)
+@FAMILY.form("rem.type", 3, type=INTEGERS)
+def divide(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
+    """By zero the ISA leaves the result open: here, as on an H100, all ones for both, with no trap.
+
+    The smallest signed number by -1 wraps around, with remainder 0.
+    """
+    scalar, ir = m.scalar(), t.ir
+    left, right = _pair(t, i, scalar)
+    is_zero = ir.compare("icmp eq", right, 0)
+    unsafe = is_zero
+    if scalar.is_signed:
+        unsafe = ir.binary("or", is_zero, ir.compare("icmp eq", right, -1))
+    safe = ir.select(unsafe, constant(right.type, 1), right)
+    operation = f"{'s' if scalar.is_signed else 'u'}{i.opcode}"
+    result = ir.binary(operation, left, safe)
+    if i.opcode == "div" and scalar.is_signed:
+        by_minus_one = ir.compare("icmp eq", right, -1)
+        result = ir.select(by_minus_one, ir.binary("sub", constant(left.type, 0), left), result)
+    result = ir.select(is_zero, constant(left.type, -1), result)
+    t.write(i.operands[0], scalar, result)
+
+
+@FAMILY.form("min.type", 3, type=INTEGERS)
+@FAMILY.form("max.type", 3, type=INTEGERS)
+def minimum_maximum(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
+    """By the type's order."""
+    scalar = m.scalar()
+    left, right = _pair(t, i, scalar)
+    sign = "s" if scalar.is_signed else "u"
+    name = f"llvm.{sign}{i.opcode}.i{scalar.bits}"
+    t.write(i.operands[0], scalar, t.ir.intrinsic(name, left.type, left, right))
+
+
+@FAMILY.form("neg.type", 2, type=SIGNED)
+def negate(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
+    """The smallest number stays itself."""
+    scalar = m.scalar()
+    value = t.read(i.operands[1], scalar)
+    t.write(i.operands[0], scalar, t.ir.binary("sub", constant(value.type, 0), value))
+
+
+@FAMILY.form("abs.type", 2, type=SIGNED)
+def absolute(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
+    """The smallest number stays itself."""
+    scalar = m.scalar()
+    value = t.read(i.operands[1], scalar)
+    name = f"llvm.abs.i{scalar.bits}"
+    t.write(i.operands[0], scalar, t.ir.intrinsic(name, value.type, value, constant("i1", 0)))
+
+
+@FAMILY.form("popc.type", 2, type=_BIT_WORDS)
+@FAMILY.form("clz.type", 2, type=_BIT_WORDS)
+def count_bits(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
+    """Count ones, or leading zeros; all bits for 0."""
+    scalar = m.scalar()
+    value = t.read(i.operands[1], scalar)
+    if i.opcode == "popc":
+        count = t.ir.intrinsic(f"llvm.ctpop.i{scalar.bits}", value.type, value)
+    else:
+        count = t.ir.intrinsic(f"llvm.ctlz.i{scalar.bits}", value.type, value, constant("i1", 0))
+    t.write(i.operands[0], _LENGTH, t.ir.resize(count, "i32", signed=False))
+
+
+@FAMILY.form("brev.type", 2, type=_BIT_WORDS)
+def reverse_bits(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
+    """Last bit first."""
+    scalar = m.scalar()
+    value = t.read(i.operands[1], scalar)
+    t.write(i.operands[0], scalar, t.ir.intrinsic(f"llvm.bitreverse.i{scalar.bits}", value.type, value))
+
+
+@FAMILY.form("bfind{.shiftamt}.type", 2, type=_WORDS)
+def find_bit(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
+    """The highest bit that differs from the sign, or how far it is from the top; all ones if there is none."""
+    scalar, ir = m.scalar(), t.ir
+    value = t.read(i.operands[1], scalar)
+    if scalar.is_signed:
+        value = ir.binary("xor", value, ir.binary("ashr", value, scalar.bits - 1))
+    in_front = ir.intrinsic(f"llvm.ctlz.i{scalar.bits}", value.type, value, constant("i1", 0))
+    found = in_front
+    if "shiftamt" not in m:
+        found = ir.binary("sub", constant(value.type, scalar.bits - 1), in_front)
+    found = ir.select(ir.compare("icmp eq", value, 0), constant(value.type, -1), found)
+    t.write(i.operands[0], _LENGTH, ir.resize(found, "i32", signed=False))
+
+
+@FAMILY.form("bfe.type", 4, type=_WORDS)
+def extract_field(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
+    """`length` bits from `start`; a signed field repeats its highest bit that exists (section 9.7.1.18)."""
+    scalar, ir = m.scalar(), t.ir
+    kind = f"i{scalar.bits}"
+    value = t.read(i.operands[1], scalar)
+    start, length = (_field_number(t, i, n, kind) for n in (2, 3))
+    last = constant(kind, scalar.bits - 1)
+    is_past = ir.compare("icmp ugt", start, last)
+    shifted = ir.binary("lshr", value, ir.intrinsic(f"llvm.umin.{kind}", kind, start, last))
+    field = ir.binary("and", ir.select(is_past, constant(kind, 0), shifted), ones(t, length))
+    if scalar.is_signed:
+        end = ir.binary("sub", ir.binary("add", start, length), 1)
+        top = ir.intrinsic(f"llvm.umin.{kind}", kind, end, last)
+        sign = ir.cast("trunc", ir.binary("lshr", value, top), "i1")
+        is_negative = ir.binary("and", sign, ir.compare("icmp ne", length, 0))
+        held = ir.intrinsic(f"llvm.usub.sat.{kind}", kind, constant(kind, scalar.bits), start)
+        filled = ir.binary("xor", ones(t, ir.intrinsic(f"llvm.umin.{kind}", kind, held, length)), -1)
+        field = ir.binary("or", field, ir.select(is_negative, filled, constant(kind, 0)))
+    t.write(i.operands[0], scalar, field)
+
+
+@FAMILY.form("bfi.type", 5, type=_BIT_WORDS)
+def insert_field(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
+    """`length` bits of a into b from `start` on (section 9.7.1.19)."""
+    scalar, ir = m.scalar(), t.ir
+    kind = f"i{scalar.bits}"
+    field, into = t.read(i.operands[1], scalar), t.read(i.operands[2], scalar)
+    start, length = (_field_number(t, i, n, kind) for n in (3, 4))
+    last = constant(kind, scalar.bits - 1)
+    shift = ir.intrinsic(f"llvm.umin.{kind}", kind, start, last)
+    is_past = ir.compare("icmp ugt", start, last)
+    mask = ir.select(is_past, constant(kind, 0), ir.binary("shl", ones(t, length), shift))
+    kept = ir.binary("and", into, ir.binary("xor", mask, -1))
+    t.write(i.operands[0], scalar, ir.binary("or", kept, ir.binary("and", ir.binary("shl", field, shift), mask)))
+
+
+def _pair(t: OperandTranslator, i: Instruction, scalar: Scalar) -> tuple[Value, Value]:
+    return t.read(i.operands[1], scalar), t.read(i.operands[2], scalar)
+
+
+def product(t: OperandTranslator, half: str, scalar: Scalar, left: Value, right: Value) -> Value:
+    """Compute one half of a product."""
+    if half == "lo":
+        return t.ir.binary("mul", left, right)
+    high = t.ir.binary("lshr", _whole_product(t, scalar, left, right), scalar.bits)
+    return t.ir.cast("trunc", high, left.type)
+
+
+def _whole_product(t: OperandTranslator, scalar: Scalar, left: Value, right: Value) -> Value:
+    wide = f"i{2 * scalar.bits}"
+    left, right = (t.ir.resize(value, wide, signed=scalar.is_signed) for value in (left, right))
+    return t.ir.binary("mul", left, right)
+
+
+def _field_number(t: OperandTranslator, i: Instruction, position: int, kind: str) -> Value:
+    """A field's start or length, a .u32 (sections 9.7.1.18 and 9.7.1.19).
+
+    Past 255 the ISA leaves it open: an H100 takes the low 8 bits for a 32-bit field, and all of them for a 64-bit one.
+    """
+    number = t.read(i.operands[position], _LENGTH)
+    if kind == "i32":
+        return t.ir.binary("and", number, 255)
+    return t.ir.resize(number, kind, signed=False)
+
+
+def ones(t: OperandTranslator, length: Value) -> Value:
+    """So many low bits set; all of them if it is more than there are."""
+    bits = int(length.type[1:])
+    is_all = t.ir.compare("icmp uge", length, bits)
+    amount = t.ir.select(is_all, constant(length.type, 0), length)
+    some = t.ir.binary("sub", t.ir.binary("shl", constant(length.type, 1), amount), 1)
+    return t.ir.select(is_all, constant(length.type, -1), some)

@@ -1,0 +1,379 @@
+"""Loads and stores of many lanes at once (see access.py for what may be accessed).
+
+Lanes mostly access what lies side by side. Whether they do is seen from the register that holds their addresses: then
+the first and the last granule are checked, and one masked vector is moved. Else a function takes one lane after
+another. An address that is the same for all lanes is accessed once, as one thread would.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from gpulease.daemon.ptx.native.structures import Access
+from gpulease.daemon.ptx.parse.syntax import Address, Instruction, Operand, Register, Scalar, Space
+from gpulease.daemon.ptx.translate.access import (
+    GRANULE_BYTES,
+    RECORD_FAULT,
+    SPACE_NUMBERS,
+    add_wrapping,
+    address_type,
+    global_is_valid,
+    reach_global,
+    window_base,
+    window_is_valid,
+    window_limit,
+)
+from gpulease.daemon.ptx.translate.forms import Modifiers
+from gpulease.daemon.ptx.translate.ir import LIKELY, NO_LANE, IrWriter, Value, constant
+from gpulease.daemon.ptx.translate.lane_copies import translate_copy
+from gpulease.daemon.ptx.translate.loads_stores import check_policy, elements
+from gpulease.daemon.ptx.translate.operand_values import ENVIRONMENT
+from gpulease.daemon.ptx.translate.vectors import NotWide, is_wide
+
+if TYPE_CHECKING:
+    from gpulease.daemon.ptx.translate.lanes import LaneTranslator
+
+_SPACES = (Space.GLOBAL, Space.CONST, Space.SHARED)
+_EACH_TIME = ("volatile", "relaxed", "acquire", "release")
+
+# What happens once for each lane, even if their operands are the same.
+_COUNTED = ("atom", "red", "cp")
+
+# What lanes may access in global memory together: three granules have a part of it at most.
+_MOST_BYTES = 2 * GRANULE_BYTES
+
+_WORD_BYTES = 4
+
+
+def is_private(i: Instruction) -> bool:
+    """Say whether lanes may get different results of an instruction for the same operands."""
+    if i.opcode == "ld":
+        return not _is_shared_load(i)
+    if i.opcode == "cvta":
+        # Each lane's local memory lies elsewhere.
+        return "local" in i.modifiers
+    return i.opcode in _COUNTED
+
+
+def _is_shared_load(i: Instruction) -> bool:
+    spaces = {modifier.partition("::")[0] for modifier in i.modifiers}
+    return not spaces.isdisjoint(("global", "const", "shared", "param")) and spaces.isdisjoint(_EACH_TIME)
+
+
+def translate_access(t: "LaneTranslator", i: Instruction, m: Modifiers) -> bool:
+    """Translate a load or store of lanes whose addresses differ; False for any other instruction.
+
+    Raises NotWide if it is to be done lane by lane.
+    """
+    if i.opcode == "cp":
+        return translate_copy(t, i, m)
+    if i.opcode in _COUNTED:
+        raise NotWide
+    if i.opcode not in ("ld", "st"):
+        return False
+    if not set(_EACH_TIME).isdisjoint(i.modifiers):
+        raise NotWide
+    operand = i.operands[0 if i.opcode == "st" else 1]
+    if not isinstance(operand, Address) or not isinstance(operand.base, Register):
+        if i.opcode == "ld" and is_private(i):
+            raise NotWide
+        return False
+    space = Space(m.get("space").split("::")[0] or "generic")
+    if not is_wide(t.read(operand.base, address_type(t, operand.base))):
+        if space not in (*_SPACES, Space.PARAM):
+            raise NotWide
+        return False
+    check_policy(t, i, m, 2)
+    moved = elements(t, m, i.operands[1 if i.opcode == "st" else 0])
+    is_long = space is not Space.SHARED and t.ir.lanes * m.scalar().size * len(moved) > _MOST_BYTES
+    if space not in _SPACES or is_long:
+        raise NotWide
+    kind = _LongAccess if len(moved) > 1 and m.scalar().size >= _WORD_BYTES else _Access
+    kind(t, operand, operand.base, (space, m.scalar(), len(moved))).translate(moved, stores=i.opcode == "st")
+    return True
+
+
+class _Access:
+    """A load or store for each lane, of a scalar or a few; vectors of all hold the first lane's first."""
+
+    def __init__(self, t: "LaneTranslator", operand: Address, base: Register, what: tuple[Space, Scalar, int]) -> None:
+        self.t, self.ir = t, t.ir
+        self._space, self._scalar, self._count = what
+        self._size = self._scalar.size * self._count
+        self._base = t.read(base, address_type(t, base))
+        self._offset = operand.offset
+        if self._space is Space.SHARED and base.type.bits == 32:
+            self._base, self._offset = add_wrapping(t.ir, self._base, operand.offset), 0
+        self._kind = f"i{self._scalar.bits}"
+        self._vector = f"<{t.ir.lanes * self._count} x {self._kind}>"
+        # Hosts of 256-bit vectors can't mask these; LLVM would write a branch for each lane.
+        self._is_narrow = self._scalar.bits < 32
+
+    def translate(self, moved: Sequence[Operand], *, stores: bool) -> None:
+        """Both ways, and which is taken."""
+        t, ir = self.t, self.ir
+        values = [t.to_bits(t.read_wide(one, self._scalar), self._scalar) for one in moved] if stores else []
+        value = self._interleave(values) if stores else None
+        address = self._first_address()
+        flag = ir.binary("and", self._side_by_side(), self._is_valid(address))
+        if self._is_narrow:
+            flag = ir.binary("and", flag, ir.compare("icmp eq", t.mask, -1))
+        together, apart, done = (ir.fresh(stem) for stem in ("together", "apart", "accessed"))
+        ir.branch_if(flag, together, apart, extra=LIKELY)
+        ir.block(together)
+        quick = self._move_together(address, value)
+        ir.branch(done)
+        ir.block(apart)
+        slow, last = self._move_each(value)
+        ir.branch(done)
+        ir.block(done)
+        if value is None:
+            phi = f"phi {self._vector} [ {quick.text}, %{together} ], [ {slow.text}, %{last} ]"
+            loaded = ir.wide_value(self._kind, phi)
+            for number, element in enumerate(moved):
+                result = t.from_bits(self._part(loaded, number), self._scalar)
+                t.write_wide(element, self._scalar, result)
+
+    def _interleave(self, values: Sequence[Value]) -> Value:
+        """The lanes' values as one vector."""
+        ir = self.ir
+        if len(values) == 1:
+            return ir.widen(values[0])
+        whole, lanes = [ir.widen(value).text for value in values], ir.lanes
+        # Pairs of vectors end to end until one is left, then each lane's values together.
+        width = lanes
+        while len(whole) > 1:
+            order = ", ".join(f"i32 {n}" for n in range(2 * width))
+            kind = f"<{width} x {self._kind}>"
+            whole = [
+                ir.wide_value(self._kind, f"shufflevector {kind} {a}, {kind} {b}, <{2 * width} x i32> <{order}>").text
+                for a, b in zip(whole[::2], whole[1::2], strict=True)
+            ]
+            width *= 2
+        order = ", ".join(f"i32 {part * lanes + lane}" for lane in range(lanes) for part in range(self._count))
+        pick = f"shufflevector {self._vector} {whole[0]}, {self._vector} poison, <{width} x i32> <{order}>"
+        return ir.wide_value(self._kind, pick)
+
+    def _part(self, loaded: Value, number: int) -> Value:
+        """Return one part of each lane's values."""
+        if self._count == 1:
+            return loaded
+        order = ", ".join(f"i32 {lane * self._count + number}" for lane in range(self.ir.lanes))
+        pick = f"shufflevector {self._vector} {loaded.text}, {self._vector} poison, <{self.ir.lanes} x i32> <{order}>"
+        return self.ir.wide_value(self._kind, pick)
+
+    def _first_address(self) -> Value:
+        """Return the first lane's address, or the one it would have, as i64."""
+        first = self.ir.resize(self.ir.first(self._base), "i64", signed=False)
+        return self.ir.binary("add", first, self._offset)
+
+    def _side_by_side(self) -> Value:
+        """Compute whether each lane that takes part accesses the place behind the lane before."""
+        ir, kind = self.ir, self._base.type
+        first = ir.first(self._base)
+        numbers = ir.each(kind, self._size)
+        same = ir.compare("icmp eq", self._base, ir.binary("add", ir.widen(first), numbers))
+        absent = ir.binary("xor", self.t.mask, -1)
+        every = ir.compare("icmp eq", ir.binary("or", ir.mask_of(same), absent), -1)
+        if kind == "i64":
+            return every
+        # 32-bit addresses are extended before they are used, so they must not have wrapped.
+        most = 2**32 - self._size * ir.lanes
+        return ir.binary("and", every, ir.compare("icmp ule", first, most))
+
+    def _is_valid(self, address: Value) -> Value:
+        """Compute whether everything from the first to the last lane that takes part may be accessed."""
+        ir, size, mask = self.ir, self._size, self.t.mask
+        before = ir.intrinsic(f"llvm.cttz.{mask.type}", mask.type, mask, constant("i1", 0))
+        behind = ir.intrinsic(f"llvm.ctlz.{mask.type}", mask.type, mask, constant("i1", 0))
+        after = ir.binary("sub", constant(mask.type, ir.lanes - 1), behind)
+        low, high = (
+            ir.binary("add", address, ir.binary("mul", ir.resize(lane, "i64", signed=False), size))
+            for lane in (before, after)
+        )
+        if self._space is Space.SHARED:
+            limit = window_limit(self.t, self._space)
+            ends = window_is_valid(ir, low, size, limit), window_is_valid(ir, high, size, limit)
+            return ir.binary("and", *ends)
+        # Of a granule what comes first is there: the last access in it decides for all in it.
+        edge = ir.binary("sub", ir.binary("or", low, GRANULE_BYTES - 1), size - 1)
+        valid = global_is_valid(ir, high, size)
+        for distance in range(0, ir.lanes * size, GRANULE_BYTES):
+            last_there = ir.intrinsic("llvm.umin.i64", "i64", ir.binary("add", edge, distance), high)
+            valid = ir.binary("and", valid, global_is_valid(ir, last_there, size))
+        return valid
+
+    def _pointer(self, address: Value) -> Value:
+        if self._space is Space.SHARED:
+            return self.ir.offset(window_base(self.t, self._space), address)
+        return self.ir.cast("inttoptr", address, "ptr")
+
+    def _move_together(self, address: Value, value: Value | None) -> Value:
+        ir, vector, pointer = self.ir, self._vector, self._pointer(address)
+        place = f"ptr align {self._size} {pointer.text}"
+        if self._is_narrow:
+            if value is None:
+                return ir.wide_value(self._kind, f"load {vector}, {pointer}, align {self._size}")
+            ir.raw(f"store {vector} {value.text}, {pointer}, align {self._size}")
+            return value
+        flags = self._flags()
+        flag_type = f"<{ir.lanes * self._count} x i1>"
+        name = f"v{ir.lanes * self._count}{self._kind}.p0"
+        if value is None:
+            ir.require(f"declare {vector} @llvm.masked.load.{name}(ptr, {flag_type}, {vector})")
+            call = (
+                f"call {vector} @llvm.masked.load.{name}({place}, {flag_type} {flags.text}, {vector} zeroinitializer)"
+            )
+            return ir.wide_value(self._kind, call)
+        ir.require(f"declare void @llvm.masked.store.{name}({vector}, ptr, {flag_type})")
+        ir.raw(f"call void @llvm.masked.store.{name}({vector} {value.text}, {place}, {flag_type} {flags.text})")
+        return value
+
+    def _flags(self) -> Value:
+        """Return which elements take part."""
+        ir, flags = self.ir, self.ir.flags_of(self.t.mask)
+        if self._count == 1:
+            return flags
+        order = ", ".join(f"i32 {lane}" for lane in range(ir.lanes) for _ in range(self._count))
+        kind = ir.wide_type("i1")
+        width = ir.lanes * self._count
+        return ir.wide_value("i1", f"shufflevector {kind} {flags.text}, {kind} poison, <{width} x i32> <{order}>")
+
+    def _move_each(self, value: Value | None) -> tuple[Value, str]:
+        """Through memory; what was loaded, and the block that is in."""
+        values = self._values()
+        self.ir.raw(f"store {self._vector} {value.text if value else 'zeroinitializer'}, {values}")
+        last = self._call_each(values, is_store=value is not None)
+        return self.ir.wide_value(self._kind, f"load {self._vector}, {values}"), last
+
+    def _values(self) -> Value:
+        """Return memory for what the lanes load or store, each lane's parts together."""
+        return self.t.room(f"values.{self._kind}.{self._count}", self._vector)
+
+    def _call_each(self, values: Value, *, is_store: bool) -> str:
+        """Call the function for all such accesses, which moves one lane after another; the block behind it."""
+        t, ir = self.t, self.ir
+        wide = ir.binary("add", ir.resize(self._base, "i64", signed=False), self._offset)
+        addresses = t.room("addresses", ir.wide_type("i64"))
+        ir.raw(f"store {ir.whole(wide)}, {addresses}")
+        name = self._require_function(is_store=is_store)
+        line = constant("i32", t.instruction.line if t.instruction else 0)
+        limit, base = constant("i64", 0), Value("ptr", "null")
+        if self._space is Space.SHARED:
+            limit, base = window_limit(t, self._space), window_base(t, self._space)
+        return t.call_each(name, (ENVIRONMENT, base, limit, addresses, values, t.mask, line))
+
+    def _require_function(self, *, is_store: bool) -> str:
+        name = f"{'store' if is_store else 'load'}_{self._space.value}_{self._size}_{self.ir.lanes}"
+        declarations: set[str] = set()
+        body = IrWriter(declarations)
+        _access_each(body, self._space, self._size, self.t.mask.type, is_store=is_store)
+        signature = (
+            f"define internal i32 @{name}(ptr %environment, ptr %base, i64 %limit, ptr %addresses, ptr %values,"
+            f" {self.t.mask.type} %mask, i32 %line) noinline {{"
+        )
+        for definition in (*declarations, "\n".join([signature, "entry:", *body.lines, "}", ""])):
+            self.ir.require(definition)
+        return name
+
+
+class _LongAccess(_Access):
+    """An access of two or four words for each lane: a function shuffles them, as vectors of all take LLVM long."""
+
+    def translate(self, moved: Sequence[Operand], *, stores: bool) -> None:
+        """Both ways: where all lanes lie side by side, and through memory of the function's."""
+        t, ir = self.t, self.ir
+        parts = t.room(f"parts.{self._kind}.{self._count}", f"[{self._count} x {ir.wide_type(self._kind)}]")
+        places = [ir.offset(parts, ir.lanes * self._scalar.size * number) for number in range(self._count)]
+        if stores:
+            for one, place in zip(moved, places, strict=True):
+                ir.raw(f"store {ir.whole(t.to_bits(t.read_wide(one, self._scalar), self._scalar))}, {place}")
+        address = self._first_address()
+        flag = ir.binary("and", self._side_by_side(), self._is_valid(address))
+        flag = ir.binary("and", flag, ir.compare("icmp eq", t.mask, -1))
+        together, apart, done = (ir.fresh(stem) for stem in ("together", "apart", "accessed"))
+        ir.branch_if(flag, together, apart, extra=LIKELY)
+        ir.block(together)
+        self._move(self._pointer(address), parts, stores=stores)
+        ir.branch(done)
+        ir.block(apart)
+        values = self._values()
+        if stores:
+            self._move(values, parts, stores=True)
+        self._call_each(values, is_store=stores)
+        if not stores:
+            self._move(values, parts, stores=False)
+        ir.branch(done)
+        ir.block(done)
+        if not stores:
+            for one, place in zip(moved, places, strict=True):
+                value = ir.wide_value(self._kind, f"load {ir.wide_type(self._kind)}, {place}")
+                t.write_wide(one, self._scalar, t.from_bits(value, self._scalar))
+
+    def _move(self, lanes: Value, parts: Value, *, stores: bool) -> None:
+        """Between where a lane's values lie together and where those of all lanes do."""
+        ir = self.ir
+        name = f"{'join' if stores else 'spread'}_{self._count}_{self._kind}_{ir.lanes}"
+        body = IrWriter(set())
+        _move_eights(body, (self._count, self._scalar.size, ir.lanes), joins=stores)
+        signature = f"define internal void @{name}(ptr noalias %lanes, ptr noalias %parts) noinline {{"
+        ir.require("\n".join([signature, "entry:", *body.lines, "}", ""]))
+        ir.emit(f"call void @{name}({lanes}, {parts})")
+
+
+def _move_eights(ir: IrWriter, what: tuple[int, int, int], *, joins: bool) -> None:
+    """A function's body that moves the values of eight lanes at a time."""
+    count, size, lanes = what
+    one, all_ = f"<8 x i{8 * size}>", f"<{8 * count} x i{8 * size}>"
+    for eight in range(0, lanes, 8):
+        together = ir.offset(Value("ptr", "%lanes"), eight * count * size)
+        places = [ir.offset(Value("ptr", "%parts"), (lanes * part + eight) * size) for part in range(count)]
+        if not joins:
+            whole = ir.load(all_, together, extra=f", align {count * size}")
+            for part, place in enumerate(places):
+                order = ", ".join(f"i32 {lane * count + part}" for lane in range(8))
+                shuffle = f"shufflevector {whole}, {all_} poison, <8 x i32> <{order}>"
+                ir.emit(f"store {ir.value(one, shuffle)}, {place}, align 8")
+            continue
+        held, width = [ir.load(one, place, extra=", align 8") for place in places], 8
+        while len(held) > 1:
+            order = ", ".join(f"i32 {n}" for n in range(2 * width))
+            wide = f"<{2 * width} x i{8 * size}>"
+            pairs = zip(held[::2], held[1::2], strict=True)
+            held = [ir.value(wide, f"shufflevector {a}, {b}, <{2 * width} x i32> <{order}>") for a, b in pairs]
+            width *= 2
+        order = ", ".join(f"i32 {part * 8 + lane}" for lane in range(8) for part in range(count))
+        mixed = ir.value(all_, f"shufflevector {held[0]}, {all_} poison, <{width} x i32> <{order}>")
+        ir.emit(f"store {mixed}, {together}, align {count * size}")
+    ir.emit("ret void")
+
+
+def _access_each(ir: IrWriter, space: Space, size: int, mask_type: str, *, is_store: bool) -> None:
+    """A function's body that accesses for one lane after another; it returns the first that may not, or `NO_LANE`."""
+    kind = f"i{8 * size}"
+    ir.block("head")
+    left = Value(mask_type, "%left")
+    ir.lines.append(f"  {left.text} = phi {mask_type} [ %mask, %entry ], [ %rest, %moved ]")
+    lane = ir.intrinsic(f"llvm.cttz.{mask_type}", mask_type, left, constant("i1", 0))
+    index = ir.resize(lane, "i64", signed=False)
+    address = ir.load("i64", ir.offset(Value("ptr", "%addresses"), ir.binary("shl", index, 3)))
+    access = Access.STORE if is_store else Access.LOAD
+    if space is Space.SHARED:
+        valid = window_is_valid(ir, address, size, Value("i64", "%limit"))
+        pointer = ir.offset(Value("ptr", "%base"), address)
+        ir.branch_if(valid, "moved", "failed", extra=LIKELY)
+    else:
+        pointer = reach_global(ir, address, global_is_valid(ir, address, size), (size, access), "failed")
+        ir.branch("moved")
+    ir.block("failed")
+    details = ", ".join(f"i32 {number}" for number in (size, access, SPACE_NUMBERS[space]))
+    ir.emit(f"call void @{RECORD_FAULT}({ENVIRONMENT}, {address}, {details}, i32 %line)")
+    ir.ret_value(ir.resize(lane, "i32", signed=False))
+    ir.block("moved")
+    held = ir.offset(Value("ptr", "%values"), ir.binary("mul", index, size))
+    source, into = (held, pointer) if is_store else (pointer, held)
+    ir.emit(f"store {ir.load(kind, source, extra=f', align {size}')}, {into}, align {size}")
+    ir.emit(f"%less = sub {left}, 1")
+    ir.emit(f"%rest = and {left}, %less")
+    ir.branch_if(ir.compare("icmp ne", Value(mask_type, "%rest"), 0), "head", "done")
+    ir.block("done")
+    ir.ret(NO_LANE)

@@ -1,0 +1,153 @@
+"""Asynchronous copies of many lanes at once (async_copies.py), by one function for all of a size.
+
+The function takes one lane after another. Neighbours mostly copy from the same granule, which is checked once.
+"""
+
+from typing import TYPE_CHECKING
+
+from gpulease.daemon.ptx.native.structures import Access
+from gpulease.daemon.ptx.parse.syntax import Instruction, Operand, Space
+from gpulease.daemon.ptx.translate.access import (
+    GRANULE_BYTES,
+    RECORD_FAULT,
+    SPACE_NUMBERS,
+    address_in,
+    global_is_valid,
+    reach_global,
+    window_base,
+    window_limit,
+)
+from gpulease.daemon.ptx.translate.async_copies import bytes_taken, copied_bytes
+from gpulease.daemon.ptx.translate.forms import Modifiers
+from gpulease.daemon.ptx.translate.ir import LIKELY, NO_LANE, IrWriter, Value, constant
+from gpulease.daemon.ptx.translate.loads_stores import check_policy
+from gpulease.daemon.ptx.translate.operand_values import ENVIRONMENT
+
+if TYPE_CHECKING:
+    from gpulease.daemon.ptx.translate.lanes import LaneTranslator
+
+# No number of bytes that are taken: no granule has been checked.
+_NO_SIZE = -1
+
+
+def translate_copy(t: "LaneTranslator", i: Instruction, m: Modifiers) -> bool:
+    """Translate a copy that a thread's own instruction makes; False for any other instruction."""
+    if i.opcode != "cp" or "into" not in m:
+        return False
+    size = copied_bytes(t, i, m)
+    count = len(i.operands) - ("policy" in m)
+    check_policy(t, i, m, 3 if count == 3 else 4)
+    taken = constant("i32", size) if count == 3 else bytes_taken(t, i.operands[3], size)
+    into, source = (_laid_out(t, name, _address(t, i.operands[n], space)) for n, name, space in _ENDS)
+    counts = _laid_out(t, "taken", taken)
+    name = _require_function(t, size)
+    line = constant("i32", i.line)
+    given = [
+        ENVIRONMENT,
+        window_base(t, Space.SHARED),
+        window_limit(t, Space.SHARED),
+        into,
+        source,
+        counts,
+        t.mask,
+        line,
+    ]
+    t.call_each(name, given)
+    return True
+
+
+_ENDS = ((0, "addresses", Space.SHARED), (1, "sources", Space.GLOBAL))
+
+
+def _address(t: "LaneTranslator", operand: Operand, space: Space) -> Value:
+    address, found = address_in(t, operand, space)
+    if found is not space:
+        raise t.problem(f"an address in .{found.value} where one in .{space.value} is needed")
+    return address
+
+
+def _laid_out(t: "LaneTranslator", name: str, value: Value) -> Value:
+    """The lanes' values in memory, one behind the other."""
+    room = t.room(name, t.ir.wide_type(value.type))
+    t.ir.raw(f"store {t.ir.whole(value)}, {room}")
+    return room
+
+
+def _require_function(t: "LaneTranslator", size: int) -> str:
+    mask_type = t.mask.type
+    name, declarations = f"copy_{size}_{t.ir.lanes}", set[str]()
+    body = IrWriter(declarations)
+    _copy_each(body, size, mask_type)
+    signature = (
+        f"define internal i32 @{name}(ptr %environment, ptr %base, i64 %limit, ptr %into, ptr %from, ptr %taken,"
+        f" {mask_type} %mask, i32 %line) noinline {{"
+    )
+    for definition in (*declarations, "\n".join([signature, "entry:", *body.lines, "}", ""])):
+        t.ir.require(definition)
+    return name
+
+
+def _copy_each(ir: IrWriter, size: int, mask_type: str) -> None:
+    """A function's body that copies for one lane after another; it returns the first that may not, or `NO_LANE`."""
+    kind, shift = f"i{8 * size}", size.bit_length() - 1
+    slots = ir.binary("lshr", Value("i64", "%limit"), shift)
+    ir.block("head")
+    ir.lines.append(f"  %left = phi {mask_type} [ %mask, %entry ], [ %rest, %next ]")
+    ir.lines.append("  %granule = phi i64 [ 0, %entry ], [ %granule.next, %next ]")
+    ir.lines.append(f"  %whole = phi i32 [ {_NO_SIZE}, %entry ], [ %whole.next, %next ]")
+    left, granule, whole = Value(mask_type, "%left"), Value("i64", "%granule"), Value("i32", "%whole")
+    lane = ir.intrinsic(f"llvm.cttz.{mask_type}", mask_type, left, constant("i1", 0))
+    index = ir.resize(lane, "i64", signed=False)
+    place = ir.load("i64", ir.offset(Value("ptr", "%into"), ir.binary("shl", index, 3)))
+    address = ir.load("i64", ir.offset(Value("ptr", "%from"), ir.binary("shl", index, 3)))
+    taken = ir.load("i32", ir.offset(Value("ptr", "%taken"), ir.binary("shl", index, 2)))
+    wanted = ir.cast("zext", taken, "i64")
+    pointer = ir.offset(Value("ptr", "%base"), place)
+    # One comparison: of a place that is not aligned the low bits come to be the highest.
+    slot = ir.intrinsic("llvm.fshr.i64", "i64", place, place, constant("i64", shift))
+    ir.branch_if(ir.compare("icmp ult", slot, slots), "inside", "outside", extra=LIKELY)
+    ir.block("inside")
+    # Another: the granule is that which was checked, the address is aligned, and all bytes are taken.
+    differs = ir.binary("and", ir.binary("xor", address, granule), ~(GRANULE_BYTES - size))
+    differs = ir.binary("or", differs, ir.cast("zext", ir.binary("xor", taken, whole), "i64"))
+    ir.branch_if(ir.compare("icmp eq", differs, 0), "known", "unknown")
+    ir.block("known")
+    known = ir.load(kind, ir.cast("inttoptr", address, "ptr"), extra=f", align {size}")
+    ir.emit(f"store {known}, {pointer}, align {size}")
+    ir.branch("next")
+    ir.block("unknown")
+    ir.branch_if(ir.compare("icmp eq", taken, 0), "none", "some")
+    ir.block("none")
+    ir.emit(f"store {kind} 0, {pointer}, align {size}")
+    ir.branch("next")
+    ir.block("some")
+    valid = global_is_valid(ir, address, size, wanted)
+    own = ir.binary("and", address, -GRANULE_BYTES)
+    is_whole = global_is_valid(ir, own, GRANULE_BYTES)
+    found = ir.select(is_whole, constant("i32", size), constant("i32", _NO_SIZE))
+    source = reach_global(ir, address, valid, (size, Access.LOAD), "missing")
+    unwanted = ir.binary("sub", constant("i64", 8 * size), ir.binary("shl", wanted, 3))
+    mask = ir.binary("lshr", Value(kind, "-1"), ir.resize(unwanted, kind, signed=False))
+    value = ir.load(kind, source, extra=f", align {size}")
+    ir.emit(f"store {ir.binary('and', value, mask)}, {pointer}, align {size}")
+    ir.block("copied")
+    ir.branch("next")
+    _fail(ir, "outside", lane, place, (size, Access.STORE, SPACE_NUMBERS[Space.SHARED]))
+    _fail(ir, "missing", lane, address, (size, Access.LOAD, SPACE_NUMBERS[Space.GLOBAL]))
+    ir.block("next")
+    for kept, fresh in ((granule, own), (whole, found)):
+        ways = f"[ {kept.text}, %known ], [ {kept.text}, %none ], [ {fresh.text}, %copied ]"
+        ir.lines.append(f"  {kept.text}.next = phi {kept.type} {ways}")
+    ir.emit(f"%less = sub {left}, 1")
+    ir.emit(f"%rest = and {left}, %less")
+    ir.branch_if(ir.compare("icmp ne", Value(mask_type, "%rest"), 0), "head", "done")
+    ir.block("done")
+    ir.ret(NO_LANE)
+
+
+def _fail(ir: IrWriter, label: str, lane: Value, address: Value, what: tuple[int, Access, int]) -> None:
+    """The block in which a copy ends that may not be: it leaves the fault behind, and returns whose it is."""
+    ir.block(label)
+    details = ", ".join(f"i32 {number}" for number in what)
+    ir.emit(f"call void @{RECORD_FAULT}({ENVIRONMENT}, {address}, {details}, i32 %line)")
+    ir.ret_value(ir.resize(lane, "i32", signed=False))

@@ -1,0 +1,229 @@
+"""Operations of a warp's lanes on one another's values, made at once (PTX ISA sections 9.7.9.6 and 9.7.13).
+
+They mean what warp.py's do. All members that have not ended take part where an instruction stands that uniformity.py
+lets lanes meet at; else those that do not would wait for a barrier, and the others for them for ever: a fault.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from gpulease.daemon.ptx.native.structures import Access, Launch
+from gpulease.daemon.ptx.parse.syntax import PREDICATE, SCALARS, Instruction, Integer, Operand, Space
+from gpulease.daemon.ptx.translate.access import fail_unless
+from gpulease.daemon.ptx.translate.forms import Modifiers
+from gpulease.daemon.ptx.translate.ir import TRUE, IrWriter, Value, constant
+from gpulease.daemon.ptx.translate.lane_access import is_private
+from gpulease.daemon.ptx.translate.lane_matrix import MATRICES, translate_matrices
+from gpulease.daemon.ptx.translate.specials import WARP_THREADS
+from gpulease.daemon.ptx.translate.uniformity import Kinds
+from gpulease.daemon.ptx.translate.vectors import NotTogether, VectorWriter, is_wide
+from gpulease.daemon.ptx.translate.wait_points import lane
+from gpulease.daemon.ptx.translate.warp import has_lane, source_lane, two_results
+
+if TYPE_CHECKING:
+    from gpulease.daemon.ptx.translate.lanes import LaneTranslator
+
+EXCHANGES = MATRICES | {"shfl", "vote", "redux", "elect", "activemask"}
+_SAME_FOR_ALL = ("vote", "redux", "activemask")
+
+_WORD = SCALARS["b32"]
+
+# What leaves a reduction as it is.
+_NEUTRAL = {"add": 0, "or": 0, "xor": 0, "umax": 0, "and": -1, "umin": -1, "smin": 2**31 - 1, "smax": -(2**31)}
+
+# The indices of threads from one on, x fastest: for warps that lie in several rows.
+_INDICES_IR = """
+define internal void @indices(i32 %x, i32 %y, i32 %z, i32 %width, i32 %height, ptr %into) noinline {
+entry:
+  br label %next
+next:
+  %n = phi i64 [ 0, %entry ], [ %n.next, %next ]
+  %tx = phi i32 [ %x, %entry ], [ %x.next, %next ]
+  %ty = phi i32 [ %y, %entry ], [ %y.next, %next ]
+  %tz = phi i32 [ %z, %entry ], [ %z.next, %next ]
+  %x.at = getelementptr [3 x [32 x i32]], ptr %into, i64 0, i64 0, i64 %n
+  %y.at = getelementptr [3 x [32 x i32]], ptr %into, i64 0, i64 1, i64 %n
+  %z.at = getelementptr [3 x [32 x i32]], ptr %into, i64 0, i64 2, i64 %n
+  store i32 %tx, ptr %x.at
+  store i32 %ty, ptr %y.at
+  store i32 %tz, ptr %z.at
+  %x.more = add i32 %tx, 1
+  %x.ends = icmp eq i32 %x.more, %width
+  %x.next = select i1 %x.ends, i32 0, i32 %x.more
+  %y.step = zext i1 %x.ends to i32
+  %y.more = add i32 %ty, %y.step
+  %y.ends = icmp eq i32 %y.more, %height
+  %y.next = select i1 %y.ends, i32 0, i32 %y.more
+  %z.step = zext i1 %y.ends to i32
+  %z.next = add i32 %tz, %z.step
+  %n.next = add i64 %n, 1
+  %ends = icmp eq i64 %n.next, 32
+  br i1 %ends, label %done, label %next
+done:
+  ret void
+}
+"""
+
+
+def kinds_of(body: Sequence[Instruction]) -> Kinds:
+    """Classify the instructions of a kernel by their meaning for lanes."""
+    exchanges = frozenset(n for n, i in enumerate(body) if i.opcode in EXCHANGES or "warp" in i.modifiers)
+    common = frozenset(n for n in exchanges if body[n].opcode in _SAME_FOR_ALL)
+    own = frozenset(n for n, i in enumerate(body) if is_private(i))
+    barriers = frozenset(n for n, i in enumerate(body) if i.opcode in ("bar", "barrier")) - exchanges
+    return Kinds(own | (exchanges - common), common, barriers, exchanges)
+
+
+def open_warp(opening: VectorWriter) -> None:
+    """Name the indices and numbers of a warp's threads; the arguments are the first one's."""
+    launch = Value("ptr", "%launch")
+    first = [Value("i32", f"%tid.{axis}") for axis in "xyz"]
+    width, height = (_size(opening, launch, axis) for axis in range(2))
+    rows = opening.binary("add", opening.binary("mul", first[2], height), first[1])
+    flat = opening.binary("add", opening.binary("mul", rows, width), first[0])
+    # A warp begins at a multiple of 32, which only this spelling tells LLVM.
+    start = opening.binary("shl", opening.binary("lshr", flat, 5), 5)
+    opening.raw(f"%wide.flat = or {opening.whole(start)}, {opening.each('i32').text}")
+    absent = opening.intrinsic("llvm.ctlz.i32", "i32", Value("i32", "%given"), constant("i1", 0))
+    last = opening.binary("sub", opening.binary("add", first[0], 32), absent)
+    in_row = opening.compare("icmp ule", last, width)
+    opening.require(_INDICES_IR)
+    opening.emit("%indices = alloca [3 x [32 x i32]], align 64")
+    opening.branch_if(in_row, "row", "rows")
+    opening.block("row")
+    along = opening.wide_value("i32", f"add {opening.whole(first[0])}, {opening.each('i32').text}")
+    near = [along, opening.widen(first[1]), opening.widen(first[2])]
+    opening.branch("placed")
+    opening.block("rows")
+    opening.emit(f"call void @indices({', '.join(map(str, (*first, width, height)))}, ptr %indices)")
+    far = []
+    for axis in range(3):
+        place = opening.offset(Value("ptr", "%indices"), 128 * axis)
+        far.append(opening.wide_value("i32", f"load <32 x i32>, {place}"))
+    opening.branch("placed")
+    opening.block("placed")
+    for name, one, other in zip("xyz", near, far, strict=True):
+        opening.raw(f"%wide.tid.{name} = phi <32 x i32> [ {one.text}, %row ], [ {other.text}, %rows ]")
+
+
+def _size(opening: IrWriter, launch: Value, axis: int) -> Value:
+    return opening.load("i32", opening.offset(launch, Launch.block.offset + 4 * axis))
+
+
+def translate_exchange(t: "LaneTranslator", i: Instruction, m: Modifiers) -> None:
+    """Translate an exchange of the lanes that take part. Raises NotTogether."""
+    match i.opcode:
+        case "shfl":
+            _shuffle(t, i, m)
+        case "vote":
+            _vote(t, i, m)
+        case "redux":
+            _reduce(t, i, m)
+        case "elect":
+            _elect(t, i)
+        case "activemask":
+            t.write(i.operands[0], _WORD, t.mask)
+        case opcode if opcode in MATRICES:
+            _await(t, constant("i32", -1))
+            translate_matrices(t, i, m)
+        case _:
+            _meet(t, i.operands[0])
+
+
+def _meet(t: "LaneTranslator", operand: Operand) -> Value:
+    """The members that have not ended, all of which must be here, and each lane be one."""
+    ir = t.ir
+    members = t.read(operand, _WORD)
+    if is_wide(members):
+        raise NotTogether
+    wide, blamed = ir.cast("zext", members, "i64"), ir.blamed
+    outside = ir.binary("and", t.mask, ir.binary("xor", members, -1))
+    ir.blamed = ir.intrinsic("llvm.cttz.i32", "i32", outside, constant("i1", 0))
+    fail_unless(t, ir.compare("icmp eq", outside, 0), Access.NO_MEMBER, Space.GENERIC, wide, 0)
+    ir.blamed = blamed
+    return _await(t, members)
+
+
+def _await(t: "LaneTranslator", members: Value) -> Value:
+    """The lanes that are here; a fault if members are not that have not ended."""
+    ir, wide = t.ir, t.ir.cast("zext", members, "i64")
+    missing = ir.binary("and", ir.binary("and", members, t.alive()), ir.binary("xor", t.mask, -1))
+    fail_unless(t, ir.compare("icmp eq", missing, 0), Access.EXCHANGE, Space.GENERIC, wide, 0)
+    return t.mask
+
+
+def _shuffle(t: "LaneTranslator", i: Instruction, m: Modifiers) -> None:
+    ir = t.ir
+    distance, bounds = i.operands[2:4]
+    if m["mode"] == "bfly" and isinstance(distance, Integer) and bounds == Integer(WARP_THREADS - 1):
+        _cross(t, i, distance.value % WARP_THREADS)
+        return
+    own = t.read(i.operands[1], _WORD)
+    source, inside = source_lane(t, m["mode"], t.read(i.operands[2], _WORD), t.read(i.operands[3], _WORD))
+    group = _meet(t, i.operands[4])
+    is_there = has_lane(t, group, source)
+    room = t.room("shown", ir.wide_type("i32"))
+    ir.raw(f"store {ir.whole(own)}, {room}")
+    pointers = ir.wide_value("ptr", f"getelementptr i32, {room}, {ir.whole(source)}")
+    flags, kind, many = ir.wide_type("i1"), ir.wide_type("i32"), ir.wide_type("ptr")
+    name = f"llvm.masked.gather.v{ir.lanes}i32.v{ir.lanes}p0"
+    ir.require(f"declare {kind} @{name}({many}, {flags}, {kind})")
+    given = f"{many} align 4 {pointers.text}, {ir.whole(is_there)}, {kind} zeroinitializer"
+    result, predicate = two_results(i.operands[0])
+    t.write(result, _WORD, ir.wide_value("i32", f"call {kind} @{name}({given})"))
+    if predicate is not None:
+        t.write(predicate, PREDICATE, inside)
+
+
+def _cross(t: "LaneTranslator", i: Instruction, distance: int) -> None:
+    """Take a value from the lane whose number differs in some bits; of one that is not there, 0."""
+    ir = t.ir
+    own = t.read(i.operands[1], _WORD)
+    there = ir.flags_of(_meet(t, i.operands[4]))
+    order = ", ".join(f"i32 {lane ^ distance}" for lane in range(WARP_THREADS))
+
+    def crossed(value: Value) -> Value:
+        kind = ir.wide_type(value.type)
+        picked = f"shufflevector {ir.whole(value)}, {kind} poison, <{WARP_THREADS} x i32> <{order}>"
+        return ir.wide_value(value.type, picked)
+
+    result, predicate = two_results(i.operands[0])
+    t.write(result, _WORD, crossed(ir.select(there, own, constant("i32", 0))))
+    if predicate is not None:
+        t.write(predicate, PREDICATE, TRUE)
+
+
+def _vote(t: "LaneTranslator", i: Instruction, m: Modifiers) -> None:
+    ir = t.ir
+    flag = t.read(i.operands[1], PREDICATE)
+    group = _meet(t, i.operands[2])
+    ballot = ir.binary("and", ir.mask_of(flag), group)
+    if "ballot" in i.modifiers:
+        t.write(i.operands[0], _WORD, ballot)
+        return
+    every, none = ir.compare("icmp eq", ballot, group), ir.compare("icmp eq", ballot, 0)
+    results = {"all": every, "any": ir.invert(none), "uni": ir.binary("or", every, none)}
+    t.write(i.operands[0], PREDICATE, results[m["mode"]])
+
+
+def _reduce(t: "LaneTranslator", i: Instruction, m: Modifiers) -> None:
+    ir, scalar, operation = t.ir, m.scalar(), m["op"]
+    if operation in ("min", "max"):
+        operation = ("s" if scalar.is_signed else "u") + operation
+    value = t.read(i.operands[1], scalar)
+    flags = ir.flags_of(_meet(t, i.operands[2]))
+    held = ir.select(flags, value, constant("i32", _NEUTRAL[operation]))
+    name, kind = f"llvm.vector.reduce.{operation}.v{ir.lanes}i32", ir.wide_type("i32")
+    ir.require(f"declare i32 @{name}({kind})")
+    result = Value("i32", f"%{ir.fresh()}")
+    ir.raw(f"{result.text} = call i32 @{name}({ir.whole(held)})")
+    t.write(i.operands[0], scalar, result)
+
+
+def _elect(t: "LaneTranslator", i: Instruction) -> None:
+    ir = t.ir
+    leader = ir.intrinsic("llvm.cttz.i32", "i32", _meet(t, i.operands[1]), constant("i1", 0))
+    result, predicate = two_results(i.operands[0])
+    t.write(result, _WORD, leader)
+    if predicate is not None:
+        t.write(predicate, PREDICATE, ir.compare("icmp eq", lane(t), leader))

@@ -1,0 +1,208 @@
+"""A kernel's registers while its threads run as lanes (lanes.py): where they are, and who takes part in a write."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from gpulease.daemon.ptx.limits import MAX_LANE_FRAME_BYTES, MAX_LANE_SAVED_REGISTERS
+from gpulease.daemon.ptx.native.structures import SHORT_HEAD_BYTES, SLOT_BYTES, Status
+from gpulease.daemon.ptx.parse.declarations import round_up
+from gpulease.daemon.ptx.parse.syntax import Register
+from gpulease.daemon.ptx.translate.ir import LIKELY, NO_LANE, Value, constant
+from gpulease.daemon.ptx.translate.thread_body import BodyTranslator
+from gpulease.daemon.ptx.translate.uniformity import Uniformity
+from gpulease.daemon.ptx.translate.vectors import NotTogether, NotWide, VectorWriter, is_wide
+from gpulease.daemon.ptx.translate.waits import FRAME
+
+ALIVE = Value("ptr", "%alive")
+
+# A predicate of a single lane takes a byte in memory.
+_HELD_BITS = {1: 8, 8: 8, 16: 16, 32: 32, 64: 64, 128: 128}
+
+
+class LaneRegisters(BodyTranslator):
+    """State of the lanes at the current instruction, and access to their registers.
+
+    Attributes:
+        mask: The lanes that take part.
+        local_step: How far the lanes' windows of local memory are apart.
+    """
+
+    ir: VectorWriter
+    mask: Value
+    local_step: int
+    _lanes: Uniformity
+    _mask_type: str
+    # Registers that some block needs, as bits.
+    _shared: int
+    # Memory of the function's: names and types.
+    _rooms: set[tuple[str, str]]
+    # While one lane runs: its number, and where the registers of all are.
+    _lane: Value | None
+    _rooms_of: dict[int, Value]
+    # Whether none but ended lanes are missing; whether the instruction is under a guard that varies.
+    _takes_all: bool
+    _is_guarded: bool
+    # Whether a block is one group, which waits for nobody.
+    _is_alone: bool
+
+    def _take(self, mask: Value) -> None:
+        """From here on these lanes take part."""
+        self.mask = mask
+        self.ir.blamed = self._first_lane(mask)
+
+    def _first_lane(self, mask: Value) -> Value:
+        return self.ir.resize(
+            self.ir.intrinsic(f"llvm.cttz.{mask.type}", mask.type, mask, constant("i1", 0)), "i32", signed=False
+        )
+
+    def room(self, name: str, kind: str) -> Value:
+        """Memory of the function's, one of a name."""
+        self._rooms.add((f"%{name}", kind))
+        return Value("ptr", f"%{name}")
+
+    def alive(self) -> Value:
+        """The lanes that have not ended, or all that take part where none else are left."""
+        return self.mask if self._takes_all else self.ir.load(self._mask_type, ALIVE)
+
+    def fail_lane(self, lane: Value) -> None:
+        """End the kernel with a fault that is a lane's."""
+        before, self.ir.blamed = self.ir.blamed, lane
+        self.ir.ret(Status.FAULT)
+        self.ir.blamed = before
+
+    def call_each(self, name: str, given: Iterable[Value]) -> str:
+        """Call a function that acts for one lane after another, and end the kernel if one may not.
+
+        Such a function returns the lane that may not, or `NO_LANE`. Returns the block behind the call.
+        """
+        ir = self.ir
+        failed = ir.value("i32", f"call i32 @{name}({', '.join(map(str, given))})")
+        fault, fine = ir.fresh("fault"), ir.fresh("fine")
+        ir.branch_if(ir.compare("icmp eq", failed, NO_LANE), fine, fault, extra=LIKELY)
+        ir.block(fault)
+        self.fail_lane(failed)
+        ir.block(fine)
+        return fine
+
+    def local_window(self) -> Value:
+        """Return the address at which the lane's local memory begins."""
+        if self._lane is None:
+            raise NotWide
+        distance = self.ir.binary("mul", self.ir.resize(self._lane, "i64", signed=False), self.local_step)
+        return self.ir.offset(super().local_window(), distance)
+
+    @contextmanager
+    def _as_lane(self, lane: Value, rooms: dict[int, Value]) -> Iterator[None]:
+        """Registers, indices and local memory are one lane's."""
+        ir = self.ir
+        blamed, self._rooms_of = ir.blamed, rooms
+        self._lane = ir.blamed = ir.lane = lane
+        yield
+        ir.blamed, self._rooms_of = blamed, {}
+        self._lane = ir.lane = None
+
+    # --- Registers ---------------------------------------------------------------------------------------------
+
+    def _varies(self, register: Register) -> bool:
+        return bool(self._lanes.varying >> register.index & 1)
+
+    def _load(self, register: Register) -> Value:
+        if not self._varies(register):
+            return super()._load(register)
+        kind = f"i{register.type.bits}"
+        if self._lane is None:
+            return self.ir.wide_value(kind, f"load {self.ir.wide_type(kind)}, ptr %r{register.index}")
+        held = self.ir.load(_held(register), self._place(register))
+        return self.ir.resize(held, kind, signed=False)
+
+    def _store(self, register: Register, value: Value) -> None:
+        if not self._varies(register):
+            if is_wide(value) or self._lane is not None:
+                raise NotTogether
+            super()._store(register, value)
+            return
+        if self._lane is not None:
+            self.ir.store(self.ir.resize(value, _held(register), signed=False), self._place(register))
+            return
+        is_needed = self._is_guarded or self._shared >> register.index & 1
+        if is_needed and not self._takes_all:
+            value = self.ir.select(self.ir.flags_of(self.mask), value, self._load(register))
+        self._put(register, value)
+
+    def _put(self, register: Register, value: Value) -> None:
+        self.ir.raw(f"store {self.ir.whole(value)}, ptr %r{register.index}")
+
+    def _place(self, register: Register) -> Value:
+        """Return the place of a lane's part of a register while lanes run one by one."""
+        if self._lane is None or register.index not in self._rooms_of:
+            raise NotTogether
+        size = _HELD_BITS[register.type.bits] // 8
+        distance = self.ir.binary("mul", self.ir.resize(self._lane, "i64", signed=False), size)
+        return self.ir.offset(self._rooms_of[register.index], distance)
+
+    def _spill(self, register: Register, number: int) -> Value:
+        """Put a register into memory."""
+        held, ir = _held(register), self.ir
+        room = self.room(f"room{number}.{held}", ir.wide_type(held))
+        ir.raw(f"store {ir.whole(ir.resize(self._load(register), held, signed=False))}, {room}")
+        return room
+
+    def _fetch(self, register: Register, room: Value) -> None:
+        """Take it back."""
+        held, ir = _held(register), self.ir
+        value = ir.wide_value(held, f"load {ir.wide_type(held)}, {room}")
+        self._put(register, ir.resize(value, f"i{register.type.bits}", signed=False))
+
+    # --- Waiting -----------------------------------------------------------------------------------------------
+
+    def suspend(self, status: Status) -> None:
+        """Return to the block's loop, and go on behind this when called again; none but ended lanes are missing."""
+        self.carry = None
+        if self._is_alone:
+            return
+        kept = self._kept_registers()
+        resume = self.ir.fresh("resume")
+        self._resumes.append(resume)
+        places, end = [], SHORT_HEAD_BYTES + SLOT_BYTES
+        for register in kept:
+            places.append(self.ir.offset(FRAME, end))
+            end += round_up(self._frame_bytes_of(register), SLOT_BYTES)
+        self._saved_registers += len(kept)
+        if end > MAX_LANE_FRAME_BYTES or self._saved_registers > MAX_LANE_SAVED_REGISTERS:
+            raise NotTogether
+        for register, place in zip(kept, places, strict=True):
+            value = self._load(register)
+            stored = self.ir.mask_of(value) if is_wide(value) and value.type == "i1" else value
+            text = self.ir.whole(stored) if is_wide(stored) else str(stored)
+            self.ir.raw(f"store {text}, {place}, align {SLOT_BYTES}")
+        alive = self.ir.offset(FRAME, SHORT_HEAD_BYTES)
+        self.ir.store(self.mask, alive)
+        self.ir.store(constant("i32", len(self._resumes)), FRAME)
+        self.ir.ret(status)
+        self.ir.block(resume)
+        end = SHORT_HEAD_BYTES + SLOT_BYTES
+        for register in kept:
+            self._restore(register, self.ir.offset(FRAME, end))
+            end += round_up(self._frame_bytes_of(register), SLOT_BYTES)
+        self.frame_bytes = max(self.frame_bytes, end)
+        mask = self.ir.load(self._mask_type, self.ir.offset(FRAME, SHORT_HEAD_BYTES))
+        self.ir.store(mask, ALIVE)
+        self._take(mask)
+
+    def _restore(self, register: Register, place: Value) -> None:
+        kind, align = f"i{register.type.bits}", f", align {SLOT_BYTES}"
+        if not self._varies(register):
+            super()._store(register, self.ir.load(kind, place, extra=align))
+        elif kind == "i1":
+            self._put(register, self.ir.flags_of(self.ir.load(self._mask_type, place, extra=align)))
+        else:
+            self._put(register, self.ir.wide_value(kind, f"load {self.ir.wide_type(kind)}, {place}{align}"))
+
+    def _frame_bytes_of(self, register: Register) -> int:
+        bits = register.type.bits
+        return max(1, bits * (self.ir.lanes if self._varies(register) else 1) // 8)
+
+
+def _held(register: Register) -> str:
+    """As what a lane's part of a register is in memory."""
+    return f"i{_HELD_BITS[register.type.bits]}"

@@ -1,0 +1,371 @@
+"""Translate a kernel to a function that runs neighbouring threads of a row together, as lanes of vectors.
+
+    i32 lanes(launch, environment, frame, local, mask, tid.x, tid.y, tid.z, ctaid.x, ctaid.y, ctaid.z)
+
+The mask's bits are the threads that are there; tid.x is the first one's, and the others' follow. It returns a `Status`;
+above the low 8 bits of a fault's is the lane whose it is. Blocks stand in PTX's order, each with a mask of the lanes
+that wait for it. Of those the earliest always runs next, so lanes that a branch has parted meet again where its ways
+do (uniformity.py). Registers that are the same for all lanes are scalars, others vectors; of these a lane that does not
+take part keeps its part, if it can still need it. What can't be written for vectors is run lane by lane.
+"""
+
+from collections.abc import Callable
+from ctypes import sizeof
+from math import prod
+
+from gpulease.daemon.ptx.limits import MAX_LANE_BLOCKS, MAX_LANE_LINES
+from gpulease.daemon.ptx.native.structures import PARAMETERS_OFFSET, Environment, Status
+from gpulease.daemon.ptx.parse.declarations import round_up
+from gpulease.daemon.ptx.parse.syntax import PREDICATE, Bounds, Function, Instruction, Target
+from gpulease.daemon.ptx.translate.callees import Callees
+from gpulease.daemon.ptx.translate.form_table import PURE_OPCODES, find_form
+from gpulease.daemon.ptx.translate.forms import Form, Modifiers
+from gpulease.daemon.ptx.translate.ir import Value, constant
+from gpulease.daemon.ptx.translate.lane_access import translate_access
+from gpulease.daemon.ptx.translate.lane_exchange import EXCHANGES, kinds_of, open_warp, translate_exchange
+from gpulease.daemon.ptx.translate.lane_registers import ALIVE, LaneRegisters
+from gpulease.daemon.ptx.translate.liveness import TooComplex, effect_of, registers_of
+from gpulease.daemon.ptx.translate.specials import ARGUMENTS, WARP_THREADS
+from gpulease.daemon.ptx.translate.uniformity import Unordered, leaves_at, uniformity_of
+from gpulease.daemon.ptx.translate.vectors import NotTogether, NotWide, VectorWriter, is_wide
+from gpulease.daemon.ptx.translate.waits import WAITING, Waits, find_waits
+
+# How many threads run together: what one register of the widest hosts holds of 32-bit numbers.
+LANES = 16
+
+# Local windows of a block lie side by side; each begins as aligned as any variable may ask for.
+LOCAL_STEP = 256
+
+# Whose instructions have an effect, and can be run lane by lane.
+_MEMORY = ("ld", "st", "atom", "red", "cp", "membar", "fence", "prefetch", "prefetchu", "createpolicy", "discard")
+_EFFECTS = (*_MEMORY, "trap", "brkpt", "nanosleep")
+_BRANCHES = ("bra", "ret", "exit")
+_BARRIERS = ("bar", "barrier")
+# With one of these an instruction is about a phase of an mbarrier, for which threads may wait.
+_PHASED = ("async", "bulk", "mbarrier")
+_OPCODES = PURE_OPCODES | EXCHANGES | {*_EFFECTS, *_BRANCHES, *_BARRIERS}
+
+_MASK = Value("ptr", "%mask")
+
+
+class LaneTranslator(LaneRegisters):
+    """Translates one kernel's body for lanes. Raises NotTogether where that can't be done."""
+
+    def __init__(self, function: Function, variable_places: dict[str, int], declarations: set[str]) -> None:
+        super().__init__(function, variable_places, declarations, Callees())
+        body = function.instructions
+        if not self.waits.is_short or not body or function.call_bytes or not all(map(_is_known, body)):
+            raise NotTogether
+        self._kinds_of = kinds_of(body)
+        self.is_warp = bool(self._kinds_of.exchanges)
+        lanes = WARP_THREADS if self.is_warp else LANES
+        self._is_alone = self.is_warp and 0 < _most_threads(function.bounds) <= WARP_THREADS
+        self.ir = VectorWriter(declarations, lanes)
+        self._found = [find_form(instruction, function.name) for instruction in body]
+        effects = [effect_of(i, writes_first=form.writes) for i, (form, _) in zip(body, self._found, strict=True)]
+        try:
+            self._lanes = uniformity_of(body, effects, self._kinds_of)
+        except (Unordered, TooComplex):
+            raise NotTogether from None
+        if len(self._lanes.blocks) > MAX_LANE_BLOCKS:
+            raise NotTogether
+        common = frozenset(range(len(self._lanes.blocks))) - self._lanes.apart
+        for sites, blocks in ((self.waits.sites, common), (self._kinds_of.exchanges, self._lanes.meeting)):
+            if not all(self._lies_in(index, blocks) for index in sites):
+                raise NotTogether
+        if self.waits.sites:
+            self._find_live([form for form, _ in self._found])
+        self._shared = 0
+        for bits in self._lanes.live:
+            self._shared |= bits
+        self.local_step = round_up(self.local_limit, LOCAL_STEP)
+        indices = ARGUMENTS[:3] if self.is_warp else ARGUMENTS[:1]
+        self.ir.arguments = {name: Value("i32", f"%wide.{name}") for name in indices}
+        if self.is_warp:
+            self.ir.flat = Value("i32", "%wide.flat")
+        self._mask_type = f"i{lanes}"
+        self._rooms = set()
+        self._block = 0
+        self._lane, self._rooms_of = None, {}
+        self.mask = constant(self._mask_type, 0)
+        self._takes_all = self._is_guarded = False
+
+    def _find_waits(self) -> Waits:
+        """Barriers alone: exchanges are made at once."""
+        body = self.function.instructions
+        meetings = [i for i in body if i.opcode in WAITING and i.opcode not in EXCHANGES and "warp" not in i.modifiers]
+        is_short = find_waits(meetings).is_short and not find_waits(body).yields
+        sites = frozenset(n for n, i in enumerate(body) if i.opcode in _BARRIERS and "warp" not in i.modifiers)
+        return Waits(sites, frozenset(), is_short, words=0, parks=False)
+
+    def translate(self, name: str) -> str:
+        """The function's IR, under that name. Raises ImageRejected, NotTogether."""
+        self._name = name
+        self.ir.branch("start")
+        self.ir.block("start")
+        self.ir.branch("in0")
+        for number, block in enumerate(self._lanes.blocks):
+            self._open_block(number)
+            for index in range(block.start, block.end):
+                self.index, self.instruction = index, self.function.instructions[index]
+                self._translate_for_lanes(self.instruction, *self._found[index])
+                if self.ir.length > MAX_LANE_LINES:
+                    raise NotTogether
+            self._close_block(number)
+        self.ir.block(f"check{len(self._lanes.blocks)}")
+        self.ir.ret(Status.DONE)
+        size = f"@{name}.frame = internal constant i64 {self.frame_bytes}"
+        return "\n".join([size, self._signature(name), *self._prologue(), *self.ir.lines[1:], "}", ""])
+
+    # --- Blocks and branches -----------------------------------------------------------------------------------
+
+    def _open_block(self, number: int) -> None:
+        """Begin a block with the lanes that wait for it; without any, go on to the next."""
+        ir, pending = self.ir, self._pending(number)
+        self.carry = None
+        self._block = number
+        ir.block(f"check{number}")
+        found = ir.load(self._mask_type, pending)
+        ir.branch_if(ir.compare("icmp eq", found, 0), f"check{number + 1}", f"take{number}")
+        ir.block(f"take{number}")
+        ir.store(constant(self._mask_type, 0), pending)
+        ir.store(found, _MASK)
+        ir.block(f"in{number}")
+        self._takes_all = number not in self._lanes.apart
+        self._take(ir.load(self._mask_type, ALIVE if self._takes_all else _MASK))
+
+    def _pending(self, number: int) -> Value:
+        return Value("ptr", f"%pending{number}")
+
+    def _waits_for(self, number: int, mask: Value) -> None:
+        """Let lanes wait for a block, or end where the last is behind them."""
+        if number < len(self._lanes.blocks):
+            before = self.ir.load(self._mask_type, self._pending(number))
+            self.ir.store(self.ir.binary("or", before, mask), self._pending(number))
+
+    def _close_block(self, number: int) -> None:
+        """Fall into the next block, unless all lanes have gone elsewhere."""
+        if not self.ir.is_ended:
+            self._go(number + 1, self.mask)
+
+    def _go(self, number: int, mask: Value) -> None:
+        """All lanes that take part go on at a block; ends the code at hand."""
+        if number < len(self._lanes.blocks) and leaves_at(self.function.instructions, self._lanes.blocks[number].start):
+            self._go_or_leave(-1, mask)
+            return
+        is_back = number <= self._block
+        if number < len(self._lanes.blocks) and (is_back or self._takes_all):
+            # Nobody waits for an earlier block, or for any while all are here.
+            self.ir.store(mask, _MASK)
+            self.ir.branch(f"in{number}")
+            return
+        self._waits_for(number, mask)
+        self.ir.branch(f"check{self._block + 1}")
+
+    def _leave(self, mask: Value) -> None:
+        alive = self.ir.load(self._mask_type, ALIVE)
+        self.ir.store(self.ir.binary("and", alive, self.ir.binary("xor", mask, -1)), ALIVE)
+
+    def _branch(self, instruction: Instruction) -> None:
+        ir, body = self.ir, self.function.instructions
+        target = instruction.operands[0] if instruction.operands else None
+        if instruction.opcode == "bra" and not isinstance(target, Target):
+            raise self.problem("a branch goes to a label")
+        index = target.index if isinstance(target, Target) else len(body)
+        ends = leaves_at(body, index)
+        number = -1 if ends else [block.start for block in self._lanes.blocks].index(index)
+        flag = self._guard(instruction)
+        if flag is None:
+            self._go_or_leave(number, self.mask)
+            return
+        if not is_wide(flag):
+            taken, stay = ir.fresh("taken"), ir.fresh("stay")
+            ir.branch_if(flag, taken, stay)
+            ir.block(taken)
+            self._go_or_leave(number, self.mask)
+            ir.block(stay)
+            return
+        self._part(number, ir.mask_of(flag))
+
+    def _go_or_leave(self, number: int, mask: Value) -> None:
+        if number >= 0:
+            self._go(number, mask)
+            return
+        self._leave(mask)
+        self.ir.branch(f"check{self._block + 1}")
+
+    def _part(self, number: int, flags: Value) -> None:
+        """Some lanes go to a block, or end; the rest go on behind this."""
+        ir, following = self.ir, self._block + 1
+        taken = ir.binary("and", self.mask, flags)
+        rest = ir.binary("and", self.mask, ir.binary("xor", flags, -1))
+        if number < 0:
+            self._leave(taken)
+            some = ir.fresh("some")
+            ir.branch_if(ir.compare("icmp eq", rest, 0), f"check{following}", some)
+            ir.block(some)
+            self.mask = rest
+            return
+        if leaves_at(self.function.instructions, self._lanes.blocks[self._block].end):
+            self._leave(rest)
+            some = ir.fresh("some")
+            ir.branch_if(ir.compare("icmp eq", taken, 0), f"check{following}", some)
+            ir.block(some)
+            self._go(number, taken)
+            return
+        self._waits_for(following, rest)
+        if number > self._block:
+            self._waits_for(number, taken)
+            ir.branch(f"check{following}")
+        else:
+            back = ir.fresh("back")
+            ir.branch_if(ir.compare("icmp eq", taken, 0), f"check{following}", back)
+            ir.block(back)
+            ir.store(taken, _MASK)
+            ir.branch(f"in{number}")
+
+    # --- Instructions ------------------------------------------------------------------------------------------
+
+    def _guard(self, instruction: Instruction) -> Value | None:
+        if instruction.guard is None:
+            return None
+        flag = self.read(instruction.guard.register, PREDICATE)
+        return self.ir.invert(flag) if instruction.guard.negated else flag
+
+    def _translate_for_lanes(self, instruction: Instruction, form: Form, modifiers: Modifiers) -> None:
+        if instruction.opcode in _BRANCHES:
+            self._branch(instruction)
+            return
+        flag = self._guard(instruction)
+        if flag is None:
+            self._translate_masked(instruction, form, modifiers)
+        elif not is_wide(flag):
+            self._jump_over(flag, lambda: self._translate_masked(instruction, form, modifiers))
+            if self._takes_all:
+                # Behind a barrier the mask is known no more.
+                self._take(self.ir.load(self._mask_type, ALIVE))
+        else:
+            self._translate_guarded_lanes(flag, instruction, form, modifiers)
+
+    def _translate_guarded_lanes(self, flag: Value, instruction: Instruction, form: Form, modifiers: Modifiers) -> None:
+        """For the lanes whose guard says so; what has no effect but its result is run for all of them."""
+        block_mask, takes_all = self.mask, self._takes_all
+        mask = self.ir.binary("and", block_mask, self.ir.mask_of(flag))
+        self._takes_all, self._is_guarded = False, True
+        self._take(mask)
+        if instruction.opcode in PURE_OPCODES:
+            self._translate_masked(instruction, form, modifiers)
+        else:
+            some = self.ir.compare("icmp ne", mask, 0)
+            self._jump_over(some, lambda: self._translate_masked(instruction, form, modifiers))
+        self._takes_all, self._is_guarded = takes_all, False
+        self._take(block_mask)
+
+    def _jump_over(self, flag: Value, translate: Callable[[], None]) -> None:
+        do, skip = self.ir.fresh("do"), self.ir.fresh("skip")
+        self.ir.branch_if(flag, do, skip)
+        self.ir.block(do)
+        translate()
+        self.ir.block(skip)
+
+    def _translate_masked(self, instruction: Instruction, form: Form, modifiers: Modifiers) -> None:
+        mark, carry = self.ir.mark(), self.carry
+        try:
+            if instruction.opcode in EXCHANGES or "warp" in instruction.modifiers:
+                translate_exchange(self, instruction, modifiers)
+            elif not translate_access(self, instruction, modifiers):
+                form.translate(self, instruction, modifiers)
+        except NotWide:
+            self.ir.rewind(mark)
+            self.carry = carry
+            self._run_one_by_one(instruction, form, modifiers)
+
+    def _run_one_by_one(self, instruction: Instruction, form: Form, modifiers: Modifiers) -> None:
+        """As for one thread, in a loop over the lanes that take part; the vectors are in memory meanwhile."""
+        ir, carry = self.ir, self.carry
+        if instruction.opcode in PURE_OPCODES and self._is_guarded:
+            # The loop runs at least once.
+            some, none = ir.fresh("some"), ir.fresh("none")
+            ir.branch_if(ir.compare("icmp ne", self.mask, 0), some, none)
+            ir.block(some)
+        named = {r.index: r for operand in instruction.operands for r in registers_of(operand)}
+        spilled = [register for register in named.values() if self._varies(register)]
+        rooms = {r.index: self._spill(r, number) for number, r in enumerate(spilled)}
+        left, again = Value("ptr", "%left"), ir.fresh("each")
+        ir.store(self.mask, left)
+        ir.block(again)
+        still = ir.load(self._mask_type, left)
+        lane = self._first_lane(still)
+        with self._as_lane(lane, rooms):
+            form.translate(self, instruction, modifiers)
+        rest = ir.binary("and", still, ir.binary("sub", still, 1))
+        ir.store(rest, left)
+        done = ir.fresh("alldone")
+        ir.branch_if(ir.compare("icmp ne", rest, 0), again, done)
+        ir.block(done)
+        if self.carry is not carry:
+            raise NotTogether
+        if form.writes and instruction.operands:
+            for register in {r.index: r for r in registers_of(instruction.operands[0]) if self._varies(r)}.values():
+                self._fetch(register, rooms[register.index])
+        if instruction.opcode in PURE_OPCODES and self._is_guarded:
+            ir.block(none)
+
+    def _lies_in(self, index: int, among: frozenset[int]) -> bool:
+        """Say whether an instruction lies in one of these blocks, where no guard parts the lanes."""
+        guard = self.function.instructions[index].guard
+        if guard is not None and self._varies(guard.register):
+            return False
+        return any(block.start <= index < block.end for n, block in enumerate(self._lanes.blocks) if n in among)
+
+    # --- The function ------------------------------------------------------------------------------------------
+
+    def _signature(self, name: str) -> str:
+        numbers = ", ".join(f"i32 %{argument}" for argument in ARGUMENTS)
+        launch = f"ptr noalias dereferenceable({PARAMETERS_OFFSET + self.function.parameter_bytes}) %launch"
+        environment = f"ptr noalias dereferenceable({sizeof(Environment)}) %environment"
+        return (
+            f"define internal i32 @{name}({launch}, {environment}, ptr noalias %frame, ptr %local,"
+            f" {self._mask_type} %given, {numbers}) alwaysinline {{"
+        )
+
+    def _prologue(self) -> list[str]:
+        """Slots for registers and masks, all 0, and the way to where the lanes wait."""
+        opening = VectorWriter(self.declarations, self.ir.lanes, "opening.")
+        opening.block("entry")
+        for register in self._used_registers():
+            kind = f"i{register.type.bits}"
+            kind = opening.wide_type(kind) if self._varies(register) else kind
+            opening.raw(f"%r{register.index} = alloca {kind}")
+            opening.raw(f"store {kind} zeroinitializer, ptr %r{register.index}")
+        for name in (*(f"%pending{n}" for n in range(len(self._lanes.blocks))), _MASK.text, "%left"):
+            opening.emit(f"{name} = alloca {self._mask_type}")
+            opening.emit(f"store {self._mask_type} 0, ptr {name}")
+        opening.emit(f"{ALIVE.text} = alloca {self._mask_type}")
+        opening.emit(f"store {self._mask_type} %given, {ALIVE}")
+        opening.emit(f"store {self._mask_type} %given, {_MASK}")
+        for name, kind in sorted(self._rooms):
+            opening.raw(f"{name} = alloca {kind}, align 64")
+        self.ir.open_fixed(opening)
+        if self.is_warp:
+            open_warp(opening)
+        else:
+            opening.raw(f"%wide.tid.x = add {opening.whole(Value('i32', '%tid.x'))}, {opening.each('i32').text}")
+        if self._resumes:
+            opening.emit("%resume = load i32, ptr %frame")
+            cases = [(number + 1, label) for number, label in enumerate(self._resumes)]
+            opening.switch(Value("i32", "%resume"), "start", cases)
+        else:
+            opening.branch("start")
+        return opening.lines[1:]
+
+
+def _most_threads(bounds: Bounds) -> int:
+    """The number of threads a block has at most, 0 if nothing is said about it."""
+    return prod(bounds.required) if bounds.required else bounds.max_threads
+
+
+def _is_known(i: Instruction) -> bool:
+    """Say whether an instruction has a translation for lanes."""
+    is_copy = i.opcode == "cp" and i.modifiers[:1] == ("async",)
+    return i.opcode in _OPCODES and set(_PHASED).isdisjoint(i.modifiers[is_copy:])

@@ -1,0 +1,194 @@
+"""Find the registers that a thread still needs at a barrier: its frame keeps only those while it waits.
+
+The usual backward analysis over blocks; sets of registers are bits of one int.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gpulease.daemon.ptx.limits import MAX_LIVENESS_BITS, MAX_LIVENESS_VISITS, MAX_MERGES
+from gpulease.daemon.ptx.parse.syntax import (
+    Address,
+    Instruction,
+    Negated,
+    Operand,
+    Pair,
+    Register,
+    Target,
+    Vector,
+)
+
+# Instructions behind which control does not go on, unless they are guarded.
+ENDS = ("bra", "brx", "ret", "exit", "trap")
+
+
+class TooComplex(Exception):
+    """The analysis would take more memory or time than a tenant may have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """The registers an instruction reads and those it surely writes, as bits."""
+
+    reads: int
+    writes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Straight code: the instructions from `start` to before `end`, and the numbers of the blocks that may follow."""
+
+    start: int
+    end: int
+    follows: tuple[int, ...]
+
+
+def registers_of(operand: Operand) -> list[Register]:
+    """The registers an operand names."""
+    match operand:
+        case Register():
+            return [operand]
+        case Negated(register):
+            return [register]
+        case Address(Register() as base, _):
+            return [base]
+        case Pair(first, second):
+            return registers_of(first) + registers_of(second)
+        case Vector(elements):
+            return [register for element in elements for register in registers_of(element)]
+        case _:
+            return []
+
+
+def effect_of(instruction: Instruction, *, writes_first: bool) -> Effect:
+    """Return the registers that an instruction reads and writes; a guarded one may leave its results unwritten."""
+    reads = writes = 0
+    for position, operand in enumerate(instruction.operands):
+        bits = 0
+        for register in registers_of(operand):
+            bits |= 1 << register.index
+        if position == 0 and writes_first and not isinstance(operand, Address):
+            writes = bits
+        else:
+            reads |= bits
+    if instruction.guard is not None:
+        reads |= 1 << instruction.guard.register.index
+        reads |= writes
+        writes = 0
+    return Effect(reads, writes)
+
+
+def live_after(instructions: Sequence[Instruction], effects: Sequence[Effect], wanted: set[int]) -> dict[int, int]:
+    """For each wanted instruction the registers needed behind it, as bits. Raises TooComplex."""
+    blocks = blocks_of(instructions)
+    live_in = live_at_starts(blocks, effects)
+    result: dict[int, int] = {}
+    for block in blocks:
+        live = 0
+        for follower in block.follows:
+            live |= live_in[follower]
+        for index in range(block.end - 1, block.start - 1, -1):
+            if index in wanted:
+                result[index] = live
+            live = effects[index].reads | (live & ~effects[index].writes)
+    return result
+
+
+def blocks_of(instructions: Sequence[Instruction]) -> list[Block]:
+    """The blocks of a body, in its order."""
+    starts = sorted(leaders(instructions))
+    ends = [*starts[1:], len(instructions)]
+    block_at = {start: number for number, start in enumerate(starts)}
+    return [
+        Block(start, end, tuple(_followers(instructions, end, block_at)))
+        for start, end in zip(starts, ends, strict=True)
+    ]
+
+
+def live_at_starts(blocks: Sequence[Block], effects: Sequence[Effect]) -> list[int]:
+    """The registers needed where each block begins, as bits. Raises TooComplex."""
+    width = max((effect.reads | effect.writes).bit_length() for effect in effects)
+    if width * len(blocks) > MAX_LIVENESS_BITS:
+        raise TooComplex("too many registers and blocks in a kernel with barriers")
+    summary = [_summary(effects[block.start : block.end]) for block in blocks]
+    return _settle([block.follows for block in blocks], summary)
+
+
+def count_merges(instructions: Sequence[Instruction], effects: Sequence[Effect], *, waits: bool) -> int:
+    """Count the values that LLVM has to merge where control flows together: registers written more than once.
+
+    A thread that waits gets its registers anew, so with `waits` all count. Raises TooComplex.
+    """
+    if not instructions:
+        return 0
+    blocks = blocks_of(instructions)
+    registers = 0
+    written = again = 0
+    for instruction, effect in zip(instructions, effects, strict=True):
+        registers |= effect.reads | effect.writes
+        # What a guarded instruction writes counts among what it reads.
+        writes = effect.writes if instruction.guard is None else effect.reads
+        again |= written & writes
+        written |= writes
+    if registers.bit_count() * len(blocks) <= MAX_MERGES:
+        return 0
+    live_in = live_at_starts(blocks, effects)
+    ways = [0] * len(blocks)
+    for number in (follower for block in blocks for follower in block.follows):
+        ways[number] += 1
+    # Registers start as 0, which counts where that may still be seen.
+    counted = registers if waits else again | live_in[0]
+    return sum((live & counted).bit_count() for live, count in zip(live_in, ways, strict=True) if count > 1)
+
+
+def leaders(instructions: Sequence[Instruction]) -> set[int]:
+    """Return where blocks begin: at the start, at branch targets, behind instructions that end a block."""
+    found = {0}
+    for index, instruction in enumerate(instructions):
+        found.update(target.index for target in instruction.operands if isinstance(target, Target))
+        if instruction.opcode in ENDS:
+            found.add(index + 1)
+    found.discard(len(instructions))
+    return found
+
+
+def _followers(instructions: Sequence[Instruction], end: int, block_at: dict[int, int]) -> list[int]:
+    last = instructions[end - 1]
+    found = [target.index for target in last.operands if isinstance(target, Target)]
+    if last.opcode not in ENDS or last.guard is not None:
+        found.append(end)
+    return [block_at[index] for index in found if index in block_at]
+
+
+def _summary(effects: Sequence[Effect]) -> Effect:
+    """A block's reads before its own writes, and its writes."""
+    reads = writes = 0
+    for effect in reversed(effects):
+        reads = effect.reads | (reads & ~effect.writes)
+        writes |= effect.writes
+    return Effect(reads, writes)
+
+
+def _settle(follows: Sequence[Sequence[int]], summary: Sequence[Effect]) -> list[int]:
+    """Live registers at each block's start, by a work list that ends when nothing changes."""
+    before: list[list[int]] = [[] for _ in follows]
+    for number, followers in enumerate(follows):
+        for follower in followers:
+            before[follower].append(number)
+    live_in = [effect.reads for effect in summary]
+    pending = list(range(len(follows)))
+    queued = set(pending)
+    for _ in range(MAX_LIVENESS_VISITS):
+        if not pending:
+            return live_in
+        number = pending.pop()
+        queued.discard(number)
+        live = live_in[number]
+        for follower in follows[number]:
+            live |= live_in[follower] & ~summary[number].writes
+        if live != live_in[number]:
+            live_in[number] = live
+            fresh = [previous for previous in before[number] if previous not in queued]
+            pending.extend(fresh)
+            queued.update(fresh)
+    raise TooComplex("the control flow is too tangled")

@@ -1,0 +1,169 @@
+"""Loads and stores (PTX ISA sections 9.7.9.8, 9.7.9.9 and 9.7.9.11).
+
+The threads of a block run on one host thread, those of other blocks on others at the same time. So strong accesses are
+LLVM's atomic ones, of the ordering PTX names (section 8.5); `.volatile` is relaxed in any scope, and happens each time.
+Weak ones are plain: a race on them gives some value, which is read once into a register. What is checked is that same
+register, so whatever it holds, no access goes where it may not. Cache hints change no result and are passed over.
+"""
+
+from gpulease.daemon.ptx.native.structures import Access
+from gpulease.daemon.ptx.parse.syntax import SCALARS, Address, Instruction, Operand, Space, Variable, Vector
+from gpulease.daemon.ptx.translate.access import MAX_ACCESS_BYTES, checked_access
+from gpulease.daemon.ptx.translate.forms import FLOATS, Family, Modifiers
+from gpulease.daemon.ptx.translate.ir import Value
+from gpulease.daemon.ptx.translate.operand_values import OperandTranslator
+
+FAMILY = Family("Loads and stores", "9.7.9")
+
+# A cluster is one block, so its shared memory is the block's own.
+_SHARED = ("shared", "shared::cta", "shared::cluster")
+_SPACES = ("global", "const", *_SHARED, "local", "param", "param::entry", "param::func")
+_STORE_SPACES = ("global", *_SHARED, "local", "param", "param::func")
+_TYPES = (*(f"{kind}{bits}" for bits in (8, 16, 32, 64) for kind in "bus"), *FLOATS)
+_VECTORS = ("v2", "v4")
+_ORDERINGS = {"relaxed": "monotonic"}
+_POLICY = SCALARS["b64"]
+_SCOPES = ("cta", "cluster", "gpu", "sys")
+_LOAD_HINTS = ("ca", "cg", "cs", "lu", "cv")
+_STORE_HINTS = ("wb", "cg", "cs", "wt")
+_EVICTIONS = tuple(f"L1::{way}" for way in ("evict_normal", "evict_unchanged", "evict_first", "evict_last"))
+_EVICTIONS += ("L1::no_allocate",)
+_POLICIES = ("L2::cache_hint",)
+_PREFETCHES = ("L2::64B", "L2::128B", "L2::256B")
+
+
+@FAMILY.form(
+    "ld{.weak}{.space}{.hint}{.evict}{.policy}{.prefetch}{.vec}.type",
+    (2, 3),
+    space=_SPACES,
+    hint=_LOAD_HINTS,
+    evict=_EVICTIONS,
+    policy=_POLICIES,
+    prefetch=_PREFETCHES,
+    vec=_VECTORS,
+    type=_TYPES,
+)
+@FAMILY.form(
+    "ld.space{.hint}.nc{.evict}{.policy}{.prefetch}{.vec}.type",
+    (2, 3),
+    space=("global",),
+    hint=_LOAD_HINTS,
+    evict=_EVICTIONS,
+    policy=_POLICIES,
+    prefetch=_PREFETCHES,
+    vec=_VECTORS,
+    type=_TYPES,
+)
+@FAMILY.form("ld.volatile{.space}{.vec}.type", 2, space=_SPACES, vec=_VECTORS, type=_TYPES)
+@FAMILY.form(
+    "ld.order.scope{.space}{.evict}{.policy}{.prefetch}{.vec}.type",
+    (2, 3),
+    order=("relaxed", "acquire"),
+    scope=_SCOPES,
+    space=("global", *_SHARED),
+    evict=_EVICTIONS,
+    policy=_POLICIES,
+    prefetch=_PREFETCHES,
+    vec=_VECTORS,
+    type=_TYPES,
+)
+def load(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
+    """A register wider than the type gets the value extended."""
+    scalar, space = m.scalar(), _space(m)
+    check_policy(t, i, m, 2)
+    into = elements(t, m, i.operands[0])
+    kind = f"i{scalar.bits}"
+
+    def make(pointer: Value) -> list[Value]:
+        places = [t.ir.offset(pointer, number * scalar.size) for number in range(len(into))]
+        return [t.ir.value(kind, f"load{_how(m)} {kind}, {place}{_order(m)}, align {scalar.size}") for place in places]
+
+    values = checked_access(t, i.operands[1], space, (scalar.size * len(into), Access.LOAD), make)
+    for element, value in zip(into, values, strict=True):
+        t.write_wide(element, scalar, t.from_bits(value, scalar))
+
+
+@FAMILY.form(
+    "st{.weak}{.space}{.hint}{.evict}{.policy}{.vec}.type",
+    (2, 3),
+    writes=False,
+    space=_STORE_SPACES,
+    hint=_STORE_HINTS,
+    evict=_EVICTIONS,
+    policy=_POLICIES,
+    vec=_VECTORS,
+    type=_TYPES,
+)
+@FAMILY.form("st.volatile{.space}{.vec}.type", 2, writes=False, space=_STORE_SPACES, vec=_VECTORS, type=_TYPES)
+@FAMILY.form(
+    "st.order.scope{.space}{.evict}{.policy}{.vec}.type",
+    (2, 3),
+    writes=False,
+    order=("relaxed", "release"),
+    scope=_SCOPES,
+    space=("global", *_SHARED),
+    evict=_EVICTIONS,
+    policy=_POLICIES,
+    vec=_VECTORS,
+    type=_TYPES,
+)
+def store(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
+    """Of a register wider than the type the low bits are stored."""
+    scalar, space = m.scalar(), _space(m)
+    _refuse_constant(t, i.operands[0], space)
+    check_policy(t, i, m, 2)
+    values = [t.to_bits(t.read_wide(source, scalar), scalar) for source in elements(t, m, i.operands[1])]
+
+    def make(pointer: Value) -> list[Value]:
+        for number, value in enumerate(values):
+            place = t.ir.offset(pointer, number * scalar.size)
+            t.ir.emit(f"store{_how(m)} {value}, {place}{_order(m)}, align {scalar.size}")
+        return []
+
+    checked_access(t, i.operands[0], space, (scalar.size * len(values), Access.STORE), make)
+
+
+def check_policy(t: OperandTranslator, i: Instruction, m: Modifiers, count: int) -> None:
+    """Behind so many operands comes a cache policy if `.L2::cache_hint` says so; it changes no result."""
+    if (len(i.operands) > count) != ("policy" in m):
+        raise t.problem("a cache policy goes with .L2::cache_hint")
+    if "policy" in m:
+        t.read(i.operands[count], _POLICY)
+
+
+def _refuse_constant(t: OperandTranslator, operand: Operand, space: Space) -> None:
+    """A function's own parameters can't be written, only its results and what it passes (section 5.1.6)."""
+    base = operand.base if isinstance(operand, Address) else None
+    named = base.space if isinstance(base, Variable) else space
+    if named is Space.PARAM:
+        raise t.problem("a parameter can't be written")
+
+
+def _space(m: Modifiers) -> Space:
+    """The space an access names; one that names none is generic."""
+    return Space(m.get("space").split("::")[0] or "generic")
+
+
+def _how(m: Modifiers) -> str:
+    """Return the attributes that set a strong access apart from a weak one."""
+    return " atomic volatile" if _order(m) else ""
+
+
+def _order(m: Modifiers) -> str:
+    """LLVM's name of an access's ordering; "" is none."""
+    if "volatile" in m or m.get("hint") == "cv":
+        return " monotonic"
+    order = m.get("order")
+    return f" {_ORDERINGS.get(order, order)}" if order else ""
+
+
+def elements(t: OperandTranslator, m: Modifiers, operand: Operand) -> tuple[Operand, ...]:
+    """The registers of a scalar or vector access. Triton writes scalars as vectors of one, and ptxas takes them."""
+    count = int(m.get("vec")[1:] or 1)
+    if count == 1 and not isinstance(operand, Vector):
+        return (operand,)
+    if not isinstance(operand, Vector) or len(operand.elements) != count:
+        raise t.problem(f"expected {count} register{'s' * (count > 1)}")
+    if count * m.scalar().size > MAX_ACCESS_BYTES:
+        raise t.problem(f"an access of over {MAX_ACCESS_BYTES} bytes")
+    return operand.elements

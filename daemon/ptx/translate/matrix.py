@@ -1,0 +1,297 @@
+"""Matrices held in parts by a warp's lanes: `mma`, `ldmatrix`, `stmatrix`, `movmatrix` (PTX ISA section 9.7.15.5).
+
+All 32 lanes must be there; a warp that is not whole faults. What the ISA leaves open of the arithmetic is as on an
+H100: see native/matrix.ll.
+
+Threads wait for one another once for several `mma` in a row: with the first they show what the others take, too.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gpulease.daemon.ptx.native.library import BYTES, DOUBLES, FLOATS, KINDS, LANES_PART
+from gpulease.daemon.ptx.native.structures import Access
+from gpulease.daemon.ptx.parse.syntax import SCALARS, Instruction, Operand, Register, Scalar, Space, Vector
+from gpulease.daemon.ptx.translate.access import fail_unless, is_valid, pointer_at, shared_offset
+from gpulease.daemon.ptx.translate.forms import Family, Modifiers
+from gpulease.daemon.ptx.translate.fragments import Tiles, tiles_of
+from gpulease.daemon.ptx.translate.ir import Value, constant
+from gpulease.daemon.ptx.translate.wait_points import kept_words, lane, meet, own_room, shown_words
+
+if TYPE_CHECKING:
+    from gpulease.daemon.ptx.translate.thread import ThreadTranslator
+
+FAMILY = Family("Matrices", "9.7.15.5")
+
+_WORD = SCALARS["b32"]
+_DOUBLE = SCALARS["b64"]
+_HALVES = ("m16n8k8", "m16n8k16")
+_BYTES = ("s8", "u8")
+_ACCUMULATED = ("f16", "f32")
+
+# What one exchange of `mma` can show (wait_points.py), and how many are looked at for it.
+_SHOWN_BYTES = 128
+_MOST_AT_ONCE = 16
+
+# In the thread's own room D lies behind C, which takes up to this many bytes.
+_RESULTS_AT = 32
+
+# A row of the 8 x 8 matrices of 16 bits that are loaded and stored.
+ROW_BYTES = 16
+_COUNTS = ("x1", "x2", "x4")
+_SPACES = ("shared", "shared::cta")
+
+
+def _shape(i: Instruction) -> str:
+    """The one modifier that is a shape, such as m16n8k8."""
+    return next(modifier for modifier in i.modifiers if modifier[0] == "m")
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """Kind of a product of matrices, as native/matrix.ll and native/warp_matrix.ll are told it.
+
+    Attributes:
+        scalar: What a register holds.
+        function: That which computes it, by the end of its name.
+        counts: Registers of A, B, C and D.
+        details: The last arguments: the shape, then what else the function asks for.
+    """
+
+    scalar: Scalar
+    function: str
+    counts: tuple[int, int, int, int]
+    details: tuple[Value, ...]
+
+
+@FAMILY.form("mma.sync.aligned.shape.row.col.d.a.f16.c", 4, shape=_HALVES, d=_ACCUMULATED, a=("f16",), c=_ACCUMULATED)
+@FAMILY.form("mma.sync.aligned.shape.row.col.d.a.bf16.c", 4, shape=_HALVES, d=("f32",), a=("bf16",), c=("f32",))
+@FAMILY.form(
+    "mma.sync.aligned.shape.row.col.d.a.tf32.c", 4, shape=("m16n8k4", "m16n8k8"), d=("f32",), a=("tf32",), c=("f32",)
+)
+@FAMILY.form(
+    "mma.sync.aligned.m16n8k32.row.col.d.a.b.c", 4, d=("f32",), a=("e4m3", "e5m2"), b=("e4m3", "e5m2"), c=("f32",)
+)
+@FAMILY.form(
+    "mma.sync.aligned.shape.row.col{.satfinite}.s32.a.b.s32",
+    4,
+    shape=("m8n8k16", "m16n8k16", "m16n8k32"),
+    a=_BYTES,
+    b=_BYTES,
+)
+@FAMILY.form("mma.sync.aligned.shape.row.col.f64.f64.f64.f64", 4, shape=("m8n8k4", "m16n8k4", "m16n8k8", "m16n8k16"))
+def multiply_parts(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
+    """D = AB + C. Sums of bytes wrap, or with .satfinite stop at the ends; f64 are added by fused steps."""
+    multiply(t, i.operands, product_of(i, m))
+
+
+def product_of(i: Instruction, m: Modifiers) -> Product:
+    """Find what an `mma` computes."""
+    if "f64" in i.modifiers:
+        return of_doubles(tiles_of(_shape(i), "f64"))
+    tiles = tiles_of(_shape(i), m["a"])
+    if m["a"] in _BYTES:
+        return of_bytes(tiles, m)
+    return of_floats(tiles, (m["a"], m.get("b") or m["a"]), m["d"], m["c"])
+
+
+def of_floats(tiles: Tiles, kinds: tuple[str, str], into: str, added: str) -> Product:
+    """Products of floats; `kinds` are those of A and B, `into` and `added` those of D and C."""
+    details = [constant("i32", KINDS.index(kind)) for kind in kinds]
+    details += [constant("i1", int(kind == "f16")) for kind in (added, into)]
+    c, d = (tiles.results // (2 if kind == "f16" else 1) for kind in (added, into))
+    return Product(_WORD, FLOATS, (tiles.a_words, tiles.b_words, c, d), (*sizes_of(tiles), *details))
+
+
+def of_bytes(tiles: Tiles, m: Modifiers) -> Product:
+    """Products of bytes."""
+    flags = [constant("i1", int(flag)) for flag in (m["a"] == "s8", m["b"] == "s8", "satfinite" in m)]
+    counts = (tiles.a_words, tiles.b_words, tiles.results, tiles.results)
+    return Product(_WORD, BYTES, counts, (*sizes_of(tiles), *flags))
+
+
+def of_doubles(tiles: Tiles) -> Product:
+    """Products of f64."""
+    counts = (tiles.a_words, tiles.b_words, tiles.results, tiles.results)
+    return Product(_DOUBLE, DOUBLES, counts, sizes_of(tiles))
+
+
+def multiply(t: "ThreadTranslator", operands: Sequence[Operand], product: Product) -> None:
+    """Show the thread's registers of A, B and C, and have its part of D computed."""
+    scalar = product.scalar
+    parts = [registers_of(t, operand, count) for operand, count in zip(operands[1:], product.counts[:3], strict=True)]
+    places = t.shown_before.get(t.index)
+    added = t.ir.offset(own_room(t), 0)
+    if places is None:
+        places, behind = _show(t, parts, scalar)
+        added = t.ir.offset(kept_words(t, lane(t)), behind)
+    else:
+        for number, register in enumerate(parts[2]):
+            t.ir.store(t.read(register, scalar), t.ir.offset(added, scalar.size * number))
+    frames, stride, offset = shown_words(t)
+    words = t.ir.offset(frames, offset)
+    into = t.ir.offset(own_room(t), _RESULTS_AT)
+    step = constant("i64", scalar.size)
+    given = [*(t.ir.offset(words, place) for place in places), stride, step, lane(t), added, into, *product.details]
+    call_native(t, LANES_PART + product.function, given)
+    take(t, registers_of(t, operands[0], product.counts[3]), scalar, at=_RESULTS_AT)
+
+
+def call_native(t: "ThreadTranslator", function: str, arguments: Sequence[Value]) -> None:
+    """Call a function of native/matrix.ll or native/warp_matrix.ll."""
+    t.ir.require(f"declare void @{function}({', '.join(argument.type for argument in arguments)})")
+    t.ir.emit(f"call void @{function}({', '.join(map(str, arguments))})")
+
+
+def _show(t: "ThreadTranslator", parts: Sequence[Sequence[Operand]], scalar: Scalar) -> tuple[tuple[int, int], int]:
+    """Show A, B and C, and A and B of the `mma` that follow; where A and B, and where C are among the words."""
+    left, right, added = (tuple(part) for part in parts)
+    places: dict[tuple[Operand, ...], int] = {}
+    end = _place(places, 0, (left, right), scalar)
+    for index, following in _followers(t, scalar):
+        behind = _place(wanted := dict(places), end, following, scalar)
+        if behind > _SHOWN_BYTES - scalar.size * len(added):
+            break
+        places, end = wanted, behind
+        t.shown_before[index] = places[following[0]], places[following[1]]
+    shown = [register for part in places for register in part]
+    meet(t, [t.read(register, scalar) for register in (*shown, *added)])
+    return (places[left], places[right]), end
+
+
+def _place(
+    places: dict[tuple[Operand, ...], int], end: int, parts: Sequence[tuple[Operand, ...]], scalar: Scalar
+) -> int:
+    """Give parts that have none a place behind the others; where these end then."""
+    for part in parts:
+        if part not in places:
+            places[part] = end
+            end += scalar.size * len(part)
+    return end
+
+
+def _followers(t: "ThreadTranslator", scalar: Scalar) -> Iterator[tuple[int, tuple[tuple[Operand, ...], ...]]]:
+    """The `mma` right behind this one whose A and B are known already: nobody needs to wait for them again."""
+    body, first = t.function.instructions, t.instruction
+    written: set[Operand] = set()
+    for index in range(t.index, min(t.index + _MOST_AT_ONCE, len(body))):
+        i = body[index]
+        is_alike = i.opcode == "mma" and i.guard is None and ("f64" in i.modifiers) == (scalar.bits == 64)
+        if first is None or first.opcode != "mma" or not is_alike or (index > t.index and index in t.leaders):
+            return
+        vectors = [operand.elements if isinstance(operand, Vector) else () for operand in i.operands[:3]]
+        if len(vectors) != 3 or not all(isinstance(register, Register) for part in vectors for register in part):
+            return
+        if index > t.index:
+            if not written.isdisjoint((*vectors[1], *vectors[2])):
+                return
+            yield index, (vectors[1], vectors[2])
+        written.update(vectors[0])
+
+
+def take(t: "ThreadTranslator", into: Sequence[Operand], scalar: Scalar, *, at: int = 0) -> None:
+    """Registers from the words in the thread's own room, from a byte on."""
+    room = t.ir.offset(own_room(t), at)
+    for number, register in enumerate(into):
+        t.write(register, scalar, t.ir.load(f"i{scalar.bits}", t.ir.offset(room, scalar.size * number)))
+
+
+def registers_of(t: "ThreadTranslator", operand: Operand, count: int) -> tuple[Operand, ...]:
+    """The registers of a part of a matrix."""
+    elements = operand.elements if isinstance(operand, Vector) else (operand,)
+    if len(elements) != count:
+        raise t.problem(f"expected a vector of {count} registers")
+    return elements
+
+
+@FAMILY.form("ldmatrix.sync.aligned.m8n8.count{.trans}{.space}.b16", 2, count=_COUNTS, space=_SPACES)
+def load(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
+    """8 x 8 matrices whose rows are where lanes 8n to 8n + 7 say (section 9.7.15.5, "ldmatrix")."""
+    ir, count = t.ir, int(m["count"][1:])
+    into = registers_of(t, i.operands[0], count)
+    meet(t, [_row_address(t, i.operands[1], m, count, Access.LOAD)])
+    own = lane(t)
+    group, part = ir.binary("lshr", own, 2), ir.binary("and", own, 3)
+    for number, register in enumerate(into):
+        if "trans" not in m:
+            row = _row(t, ir.binary("add", group, 8 * number))
+            word = ir.load("i32", ir.offset(row, _bytes(t, part, 4)))
+        else:
+            first = ir.binary("add", ir.binary("shl", part, 1), 8 * number)
+            rows = [_row(t, first), _row(t, ir.binary("add", first, 1))]
+            halves = [ir.load("i16", ir.offset(row, _bytes(t, group, 2))) for row in rows]
+            word = _pair(t, *halves)
+        t.write(register, _WORD, word)
+
+
+@FAMILY.form("stmatrix.sync.aligned.m8n8.count{.trans}{.space}.b16", 2, writes=False, count=_COUNTS, space=_SPACES)
+def store(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
+    """The other way round; lane 8n + r stores row r of matrix n (section 9.7.15.5, "stmatrix")."""
+    ir, count = t.ir, int(m["count"][1:])
+    words = [t.read(register, _WORD) for register in registers_of(t, i.operands[1], count)]
+    meet(t, [_row_address(t, i.operands[0], m, count, Access.STORE), *words])
+    own = lane(t)
+    stores, done = ir.fresh("stores"), ir.fresh("stored")
+    ir.branch_if(ir.compare("icmp ult", own, 8 * count), stores, done)
+    ir.block(stores)
+    row, into = ir.binary("and", own, 7), _row(t, own)
+    word_at = ir.binary("add", _bytes(t, ir.binary("lshr", own, 3), 4), 8)
+    if "trans" not in m:
+        for part in range(4):
+            holder = kept_words(t, ir.binary("add", ir.binary("shl", row, 2), part))
+            ir.store(ir.load("i32", ir.offset(holder, word_at)), ir.offset(into, 4 * part))
+    else:
+        half_at = ir.binary("add", word_at, _bytes(t, ir.binary("and", row, 1), 2))
+        for column in range(8):
+            holder = kept_words(t, ir.binary("add", ir.binary("lshr", row, 1), 4 * column))
+            ir.store(ir.load("i16", ir.offset(holder, half_at)), ir.offset(into, 2 * column))
+    ir.block(done)
+
+
+@FAMILY.form("movmatrix.sync.aligned.m8n8.trans.b16", 2)
+def transpose(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
+    """An 8 x 8 matrix turned over (section 9.7.15.5, "movmatrix")."""
+    ir = t.ir
+    meet(t, [t.read(i.operands[1], _WORD)])
+    own = lane(t)
+    group, part = ir.binary("lshr", own, 2), ir.binary("and", own, 3)
+    half_at = _bytes(t, ir.binary("and", group, 1), 2)
+    first = ir.binary("add", ir.binary("shl", part, 3), ir.binary("lshr", group, 1))
+    holders = [kept_words(t, first), kept_words(t, ir.binary("add", first, 4))]
+    halves = [ir.load("i16", ir.offset(holder, half_at)) for holder in holders]
+    t.write(i.operands[0], _WORD, _pair(t, *halves))
+
+
+def _row_address(t: "ThreadTranslator", operand: Operand, m: Modifiers, count: int, access: Access) -> Value:
+    """The offset in shared memory of the thread's row, checked if it counts; generic addresses must lie there too."""
+    address = shared_offset(t, operand, is_generic="space" not in m)
+    fail_unless(t, row_is_valid(t, address, count), access, Space.SHARED, address, ROW_BYTES)
+    return address
+
+
+def row_is_valid(t: "ThreadTranslator", address: Value, count: int) -> Value:
+    """Compute whether a row of so many matrices lies in shared memory, or its lane's address does not count."""
+    valid = is_valid(t, address, Space.SHARED, ROW_BYTES)
+    if count < 4:
+        valid = t.ir.binary("or", valid, t.ir.compare("icmp uge", lane(t), 8 * count))
+    return valid
+
+
+def _row(t: "ThreadTranslator", which: Value) -> Value:
+    """The row whose address a lane showed: it has been checked, and shared memory stays as it is."""
+    return pointer_at(t, t.ir.load("i64", kept_words(t, which)), Space.SHARED)
+
+
+def _bytes(t: "ThreadTranslator", number: Value, size: int) -> Value:
+    return t.ir.binary("mul", t.ir.cast("zext", number, "i64"), size)
+
+
+def _pair(t: "ThreadTranslator", low: Value, high: Value) -> Value:
+    wide = [t.ir.cast("zext", half, "i32") for half in (low, high)]
+    return t.ir.binary("or", wide[0], t.ir.binary("shl", wide[1], 16))
+
+
+def sizes_of(tiles: Tiles) -> tuple[Value, ...]:
+    """The arguments that tell the functions of native/matrix.ll the shape."""
+    return tuple(constant("i32", number) for number in (tiles.rows, tiles.columns, tiles.chunks))

@@ -1,0 +1,268 @@
+"""A whole image to IR: for each kernel a thread function and the runner around it, in parts to be compiled apart."""
+
+from dataclasses import dataclass, field
+
+from gpulease.daemon.drivers.interface import ImageRejected
+from gpulease.daemon.native.compiler import Effort
+from gpulease.daemon.ptx.limits import (
+    MAX_IMAGE_IR_LINES,
+    MAX_IR_LINES,
+    MAX_LANE_ACCESSES,
+    MAX_LANE_INSTRUCTIONS,
+    MAX_OPTIMISED_ACCESSES,
+    MAX_OPTIMISED_CALLING_ACCESSES,
+    MAX_OPTIMISED_FUNCTIONS,
+    MAX_OPTIMISED_INSTRUCTIONS,
+    MAX_SIMPLIFIED_ACCESSES,
+    rejected,
+)
+from gpulease.daemon.ptx.memory import Needs
+from gpulease.daemon.ptx.native.library import DECLARATIONS as BLOCK_DECLARATIONS
+from gpulease.daemon.ptx.parse.declarations import round_up
+from gpulease.daemon.ptx.parse.syntax import Function, Image, Instruction, Vector
+from gpulease.daemon.ptx.translate.access import RECORD_FAULT_IR, STAND_IN_IR
+from gpulease.daemon.ptx.translate.call_graph import CallGraph, link, watching_functions
+from gpulease.daemon.ptx.translate.callees import Callees
+from gpulease.daemon.ptx.translate.functions import FunctionTranslator
+from gpulease.daemon.ptx.translate.heap import HEAP_IR
+from gpulease.daemon.ptx.translate.ir import METADATA
+from gpulease.daemon.ptx.translate.lanes import LOCAL_STEP, LaneTranslator
+from gpulease.daemon.ptx.translate.runner import LaneRunnerWriter, RunnerWriter, WarpRunnerWriter
+from gpulease.daemon.ptx.translate.scheduler import SchedulerWriter
+from gpulease.daemon.ptx.translate.thread_body import BodyTranslator
+from gpulease.daemon.ptx.translate.vectors import NotTogether
+from gpulease.daemon.ptx.translate.vprintf import print_ir
+from gpulease.daemon.ptx.translate.waits import WAITING
+
+# What has checks of its own, or a place where the thread may stop: see MAX_OPTIMISED_ACCESSES.
+_MEMORY = ("ld", "st", "atom", "red", "cp")
+_COSTLY = WAITING.union(_MEMORY)
+
+# Its rows are stored word by word.
+_STMATRIX_ACCESSES = 8
+
+
+@dataclass(slots=True)
+class IrBudget:
+    """Lines of IR that all parts of an image may still take together."""
+
+    lines: int
+
+    def take(self, text: str, function: Function) -> None:
+        """Count a function's IR. Raises ImageRejected."""
+        count = text.count("\n")
+        if count > self.lines:
+            reason = f"the image takes more than {MAX_IMAGE_IR_LINES} steps"
+            raise rejected(reason, line=function.line, kernel=function.name)
+        self.lines -= count
+
+
+@dataclass(slots=True)
+class Part:
+    """Kernels that are compiled together, in the same way: one, or those that share functions.
+
+    Attributes:
+        budget: What its image may still take.
+        lines: What it takes.
+        callees: The functions they call.
+        runners: Under which name each kernel's runner is in the IR.
+        needs: What each kernel's blocks take.
+        shuffle: The seed of the order in which warps and blocks run, or None for that of their numbers.
+    """
+
+    effort: Effort
+    budget: IrBudget
+    callees: Callees = field(default_factory=Callees)
+    runners: dict[str, str] = field(default_factory=dict)
+    needs: dict[str, Needs] = field(default_factory=dict)
+    lines: int = 0
+    shuffle: int | None = None
+    _definitions: list[str] = field(default_factory=list)
+    _declarations: set[str] = field(default_factory=set)
+
+    @property
+    def text(self) -> str:
+        """The IR."""
+        dispatchers = self.callees.dispatchers(self._declarations)
+        if self.callees.prints:
+            dispatchers.append(print_ir(self._declarations))
+        if self.callees.allocates:
+            dispatchers.append(HEAP_IR)
+        return "\n".join(
+            [*sorted(self._declarations), RECORD_FAULT_IR, STAND_IN_IR, *self._definitions, *dispatchers, METADATA]
+        )
+
+    def add(self, function: Function, places: dict[str, int]) -> None:
+        """Translate one kernel. Raises ImageRejected; nothing of it is left behind then."""
+        definitions, lines, mark = len(self._definitions), self.lines, self.callees.mark()
+        try:
+            self._add(function, places)
+        except ImageRejected:
+            del self._definitions[definitions:]
+            self.lines = lines
+            self.callees.undo(mark)
+            self.runners.pop(function.name, None)
+            raise
+
+    def _add(self, function: Function, places: dict[str, int]) -> None:
+        number = len(self.runners)
+        thread = BodyTranslator(function, places, self._declarations, self.callees)
+        self._define(thread.translate(f"thread{number}"), function)
+        writer = RunnerWriter if thread.waits.is_short else SchedulerWriter
+        if not thread.waits.is_short:
+            self._declarations.update(BLOCK_DECLARATIONS)
+        runner = writer(
+            f"thread{number}",
+            frame_bytes=thread.frame_bytes,
+            local_bytes=round_up(thread.local_limit, LOCAL_STEP),
+            waits=thread.waits,
+            shuffle=self.shuffle,
+        )
+        self._definitions.append(runner.write(f"kernel{number}"))
+        self.runners[function.name] = f"kernel{number}"
+        self.needs[function.name] = runner.needs
+        while self.callees.pending:
+            self._add_callee(self.callees.pending.pop(), places)
+
+    def add_together(self, function: Function, places: dict[str, int]) -> bool:
+        """Translate a kernel whose threads can run together; False for any other. Raises ImageRejected."""
+        number = len(self.runners)
+        if len(function.instructions) > MAX_LANE_INSTRUCTIONS:
+            return False
+        try:
+            lanes = LaneTranslator(function, places, self._declarations)
+            definition = lanes.translate(f"thread{number}")
+        except NotTogether:
+            return False
+        writer = WarpRunnerWriter if lanes.is_warp else LaneRunnerWriter
+        runner = writer(
+            f"thread{number}",
+            lanes=lanes.ir.lanes,
+            frame_bytes=lanes.frame_bytes,
+            local_bytes=lanes.local_step,
+            waits=lanes.waits,
+            shuffle=self.shuffle,
+        )
+        self._define(definition, function)
+        self._definitions.append(runner.write(f"kernel{number}"))
+        self.runners[function.name] = f"kernel{number}"
+        self.needs[function.name] = runner.needs
+        return True
+
+    def _add_callee(self, name: str, places: dict[str, int]) -> None:
+        translator = FunctionTranslator(
+            self.callees.functions[name],
+            places,
+            self._declarations,
+            self.callees,
+            is_optimised=self.effort is not Effort.LEAST,
+        )
+        self._define(translator.translate(self.callees.name(name) or ""), self.callees.functions[name])
+
+    def _define(self, text: str, function: Function) -> None:
+        """Have a function's IR. Raises ImageRejected."""
+        self._definitions.append(text)
+        self.budget.take(text, function)
+        self.lines += text.count("\n")
+        if self.lines > MAX_IR_LINES:
+            reason = f"the kernel, or those it has functions in common with, take more than {MAX_IR_LINES} steps"
+            raise rejected(reason, line=function.line, kernel=function.name)
+
+
+def translate(image: Image, shuffle: int | None = None) -> list[Part]:
+    """The IR of all kernels that can be translated; why others can't is added to a linked image's refusals.
+
+    Raises ImageRejected for the first thing that is not supported, if no kernel is left.
+    """
+    image = link(image)
+    parts = _translate(image, shuffle)
+    image.check()
+    return parts
+
+
+def _translate(image: Image, shuffle: int | None) -> list[Part]:
+    translator, graph = _ImageTranslator(image, shuffle), CallGraph(image)
+    for function in image.functions:
+        reached = graph.reached(function)
+        refused = [name for name in (function.name, *sorted(reached)) if name in image.refusals]
+        if refused:
+            image.refusals[function.name] = image.refusals[refused[0]]
+            continue
+        try:
+            translator.add(function, reached)
+        except ImageRejected as error:
+            image.refusals[function.name] = error
+    return translator.parts
+
+
+class _ImageTranslator:
+    """Puts the kernels of one linked image into parts.
+
+    Kernels that call functions have them in common; each of the others is compiled by itself.
+    """
+
+    def __init__(self, image: Image, shuffle: int | None) -> None:
+        addressed = image.addressed or ()
+        names = [*(variable.name for variable in image.variables), *addressed]
+        self._places = {name: n for n, name in enumerate(names)}
+        self._functions = {function.name: function for function in image.subroutines}
+        self._sizes = {name: _size(function) for name, function in self._functions.items()}
+        self._addressed, self._first_place = addressed, len(image.variables)
+        self._watching = watching_functions(image)
+        self._shuffle = shuffle
+        self._budget = IrBudget(MAX_IMAGE_IR_LINES)
+        self._left = MAX_OPTIMISED_CALLING_ACCESSES
+        self._apart: list[Part] = []
+        self._calling = {effort: self._part(effort, calls=True) for effort in (Effort.FULL, Effort.LEAST)}
+
+    @property
+    def parts(self) -> list[Part]:
+        """Return those that have a kernel."""
+        return [part for part in (*self._apart, *self._calling.values()) if part.runners]
+
+    def add(self, function: Function, reached: set[str]) -> None:
+        """Translate a kernel that reaches those functions. Raises ImageRejected; nothing of it is left behind then."""
+        sizes = [_size(function), *(self._sizes[name] for name in reached)]
+        accesses = sum(accesses for accesses, _ in sizes)
+        is_small = _fits(sizes, MAX_OPTIMISED_ACCESSES) and (not reached or accesses <= self._left)
+        together = self._part(Effort.FEW)
+        is_short = max(count for count, _ in sizes) <= MAX_LANE_ACCESSES
+        if is_short and (not reached or accesses <= self._left) and together.add_together(function, self._places):
+            self._apart.append(together)
+            return
+        if reached:
+            self._left -= accesses if is_small else 0
+            self._calling[Effort.FULL if is_small else Effort.LEAST].add(function, self._places)
+            return
+        simplified = Effort.SOME if _fits(sizes, MAX_SIMPLIFIED_ACCESSES) else Effort.LEAST
+        part = self._part(Effort.FULL if is_small else simplified)
+        part.add(function, self._places)
+        self._apart.append(part)
+
+    def _part(self, effort: Effort, *, calls: bool = False) -> Part:
+        called = self._addressed if calls else ()
+        callees = Callees(self._functions, called, self._first_place, self._watching)
+        return Part(effort, self._budget, callees, shuffle=self._shuffle)
+
+
+def _fits(sizes: list[tuple[int, int]], most_accesses: int) -> bool:
+    """Say whether a kernel and the functions that it reaches can be optimised in little time."""
+    return (
+        len(sizes) <= MAX_OPTIMISED_FUNCTIONS
+        and max(accesses for accesses, _ in sizes) <= most_accesses
+        and max(instructions for _, instructions in sizes) <= MAX_OPTIMISED_INSTRUCTIONS
+    )
+
+
+def _size(function: Function) -> tuple[int, int]:
+    """Count a function's accesses and waits, and its instructions."""
+    return sum(map(_accesses_of, function.instructions)), len(function.instructions)
+
+
+def _accesses_of(i: Instruction) -> int:
+    """For how many plain accesses an instruction counts: what is done element by element is as many."""
+    if i.opcode == "stmatrix":
+        return _STMATRIX_ACCESSES
+    if i.opcode in ("atom", "red"):
+        return max([1, *(len(operand.elements) for operand in i.operands if isinstance(operand, Vector))])
+    return int(i.opcode in _COSTLY)

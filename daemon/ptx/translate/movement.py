@@ -1,0 +1,96 @@
+"""Moves, packing and address conversion (PTX ISA sections 9.7.9.3, 9.7.9.4 and 9.7.9.20)."""
+
+from gpulease.daemon.ptx.parse.syntax import SCALARS, Instruction, Scalar, Space, Symbol, Vector
+from gpulease.daemon.ptx.translate.access import window_base
+from gpulease.daemon.ptx.translate.forms import BITS, FLOATS, INTEGERS, Family, Modifiers
+from gpulease.daemon.ptx.translate.ir import constant
+from gpulease.daemon.ptx.translate.operand_values import OperandTranslator, bits_type
+
+FAMILY = Family("Moves and address conversion", "9.7.9")
+
+_SPACES = ("global", "const", "shared", "shared::cta", "shared::cluster", "local")
+_WINDOWS = (Space.SHARED, Space.LOCAL)
+_POINTER = SCALARS["u64"]
+_WORD = SCALARS["b32"]
+
+
+@FAMILY.form("mov.type", 2, type=("pred", *BITS, *INTEGERS, *FLOATS))
+def move(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
+    """A register, constant, special register or address; or a vector of parts packed or unpacked."""
+    scalar = m.scalar()
+    into, source = i.operands
+    if isinstance(into, Vector):
+        _unpack(t, scalar, into, i)
+    elif isinstance(source, Vector):
+        _pack(t, scalar, source, i)
+    else:
+        t.write(into, scalar, t.read(source, scalar))
+
+
+@FAMILY.form("prmt.b32", 4)
+def permute(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
+    """Any four of the eight bytes of b:a, each as it is or as its sign (section 9.7.9.7, default mode)."""
+    low, high, choices = (t.read(i.operands[n], _WORD) for n in (1, 2, 3))
+    low, high = t.ir.cast("zext", low, "i64"), t.ir.cast("zext", high, "i64")
+    both = t.ir.binary("or", t.ir.binary("shl", high, 32), low)
+    result = constant("i32", 0)
+    for number in range(4):
+        choice = t.ir.binary("lshr", choices, 4 * number)
+        shift = t.ir.binary("shl", t.ir.binary("and", choice, 7), 3)
+        shifted = t.ir.binary("lshr", both, t.ir.cast("zext", shift, "i64"))
+        byte = t.ir.cast("trunc", shifted, "i8")
+        is_sign = t.ir.compare("icmp ne", t.ir.binary("and", choice, 8), 0)
+        byte = t.ir.select(is_sign, t.ir.binary("ashr", byte, 7), byte)
+        placed = t.ir.binary("shl", t.ir.cast("zext", byte, "i32"), 8 * number)
+        result = t.ir.binary("or", result, placed)
+    t.write(i.operands[0], _WORD, result)
+
+
+@FAMILY.form("cvta.space.u64", 2, space=_SPACES)
+def to_generic(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
+    """An address in a space as a generic one."""
+    space = Space(m["space"].split("::")[0])
+    source = i.operands[1]
+    if isinstance(source, Symbol) and source.variable.space is not space:
+        raise t.problem(f"{source.variable.name[:60]} does not lie in .{space.value}")
+    address = t.read(source, _POINTER)
+    if space in _WINDOWS:
+        base = t.ir.cast("ptrtoint", window_base(t, space), "i64")
+        address = t.ir.binary("add", address, base)
+    t.write(i.operands[0], _POINTER, address)
+
+
+@FAMILY.form("cvta.to.space.u64", 2, space=_SPACES)
+def from_generic(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
+    """A generic address as one in a space; if it lies elsewhere the result is good for nothing, as on a GPU."""
+    space = Space(m["space"].split("::")[0])
+    address = t.read(i.operands[1], _POINTER)
+    if space in _WINDOWS:
+        base = t.ir.cast("ptrtoint", window_base(t, space), "i64")
+        address = t.ir.binary("sub", address, base)
+    t.write(i.operands[0], _POINTER, address)
+
+
+def _unpack(t: OperandTranslator, scalar: Scalar, into: Vector, i: Instruction) -> None:
+    part = _part(t, scalar, into)
+    whole = t.to_bits(t.read(i.operands[1], scalar), scalar)
+    for number, element in enumerate(into.elements):
+        shifted = t.ir.binary("lshr", whole, number * part.bits)
+        t.write(element, part, t.ir.resize(shifted, f"i{part.bits}", signed=False))
+
+
+def _pack(t: OperandTranslator, scalar: Scalar, source: Vector, i: Instruction) -> None:
+    part = _part(t, scalar, source)
+    whole = constant(f"i{scalar.bits}", 0)
+    for number, element in enumerate(source.elements):
+        wide = t.ir.resize(t.read(element, part), whole.type, signed=False)
+        whole = t.ir.binary("or", whole, t.ir.binary("shl", wide, number * part.bits))
+    t.write(i.operands[0], scalar, t.from_bits(whole, scalar))
+
+
+def _part(t: OperandTranslator, scalar: Scalar, vector: Vector) -> Scalar:
+    """The type of one element: the whole divides into two or four of them."""
+    count = len(vector.elements)
+    if count not in (2, 4) or scalar.bits // count not in (8, 16, 32):
+        raise t.problem(f".{scalar.name} does not divide into {count} parts")
+    return bits_type(scalar.bits // count)

@@ -1,0 +1,126 @@
+"""Dot products, sums of differences, 24-bit products and pairs of 16-bit integers (PTX ISA section 9.7.1)."""
+
+from gpulease.daemon.ptx.parse.syntax import SCALARS, Instruction
+from gpulease.daemon.ptx.translate.forms import INTEGERS, Family, Modifiers
+from gpulease.daemon.ptx.translate.integer import ones
+from gpulease.daemon.ptx.translate.ir import Value, constant
+from gpulease.daemon.ptx.translate.operand_values import OperandTranslator
+
+FAMILY = Family("Further integer arithmetic", "9.7.1")
+
+_WORD = SCALARS["b32"]
+_BOTH = ("u32", "s32")
+_PAIRS = ("u16x2", "s16x2")
+
+
+@FAMILY.form("dp4a.left.right", 4, left=_BOTH, right=_BOTH)
+@FAMILY.form("dp2a.half.left.right", 4, half=("lo", "hi"), left=_BOTH, right=_BOTH)
+def dot_product(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
+    """C and the products of four bytes, or of two halves of a with two bytes of b (sections 9.7.1.23 and 9.7.1.24)."""
+    ir = t.ir
+    left, right = (t.read(i.operands[n], _WORD) for n in (1, 2))
+    result = t.read(i.operands[3], _WORD)
+    count = 4 if i.opcode == "dp4a" else 2
+    start = 16 if m.get("half") == "hi" else 0
+    for number in range(count):
+        first = _part(t, left, 32 // count * number, 32 // count, m["left"] == "s32")
+        second = _part(t, right, start + 8 * number, 8, m["right"] == "s32")
+        result = ir.binary("add", result, ir.binary("mul", first, second))
+    t.write(i.operands[0], _WORD, result)
+
+
+@FAMILY.form("sad.type", 4, type=INTEGERS)
+def absolute_difference(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
+    """C and the distance of a and b (section 9.7.1.7)."""
+    scalar, ir = m.scalar(), t.ir
+    left, right, added = (t.read(i.operands[n], scalar) for n in (1, 2, 3))
+    is_less = ir.compare(f"icmp {'s' if scalar.is_signed else 'u'}lt", left, right)
+    difference = ir.select(is_less, ir.binary("sub", right, left), ir.binary("sub", left, right))
+    t.write(i.operands[0], scalar, ir.binary("add", added, difference))
+
+
+@FAMILY.form("mul24.half.type", 3, half=("lo", "hi"), type=_BOTH)
+@FAMILY.form("mad24.half.type", 4, half=("lo", "hi"), type=_BOTH)
+def multiply24(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
+    """The lower or upper 32 of the 48 bits that two 24-bit numbers make, plus c (sections 9.7.1.5 and 9.7.1.6)."""
+    scalar, ir = m.scalar(), t.ir
+    parts = []
+    for position in (1, 2):
+        short = ir.cast("trunc", t.read(i.operands[position], scalar), "i24")
+        parts.append(ir.resize(short, "i64", signed=scalar.is_signed))
+    whole = ir.binary("mul", *parts)
+    if m["half"] == "hi":
+        whole = ir.binary("lshr", whole, 16)
+    result = ir.cast("trunc", whole, "i32")
+    if i.opcode == "mad24":
+        result = ir.binary("add", result, t.read(i.operands[3], scalar))
+    t.write(i.operands[0], scalar, result)
+
+
+@FAMILY.form("min.s32.relu", 3)
+@FAMILY.form("min.relu.s32", 3)
+@FAMILY.form("max.relu.s32", 3)
+@FAMILY.form("max.s32.relu", 3)
+def clamped_extreme(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
+    """The smaller or larger, or 0 if that is negative."""
+    left, right = (t.read(i.operands[n], SCALARS["s32"]) for n in (1, 2))
+    result = t.ir.intrinsic(f"llvm.s{i.opcode}.i32", "i32", left, right)
+    t.write(i.operands[0], _WORD, t.ir.intrinsic("llvm.smax.i32", "i32", result, constant("i32", 0)))
+
+
+@FAMILY.form("add.type", 3, type=_PAIRS)
+@FAMILY.form("min.type", 3, type=_PAIRS)
+@FAMILY.form("max.type", 3, type=_PAIRS)
+@FAMILY.form("min.s16x2.relu", 3)
+@FAMILY.form("min.relu.s16x2", 3)
+@FAMILY.form("max.relu.s16x2", 3)
+@FAMILY.form("max.s16x2.relu", 3)
+def pairs(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
+    """Each half by itself."""
+    ir = t.ir
+    operands = [t.read(i.operands[n], _WORD) for n in (1, 2)]
+    sign = "u" if m.get("type") == "u16x2" else "s"
+    result = constant("i32", 0)
+    for shift in (0, 16):
+        left, right = (ir.cast("trunc", ir.binary("lshr", whole, shift), "i16") for whole in operands)
+        if i.opcode == "add":
+            half = ir.binary("add", left, right)
+        else:
+            half = ir.intrinsic(f"llvm.{sign}{i.opcode}.i16", "i16", left, right)
+        if "relu" in m:
+            half = ir.intrinsic("llvm.smax.i16", "i16", half, constant("i16", 0))
+        result = ir.binary("or", result, ir.binary("shl", ir.cast("zext", half, "i32"), shift))
+    t.write(i.operands[0], _WORD, result)
+
+
+@FAMILY.form("bmsk.mode.b32", 3, mode=("clamp", "wrap"))
+def bit_mask(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
+    """Ones, b of them from bit a on; both cut to 5 bits or held below 33 (section 9.7.1.20)."""
+    ir = t.ir
+    start, length = (t.read(i.operands[n], _WORD) for n in (1, 2))
+    if m["mode"] == "wrap":
+        start, length = ir.binary("and", start, 31), ir.binary("and", length, 31)
+    wide = [ir.intrinsic("llvm.umin.i32", "i32", value, constant("i32", 32)) for value in (start, length)]
+    start, length = (ir.resize(value, "i64", signed=False) for value in wide)
+    t.write(i.operands[0], _WORD, ir.cast("trunc", ir.binary("shl", ones(t, length), start), "i32"))
+
+
+@FAMILY.form("szext.mode.type", 3, mode=("clamp", "wrap"), type=_BOTH)
+def extend(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
+    """The low b bits of a, extended by their sign or zeros; b cut to 5 bits or held below 33 (section 9.7.1.21)."""
+    ir, scalar = t.ir, m.scalar()
+    value, count = t.read(i.operands[1], scalar), t.read(i.operands[2], SCALARS["u32"])
+    if m["mode"] == "wrap":
+        count = ir.binary("and", count, 31)
+    count = ir.intrinsic("llvm.umin.i32", "i32", count, constant("i32", 32))
+    shift = ir.resize(ir.binary("sub", constant("i32", 32), count), "i64", signed=False)
+    moved = ir.binary("shl", ir.resize(value, "i64", signed=False), shift)
+    moved = ir.resize(ir.cast("trunc", moved, "i32"), "i64", signed=scalar.is_signed)
+    result = ir.binary("ashr" if scalar.is_signed else "lshr", moved, shift)
+    t.write(i.operands[0], scalar, ir.cast("trunc", result, "i32"))
+
+
+def _part(t: OperandTranslator, whole: Value, start: int, bits: int, signed: bool) -> Value:
+    """Some bits as a number."""
+    part = t.ir.cast("trunc", t.ir.binary("lshr", whole, start), f"i{bits}")
+    return t.ir.resize(part, "i32", signed=signed)

@@ -1,0 +1,372 @@
+"""Write the native function that runs some of a launch's blocks, one after another.
+
+    i32 kernel(launch, environment, i64 first_block, i64 last_block) -> Status
+
+WAITS means that a block only waits for others: called again with the same block in the same environment, the function
+goes on. Blocks are numbered x fastest; `last_block` is the one behind the last, and there is at least one.
+
+In a block with barriers every thread has a frame. Each round runs every thread that has not ended up to its next
+barrier or its end; when a round leaves none waiting, the block is done. That is enough where the only waits are for
+barrier 0; scheduler.py has the rest. Where threads run together, each group of a row's threads has the frame.
+
+Blocks run in the order of their numbers, and so do the warps of each, unless the operator shuffles them: with a seed,
+blocks begin at some number, and the warps of each block, in each round, at some other. A kernel without races computes
+the same; one with a race may not.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from ctypes import sizeof
+
+from gpulease.daemon.ptx.memory import Needs
+from gpulease.daemon.ptx.native.structures import (
+    BOARD_BYTES,
+    PARAMETERS_OFFSET,
+    Environment,
+    Fault,
+    Launch,
+    Status,
+)
+from gpulease.daemon.ptx.translate.ir import INVARIANT, TRUE, IrWriter, Value, constant
+from gpulease.daemon.ptx.translate.operand_values import ENVIRONMENT, LAUNCH
+from gpulease.daemon.ptx.translate.specials import WARP_THREADS
+from gpulease.daemon.ptx.translate.waits import Waits
+
+# In a frame's head: the thread has ended. Barriers are numbered from 1.
+ENDED = -1
+
+_FIRST, _LAST = Value("i64", "%first"), Value("i64", "%last")
+
+# Gets the indices x, y and z of the innermost loop.
+Body = Callable[[Sequence[Value]], None]
+
+# Multiplier and increment of a linear congruential generator (Knuth, "The Art of Computer Programming", 3.3.4).
+_SPREAD = 1_664_525
+_STEP = 1_013_904_223
+
+# Its low bits repeat after few steps.
+_LOW_BITS = 8
+
+
+class RunnerWriter:
+    """Writes the runner of one kernel around its thread function."""
+
+    # Threads that stay neighbours when the order is shuffled, along x.
+    turn_unit = WARP_THREADS
+
+    def __init__(
+        self, thread: str, *, frame_bytes: int, local_bytes: int, waits: Waits, shuffle: int | None = None
+    ) -> None:
+        self.ir = IrWriter(set())
+        self._thread = thread
+        self._frame_bytes = frame_bytes
+        self._local_bytes = local_bytes
+        self._waits = waits
+        self._shuffle = shuffle
+        self._turn: Value | None = None
+        self._allocas: list[str] = []
+        self._sizes: dict[str, list[Value]] = {}
+
+    @property
+    def needs(self) -> Needs:
+        """Return the memory that a block takes."""
+        if not self._waits.sites:
+            return Needs(self._local_bytes, 0, 0, 0, parks=False)
+        return Needs(0, self._local_bytes, BOARD_BYTES, self._frame_bytes, parks=self._waits.parks)
+
+    def write(self, name: str) -> str:
+        """The function's IR."""
+        for field, start in (("grid", Launch.grid.offset), ("block", Launch.block.offset)):
+            places = [self.ir.offset(LAUNCH, start + 4 * axis) for axis in range(3)]
+            self._sizes[field] = [self.ir.load("i32", place, extra=INVARIANT) for place in places]
+        self._run_blocks()
+        self.ir.ret(Status.DONE)
+        launch = f"ptr noalias dereferenceable({PARAMETERS_OFFSET}) %launch"
+        environment = f"ptr noalias dereferenceable({sizeof(Environment)}) %environment"
+        head = f"define i32 @{name}({launch}, {environment}, {_FIRST}, {_LAST}) {{"
+        return "\n".join([head, "entry:", *self._allocas, *self.ir.lines, "}", ""])
+
+    def _run_blocks(self) -> None:
+        """Run the blocks from the first to the last."""
+        ir = self.ir
+        counter, head, done = self._variable("i64"), ir.fresh("block"), ir.fresh("blocksdone")
+        ir.store(_FIRST, counter)
+        ir.block(head)
+        number = ir.load("i64", counter)
+        place = self._place_of(self._shuffled_block(number))
+        self._run_block(place)
+        following = ir.binary("add", number, 1)
+        ir.store(following, counter)
+        ir.branch_if(ir.compare("icmp ult", following, _LAST), head, done)
+        ir.block(done)
+
+    def _shuffled_block(self, number: Value) -> Value:
+        """The block that is the launch's `number`th to begin, and where its warps begin."""
+        if self._shuffle is None:
+            return number
+        ir = self.ir
+        blocks = ir.load("i64", ir.offset(LAUNCH, Launch.blocks.offset), extra=INVARIANT)
+        begun = ir.binary("add", number, (self._shuffle * _SPREAD + _STEP) >> _LOW_BITS)
+        block = ir.binary("urem", begun, blocks)
+        self._turn = self._turn or self._variable("i32")
+        ir.store(ir.binary("add", ir.cast("trunc", block, "i32"), self._shuffle), self._turn)
+        self._begin_round()
+        return block
+
+    def _begin_round(self) -> None:
+        """Let the warps begin at another one."""
+        if self._turn is not None:
+            turned = self.ir.binary("mul", self.ir.load("i32", self._turn), _SPREAD)
+            self.ir.store(self.ir.binary("add", turned, _STEP), self._turn)
+
+    def _turned(self, index: Value, size: Value, unit: int) -> Value:
+        """The index that is the `index`th below a size; `unit` of them stay neighbours."""
+        if self._turn is None:
+            return index
+        ir = self.ir
+        units = ir.binary("udiv", ir.binary("add", size, unit - 1), unit)
+        first = ir.binary("urem", ir.binary("lshr", ir.load("i32", self._turn), _LOW_BITS), units)
+        turned = ir.binary("add", index, ir.binary("mul", first, unit))
+        return ir.select(ir.compare("icmp uge", turned, size), ir.binary("sub", turned, size), turned)
+
+    def _place_of(self, number: Value) -> list[Value]:
+        """A block's x, y and z."""
+        ir, left, place = self.ir, number, list[Value]()
+        for size in self._sizes["grid"][:2]:
+            wide = ir.cast("zext", size, "i64")
+            place.append(ir.cast("trunc", ir.binary("urem", left, wide), "i32"))
+            left = ir.binary("udiv", left, wide)
+        return [*place, ir.cast("trunc", left, "i32")]
+
+    def _run_block(self, block: Sequence[Value]) -> None:
+        if not self._waits.sites:
+            self._loop("block", lambda thread: self._run_thread(thread, block))
+            return
+        self._loop("block", self._prepare_thread)
+        waiting = self._variable("i1")
+        again, done = self.ir.fresh("round"), self.ir.fresh("blockdone")
+        self.ir.block(again)
+        self._begin_round()
+        self.ir.store(constant("i1", 0), waiting)
+        self._loop("block", lambda thread: self._resume_thread(thread, block, waiting))
+        self.ir.branch_if(self.ir.load("i1", waiting), again, done)
+        self.ir.block(done)
+
+    def _run_thread(self, thread: Sequence[Value], block: Sequence[Value]) -> None:
+        """From start to end; threads that run alone share one local window."""
+        status = self._call(thread, block, Value("ptr", "null"), self._area(Environment.local.offset))
+        self._stop_if_faulted(status, lambda: thread, block)
+
+    def _prepare_thread(self, thread: Sequence[Value]) -> None:
+        self.ir.store(constant("i32", 0), self._frame(self._flat(thread)))
+
+    def _resume_thread(self, thread: Sequence[Value], block: Sequence[Value], waiting: Value) -> None:
+        """Up to the next barrier or the end, unless it has ended before."""
+        ir = self.ir
+        flat = self._flat(thread)
+        frame = self._frame(flat)
+        local = ir.offset(self._area(Environment.local.offset), ir.binary("mul", flat, self._local_bytes))
+        with self._unless_ended(frame, waiting) as outcome:
+            outcome.append(self._call(thread, block, frame, local))
+            self._stop_if_faulted(outcome[0], lambda: thread, block)
+
+    @contextmanager
+    def _unless_ended(self, frame: Value, waiting: Value) -> Iterator[list[Value]]:
+        """Resume a frame that has not ended; the caller writes the call inside and gives its status."""
+        ir, outcome = self.ir, list[Value]()
+        run, waits, ended, after = (ir.fresh(stem) for stem in ("run", "waits", "ended", "after"))
+        ir.branch_if(ir.compare("icmp eq", ir.load("i32", frame), ENDED), after, run)
+        ir.block(run)
+        yield outcome
+        (status,) = outcome
+        ir.branch_if(ir.compare("icmp eq", status, Status.WAITS), waits, ended)
+        ir.block(waits)
+        ir.store(TRUE, waiting)
+        ir.branch(after)
+        ir.block(ended)
+        ir.store(constant("i32", ENDED), frame)
+        ir.block(after)
+
+    def _call(self, thread: Sequence[Value], block: Sequence[Value], frame: Value, local: Value) -> Value:
+        arguments = ", ".join(map(str, (LAUNCH, ENVIRONMENT, frame, local, *thread, *block)))
+        return self.ir.value("i32", f"call i32 @{self._thread}({arguments})")
+
+    def _stop_if_faulted(self, status: Value, thread: Callable[[], Sequence[Value]], block: Sequence[Value]) -> None:
+        """End the launch, leaving behind which thread it was, as told then."""
+        ir = self.ir
+        stop, go_on = ir.fresh("stop"), ir.fresh("goon")
+        ir.branch_if(ir.compare("icmp eq", status, Status.FAULT), stop, go_on)
+        ir.block(stop)
+        self._stop(thread(), block)
+        ir.block(go_on)
+
+    def _stop(self, thread: Sequence[Value], block: Sequence[Value]) -> None:
+        fault = self._area(Environment.fault.offset)
+        for start, indices in ((Fault.thread.offset, thread), (Fault.block.offset, block)):
+            for axis, index in enumerate(indices):
+                self.ir.store(index, self.ir.offset(fault, start + 4 * axis))
+        self.ir.ret(Status.FAULT)
+
+    def _flat(self, thread: Sequence[Value]) -> Value:
+        """The thread's number in its block, as i64."""
+        width, height, _ = self._sizes["block"]
+        rows = self.ir.binary("add", self.ir.binary("mul", thread[2], height), thread[1])
+        number = self.ir.binary("add", self.ir.binary("mul", rows, width), thread[0])
+        return self.ir.cast("zext", number, "i64")
+
+    def _frame(self, flat: Value) -> Value:
+        return self.ir.offset(self._area(Environment.frames.offset), self.ir.binary("mul", flat, self._frame_bytes))
+
+    def _area(self, offset: int) -> Value:
+        return self.ir.load("ptr", self.ir.offset(ENVIRONMENT, offset), extra=INVARIANT)
+
+    def _loop(self, field: str, body: Body) -> None:
+        """Run a body for all indices below a size, x fastest."""
+        self._nest(self._sizes[field], [], body)
+
+    def _nest(self, sizes: Sequence[Value], outer: list[Value], body: Body) -> None:
+        """Open a loop for the last axis that has none yet; every size is at least 1."""
+        if len(outer) == len(sizes):
+            body(outer)
+            return
+        ir = self.ir
+        size = sizes[len(sizes) - len(outer) - 1]
+        counter, head, done = self._variable("i32"), ir.fresh("loop"), ir.fresh("loopdone")
+        ir.store(constant("i32", 0), counter)
+        ir.block(head)
+        index = ir.load("i32", counter)
+        is_innermost = len(outer) + 1 == len(sizes)
+        self._nest(sizes, [self._turned(index, size, self.turn_unit if is_innermost else 1), *outer], body)
+        following = ir.binary("add", index, 1)
+        ir.store(following, counter)
+        ir.branch_if(ir.compare("icmp ult", following, size), head, done)
+        ir.block(done)
+
+    def _variable(self, kind: str) -> Value:
+        """A stack slot, made in the entry block so that LLVM can turn it into a value."""
+        name = f"%slot{len(self._allocas)}"
+        self._allocas.append(f"  {name} = alloca {kind}")
+        return Value("ptr", name)
+
+
+# What is above a fault's status: the lane.
+_LANE_SHIFT = 8
+
+
+class LaneRunnerWriter(RunnerWriter):
+    """Writes the runner of one kernel around a function of lanes.py."""
+
+    turn_unit = 1
+
+    def __init__(
+        self,
+        thread: str,
+        *,
+        lanes: int,
+        frame_bytes: int,
+        local_bytes: int,
+        waits: Waits,
+        shuffle: int | None = None,
+    ) -> None:
+        super().__init__(thread, frame_bytes=frame_bytes, local_bytes=local_bytes, waits=waits, shuffle=shuffle)
+        self._lanes = lanes
+        self._groups = constant("i32", 0)
+
+    @property
+    def needs(self) -> Needs:
+        """Return the memory that a block takes: a frame for each group; narrow rows have a group a thread."""
+        if not self._waits.sites:
+            return Needs(self._lanes * self._local_bytes, 0, 0, 0, parks=False)
+        return Needs(0, self._local_bytes, 0, self._frame_bytes, parks=False)
+
+    def _run_block(self, block: Sequence[Value]) -> None:
+        ir, sizes = self.ir, self._count_groups()
+        if not self._waits.sites:
+            self._nest(sizes, [], lambda group: self._run_group(group, block))
+            return
+        self._nest(sizes, [], lambda group: ir.store(constant("i32", 0), self._group_frame(group)))
+        waiting = self._variable("i1")
+        again, done = ir.fresh("round"), ir.fresh("blockdone")
+        ir.block(again)
+        self._begin_round()
+        ir.store(constant("i1", 0), waiting)
+        self._nest(sizes, [], lambda group: self._resume_group(group, block, waiting))
+        ir.branch_if(ir.load("i1", waiting), again, done)
+        ir.block(done)
+
+    def _count_groups(self) -> Sequence[Value]:
+        """Count the groups along each axis."""
+        width, height, depth = self._sizes["block"]
+        self._groups = self.ir.binary("udiv", self.ir.binary("add", width, self._lanes - 1), self._lanes)
+        return self._groups, height, depth
+
+    def _run_group(self, group: Sequence[Value], block: Sequence[Value]) -> None:
+        """From start to end; groups that run alone share their local windows."""
+        self._call_group(group, block, Value("ptr", "null"), self._area(Environment.local.offset))
+
+    def _resume_group(self, group: Sequence[Value], block: Sequence[Value], waiting: Value) -> None:
+        """Up to the next barrier or the end, unless it has ended before."""
+        ir, frame = self.ir, self._group_frame(group)
+        flat = self._flat(self._thread_of(group, constant("i32", 0)))
+        local = ir.offset(self._area(Environment.local.offset), ir.binary("mul", flat, self._local_bytes))
+        with self._unless_ended(frame, waiting) as outcome:
+            outcome.append(self._call_group(group, block, frame, local))
+
+    def _call_group(self, group: Sequence[Value], block: Sequence[Value], frame: Value, local: Value) -> Value:
+        ir, left = self.ir, self._left(group)
+        some = ir.binary("sub", ir.binary("shl", constant("i64", 1), ir.cast("zext", left, "i64")), 1)
+        is_whole = ir.compare("icmp uge", left, self._lanes)
+        mask = ir.cast("trunc", ir.select(is_whole, constant("i64", -1), some), f"i{self._lanes}")
+        first = self._thread_of(group, constant("i32", 0))
+        arguments = ", ".join(map(str, (LAUNCH, ENVIRONMENT, frame, local, mask, *first, *block)))
+        status = ir.value("i32", f"call i32 @{self._thread}({arguments})")
+        lane = ir.binary("lshr", status, _LANE_SHIFT)
+        kind = ir.binary("and", status, (1 << _LANE_SHIFT) - 1)
+        self._stop_if_faulted(kind, lambda: self._thread_of(group, lane), block)
+        return kind
+
+    def _thread_of(self, group: Sequence[Value], lane: Value) -> list[Value]:
+        """The indices of a lane's thread."""
+        return [self.ir.binary("add", self.ir.binary("mul", group[0], self._lanes), lane), *group[1:]]
+
+    def _left(self, group: Sequence[Value]) -> Value:
+        """Compute how many threads there are from the group's first on."""
+        return self.ir.binary("sub", self._sizes["block"][0], self.ir.binary("mul", group[0], self._lanes))
+
+    def _group_frame(self, group: Sequence[Value]) -> Value:
+        ir = self.ir
+        row = ir.binary("add", ir.binary("mul", group[2], self._sizes["block"][1]), group[1])
+        number = ir.binary("add", ir.binary("mul", row, self._groups), group[0])
+        return self._frame(ir.cast("zext", number, "i64"))
+
+
+class WarpRunnerWriter(LaneRunnerWriter):
+    """Runner for groups that are warps: neighbours by their number in the block, of whatever rows."""
+
+    @property
+    def needs(self) -> Needs:
+        """Return the memory that a block takes; its last warp may lack threads."""
+        if not self._waits.sites:
+            return super().needs
+        each = -(-self._frame_bytes // self._lanes)
+        return Needs(0, self._local_bytes, self._frame_bytes, each, parks=False)
+
+    def _count_groups(self) -> Sequence[Value]:
+        threads = self._threads()
+        return [self.ir.binary("udiv", self.ir.binary("add", threads, self._lanes - 1), self._lanes)]
+
+    def _thread_of(self, group: Sequence[Value], lane: Value) -> list[Value]:
+        ir, (width, height, _) = self.ir, self._sizes["block"]
+        flat = ir.binary("add", ir.binary("mul", group[0], self._lanes), lane)
+        row = ir.binary("udiv", flat, width)
+        return [ir.binary("urem", flat, width), ir.binary("urem", row, height), ir.binary("udiv", row, height)]
+
+    def _left(self, group: Sequence[Value]) -> Value:
+        return self.ir.binary("sub", self._threads(), self.ir.binary("mul", group[0], self._lanes))
+
+    def _threads(self) -> Value:
+        width, height, depth = self._sizes["block"]
+        return self.ir.binary("mul", self.ir.binary("mul", width, height), depth)
+
+    def _group_frame(self, group: Sequence[Value]) -> Value:
+        return self._frame(self.ir.cast("zext", group[0], "i64"))

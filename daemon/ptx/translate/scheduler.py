@@ -1,0 +1,146 @@
+"""The block's loop for kernels whose threads wait for more than barrier 0.
+
+Threads run warp by warp: those that are ready run until they wait or end, then exchanges that are complete let theirs
+go on, until none of the warp can. When all warps have come to that point barriers are settled. If then nobody can go
+on and some still wait, they would for ever: that is a fault. If nobody goes on but threads in loops that watch memory,
+the block may wait for another one: the function returns, and goes on with it when called again.
+"""
+
+from collections.abc import Sequence
+
+from gpulease.daemon.ptx.native.library import RELEASE_WARP, SETTLE_BLOCK
+from gpulease.daemon.ptx.native.structures import (
+    BARRIERS,
+    BOARD_BYTES,
+    PLACE_MASK,
+    PLACE_SHIFTS,
+    Access,
+    Environment,
+    FrameHead,
+    State,
+    Status,
+)
+from gpulease.daemon.ptx.parse.syntax import Space
+from gpulease.daemon.ptx.translate.access import RECORD_FAULT, SPACE_NUMBERS
+from gpulease.daemon.ptx.translate.ir import Value, constant
+from gpulease.daemon.ptx.translate.operand_values import ENVIRONMENT
+from gpulease.daemon.ptx.translate.runner import RunnerWriter
+from gpulease.daemon.ptx.translate.specials import WARP_THREADS
+
+
+class SchedulerWriter(RunnerWriter):
+    """Writes the runner of one kernel whose frames begin with a `FrameHead`."""
+
+    def _run_block(self, block: Sequence[Value]) -> None:
+        ir = self.ir
+        board = self._area(Environment.frames.offset)
+        width, height, depth = self._sizes["block"]
+        threads = ir.binary("mul", ir.binary("mul", width, height), depth)
+        again, done, stuck, parks = (ir.fresh(stem) for stem in ("round", "blockdone", "stuck", "parks"))
+        if self._waits.parks:
+            begins = ir.fresh("begins")
+            resumes = ir.load("i64", ir.offset(ENVIRONMENT, Environment.resumes.offset))
+            ir.branch_if(ir.compare("icmp eq", resumes, 0), begins, again)
+            ir.block(begins)
+        ir.emit(f"store [{BARRIERS} x i32] zeroinitializer, {board}")
+        self._loop("block", self._prepare_thread)
+        ir.block(again)
+        self._begin_round()
+        self._run_warps(threads, block)
+        frames = self._frame(constant("i64", 0))
+        arguments = ", ".join(map(str, (board, frames, threads, self._stride())))
+        verdict = ir.value("i32", f"call i32 @{SETTLE_BLOCK}({arguments})")
+        ir.switch(verdict, stuck, [(0, done), (1, again), (-1, parks)])
+        ir.block(parks)
+        ir.ret(Status.WAITS)
+        ir.block(stuck)
+        self._fail(ir.cast("zext", ir.binary("sub", verdict, 2), "i64"), block)
+        ir.block(done)
+
+    def _run_warps(self, threads: Value, block: Sequence[Value]) -> None:
+        """Every warp as far as it gets by itself."""
+        ir = self.ir
+        counter = self._variable("i32")
+        warp, again, following, done = (ir.fresh(stem) for stem in ("warp", "again", "warpdone", "warpsdone"))
+        ir.store(constant("i32", 0), counter)
+        ir.block(warp)
+        begun = ir.load("i32", counter)
+        warps = ir.binary("and", ir.binary("add", threads, WARP_THREADS - 1), -WARP_THREADS)
+        first = self._turned(begun, warps, WARP_THREADS)
+        left = ir.binary("sub", threads, first)
+        is_whole = ir.compare("icmp ugt", left, WARP_THREADS)
+        lanes = ir.select(is_whole, constant("i32", WARP_THREADS), left)
+        frames = self._frame(ir.cast("zext", first, "i64"))
+        ir.block(again)
+        self._run_lanes(first, lanes, block)
+        arguments = ", ".join(map(str, (frames, lanes, self._stride(), constant("i64", self._waits.words))))
+        released = ir.value("i1", f"call i1 @{RELEASE_WARP}({arguments})")
+        ir.branch_if(released, again, following)
+        ir.block(following)
+        following_warp = ir.binary("add", begun, WARP_THREADS)
+        ir.store(following_warp, counter)
+        ir.branch_if(ir.compare("icmp ult", following_warp, threads), warp, done)
+        ir.block(done)
+
+    def _run_lanes(self, first: Value, lanes: Value, block: Sequence[Value]) -> None:
+        """Each ready thread of a warp until it waits or ends."""
+        ir = self.ir
+        counter = self._variable("i32")
+        head, run, ended, after, done = (ir.fresh(stem) for stem in ("lane", "run", "ended", "after", "lanesdone"))
+        ir.store(constant("i32", 0), counter)
+        ir.block(head)
+        lane = ir.load("i32", counter)
+        flat = ir.cast("zext", ir.binary("add", first, lane), "i64")
+        frame = self._frame(flat)
+        state = ir.offset(frame, FrameHead.state.offset)
+        ir.branch_if(ir.compare("icmp eq", ir.load("i32", state), State.READY), run, after)
+        ir.block(run)
+        thread = self._indices(frame)
+        local = ir.offset(self._area(Environment.local.offset), ir.binary("mul", flat, self._local_bytes))
+        status = self._call(thread, block, frame, local)
+        self._stop_if_faulted(status, lambda: thread, block)
+        ir.branch_if(ir.compare("icmp eq", status, Status.WAITS), after, ended)
+        ir.block(ended)
+        ir.store(constant("i32", State.ENDED), state)
+        ir.block(after)
+        next_lane = ir.binary("add", lane, 1)
+        ir.store(next_lane, counter)
+        ir.branch_if(ir.compare("icmp ult", next_lane, lanes), head, done)
+        ir.block(done)
+
+    def _prepare_thread(self, thread: Sequence[Value]) -> None:
+        ir = self.ir
+        frame = self._frame(self._flat(thread))
+        place = thread[0]
+        for index, shift in zip(thread[1:], PLACE_SHIFTS[1:], strict=True):
+            place = ir.binary("or", place, ir.binary("shl", index, shift))
+        start = {"resume": constant("i32", 0), "state": constant("i32", State.READY), "place": place}
+        for field, value in start.items():
+            ir.store(value, ir.offset(frame, getattr(FrameHead, field).offset))
+
+    def _indices(self, frame: Value) -> list[Value]:
+        place = self.ir.load("i32", self.ir.offset(frame, FrameHead.place.offset))
+        return [self.ir.binary("and", self.ir.binary("lshr", place, shift), PLACE_MASK) for shift in PLACE_SHIFTS]
+
+    def _fail(self, flat: Value, block: Sequence[Value]) -> None:
+        """End the launch: a thread waits for what can't come."""
+        ir = self.ir
+        frame = self._frame(flat)
+        said = {
+            field: ir.load("i32", ir.offset(frame, getattr(FrameHead, field).offset))
+            for field in ("state", "kind", "members", "line")
+        }
+        at_barrier = ir.compare("icmp eq", said["state"], State.AT_BARRIER)
+        number = ir.binary("and", said["kind"], BARRIERS - 1)
+        what = ir.cast("zext", ir.select(at_barrier, number, said["members"]), "i64")
+        access = ir.select(at_barrier, constant("i32", Access.BARRIER), constant("i32", Access.EXCHANGE))
+        space = constant("i32", SPACE_NUMBERS[Space.GENERIC])
+        arguments = ", ".join(map(str, (ENVIRONMENT, what, constant("i32", 0), access, space, said["line"])))
+        ir.emit(f"call void @{RECORD_FAULT}({arguments})")
+        self._stop(self._indices(frame), block)
+
+    def _frame(self, flat: Value) -> Value:
+        return self.ir.offset(super()._frame(flat), BOARD_BYTES)
+
+    def _stride(self) -> Value:
+        return constant("i64", self._frame_bytes)

@@ -1,0 +1,130 @@
+"""What families translate instructions by: a thread's registers, its frame, its ends and its calls."""
+
+from gpulease.daemon.ptx.limits import (
+    MAX_LIVE_REGISTERS,
+    MAX_LOCAL_BYTES,
+    MAX_SAVED_REGISTERS,
+)
+from gpulease.daemon.ptx.native.structures import SLOT_BYTES, Status
+from gpulease.daemon.ptx.parse.declarations import round_up
+from gpulease.daemon.ptx.parse.syntax import SCALARS, Function, Register, Signature
+from gpulease.daemon.ptx.translate.callees import Callees
+from gpulease.daemon.ptx.translate.ir import IrWriter, Value, constant
+from gpulease.daemon.ptx.translate.liveness import (
+    registers_of,
+)
+from gpulease.daemon.ptx.translate.operand_values import OperandTranslator
+from gpulease.daemon.ptx.translate.waits import FRAME, Waits, find_waits
+
+
+class ThreadTranslator(OperandTranslator):
+    """Translates for one kernel; the families' functions work through its methods.
+
+    Attributes:
+        waits: Where the kernel's threads wait.
+        frame_bytes: What one thread's frame takes; known when all is translated.
+        index: The instruction at hand.
+    """
+
+    WORD = SCALARS["b32"]
+
+    def __init__(
+        self,
+        function: Function,
+        variable_places: dict[str, int],
+        declarations: set[str],
+        callees: Callees | None = None,
+    ) -> None:
+        super().__init__(function, variable_places, IrWriter(declarations))
+        self.declarations = declarations
+        self.callees = callees or Callees()
+        self.waits = self._find_waits()
+        self.frame_bytes = self.waits.head_bytes
+        self.index = 0
+        self._resumes: list[str] = []
+        self._saved_registers = 0
+        self._live: dict[int, int] = {}
+        self._kinds: dict[str, int] = {}
+        self._name = ""
+        # Matrix instructions whose parts of A and B an earlier one has shown: where these are among its words.
+        self.shown_before: dict[int, tuple[int, int]] = {}
+        self.leaders: set[int] = set()
+        self.passed_bytes = self.returned_bytes = 0
+        self._calls = any(self.callees.calls(i) for i in function.instructions)
+        # What waits leaves the native stack, so its calls' variables lie in its local window.
+        self._calls_at = round_up(function.local_bytes, SLOT_BYTES * 2) if self.waits.sites else None
+        if self._calls or not function.is_kernel:
+            # The window of a whole stack.
+            self.local_limit = MAX_LOCAL_BYTES
+        elif self._calls_at is not None and function.call_bytes:
+            self.local_limit = self._calls_at + function.call_bytes
+        if (self._calls_at or 0) + function.call_bytes > MAX_LOCAL_BYTES and self._calls_at is not None:
+            raise self.problem(f"over {MAX_LOCAL_BYTES} bytes of .local memory and .param variables")
+
+    def _find_waits(self) -> Waits:
+        return find_waits(self.function.instructions, self.callees.watching)
+
+    def jump(self, index: int) -> None:
+        """Go on at an instruction, or end the thread if none is there."""
+        if index < len(self.function.instructions):
+            self.ir.branch(f"at{index}")
+        else:
+            self.ir.ret(Status.DONE)
+
+    def leave(self, *, is_exit: bool) -> None:
+        """End the thread; in a kernel's own body `ret` and `exit` are the same."""
+        self.ir.ret(Status.DONE)
+
+    def pass_on(self, status: Value) -> None:
+        """End as a call has ended that did not come back."""
+        is_exit = self.ir.compare("icmp eq", status, Status.EXITED)
+        self.ir.ret_value(self.ir.select(is_exit, constant("i32", Status.DONE), status))
+
+    def stack(self) -> Value:
+        """Return where in the local window the callee's variables begin."""
+        return constant("i64", self.function.local_bytes + self.function.call_bytes + SLOT_BYTES * 2)
+
+    def make_room(self, signature: Signature) -> None:
+        """Have buffers for the arguments and results of such a call."""
+        self.passed_bytes = max(self.passed_bytes, signature.parameter_bytes)
+        self.returned_bytes = max(self.returned_bytes, signature.result_bytes)
+
+    def kind_of_exchange(self) -> int:
+        """A number for the instruction's qualifiers: threads exchange where these are the same."""
+        spelling = self.instruction.spelling if self.instruction else ""
+        return self._kinds.setdefault(spelling, len(self._kinds))
+
+    def frame_size(self) -> Value:
+        """Return the bytes of one thread's frame, as i64."""
+        return self.ir.load("i64", Value("ptr", f"@{self._name}.frame"))
+
+    def suspend(self, status: Status) -> None:
+        """Return to the block's loop, and go on behind this when called again."""
+        self.carry = None
+        kept = self._kept_registers()
+        self._saved_registers += len(kept)
+        if self._saved_registers > MAX_SAVED_REGISTERS:
+            raise self.problem(f"more than {MAX_SAVED_REGISTERS} registers are live at all waits together")
+        resume = self.ir.fresh("resume")
+        self._resumes.append(resume)
+        head = self.waits.head_bytes
+        slots = [self.ir.offset(FRAME, head + SLOT_BYTES * n) for n in range(len(kept))]
+        for register, slot in zip(kept, slots, strict=True):
+            self.ir.store(self._load(register), slot)
+        self.ir.store(constant("i32", len(self._resumes)), FRAME)
+        self.ir.ret(status)
+        self.ir.block(resume)
+        for number, register in enumerate(kept):
+            slot = self.ir.offset(FRAME, head + SLOT_BYTES * number)
+            self._store(register, self.ir.load(f"i{register.type.bits}", slot))
+        self.frame_bytes = max(self.frame_bytes, head + SLOT_BYTES * len(kept))
+
+    def _kept_registers(self) -> list[Register]:
+        live = self._live[self.index]
+        if self.index in self.waits.yields and self.instruction is not None:
+            # The branch itself comes behind the wait.
+            live |= sum({1 << r.index for operand in self.instruction.operands for r in registers_of(operand)})
+        kept = [register for register in self.function.registers if live >> register.index & 1]
+        if len(kept) > MAX_LIVE_REGISTERS:
+            raise self.problem(f"{len(kept)} registers live where a thread waits are more than {MAX_LIVE_REGISTERS}")
+        return kept

@@ -1,0 +1,257 @@
+"""Find the branches that may part lanes, and the registers with one value for all lanes.
+
+Lanes that a branch has parted run one after another, the earliest block first, and meet again at the latest where all
+ways from the branch lead: its end. Two things follow where every block on these ways comes before the end:
+
+- a block on no such way is run by all lanes that have not ended at once: it is common;
+- a register written on one way only keeps one value for all lanes unless what is written is different for them, or
+  some lane needs it on the other way or behind the end, where the write has not been its own.
+
+A branch to where a kernel ends parts nobody: lanes only become fewer.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from gpulease.daemon.ptx.parse.syntax import Address, Instruction, Operand, Special, Target, Vector
+from gpulease.daemon.ptx.translate.liveness import Block, Effect, blocks_of, live_at_starts, registers_of
+
+# Special registers that differ within a row of a block.
+_VARYING = ("tid.x", "laneid", "warpid", "lanemask_")
+
+# These differ within a warp too.
+_VARYING_IN_WARPS = (*_VARYING, "tid.y", "tid.z")
+
+_LEAVES = ("ret", "exit")
+
+
+class Unordered(Exception):
+    """A way between a branch and its end is written behind that end, so lanes that part may not meet there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Uniformity:
+    """Facts of a kernel's lanes.
+
+    Attributes:
+        live: The registers needed where each block begins, as bits.
+        varying: Registers that may differ between lanes, as bits.
+        apart: Blocks that may be run by a part of the lanes.
+        meeting: Those of them, and all others, in which lanes may meet: see `_Ways.lets_meet`.
+    """
+
+    blocks: tuple[Block, ...]
+    live: tuple[int, ...]
+    varying: int
+    apart: frozenset[int]
+    meeting: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Kinds:
+    """Meanings of instructions for lanes, by their places.
+
+    Attributes:
+        private: Those that give each lane a result of its own.
+        common: Those that give all lanes the same, made of what each has.
+        barriers: Where all threads of a block meet.
+        exchanges: Where lanes meet.
+    """
+
+    private: frozenset[int] = frozenset()
+    common: frozenset[int] = frozenset()
+    barriers: frozenset[int] = frozenset()
+    exchanges: frozenset[int] = frozenset()
+
+
+def leaves_at(body: Sequence[Instruction], index: int) -> bool:
+    """Say whether a kernel ends at an instruction, or behind the last."""
+    return index >= len(body) or (body[index].opcode in _LEAVES and body[index].guard is None)
+
+
+def uniformity_of(body: Sequence[Instruction], effects: Sequence[Effect], kinds: Kinds) -> Uniformity:
+    """Look through a kernel. Raises Unordered, and TooComplex as liveness does."""
+    blocks = blocks_of(body)
+    live = live_at_starts(blocks, effects)
+    ways = _Ways(body, blocks)
+    written = [written_by(instruction, effect) for instruction, effect in zip(body, effects, strict=True)]
+    varying, apart = 0, frozenset[int]()
+    while True:
+        grown = _spread(body, effects, kinds, varying)
+        branches = [number for number in range(len(blocks)) if _parts(body, blocks[number], grown)]
+        regions = [ways.from_branch(number) for number in branches]
+        for sides, end in regions:
+            grown |= _mixed(sides, end, blocks, written, live)
+        apart = frozenset(number for sides, _ in regions for side in sides for number in side)
+        if grown == varying:
+            meeting = ways.lets_meet(dict(zip(branches, regions, strict=True)), kinds)
+            return Uniformity(tuple(blocks), tuple(live), varying, apart, meeting)
+        varying = grown
+
+
+def _spread(body: Sequence[Instruction], effects: Sequence[Effect], kinds: Kinds, varying: int) -> int:
+    """The registers that varying ones make vary, in the order of the code: later rounds do the rest."""
+    for index, (instruction, effect) in enumerate(zip(body, effects, strict=True)):
+        depends = effect.reads & varying or index in kinds.private
+        guard = instruction.guard is not None and varying >> instruction.guard.register.index & 1
+        if index in kinds.common and not guard:
+            continue
+        specials = _VARYING_IN_WARPS if kinds.exchanges else _VARYING
+        if depends or any(_is_varying(operand, specials) for operand in instruction.operands):
+            varying |= written_by(instruction, effect)
+    return varying
+
+
+def written_by(instruction: Instruction, effect: Effect) -> int:
+    """The registers an instruction may write, as bits."""
+    if instruction.guard is None:
+        return effect.writes
+    named = [operand for operand in instruction.operands[:1] if not isinstance(operand, Address)]
+    return sum({1 << register.index for operand in named for register in registers_of(operand)})
+
+
+def _is_varying(operand: Operand, specials: tuple[str, ...]) -> bool:
+    match operand:
+        case Special(name):
+            return name.removeprefix("%").startswith(specials)
+        case Vector(elements):
+            return any(_is_varying(element, specials) for element in elements)
+    return False
+
+
+def _parts(body: Sequence[Instruction], block: Block, varying: int) -> bool:
+    """Say whether a block ends in a branch that some lanes may take and others not."""
+    last = body[block.end - 1]
+    if last.guard is None or last.opcode != "bra" or not varying >> last.guard.register.index & 1:
+        return False
+    ways = [block.end, *(target.index for target in last.operands if isinstance(target, Target))]
+    return not any(leaves_at(body, index) for index in ways)
+
+
+def _mixed(
+    sides: Sequence[set[int]], end: int, blocks: Sequence[Block], written: Sequence[int], live: Sequence[int]
+) -> int:
+    """The registers that lanes on one way write and others may still need."""
+    found = 0
+    for side, other in (sides, sides[::-1]):
+        needed = live[end] if end < len(blocks) else 0
+        for number in other:
+            needed |= live[number]
+        for number in side:
+            for registers in written[blocks[number].start : blocks[number].end]:
+                found |= registers & needed
+    return found
+
+
+class _Ways:
+    """The ways through a body, without those that only end lanes."""
+
+    def __init__(self, body: Sequence[Instruction], blocks: Sequence[Block]) -> None:
+        self._end = len(blocks)
+        self._blocks, self._body = blocks, body
+        every, going_on = ([self._followers(body, block, keep=keep) for block in blocks] for keep in (True, False))
+        arriving = self._arriving(going_on)
+        # Of a loop that only ends lanes leave, the ways out are kept: else it would lead nowhere.
+        self._follows = [
+            go if n in arriving else all_ for n, (go, all_) in enumerate(zip(going_on, every, strict=True))
+        ]
+        self._behind = self._postdominators()
+
+    def from_branch(self, number: int) -> tuple[tuple[set[int], set[int]], int]:
+        """The blocks on either way from a branch to where both lead, and that block. Raises Unordered."""
+        end = self._meeting(number)
+        follows = self._follows[number]
+        sides = tuple(self._reached(follower, end) for follower in follows)
+        if any(block >= end for side in sides for block in side):
+            raise Unordered
+        return (sides[0], sides[1] if len(sides) > 1 else set()), end
+
+    def lets_meet(self, regions: Mapping[int, tuple[tuple[set[int], set[int]], int]], kinds: Kinds) -> frozenset[int]:
+        """The blocks in which lanes may meet: those that are not there can't come later, or meet others elsewhere.
+
+        All lanes are there, or those that are not wait behind a choice with nothing on the other way, for a barrier.
+        """
+        found = set(range(self._end))
+        for number, (sides, end) in regions.items():
+            others = [sides[1], sides[0]]
+            for side, other in zip(sides, others, strict=True):
+                if other or number in side or not self._awaits_barrier(end, kinds):
+                    found -= side
+        return frozenset(found)
+
+    def _awaits_barrier(self, start: int, kinds: Kinds) -> bool:
+        """Say whether every way from a block comes to a barrier before the end or an exchange."""
+        seen: set[int] = set()
+        pending = [start]
+        while pending:
+            number = pending.pop()
+            if number in seen:
+                continue
+            seen.add(number)
+            if number == self._end or leaves_at(self._body, self._blocks[number].start):
+                return False
+            places = range(self._blocks[number].start, self._blocks[number].end)
+            first = next((n for n in places if n in kinds.barriers or n in kinds.exchanges), None)
+            if first is None:
+                pending.extend(self._blocks[number].follows)
+                if self._end in self._follows[number] or self._body[places[-1]].opcode in _LEAVES:
+                    return False
+            elif first in kinds.exchanges or self._body[first].guard is not None:
+                return False
+        return True
+
+    def _followers(self, body: Sequence[Instruction], block: Block, *, keep: bool) -> list[int]:
+        """The blocks that may follow, without or with those where the kernel ends."""
+        follows = [n for n in block.follows if keep or not leaves_at(body, self._blocks[n].start)]
+        last = body[block.end - 1]
+        runs_off = block.end == len(body) and (last.opcode not in ("bra", *_LEAVES) or last.guard is not None)
+        if not follows or runs_off:
+            follows.append(self._end)
+        return list(dict.fromkeys(follows))
+
+    def _arriving(self, follows: Sequence[Sequence[int]]) -> set[int]:
+        """The blocks from which some way leads to the end."""
+        before: dict[int, list[int]] = {}
+        for number, followers in enumerate(follows):
+            for follower in followers:
+                before.setdefault(follower, []).append(number)
+        found, pending = {self._end}, [self._end]
+        while pending:
+            fresh = [number for number in before.get(pending.pop(), ()) if number not in found]
+            found.update(fresh)
+            pending.extend(fresh)
+        return found
+
+    def _postdominators(self) -> list[int]:
+        """For each block those that every way from it to the end goes through, as bits; itself too."""
+        every = (1 << (self._end + 1)) - 1
+        behind = [every] * self._end + [1 << self._end]
+        changed = True
+        while changed:
+            changed = False
+            for number in range(self._end - 1, -1, -1):
+                common = every
+                for follower in self._follows[number]:
+                    common &= behind[follower]
+                if (common := common | 1 << number) != behind[number]:
+                    behind[number], changed = common, True
+        return behind
+
+    def _meeting(self, number: int) -> int:
+        """The first block that every way from a branch comes to."""
+        candidates = self._behind[number] & ~(1 << number)
+        for other in range(self._end + 1):
+            if candidates >> other & 1 and self._behind[other] == candidates:
+                return other
+        raise Unordered
+
+    def _reached(self, start: int, end: int) -> set[int]:
+        found: set[int] = set()
+        pending = [start]
+        while pending:
+            number = pending.pop()
+            if number == end or number in found or number == self._end:
+                continue
+            found.add(number)
+            pending.extend(self._follows[number])
+        return found

@@ -1,0 +1,231 @@
+"""Writes LLVM IR in which a value is one for all lanes, or a vector with one for each.
+
+What makes instructions need not know: a value's `type` is that of one lane either way, and an operation with a vector
+among its operands widens the others. What can't be written so, raw text or a branch, raises NotWide.
+"""
+
+from gpulease.daemon.ptx.native.structures import Status
+from gpulease.daemon.ptx.translate.ir import INVARIANT, IrWriter, Value, constant
+
+# What names of vectors begin with, and no other name does.
+_WIDE = "%wide"
+
+# What hosts have no vector instructions for: such an operation becomes one for each lane.
+_SCALAR_OPERATIONS = ("sdiv", "udiv", "srem", "urem")
+_SCALAR_INTRINSICS = ("llvm.sin.", "llvm.cos.", "llvm.log2.", "llvm.tanh.")
+
+# In lines: moving a lane's part out of a vector and back, and what is done in between.
+_SCALAR_COST = 4
+
+# Of these intrinsics the last argument is a flag that stays one constant for all lanes.
+_FLAGGED = ("llvm.abs.", "llvm.ctlz.", "llvm.cttz.")
+
+
+class NotWide(Exception):
+    """Raised where an instruction can only be written for one lane at a time."""
+
+
+class NotTogether(Exception):
+    """The threads of this kernel are run one by one."""
+
+
+def is_wide(value: Value) -> bool:
+    """Say whether a value is a vector."""
+    return value.text.startswith((_WIDE, "<"))
+
+
+class VectorWriter(IrWriter):
+    """Body of one function for a number of lanes.
+
+    Attributes:
+        blamed: The lane whose thread is named if the kernel faults here.
+        arguments: The threads' indices that are vectors.
+        flat: The threads' numbers in their block, if they are at hand.
+        lane: The lane for which code is being written, if not for all.
+    """
+
+    def __init__(self, declarations: set[str], lanes: int, prefix: str = "") -> None:
+        super().__init__(declarations, prefix)
+        self.lanes = lanes
+        self.blamed = constant("i32", 0)
+        self.arguments: dict[str, Value] = {}
+        self.flat: Value | None = None
+        self.lane: Value | None = None
+        # Instructions that lines stand for on top of one each.
+        self._more = 0
+        # What is loaded once, where the function begins.
+        self.opening: dict[tuple[str, str, int], Value] = {}
+
+    # --- What may be wide --------------------------------------------------------------------------------------
+
+    def binary(self, operation: str, left: Value, right: Value | int) -> Value:
+        """`operation` of two values of one type, lane by lane."""
+        right = constant(left.type, right) if isinstance(right, int) else right
+        if not (is_wide(left) or is_wide(right)):
+            return super().binary(operation, left, right)
+        self._more += self.lanes * (operation in _SCALAR_OPERATIONS)
+        return self.wide_value(left.type, f"{operation} {self.whole(left)}, {self.widen(right).text}")
+
+    def unary(self, operation: str, value: Value) -> Value:
+        """`operation` of one value, lane by lane."""
+        if not is_wide(value):
+            return super().unary(operation, value)
+        return self.wide_value(value.type, f"{operation} {self.whole(value)}")
+
+    def compare(self, condition: str, left: Value, right: Value | int) -> Value:
+        """A comparison, lane by lane."""
+        right = constant(left.type, right) if isinstance(right, int) else right
+        if not (is_wide(left) or is_wide(right)):
+            return super().compare(condition, left, right)
+        return self.wide_value("i1", f"{condition} {self.whole(left)}, {self.widen(right).text}")
+
+    def select(self, flag: Value, then: Value, other: Value) -> Value:
+        """Select one of two values, lane by lane."""
+        if not (is_wide(flag) or is_wide(then) or is_wide(other)):
+            return super().select(flag, then, other)
+        choice = self.whole(flag) if is_wide(flag) else str(flag)
+        return self.wide_value(then.type, f"select {choice}, {self.whole(then)}, {self.whole(other)}")
+
+    def cast(self, operation: str, value: Value, type_name: str) -> Value:
+        """A conversion, lane by lane; nothing if the type is the same."""
+        if value.type == type_name or not is_wide(value):
+            return super().cast(operation, value, type_name)
+        return self.wide_value(type_name, f"{operation} {self.whole(value)} to {self.wide_type(type_name)}")
+
+    def intrinsic(self, name: str, type_name: str, *arguments: Value) -> Value:
+        """Call an LLVM intrinsic, its version for vectors if an argument is one."""
+        if not any(is_wide(argument) for argument in arguments):
+            return super().intrinsic(name, type_name, *arguments)
+        if not name.startswith("llvm."):
+            raise NotWide
+        self._more += self.lanes * name.startswith(_SCALAR_INTRINSICS)
+        overloads = name.split(".")
+        stem = [part for part in overloads if not _is_type(part)]
+        wide = ".".join([*stem, *(f"v{self.lanes}{part}" for part in overloads if _is_type(part))])
+        # The flag that some end in is a constant, and stays one.
+        plain = arguments[-1:] if name.startswith(_FLAGGED) else ()
+        given = arguments[: len(arguments) - len(plain)]
+        types = ", ".join([*(self.wide_type(value.type) for value in given), *(value.type for value in plain)])
+        result = self.wide_type(type_name)
+        self.require(f"declare {result} @{wide}({types})")
+        passed = ", ".join([*map(self.whole, given), *map(str, plain)])
+        return self.wide_value(type_name, f"call {result} @{wide}({passed})")
+
+    @property
+    def length(self) -> int:
+        """About how much code there is."""
+        return len(self.lines) + _SCALAR_COST * self._more
+
+    def lanes_of(self, *values: Value) -> int:
+        """For how many lanes an operation on these values is."""
+        return self.lanes if any(map(is_wide, values)) else 1
+
+    def function(self, name: str, type_name: str, definition: str, *arguments: Value) -> Value:
+        """Call a function of ours; one for lanes ends in their number."""
+        if self.lanes_of(*arguments) == 1:
+            return super().function(name, type_name, definition, *arguments)
+        if not name.endswith(f"_x{self.lanes}"):
+            raise NotWide
+        self._define(definition)
+        passed = ", ".join(map(self.whole, arguments))
+        return self.wide_value(type_name, f"call {self.wide_type(type_name)} @{name}({passed})")
+
+    def fixed(self, type_name: str, pointer: Value, distance: int) -> Value:
+        """Load an unchanging value where the function begins (`open_fixed`)."""
+        return self.opening.setdefault(
+            (type_name, pointer.text, distance), Value(type_name, f"%fixed{len(self.opening)}")
+        )
+
+    def open_fixed(self, opening: IrWriter) -> None:
+        """Write the loads of what `fixed` has been asked for."""
+        for (kind, pointer, distance), value in self.opening.items():
+            place = opening.offset(Value("ptr", pointer), distance)
+            opening.emit(f"{value.text} = load {kind}, {place}{INVARIANT}")
+
+    def argument(self, name: str) -> Value:
+        """Return one of the thread's indices."""
+        index = self.arguments.get(name)
+        return super().argument(name) if index is None else self._here(index)
+
+    def flat_thread(self) -> Value | None:
+        """The threads' numbers in their block, or the lane's."""
+        return None if self.flat is None else self._here(self.flat)
+
+    def _here(self, value: Value) -> Value:
+        return value if self.lane is None else self.value_of(value, self.lane)
+
+    # --- What may not ------------------------------------------------------------------------------------------
+
+    def emit(self, line: str) -> None:
+        """Raises NotWide for a line that names a vector."""
+        if _WIDE in line:
+            raise NotWide
+        super().emit(line)
+
+    def ret(self, number: int) -> None:
+        """End the function with a status, which says of a fault whose it is."""
+        if number != Status.FAULT:
+            super().ret(number)
+            return
+        lane = self.binary("shl", self.blamed, 8)
+        self.ret_value(self.binary("or", lane, number))
+
+    # --- For those who know of lanes ---------------------------------------------------------------------------
+
+    def wide_type(self, type_name: str) -> str:
+        """The vector with an element of that type for each lane."""
+        return f"<{self.lanes} x {type_name}>"
+
+    def wide_value(self, type_name: str, expression: str) -> Value:
+        """Name a vector."""
+        name = f"{_WIDE}{self.fresh('')}"
+        self.raw(f"{name} = {expression}")
+        return Value(type_name, name)
+
+    def raw(self, line: str) -> None:
+        """Add an instruction that may name vectors."""
+        super().emit(line)
+
+    def widen(self, value: Value) -> Value:
+        """A value as a vector: itself, or the same for all lanes."""
+        if is_wide(value):
+            return value
+        if not value.text.startswith("%"):
+            return Value(value.type, f"splat ({value})")
+        kind = self.wide_type(value.type)
+        first = self.wide_value(value.type, f"insertelement {kind} poison, {value}, i64 0")
+        zeros = f"<{self.lanes} x i32> zeroinitializer"
+        return self.wide_value(value.type, f"shufflevector {kind} {first.text}, {kind} poison, {zeros}")
+
+    def whole(self, value: Value) -> str:
+        """A value as a vector, with its type."""
+        return f"{self.wide_type(value.type)} {self.widen(value).text}"
+
+    def each(self, type_name: str, step: int = 1) -> Value:
+        """0 for the first lane, `step` for the second and so on."""
+        return Value(type_name, f"<{', '.join(f'{type_name} {lane * step}' for lane in range(self.lanes))}>")
+
+    def first(self, value: Value) -> Value:
+        """The first lane's."""
+        return self.value_of(value, constant("i64", 0))
+
+    def value_of(self, value: Value, lane: Value) -> Value:
+        """Return one lane's element of a vector."""
+        name = f"%{self.fresh()}"
+        self.raw(f"{name} = extractelement {self.whole(value)}, {lane}")
+        return Value(value.type, name)
+
+    def mask_of(self, flags: Value) -> Value:
+        """Flags as the bits of an integer."""
+        name = f"%{self.fresh()}"
+        kind = f"i{self.lanes}"
+        self.raw(f"{name} = bitcast {self.whole(flags)} to {kind}")
+        return Value(kind, name)
+
+    def flags_of(self, mask: Value) -> Value:
+        """The other way round."""
+        return self.wide_value("i1", f"bitcast {mask} to {self.wide_type('i1')}")
+
+
+def _is_type(part: str) -> bool:
+    return part[0] in "if" and part[1:].isdigit()

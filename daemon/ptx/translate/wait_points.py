@@ -1,0 +1,139 @@
+"""Write a thread's wait for others (PTX ISA sections 9.7.9, 9.7.13 and 10); `waits.py` finds where threads wait.
+
+A wait leaves in the thread's frame what native/block.ll needs to know; behind it the frame has what the others said.
+"""
+
+from collections.abc import Sequence
+
+from gpulease.daemon.ptx.native.structures import (
+    HEAD_BYTES,
+    SLOT_BYTES,
+    Access,
+    FrameHead,
+    State,
+    Status,
+)
+from gpulease.daemon.ptx.parse.syntax import Operand, Space
+from gpulease.daemon.ptx.translate.access import fail_unless
+from gpulease.daemon.ptx.translate.ir import LIKELY, Value, constant
+from gpulease.daemon.ptx.translate.specials import WARP_THREADS, flat_thread
+from gpulease.daemon.ptx.translate.thread import ThreadTranslator
+from gpulease.daemon.ptx.translate.waits import FRAME
+
+# How often a thread goes round a loop that watches memory before it lets the others run: a turn of all threads costs
+# some 20 ns each, so that is below a few per cent; and one that waits for many others does not spin for long.
+TURNS = 1024
+
+# Counts them down; it starts anew whenever the function is entered.
+TURNS_LEFT = Value("ptr", "%turns")
+
+
+def lane(t: ThreadTranslator) -> Value:
+    """The thread's number in its warp."""
+    return t.ir.binary("and", flat_thread(t.ir), WARP_THREADS - 1)
+
+
+def wait_at_barrier(t: ThreadTranslator, kind: Value, count: Value, flag: Value | None = None) -> tuple[Value, Value]:
+    """Wait for the others; how many came, and of how many the flag is set (0 where nobody could ask)."""
+    _stop(t, State.AT_BARRIER, kind, count, flag)
+    if t.waits.is_short:
+        return constant("i32", 0), constant("i32", 0)
+    return _result(t, FrameHead.group.offset), _result(t, FrameHead.ballot.offset)
+
+
+def exchange(
+    t: ThreadTranslator, mask: Operand, shown: Sequence[Value] = (), flag: Value | None = None
+) -> tuple[Value, Value]:
+    """Wait for all of a member mask that have not ended; which lanes came, and of which the flag is set.
+
+    They must come to an instruction with the same qualifiers and mask; it need not be this one. What each has shown is
+    there for `word_of` until the thread waits again.
+    """
+    members = t.read(mask, t.WORD)
+    own = t.ir.binary("lshr", members, lane(t))
+    own = t.ir.cast("trunc", own, "i1")
+    fail_unless(t, own, Access.NO_MEMBER, Space.GENERIC, t.ir.cast("zext", members, "i64"), 0)
+    for number, word in enumerate(shown):
+        t.ir.store(t.ir.resize(word, "i64", signed=False), t.ir.offset(FRAME, HEAD_BYTES + SLOT_BYTES * number))
+    _stop(t, State.IN_EXCHANGE, constant("i32", t.kind_of_exchange()), members, flag)
+    return _result(t, FrameHead.group.offset), _result(t, FrameHead.ballot.offset)
+
+
+def meet(t: ThreadTranslator, shown: Sequence[Value] = ()) -> None:
+    """Wait for all 32 threads of the warp, which must come to an instruction with the same qualifiers (".aligned").
+
+    What each has shown lies side by side where `kept_words` says. Faults if a lane has ended or never was.
+    """
+    distance = 0
+    for value in shown:
+        t.ir.store(value, t.ir.offset(FRAME, HEAD_BYTES + distance))
+        distance += int(value.type[1:]) // 8
+    everyone = constant("i32", -1)
+    _stop(t, State.IN_EXCHANGE, constant("i32", t.kind_of_exchange()), everyone, None)
+    group = _result(t, FrameHead.group.offset)
+    is_whole = t.ir.compare("icmp eq", group, -1)
+    fail_unless(t, is_whole, Access.PART_OF_WARP, Space.GENERIC, t.ir.cast("zext", group, "i64"), 0)
+
+
+def gather(t: ThreadTranslator) -> Value:
+    """Wait until no other thread of the warp can go on; which lanes are at this instruction."""
+    _stop(t, State.IN_GATHERING, constant("i32", t.index), constant("i32", 0), None)
+    return _result(t, FrameHead.group.offset)
+
+
+def word_of(t: ThreadTranslator, which: Value, number: int = 0) -> Value:
+    """Return the word that a lane showed in the exchange just complete; the lane must have been there."""
+    return t.ir.load("i64", t.ir.offset(kept_words(t, which), SLOT_BYTES * number))
+
+
+def kept_words(t: ThreadTranslator, which: Value) -> Value:
+    """Return the place of the words that a lane showed in the exchange just complete."""
+    distance = t.ir.resize(t.ir.binary("sub", which, lane(t)), "i64", signed=True)
+    frame = t.ir.offset(FRAME, t.ir.binary("mul", distance, t.frame_size()))
+    return t.ir.offset(frame, HEAD_BYTES + SLOT_BYTES * t.waits.words)
+
+
+def own_room(t: ThreadTranslator) -> Value:
+    """Return the place for as many words as the thread has shown, until it shows others."""
+    return t.ir.offset(FRAME, HEAD_BYTES)
+
+
+def shown_words(t: ThreadTranslator) -> tuple[Value, Value, Value]:
+    """For the functions of native/block.ll: the warp's frames, their size, and the place of the first word shown."""
+    stride = t.frame_size()
+    back = t.ir.binary("mul", t.ir.resize(lane(t), "i64", signed=False), stride)
+    frames = t.ir.offset(FRAME, t.ir.binary("sub", constant("i64", 0), back))
+    return frames, stride, constant("i64", HEAD_BYTES + SLOT_BYTES * t.waits.words)
+
+
+def let_others_run(t: ThreadTranslator) -> None:
+    """Go to the end of the queue of the block's threads."""
+    _stop(t, State.YIELDED, constant("i32", 0), constant("i32", 0), None)
+
+
+def count_turn(t: ThreadTranslator) -> None:
+    """Let the other threads run after so many turns of a loop: one of them may write what this one looks for."""
+    if t.index not in t.waits.yields:
+        return
+    left = t.ir.binary("sub", t.ir.load("i32", TURNS_LEFT), 1)
+    t.ir.store(left, TURNS_LEFT)
+    turn, go_on = t.ir.fresh("turn"), t.ir.fresh("goon")
+    t.ir.branch_if(t.ir.compare("icmp ne", left, 0), go_on, turn, extra=LIKELY)
+    t.ir.block(turn)
+    let_others_run(t)
+    t.ir.block(go_on)
+
+
+def _stop(t: ThreadTranslator, state: State, kind: Value, members: Value, flag: Value | None) -> None:
+    ir = t.ir
+    if not t.waits.is_short:
+        line = constant("i32", t.instruction.line if t.instruction else 0)
+        flag = constant("i32", 0) if flag is None else ir.cast("zext", flag, "i32")
+        said = {"state": constant("i32", state), "kind": kind, "members": members, "flag": flag, "line": line}
+        for field, value in said.items():
+            ir.store(value, ir.offset(FRAME, getattr(FrameHead, field).offset))
+    t.suspend(Status.WAITS)
+
+
+def _result(t: ThreadTranslator, offset: int) -> Value:
+    return t.ir.load("i32", t.ir.offset(FRAME, offset))

@@ -1,0 +1,65 @@
+"""The fleet that a command starts for itself: real processes, and none of them left afterwards."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from gpulease.client.console import private_fleet
+from gpulease.client.console.exit_status import CannotStart
+from gpulease.client.console.private_fleet import GENERATION, Link, etcd_program, leader_of, private_etcd
+from gpulease.daemon.fleet.records import fleet_records
+from helpers.etcd_cluster import need_etcd
+from helpers.waiting import wait_until
+
+
+def test_a_missing_etcd_is_told_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(CannotStart, match="etcd is not installed: install it, as by `apt install etcd-server`"):
+        etcd_program()
+
+
+def test_the_key_of_a_fleet_s_generation_is_the_daemon_s() -> None:
+    assert fleet_records.GENERATION == GENERATION
+
+
+def test_a_leader_that_is_killed_is_followed_by_another(tmp_path: Path) -> None:
+    need_etcd()
+    with private_etcd(tmp_path / "etcd", 3) as members:
+        first = leader_of(members)
+        assert first is not None
+        first.kill()
+        second = wait_until(lambda: leader_of(members), "another member leads")
+        assert second is not first
+    assert all(member.process.poll() is not None for member in members)
+
+
+def test_an_etcd_that_can_not_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    need_etcd()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(private_fleet, "_free_ports", lambda count: [port] * count)
+        with pytest.raises(CannotStart, match="etcd does not start"), private_etcd(tmp_path / "etcd"):
+            pass
+
+
+def test_a_link_carries_both_ways_until_it_is_cut() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        link = Link(f"127.0.0.1:{server.getsockname()[1]}")
+        host, _, port = link.endpoint.partition(":")
+        with socket.create_connection((host, int(port))) as near:
+            far, _ = server.accept()
+            with far:
+                for one, other in ((near, far), (far, near)):
+                    one.sendall(b"ping")
+                    assert other.recv(4) == b"ping"
+                link.cut()
+                near.sendall(b"lost")
+                far.sendall(b"lost")
+                for end in (near, far):
+                    end.settimeout(0.2)
+                    with pytest.raises(TimeoutError):
+                        end.recv(4)
+                link.close()
+                near.settimeout(60)
+                assert near.recv(4) == b""

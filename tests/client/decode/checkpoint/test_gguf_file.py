@@ -1,0 +1,199 @@
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType, GGUFReader
+from gguf.quants import dequantize, quantize
+
+from gpulease.client.decode.checkpoint import TensorType, open_model
+from gpulease.client.decode.checkpoint.model_tensors import model_tensors
+from gpulease.client.decode.checkpoint.tensors import rounded_to_bf16
+from gpulease.client.decode.decode_errors import ModelRejected
+from gpulease.client.decode.model_config import ModelConfig
+from gpulease.client.decode.text.gguf_special_tokens import CONTROL
+from helpers.made_models import (
+    LLAMA,
+    MODELS,
+    QWEN2,
+    QWEN3,
+    gguf_name,
+    permuted,
+    random_weights,
+    write_folder,
+    write_gguf,
+)
+
+SMALL: Final = replace(QWEN2, layers=1, width=32, heads=1, key_heads=1, inner_width=32, vocabulary=4)
+
+
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("kind", [TensorType.BF16, TensorType.F32])
+def test_a_file_has_the_values_of_the_folder_it_was_made_of(
+    tmp_path: Path, config: ModelConfig, kind: TensorType
+) -> None:
+    weights = random_weights(config)
+    folder = open_model(write_folder(tmp_path / "folder", config, weights))
+    file = open_model(write_gguf(tmp_path / "a.gguf", config, weights, kind=kind))
+    assert file.config == folder.config
+    for name, _ in model_tensors(config):
+        ours, theirs = file.tensor(name), folder.tensor(name)
+        assert ours.shape == theirs.shape
+        assert (ours.bf16(0, ours.rows) == theirs.bf16(0, theirs.rows)).all(), name
+
+
+@pytest.mark.parametrize("kind", TensorType)
+def test_a_llama_s_q_and_k_are_in_hugging_face_s_order_in_every_type(tmp_path: Path, kind: TensorType) -> None:
+    weights = random_weights(LLAMA)
+    path = write_gguf(tmp_path / "a.gguf", LLAMA, weights, kind=kind)
+    stored = {t.name: dequantize(t.data, t.tensor_type) for t in GGUFReader(path).tensors}
+    checkpoint = open_model(path)
+    for name, heads in (("q", LLAMA.heads), ("k", LLAMA.key_heads)):
+        tensor = checkpoint.tensor(f"model.layers.1.self_attn.{name}_proj.weight")
+        assert tensor.kind is kind
+        values = tensor.f32(0, tensor.rows)
+        assert (permuted(values, heads) == stored[f"blk.1.attn_{name}.weight"]).all()
+        assert (tensor.f32(37, 50) == values[37:50]).all()
+
+
+def test_a_qwen_s_rows_are_left_as_they_are(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "a.gguf", QWEN3, random_weights(QWEN3), kind=TensorType.Q8_0)
+    stored = {t.name: t.data for t in GGUFReader(path).tensors}
+    tensor = open_model(path).tensor("model.layers.0.self_attn.q_proj.weight")
+    assert (tensor.read(0, tensor.rows) == stored["blk.0.attn_q.weight"]).all()
+
+
+@pytest.mark.parametrize("kind", [TensorType.Q4_0, TensorType.Q4_1, TensorType.Q5_0, TensorType.Q8_0])
+def test_values_are_those_that_were_quantised(tmp_path: Path, kind: TensorType) -> None:
+    weights = random_weights(QWEN2)
+    tensor = open_model(write_gguf(tmp_path / "a.gguf", QWEN2, weights, kind=kind)).tensor("model.embed_tokens.weight")
+    number = GGMLQuantizationType[kind.name]
+    wanted = dequantize(quantize(weights["model.embed_tokens.weight"], number), number)
+    assert (tensor.bf16(0, tensor.rows) == rounded_to_bf16(wanted)).all()
+
+
+def test_rotary_divisors_are_the_file_s(tmp_path: Path) -> None:
+    divisors = np.linspace(1, 8, LLAMA.head_width // 2).astype(np.float32)
+    path = write_gguf(tmp_path / "a.gguf", LLAMA, random_weights(LLAMA), more=[("rope_freqs.weight", divisors)])
+    assert (open_model(path).rotary_divisors() == divisors).all()
+    assert (open_model(write_gguf(tmp_path / "b.gguf", LLAMA, random_weights(LLAMA))).rotary_divisors() == 1).all()
+
+
+def test_tokens_that_begin_and_end_are_read(tmp_path: Path) -> None:
+    at = "tokenizer.ggml."
+    says = {
+        f"{at}model": "gpt2",
+        f"{at}tokens": ["<|endoftext|>", "a", "<|im_end|>", "<|im_start|>"],
+        f"{at}token_type": [CONTROL, 1, 1, CONTROL],
+        f"{at}bos_token_id": 3,
+        f"{at}eos_token_id": 1,
+        f"{at}eot_token_id": 2,
+    }
+    weights = random_weights(SMALL)
+    config = open_model(write_gguf(tmp_path / "a.gguf", SMALL, weights, says=says)).config
+    assert (config.begin_token, config.end_tokens) == (None, (1, 2, 0))
+    for changes, begin in (
+        ({f"{at}add_bos_token": True}, 3),
+        ({f"{at}model": "llama"}, 3),
+        ({f"{at}model": "llama", f"{at}add_bos_token": False}, None),
+        ({f"{at}pre": "llama-bpe"}, 3),
+    ):
+        path = write_gguf(tmp_path / "b.gguf", SMALL, weights, says=says | changes)
+        assert open_model(path).config.begin_token == begin
+
+
+@pytest.mark.parametrize(
+    ("says", "begin", "end"),
+    [
+        ({"model": "llama"}, 1, (2,)),
+        ({"model": "llama", "bos_token_id": 3, "eos_token_id": 0}, 3, (0,)),
+        ({"model": "gpt2", "eos_token_id": 0}, None, (0,)),
+        (
+            {"model": "gpt2", "eos_token_id": 0, "tokens": ["a", "<reponame>", "</s>", "<|file_sep|>"]},
+            None,
+            (0, 1, 2, 3),
+        ),
+        ({"model": "gpt2", "eos_token_id": 0, "fim_rep_token_id": 3, "tokens": ["a", "<reponame>"]}, None, (0, 3)),
+    ],
+)
+def test_special_tokens_are_found_as_llama_cpp_finds_them(
+    tmp_path: Path, says: dict[str, Any], begin: int | None, end: tuple[int, ...]
+) -> None:
+    said = {f"tokenizer.ggml.{key}": value for key, value in ({"tokens": ["a", "b", "c", "d"]} | says).items()}
+    config = open_model(write_gguf(tmp_path / "a.gguf", SMALL, random_weights(SMALL), says=said)).config
+    assert (config.begin_token, config.end_tokens) == (begin, end)
+
+
+@pytest.mark.parametrize(
+    ("says", "missing"),
+    [({}, "eos"), ({"eos_token_id": 0, "add_bos_token": True}, "bos"), ({"eos_token_id": 0, "pre": "llama3"}, "bos")],
+)
+def test_a_special_token_that_no_key_names_is_missed(tmp_path: Path, says: dict[str, Any], missing: str) -> None:
+    said = {f"tokenizer.ggml.{key}": value for key, value in ({"model": "gpt2", "tokens": ["a", "b"]} | says).items()}
+    refused(write_gguf(tmp_path / "a.gguf", SMALL, random_weights(SMALL), says=said), f"{missing}_token_id is missing")
+
+
+def refused(path: Path, sentence: str) -> None:
+    with pytest.raises(ModelRejected, match=sentence):
+        open_model(path)
+
+
+@pytest.mark.parametrize(
+    ("says", "sentence"),
+    [
+        ({"general.architecture": "gemma"}, "general.architecture 'gemma' is none of llama, qwen2, qwen3"),
+        ({"qwen2.block_count": None}, "qwen2.block_count is missing"),
+        ({"qwen2.block_count": "many"}, "qwen2.block_count is 'many', no integer"),
+        ({"qwen2.block_count": 2}, "tensor model.layers.1.input_layernorm.weight is missing"),
+        ({"qwen2.attention.head_count_kv": [1, 1]}, r"head_count_kv is '\[1, 1\]', no integer"),
+        (
+            {"qwen2.attention.key_length": 64},
+            r"tensor .* must have the shape \[64, 32\], as in the config, not \[32, 32\]",
+        ),
+        ({"qwen2.attention.value_length": 64}, "value_length is 64, and heads are 32 wide"),
+        ({"qwen2.rope.dimension_count": 16}, "rope.dimension_count is 16"),
+        ({"qwen2.expert_count": 8}, "expert_count is '8'; the engine computes no mixture"),
+        ({"qwen2.attention.sliding_window": 4096}, "sliding_window is '4096'"),
+        ({"qwen2.rope.scaling.type": "yarn", "qwen2.rope.scaling.factor": 4.0}, "rope.scaling.type is 'yarn'"),
+        ({"qwen2.rope.scale_linear": 2.0}, "rope.scale_linear is '2.0'; .* Llama 3's alone"),
+        ({"split.count": 3}, "split.count is '3'; merge its files"),
+        ({"tokenizer.ggml.eos_token_id": 4}, "token 4 is none of the vocabulary's 4"),
+    ],
+)
+def test_what_the_engine_does_not_compute_is_refused(tmp_path: Path, says: dict[str, Any], sentence: str) -> None:
+    says = {"qwen2.attention.value_length": None} | says
+    refused(write_gguf(tmp_path / "a.gguf", SMALL, random_weights(SMALL), says=says), f"a.gguf: .*{sentence}")
+
+
+def test_a_type_that_is_not_read_is_named(tmp_path: Path) -> None:
+    weights = random_weights(SMALL)
+    path = write_gguf(tmp_path / "a.gguf", SMALL, weights)
+    content = bytearray(path.read_bytes())
+    name = gguf_name("model.layers.0.mlp.up_proj.weight").encode()
+    # Behind the name: the number of dimensions, two of them, the type.
+    content[content.index(name) + len(name) + 4 + 16] = 10
+    path.write_bytes(content)
+    refused(path, "tensor model.layers.0.mlp.up_proj.weight is of type Q2_K; the engine reads F32, F16, Q4_0")
+
+
+def test_a_tensor_that_would_be_left_out_is_refused(tmp_path: Path) -> None:
+    more = [("blk.0.attn_output.bias", np.ones(32, np.float32))]
+    refused(
+        write_gguf(tmp_path / "a.gguf", SMALL, random_weights(SMALL), more=more), "o_proj.bias' is not part of a qwen2"
+    )
+
+
+def test_divisors_that_divide_nothing_are_refused(tmp_path: Path) -> None:
+    divisors = np.ones(16, np.float32)
+    divisors[3] = 0
+    weights = random_weights(LLAMA)
+    refused(write_gguf(tmp_path / "a.gguf", LLAMA, weights, more=[("rope_freqs.weight", divisors)]), "divide no freq")
+
+
+def test_a_path_of_neither_kind_is_refused(tmp_path: Path) -> None:
+    refused(tmp_path / "nothing", "nothing: there is no such file or folder")
+    (tmp_path / "model.bin").write_bytes(b"x")
+    refused(tmp_path / "model.bin", "neither a folder with config.json and safetensors nor a .gguf file")
+    (tmp_path / "empty.gguf").write_bytes(b"")
+    refused(tmp_path / "empty.gguf", "truncated: it is empty")

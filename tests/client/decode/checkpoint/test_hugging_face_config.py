@@ -1,0 +1,189 @@
+from copy import deepcopy
+from typing import Any, Final
+
+import pytest
+
+from gpulease.client.decode.checked_file import Members
+from gpulease.client.decode.checkpoint.hugging_face_config import hugging_face_config
+from gpulease.client.decode.decode_errors import ModelRejected
+from gpulease.client.decode.model_config import Family, ModelConfig, RopeScaling
+from helpers.made_models import LLAMA, MODELS, QWEN2, QWEN3, config_json
+
+STRETCHED: Final = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+OLDER: Final = {"type" if key == "rope_type" else key: value for key, value in STRETCHED.items()}
+
+
+def read(said: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
+    more = None if generation is None else Members(generation, "generation_config.json")
+    return hugging_face_config(Members(said, "config.json"), more, None)
+
+
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+def test_a_config_is_read_back(config: ModelConfig) -> None:
+    assert read(config_json(config)) == config
+
+
+def test_what_a_config_leaves_out_is_as_in_transformers() -> None:
+    """The config.json of SmolLM2-135M, without what nobody reads."""
+    config = read(
+        {
+            "model_type": "llama",
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 9,
+            "vocab_size": 49152,
+            "max_position_embeddings": 8192,
+            "eos_token_id": 2,
+            "rope_scaling": None,
+        },
+        {"eos_token_id": [2, 0]},
+    )
+    assert config == ModelConfig(
+        family=Family.LLAMA,
+        layers=30,
+        width=576,
+        heads=9,
+        key_heads=9,
+        head_width=64,
+        inner_width=1536,
+        vocabulary=49152,
+        context=8192,
+        rope_theta=10_000.0,
+        norm_epsilon=1e-6,
+        is_tied=False,
+        end_tokens=(2, 0),
+    )
+
+
+# Each spelling of rotary embeddings, and the base and the stretching that transformers reads.
+ROTARY: Final[dict[str, tuple[dict[str, Any], float, bool]]] = {
+    "beside": ({"rope_theta": 1e6}, 1e6, False),
+    "inside": ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, 1e6, False),
+    "inside and beside": ({"rope_theta": 2e6, "rope_parameters": {"rope_theta": 1e6}}, 1e6, False),
+    "beside parameters without one": ({"rope_theta": 1e6, "rope_parameters": {"rope_type": "default"}}, 1e6, False),
+    "beside no parameters": ({"rope_theta": 1e6, "rope_parameters": None}, 1e6, False),
+    "beside empty parameters": ({"rope_theta": 1e6, "rope_parameters": {}}, 1e6, False),
+    "inside rope_scaling": ({"rope_scaling": {"rope_type": "default", "rope_theta": 1e6}}, 1e6, False),
+    "nowhere": ({"rope_parameters": {"rope_type": "default"}}, 10_000.0, False),
+    "stretched, inside rope_scaling": ({"rope_scaling": STRETCHED | {"rope_theta": 5e5}}, 5e5, True),
+    "stretched, beside rope_scaling": ({"rope_theta": 5e5, "rope_scaling": STRETCHED}, 5e5, True),
+    "stretched, inside": ({"rope_parameters": STRETCHED | {"rope_theta": 5e5}}, 5e5, True),
+    "stretched, beside": ({"rope_theta": 5e5, "rope_parameters": STRETCHED}, 5e5, True),
+    "stretched, of an older name": ({"rope_theta": 5e5, "rope_scaling": OLDER}, 5e5, True),
+    "rope_scaling goes first": (
+        {"rope_theta": 5e5, "rope_scaling": STRETCHED, "rope_parameters": {"rope_theta": 1e6}},
+        5e5,
+        True,
+    ),
+    "empty rope_scaling does not": ({"rope_scaling": {}, "rope_parameters": {"rope_theta": 1e6}}, 1e6, False),
+}
+
+
+@pytest.mark.parametrize("name", ROTARY)
+def test_each_spelling_of_rotary_embeddings_gives_its_base(name: str) -> None:
+    says, theta, is_stretched = ROTARY[name]
+    config = read(config_json(LLAMA) | {"rope_theta": None} | says)
+    assert config.rope_theta == theta
+    assert config.rope_scaling == (RopeScaling(32.0, 1.0, 4.0, 8192) if is_stretched else None)
+
+
+@pytest.mark.parametrize("name", ROTARY)
+def test_transformers_gives_each_spelling_the_same_base(name: str) -> None:
+    transformers = pytest.importorskip("transformers", minversion="5")
+    says, theta, is_stretched = ROTARY[name]
+    its = transformers.LlamaConfig(**deepcopy(says)).rope_parameters
+    assert (its["rope_theta"], its["rope_type"]) == (theta, "llama3" if is_stretched else "default")
+
+
+def test_stretching_counts_from_the_length_that_transformers_takes() -> None:
+    plain = {key: value for key, value in STRETCHED.items() if key != "original_max_position_embeddings"}
+    for says, length in (
+        ({"rope_scaling": STRETCHED, "original_max_position_embeddings": 64}, 64),
+        ({"rope_scaling": STRETCHED}, 8192),
+        ({"rope_scaling": plain}, 128),
+    ):
+        scaling = read(config_json(LLAMA) | says).rope_scaling
+        assert scaling is not None
+        assert scaling.original_context == length
+
+
+def test_stretching_leaves_the_context_as_the_file_says_it() -> None:
+    assert read(config_json(LLAMA) | {"rope_scaling": STRETCHED}).context == LLAMA.context
+
+
+def test_end_tokens_are_those_of_generation_config_where_it_names_some() -> None:
+    said = config_json(LLAMA) | {"eos_token_id": 2}
+    assert read(said).end_tokens == (2,)
+    assert read(said, {"eos_token_id": [5, 7]}).end_tokens == (5, 7)
+    assert read(said, {"temperature": 0.6}).end_tokens == (2,)
+
+
+def test_what_a_qwen_leaves_out_is_as_in_transformers() -> None:
+    said = config_json(QWEN3) | {"num_attention_heads": 64}
+    config = read({key: value for key, value in said.items() if key not in ("head_dim", "num_key_value_heads")})
+    assert (config.head_width, config.key_heads) == (128, 32)
+    assert read(said | {"num_key_value_heads": None}).key_heads == 64
+
+
+def test_qwen_2_s_biases_are_there_whatever_the_file_says() -> None:
+    said = config_json(QWEN2)
+    assert read(said | {"attention_bias": False}) == read(said | {"attention_bias": True}) == read(said)
+
+
+@pytest.mark.parametrize(
+    ("says", "sentence"),
+    [
+        ({"model_type": "gemma2"}, "model_type 'gemma2' is none of llama, qwen2, qwen3"),
+        ({"model_type": None}, "model_type '' is none of"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "architectures .*Classification"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; the engine's activation is SiLU"),
+        ({"attention_bias": True}, "attention_bias is 'True'"),
+        ({"mlp_bias": True}, "mlp_bias is 'True'"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is .*attends to all positions"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type 'yarn' is neither"),
+        ({"rope_scaling": STRETCHED | {"factor": 0.5}}, "factor 0.5"),
+        ({"rope_scaling": STRETCHED | {"high_freq_factor": 1.0}}, "from 1.0 to 1.0"),
+        ({"rope_scaling": STRETCHED | {"original_max_position_embeddings": 0}}, "embeddings is 0"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling: factor is missing"),
+        ({"rope_scaling": "llama3"}, "rope_scaling is 'llama3', no object"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is '0.5'"),
+        ({"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}}, "partial_rotary_factor is '0.5'"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "'full_attention' is an object"),
+        ({"rope_theta": "1000000.0"}, "rope_theta is '1000000.0', no number"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config is .*the engine reads GGUF's"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"hidden_size": "256"}, "hidden_size is '256', no integer"),
+        ({"hidden_size": True}, "hidden_size is 'True', no integer"),
+        ({"num_attention_heads": 0, "head_dim": None}, "must be a multiple of 0 heads"),
+        ({"num_attention_heads": 7, "head_dim": None}, "must be a multiple of 7 heads"),
+        ({"head_dim": 80}, "heads are 80 wide"),
+        ({"num_hidden_layers": 10**9}, "layers is 1000000000"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is 'nan', no number"),
+        ({"rope_theta": 10**400}, "rope_theta is '1000.*, no number"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no', no boolean"),
+        ({"eos_token_id": ["a"]}, "eos_token_id is .* no token"),
+        ({"eos_token_id": 64}, "token 64 is none of the vocabulary's 64"),
+    ],
+)
+def test_what_the_engine_does_not_compute_is_refused(says: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ModelRejected, match=f"config.json: .*{sentence}"):
+        read(config_json(LLAMA) | says)
+
+
+def test_a_qwen_s_sliding_window_is_refused() -> None:
+    with pytest.raises(ModelRejected, match="use_sliding_window is 'True'; the engine attends to all positions"):
+        read(config_json(QWEN2) | {"use_sliding_window": True, "sliding_window": 4096})
+
+
+def test_an_error_shows_a_file_s_own_text_cut() -> None:
+    with pytest.raises(ModelRejected) as caught:
+        read({"model_type": "x\n" * 10_000})
+    assert len(str(caught.value)) < 400
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,31 @@
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from gpulease.client.decode.checkpoint import RandomCheckpoint
+from gpulease.client.decode.engine.forward_pass import StepLimits
+from helpers.daemon import Daemon
+from helpers.decode.decoder_rig import Outputs, one_by_one, opened
+from helpers.decode.engine_rig import RunningRig, running
+from helpers.decode.random_models import TINY
+
+TINY_LIMITS = StepLimits(max_rows=16, tables=6, positions=160)
+
+
+@pytest.fixture(scope="module")
+def tiny(shared_daemon: Daemon) -> Iterator[RunningRig]:
+    """An engine for a whole file's tests: each leaves it without steps under way, whatever its pools hold."""
+    with running(shared_daemon.address, RandomCheckpoint(TINY, 1), TINY_LIMITS) as rig:
+        yield rig
+
+
+@pytest.fixture(scope="session")
+def alone(shared_daemon: Daemon) -> Outputs:
+    """The decoder rig's outputs, each computed with no other request in progress."""
+
+    async def part() -> Outputs:
+        async with opened(shared_daemon) as decoder:
+            return await one_by_one(decoder)
+
+    return asyncio.run(part())

@@ -1,0 +1,210 @@
+"""`rope_append`, `attend` and `combine` against numpy's float64."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpulease.client.decode.engine.kernel_library import manifest
+from gpulease.client.decode.row_records import PAGE
+from helpers.decode_kernels import Array, KernelRig, bf16, floats, step_rows
+
+HALF_PLACE = 2.0**-8 * 1.01
+"""Relative error of a bf16 that was rounded once, and a hundredth for the f32 numbers before it."""
+
+LAYERS = 2
+"""Of a block; the kernels are tried on the second."""
+
+LENGTHS = (1, 15, 16, 17, 127, 128, 129, 300)
+EVERY_WIDTH = [32, pytest.param(64, marks=pytest.mark.exhaustive), pytest.param(128, marks=pytest.mark.slow)]
+GROUPS = [3, *(pytest.param(group, marks=pytest.mark.exhaustive) for group in (1, 8, 16))]
+
+
+def region_of(rng: np.random.Generator, blocks: int, key_heads: int, width: int) -> Array:
+    """A region's blocks [blocks, layers, keys and values, key heads, positions, width] of bf16."""
+    return bf16(rng.normal(0, 1, (blocks, LAYERS, 2, key_heads, PAGE, width)))
+
+
+def places(region: Array) -> dict[str, Any]:
+    return {"layer_bytes": region[0, 0].nbytes, "block_bytes": region[0].nbytes}
+
+
+# --- rope_append ---
+
+
+def turned(values: Array, angles: Array) -> Array:
+    """Halves of heads [..., width], turned by angles [..., width / 2]."""
+    low, high = np.split(values, 2, axis=-1)
+    c, s = np.cos(angles), np.sin(angles)
+    return np.concatenate([low * c - high * s, high * c + low * s], -1)
+
+
+@pytest.mark.parametrize("options", ["neither", "bias", "norm", "both"])
+@pytest.mark.parametrize("width", EVERY_WIDTH)
+def test_rope_append(rig: KernelRig, width: int, options: str) -> None:
+    rng = np.random.default_rng(width)
+    heads, key_heads, splits, eps = 6, 2, 3, 1e-6
+    count, all_heads = 4, heads + 2 * key_heads
+    region = region_of(rng, 5, key_heads, width)
+    before = region.copy()
+    address = rig.place(region)
+    rows = step_rows(count, position=[0, 17, 31, 90], block=[3, 0, 4, 1], blocks=5, base=address)
+    parts = rng.normal(0, 1, (splits, count, all_heads, width)).astype(np.float32)
+    has_bias, has_norm = options in ("bias", "both"), options in ("norm", "both")
+    bias = rng.normal(0, 1, (all_heads, width)).astype(np.float32) if has_bias else None
+    norms = rng.normal(1, 0.2, (2, width)).astype(np.float32) if has_norm else (None, None)
+    angles = np.outer(np.arange(100), 100.0 ** -(np.arange(width // 2) / (width // 2)))
+    q = np.zeros((count, heads, width), np.uint16)
+    programs = -(-all_heads // manifest().kernels[f"rope_append_{width}"].constants["HEADS"])
+    rig.launch(
+        f"rope_append_{width}", (count, programs), regions=[(address, region)], q=q, parts=parts, bias=bias,
+        q_norm=norms[0], k_norm=norms[1], cosines=np.cos(angles).astype(np.float32),
+        sines=np.sin(angles).astype(np.float32), rows=rows, splits=splits, stride=parts[0].size, **places(region),
+        H=heads, G=key_heads, has_bias=int(has_bias), has_norm=int(has_norm), eps=eps,
+    )  # fmt: skip
+    rig.release(address)
+    exact = parts.astype(np.float64).sum(0) + (0 if bias is None else bias)
+    for part, norm in ((slice(0, heads), norms[0]), (slice(heads, heads + key_heads), norms[1])):
+        if norm is not None:
+            exact[:, part] *= norm / np.sqrt((exact[:, part] ** 2).mean(-1, keepdims=True) + eps)
+    turning = slice(0, heads + key_heads)
+    exact[:, turning] = turned(exact[:, turning], angles[rows["position"]][:, None])
+    written = [(row["block"], row["position"] % PAGE) for row in rows]
+    keys = np.stack([region[block, 1, 0, :, place] for block, place in written])
+    values = np.stack([region[block, 1, 1, :, place] for block, place in written])
+    found = floats(np.concatenate([q, keys, values], 1))
+    # Two products and three parts of about 1 are added, each rounded to f32.
+    assert (abs(found - exact) <= HALF_PLACE * abs(exact) + 2.0**-20).all()
+    for block, place in written:
+        before[block, 1, :, :, place] = region[block, 1, :, :, place]
+    assert region.tobytes() == before.tobytes()
+
+
+@pytest.mark.parametrize("block", [-1, 2, 2**31 - 1, -(2**31)])
+def test_a_block_outside_of_the_region_is_not_written(rig: KernelRig, block: int) -> None:
+    """The region is the first two of three blocks; a padded row writes none either."""
+    region = np.zeros((3, LAYERS, 2, 1, PAGE, 32), np.uint16)
+    address = rig.place(region)
+    rows = step_rows(2, position=[5, -1], block=[block, 0], blocks=2, base=address)
+    table = np.ones((20, 16), np.float32)
+    rig.launch(
+        "rope_append_32", (2, 1), regions=[(address, region)], q=np.zeros((2, 1, 32), np.uint16),
+        parts=np.ones((1, 2, 3, 32), np.float32), bias=None, q_norm=None, k_norm=None, cosines=table, sines=table,
+        rows=rows, splits=1, stride=192, **places(region), H=1, G=1, has_bias=0, has_norm=0, eps=1e-6,
+    )  # fmt: skip
+    rig.release(address)
+    assert not region.any()
+
+
+# --- attend and combine ---
+
+
+def attended(rig: KernelRig, q: Array, region: Array, rows: Array, tables: Array, splits: int) -> Array:
+    """The attention's output [R, H, width] of bf16 queries: of `attend`, by two programs a row, and `combine`.
+
+    `attend_whole` gives the same bits.
+    """
+    count, heads, width = q.shape
+    key_heads = region.shape[3]
+    address = rig.place(region)
+    rows["base"] = address
+    totals = np.full((count, heads, splits, width), np.nan, np.float32)
+    tops, sums = np.full((2, count, heads, splits), np.nan, np.float32)
+    x, whole = np.zeros((2, count, heads, width), np.uint16)
+    read: dict[str, Any] = {
+        "q": q, "rows": rows, "tables": tables, **places(region), "table_blocks": tables.shape[1], "H": heads,
+        "G": key_heads, "scale": math.log2(math.e) / math.sqrt(width),
+    }  # fmt: skip
+    programs = min(splits, 2)
+    rig.launch(
+        f"attend_{width}", (count, key_heads, programs), totals=totals, tops=tops, sums=sums, splits=splits, **read
+    )
+    rig.launch(f"attend_whole_{width}", (count, key_heads), x=whole, **read)
+    rig.release(address)
+    rig.launch(
+        f"combine_{width}", (count, heads), x=x, totals=totals, tops=tops, sums=sums, rows=rows, H=heads,
+        splits=splits,
+    )  # fmt: skip
+    assert whole.tobytes() == x.tobytes()
+    return x
+
+
+def exact_attention(q: Array, region: Array, table: Array, seen: Array) -> tuple[Array, Array]:
+    """One row's outputs [H, width] over the positions seen, and the sums of the sizes of what was added."""
+    group = len(q) // region.shape[3]
+    pages = floats(region[table[seen // PAGE], 1, :, :, seen % PAGE])
+    keys, values = (pages[:, side].repeat(group, 1) for side in (0, 1))
+    scores = np.einsum("hd,thd->ht", floats(q), keys) / math.sqrt(q.shape[1])
+    shares = np.exp(scores - scores.max(1, keepdims=True))
+    shares /= shares.sum(1, keepdims=True)
+    return np.einsum("ht,thd->hd", shares, values), np.einsum("ht,thd->hd", shares, abs(values))
+
+
+def check_attention(found: Array, exact: Array, sizes: Array) -> None:
+    """Weights are rounded to bf16 before they are multiplied, and so is the output."""
+    assert (abs(floats(found) - exact) <= 2 * HALF_PLACE * sizes).all()
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("width", EVERY_WIDTH)
+def test_attention_of_every_length(rig: KernelRig, width: int, group: int) -> None:
+    rng = np.random.default_rng(group)
+    key_heads, blocks = 2, 60
+    region = region_of(rng, blocks, key_heads, width)
+    q = bf16(rng.normal(0, 2, (len(LENGTHS), group * key_heads, width)))
+    tables = np.stack([rng.permutation(blocks)[:20] for _ in LENGTHS]).astype(np.int32)
+    order = rng.permutation(len(LENGTHS))
+    rows = step_rows(len(LENGTHS), position=np.array(LENGTHS) - 1, table=order, blocks=blocks)
+    found = attended(rig, q, region, rows, tables, -(-320 // manifest().split))
+    for row, length in enumerate(LENGTHS):
+        exact, sizes = exact_attention(q[row], region, tables[order[row]], np.arange(length))
+        check_attention(found[row], exact, sizes)
+
+
+def test_a_foreign_block_reads_as_nothing(rig: KernelRig) -> None:
+    """Of 10 blocks the first 8 are the region; the tables name others for some pages, and for all of a split."""
+    rng = np.random.default_rng(1)
+    region = region_of(rng, 10, 1, 32)
+    q = bf16(rng.normal(0, 1, (2, 2, 32)))
+    tables = np.array([[0, 8, 2, 9, 4, -1, 6, 7, -(2**31), 2**31 - 1], [8] * 8 + [3, 5]], np.int32)
+    rows = step_rows(2, position=159, table=[0, 1], blocks=8)
+    found = attended(rig, q, region, rows, tables, 2)
+    for row, table in enumerate(tables):
+        seen = np.concatenate([np.arange(PAGE) + PAGE * i for i, block in enumerate(table) if 0 <= block < 8])
+        exact, sizes = exact_attention(q[row], region, table, seen)
+        check_attention(found[row], exact, sizes)
+
+
+def test_a_padded_row_and_a_row_that_sees_nothing_are_zero(rig: KernelRig) -> None:
+    region = region_of(np.random.default_rng(2), 2, 1, 32)
+    rows = step_rows(2, position=[-1, 20], blocks=2)
+    q = bf16(np.ones((2, 3, 32)))
+    assert not attended(rig, q, region, rows, np.full((1, 2), 2, np.int32), 1).any()
+
+
+def test_a_row_s_bits_depend_neither_on_its_neighbours_nor_on_its_pages(rig: KernelRig) -> None:
+    rng = np.random.default_rng(3)
+    region = region_of(rng, 12, 1, 32)
+    q = bf16(rng.normal(0, 2, (3, 4, 32)))
+    tables = np.arange(12, dtype=np.int32)[None].repeat(3, 0)
+    rows = step_rows(3, position=[180, 140, 3], table=[0, 1, 2], blocks=12)
+    together = attended(rig, q, region, rows, tables, 2)
+    moved = rng.permutation(12)
+    elsewhere = np.ascontiguousarray(region[np.argsort(moved)])
+    alone = attended(rig, q[:1], elsewhere, rows[:1], moved.astype(np.int32)[None], 7)
+    assert alone[0].tobytes() == together[0].tobytes()
+
+
+def test_a_score_far_below_the_others_counts_for_nothing_and_one_far_above_for_all(rig: KernelRig) -> None:
+    """Scores of thousands: the weights stay finite, whichever split has the highest."""
+    region = np.zeros((20, LAYERS, 2, 1, PAGE, 32), np.uint16)
+    region[:, 1, 1] = bf16(np.arange(20.0)[:, None, None, None] * np.ones((1, PAGE, 32)))
+    keys = np.zeros((20, PAGE, 32))
+    keys[3, 5], keys[11, 2] = -200, 100
+    region[:, 1, 0, 0] = bf16(keys)
+    q = bf16(np.stack([np.full((1, 32), 50.0), np.full((1, 32), -50.0)]))
+    rows = step_rows(2, position=300, blocks=20)
+    found = floats(attended(rig, q, region, rows, np.arange(20, dtype=np.int32)[None], 3))
+    assert (found[0] == 11).all()
+    assert (found[1] == 3).all()

@@ -1,0 +1,476 @@
+"""The decode server, asked by OpenAI's own client, unchanged."""
+
+import json
+import re
+import socket
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from gpulease.client.decode import DecoderObserver, FinishedRequest, decode_log
+from gpulease.client.decode.openai import completion_request, openai_server, prompt_job
+from gpulease.client.decode.openai.decode_metrics import DecodeMetrics
+from gpulease.client.decode.supervisor import engine_losses
+from gpulease.client.decode.supervisor.serving_engine import ServingEngine
+from gpulease.client.decode.text.chat_template import ChatTemplate
+from gpulease.client.decode.text.tokenizer import Tokenizer
+from gpulease.client.errors import Denied, Revoked
+from helpers.daemon import Daemon
+from helpers.decode.decode_lines import lines_of
+from helpers.decode.openai_rig import CHAT_TOKENS, MODEL, OpenAiRig, key_of, openai_rig
+from helpers.waiting import wait_until
+
+PROMPT = "Changed in version"
+USER = [{"role": "user", "content": "What does the with statement do?"}]
+
+
+class Heard(DecoderObserver):
+    """Requests that ended."""
+
+    def __init__(self) -> None:
+        self.finished: list[FinishedRequest] = []
+
+    def on_finished(self, report: FinishedRequest) -> None:
+        self.finished.append(report)
+
+
+@pytest.fixture(scope="module")
+def heard() -> Heard:
+    return Heard()
+
+
+@pytest.fixture(scope="module")
+def rig(shared_daemon: Daemon, heard: Heard) -> Iterator[OpenAiRig]:
+    with openai_rig(shared_daemon, [heard]) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def patient(shared_daemon: Daemon) -> Iterator[OpenAiRig]:
+    """A server whose requests wait for as long as it takes."""
+    with openai_rig(shared_daemon, wait_s=600.0) as running:
+        yield running
+
+
+@pytest.fixture
+def client(rig: OpenAiRig) -> Iterator[openai.OpenAI]:
+    with rig.client() as asked:
+        yield asked
+
+
+def complete(client: openai.OpenAI, **options: Any) -> Any:
+    given: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+    return client.completions.create(**given | options)
+
+
+def chat(client: openai.OpenAI, **options: Any) -> Any:
+    given: dict[str, Any] = {"model": MODEL, "messages": USER, "max_tokens": 8, "temperature": 0}
+    return client.chat.completions.create(**given | options)
+
+
+def text_of(stream: Any) -> str:
+    return "".join(chunk.choices[0].text for chunk in stream if chunk.choices)
+
+
+def test_a_completion(client: openai.OpenAI) -> None:
+    done = complete(client)
+    assert done.object == "text_completion"
+    assert done.choices[0].text.startswith(" 3.")
+    assert done.choices[0].finish_reason == "length"
+    assert done.usage.completion_tokens == 12
+    assert done.usage.total_tokens == done.usage.prompt_tokens + 12
+    assert done.choices[0].logprobs is None
+
+
+def test_a_stream_has_the_whole_s_text_and_ends_with_the_counts(client: openai.OpenAI) -> None:
+    chunks = list(complete(client, stream=True, stream_options={"include_usage": True}))
+    whole = complete(client)
+    assert text_of(chunks) == whole.choices[0].text
+    assert len(chunks) > 4
+    assert chunks[-1].usage == whole.usage
+    assert chunks[-1].choices == []
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 2) + ["length"]
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_a_chat_and_its_stream(client: openai.OpenAI) -> None:
+    whole = chat(client)
+    chunks = list(chat(client, stream=True))
+    assert whole.choices[0].message.role == chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason == "length"
+    assert (whole.object, chunks[0].object) == ("chat.completion", "chat.completion.chunk")
+
+
+def test_a_prompt_in_tokens_is_the_text_s(rig: OpenAiRig, client: openai.OpenAI) -> None:
+    async def tokens() -> list[int]:
+        return (await rig.decoder.tokenizer()).encode(PROMPT)
+
+    ids = rig.wait_for(tokens())
+    answers = [complete(client, prompt=prompt).choices[0].text for prompt in (PROMPT, [PROMPT], ids, [ids])]
+    assert len(set(answers)) == 1
+
+
+def test_a_seed_gives_its_tokens_again_and_a_chosen_one_is_told(client: openai.OpenAI) -> None:
+    first = complete(client, temperature=1.5, max_tokens=24)
+    seed = first.model_extra["gpulease"]["seed"]
+    again = complete(client, temperature=1.5, max_tokens=24, seed=seed)
+    assert again.choices[0].text == first.choices[0].text
+    assert "gpulease" not in again.model_extra
+    assert complete(client, temperature=1.5, max_tokens=24, seed=seed + 1).choices[0].text != first.choices[0].text
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_stop_ends_the_text_before_it(client: openai.OpenAI, is_stream: bool) -> None:
+    whole = complete(client).choices[0].text
+    stop = whole[5:8]
+    done = complete(client, stop=[stop, "nowhere"], stream=is_stream)
+    if is_stream:
+        chunks = list(done)
+        assert text_of(chunks) == whole[: whole.index(stop)]
+        assert chunks[-1].choices[0].finish_reason == "stop"
+    else:
+        assert done.choices[0].text == whole[: whole.index(stop)]
+        assert done.choices[0].finish_reason == "stop"
+
+
+def test_logprobs_are_the_chosen_tokens(client: openai.OpenAI) -> None:
+    choice = complete(client, logprobs=1).choices[0]
+    assert "".join(choice.logprobs.tokens) == choice.text
+    assert all(log <= 0 for log in choice.logprobs.token_logprobs)
+    assert choice.logprobs.text_offset[:2] == [0, len(choice.logprobs.tokens[0])]
+    told = [chunk.choices[0].logprobs for chunk in complete(client, logprobs=1, stream=True)]
+    streamed = [log for one in told if one for log in one.token_logprobs]
+    assert streamed == choice.logprobs.token_logprobs
+    of_chat = chat(client, logprobs=True).choices[0]
+    assert b"".join(bytes(one.bytes) for one in of_chat.logprobs.content).decode() == of_chat.message.content
+
+
+def test_the_model_is_listed(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).owned_by == "gpulease"
+
+
+# --- Errors. ---
+
+
+def test_errors_are_the_client_s_own(rig: OpenAiRig, client: openai.OpenAI) -> None:
+    with rig.client("nobody") as stranger, pytest.raises(openai.AuthenticationError) as unknown:
+        complete(stranger)
+    assert unknown.value.code == "invalid_api_key"
+    with pytest.raises(openai.NotFoundError) as missing:
+        complete(client, model="gpt-9")
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt-9")
+    with pytest.raises(openai.BadRequestError) as tools:
+        chat(client, tools=[{"type": "function", "function": {"name": "f"}}])
+    assert (tools.value.param, tools.value.code) == ("tools", "unsupported_parameter")
+    with pytest.raises(openai.BadRequestError) as long:
+        complete(client, max_tokens=100_000)
+    assert long.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError) as strange:
+        complete(client, prompt=[10**9])
+    assert strange.value.type == "invalid_request_error"
+
+
+def test_a_quota_is_a_429_with_retry_after(rig: OpenAiRig) -> None:
+    with rig.client("bob") as bob, complete(bob, max_tokens=100, stream=True) as stream:
+        next(iter(stream))
+        with pytest.raises(openai.RateLimitError) as refused:
+            complete(bob)
+    assert refused.value.code == "quota_exceeded"
+    assert int(refused.value.response.headers["Retry-After"]) >= 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("completions", b'{"prompt": "%s"}' % (b"word import " * 300_000)),
+        ("completions", b'{"prompt": [%s5]}' % (b"5," * 1_000_000)),
+        ("chat/completions", b'{"messages": [{"role": "user", "content": "%s"}]}' % (b"word import " * 300_000)),
+    ],
+    ids=["text", "tokens", "chat"],
+)
+def test_a_prompt_that_can_t_fit_is_refused_as_too_long_before_it_is_cut(
+    rig: OpenAiRig, path: str, body: bytes
+) -> None:
+    """Some 4 MiB: more bytes than 160 tokens of the tiny model stand for."""
+    with rig.http() as http:
+        reply = http.post(f"/v1/{path}", content=body)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (400, "context_length_exceeded")
+    message = reply.json()["error"]["message"]
+    # Clients that shorten a chat know the error by these words.
+    assert "This model's maximum context length is 160 tokens. However, " in message
+
+
+def test_a_request_on_its_way_takes_a_place_of_its_tenant_s_alone(rig: OpenAiRig, client: openai.OpenAI) -> None:
+    """Its body counts before it is read: whoever sends many at once holds no memory beyond its places."""
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key_of('bob')}\r\n"
+    address = httpx.URL(rig.url)
+    with socket.create_connection((address.host, address.port or 0)) as slow, rig.client("bob") as bob:
+        slow.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
+        wait_until(lambda: rig.do(lambda: rig.decoder.prompts.coming["bob"]) == 1, "the first body is on its way", 30)
+        with pytest.raises(openai.RateLimitError) as refused:
+            complete(bob)
+        assert refused.value.code == "quota_exceeded"
+        assert int(refused.value.response.headers["Retry-After"]) >= 1
+        assert complete(client).choices[0].text
+    wait_until(lambda: rig.do(lambda: rig.decoder.prompts.coming["bob"]) == 0, "its place is free", 30)
+
+
+def test_no_text_is_read_in_the_process_of_the_steps(
+    rig: OpenAiRig, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither JSON nor a template nor a tokenizer: each may take seconds, and every stream would stop."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError("a text is read here")
+
+    monkeypatch.setattr(Tokenizer, "encode", fail)
+    monkeypatch.setattr(ChatTemplate, "render", fail)
+    monkeypatch.setattr(completion_request, "parse_request", fail)
+    monkeypatch.setattr(prompt_job, "parse_request", fail)
+    assert complete(client).choices[0].text
+    assert chat(client).choices[0].message.content
+    assert complete(client, prompt=[5, 6], stream=True)
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_a_prompt_that_is_too_long_is_refused_in_openai_s_words(
+    rig: OpenAiRig, client: openai.OpenAI, is_chat: bool
+) -> None:
+    """Ann's requests are bounded by the context, of 160 positions, bob's by his region, of 10 blocks."""
+    words = r"This model's maximum context length is 160 tokens\. However, you requested (\d+) tokens \((\d+) in the"
+    text = "Changed in version 3. " * 8
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": text}]} if is_chat else {"prompt": text}
+    with pytest.raises(openai.BadRequestError) as long:
+        (chat if is_chat else complete)(client, max_tokens=150, **asked)
+    found = re.search(words, long.value.body["message"])  # type: ignore[index]
+    assert found
+    assert int(found[1]) == int(found[2]) + 150
+    assert (long.value.code, long.value.param) == ("context_length_exceeded", "messages" if is_chat else "prompt")
+
+
+def test_the_model_says_how_long_the_caller_s_requests_may_be(rig: OpenAiRig, client: openai.OpenAI) -> None:
+    assert client.models.retrieve(MODEL).max_model_len == 160  # type: ignore[attr-defined]
+    with rig.client("eve") as eve:
+        assert next(iter(eve.models.list())).max_model_len == 64  # type: ignore[attr-defined]
+        # A chat that does not say how long its answer is gets what her region has room for.
+        messages = [{"role": "user", "content": "What does the with statement do? " * 2}]
+        whole = chat(eve, messages=messages, max_tokens=None)
+    assert whole.usage.completion_tokens < CHAT_TOKENS
+    assert whole.usage.total_tokens == 65, "the last token takes no position"
+
+
+def test_a_chat_that_does_not_say_gets_the_server_s_length(rig: OpenAiRig, client: openai.OpenAI) -> None:
+    assert chat(client, max_tokens=None).usage.completion_tokens == CHAT_TOKENS
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_request_that_waits_too_long_is_told_when_to_ask_again(rig: OpenAiRig, is_stream: bool) -> None:
+    rig.wait_for(rig.decoder.suspend("eve"))
+    with rig.http("eve") as http:
+        reply = http.post("/v1/completions", json={"prompt": PROMPT, "stream": is_stream})
+        rig.wait_for(rig.decoder.resume("eve"))
+    if not is_stream:
+        assert (reply.status_code, reply.headers["Retry-After"]) == (503, "1")
+        assert reply.json()["error"]["code"] == "pool_exhausted"
+        return
+    # Its head was sent as it began to wait.
+    *comments, last = reply.text.removesuffix("\n\n").split("\n\n")
+    told = json.loads(last.removeprefix("data: "))
+    assert (reply.status_code, set(comments)) == (200, {": waiting"})
+    assert (told["error"]["code"], told["gpulease"]) == ("pool_exhausted", {"status": 503, "retry_after": 1})
+
+
+def test_a_stream_that_waits_is_never_silent(patient: OpenAiRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream's head and a comment come at once, and a comment again and again; OpenAI's client passes over them."""
+    monkeypatch.setattr(openai_server, "SILENCE_S", 0.01)
+    patient.wait_for(patient.decoder.suspend("ann"))
+    asked = {"prompt": PROMPT, "stream": True}
+    with patient.http() as http, http.stream("POST", "/v1/completions", json=asked) as reply:
+        assert (reply.status_code, reply.headers["X-Accel-Buffering"]) == (200, "no")
+        lines = reply.iter_lines()
+        assert [next(lines) for _ in range(8)] == [": waiting", ""] * 4
+        patient.wait_for(patient.decoder.resume("ann"))
+        assert [line for line in lines if line.startswith("data: ")][-1] == "data: [DONE]"
+    patient.wait_for(patient.decoder.suspend("ann"))
+    with patient.client() as client:
+        stream = complete(client, stream=True)
+        patient.wait_for(patient.decoder.resume("ann"))
+        assert text_of(stream).startswith(" 3.")
+
+
+def test_an_id_of_a_request_that_goes_on_is_a_409(patient: OpenAiRig) -> None:
+    asked, named = {"prompt": PROMPT, "max_tokens": 2}, {"X-Request-Id": "twice"}
+    patient.wait_for(patient.decoder.suspend("ann"))
+    with patient.http() as http, patient.http() as other, patient.http("eve") as eve:
+        with http.stream("POST", "/v1/completions", json=asked | {"stream": True}, headers=named) as first:
+            again = other.post("/v1/completions", json=asked, headers=named)
+            of_another = eve.post("/v1/completions", json=asked, headers=named)
+            patient.wait_for(patient.decoder.resume("ann"))
+            assert first.read().endswith(b"[DONE]\n\n")
+        later = other.post("/v1/completions", json=asked, headers=named)
+    assert (again.status_code, again.json()["error"]["code"]) == (409, "request_id_in_use")
+    assert again.headers["X-Should-Retry"] == "false"
+    assert (of_another.status_code, later.status_code) == (200, 200)
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{", b"[" * 100_000, b'{"prompt": NaN}', b"\xff", b"1" * 5000])
+def test_a_body_that_is_no_request_is_refused_in_shape(rig: OpenAiRig, body: bytes) -> None:
+    with rig.http() as http:
+        reply = http.post("/v1/completions", content=body)
+    assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+def test_a_body_that_is_too_large_is_not_read(rig: OpenAiRig) -> None:
+    with rig.http() as http:
+        reply = http.post("/v1/completions", content=b" " * (4 << 20) + b"{}")
+    assert (reply.status_code, reply.json()["error"]["code"]) == (413, "too_large")
+
+
+def test_other_paths_and_methods_are_refused_in_shape(rig: OpenAiRig) -> None:
+    with rig.http() as http:
+        assert http.get("/v1/nothing").json()["error"]["code"] == "not_found"
+        assert http.get("/v1/completions").json()["error"]["code"] == "method_not_allowed"
+        assert http.get("/healthz").json()["status"] == "ok"
+        assert http.get("/metrics").status_code == 200
+
+
+def test_a_sane_request_id_is_the_request_s(rig: OpenAiRig, heard: Heard) -> None:
+    asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 2}
+    with rig.http() as http:
+        reply = http.post("/v1/completions", json=asked, headers={"X-Request-Id": "mine-1"})
+        other = http.post("/v1/completions", json=asked, headers={"X-Request-Id": "not sane"})
+    assert (reply.headers["X-Request-Id"], reply.json()["id"]) == ("mine-1", "cmpl-mine-1")
+    assert "ann/mine-1" in [report.request_id for report in heard.finished]
+    assert other.headers["X-Request-Id"] not in ("", "not sane")
+
+
+# --- Callers that go, regions that go. ---
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_caller_that_hangs_up_ends_its_sequence(rig: OpenAiRig, heard: Heard, is_stream: bool) -> None:
+    asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 120, "stream": is_stream}
+    name = f"gone-{is_stream}"
+    with rig.http() as http:
+        if is_stream:
+            with http.stream("POST", "/v1/completions", json=asked, headers={"X-Request-Id": name}) as reply:
+                next(reply.iter_bytes())
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                http.post("/v1/completions", json=asked, headers={"X-Request-Id": name}, timeout=0.05)
+    found = wait_until(lambda: [one for one in heard.finished if one.request_id == f"ann/{name}"], "it has ended")
+    assert found[0].reason == "Cancelled"
+    assert len(found[0].emitted) < 120
+
+
+def test_a_lost_region_shows_in_the_extension_alone(
+    rig: OpenAiRig, client: openai.OpenAI, shared_daemon: Daemon
+) -> None:
+    asked: dict[str, Any] = {"max_tokens": 60, "temperature": 1.2, "seed": 5}
+    quiet = complete(client, **asked)
+    assert "gpulease" not in quiet.model_extra
+    chunks = []
+    for chunk in complete(client, stream=True, **asked):
+        chunks.append(chunk)
+        if len(chunks) == 3:
+            shared_daemon.revoke(rig.do(lambda: rig.decoder.regions.pools["ann"].region.lease_id))
+    assert text_of(chunks) == quiet.choices[0].text
+    extensions = [chunk.model_extra["gpulease"] for chunk in chunks if "gpulease" in (chunk.model_extra or {})]
+    assert extensions == [{"replays": 1}]
+
+
+def test_an_error_in_mid_stream_is_an_event(shared_daemon: Daemon) -> None:
+    """The whole lease is revoked behind the first tokens."""
+    with openai_rig(shared_daemon) as rig, rig.client() as client:
+        stream = iter(complete(client, stream=True, max_tokens=120))
+        next(stream)
+        rig.do(lambda: rig.decoder._supervisor.fail(_lost()))
+        with pytest.raises(openai.APIError) as lost:
+            list(stream)
+        assert lost.value.code == "engine_unavailable"
+        assert "gpulease.sock" not in str(lost.value)
+        with pytest.raises(openai.InternalServerError) as refused:
+            complete(client)
+        assert refused.value.status_code == 503
+        with rig.http() as http:
+            health = http.get("/healthz")
+        assert (health.status_code, health.json()["status"]) == (503, "engine_lost")
+
+
+def _lost() -> Any:
+    from gpulease.client.decode import EngineDecodeFailed
+
+    return EngineDecodeFailed("The engine is lost: nobody is at unix:/run/gpulease/gpulease.sock")
+
+
+def test_health_says_since_when_and_why_there_is_no_engine(
+    shared_daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_losses, "MAX_PAUSE_S", 0.01)
+
+    async def refuse(*_: Any) -> None:
+        raise Denied("unix:/run/gpulease.sock lets nobody in")
+
+    with openai_rig(shared_daemon) as rig, rig.http() as http:
+        began, lost_for = datetime.now(UTC), DecodeMetrics(["ann"], lambda: rig.decoder)
+        assert b"\ngpulease_decode_without_engine_seconds 0.0\n" in rig.do(lost_for.text)
+        assert "engine_lost" not in http.get("/healthz").json()
+        with monkeypatch.context() as patch:
+            patch.setattr(ServingEngine, "open", refuse)
+            lost = Revoked("by an operator")
+            rig.do(lambda: rig.decoder._supervisor.engine_failed(rig.decoder._supervisor.serving, lost))
+
+            def is_refused() -> bool:
+                outage = rig.decoder.outage
+                return outage is not None and outage.tries > 2
+
+            wait_until(lambda: rig.do(is_refused), "another engine is refused")
+            health = http.get("/healthz")
+        assert (health.status_code, health.json()["status"]) == (503, "engine_lost")
+        told = health.json()["engine_lost"]
+        assert (told["cause"], told["refusal"]) == ("Revoked", "Denied")
+        assert told["tries"] > 2
+        assert told["seconds"] >= 0
+        assert datetime.fromisoformat(told["since"]) > began - timedelta(seconds=2)
+        assert "gpulease.sock" not in health.text
+        assert b"\ngpulease_decode_without_engine_seconds 0.0\n" not in rig.do(lost_for.text)
+        wait_until(lambda: http.get("/healthz").status_code == 200, "another engine serves")
+
+
+def test_requests_that_fail_write_no_more_lines_than_their_tenant_has(
+    rig: OpenAiRig, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("secret of the host")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.decoder, "submit", fail)
+        # No line comes back while this test runs.
+        patch.setattr(decode_log, "LINE_EVERY_S", 1e9)
+        patch.setattr(rig.decoder.log, "_budgets", {})
+        for _ in range(decode_log.LINES_AT_ONCE + 3):
+            with pytest.raises(openai.InternalServerError) as refused:
+                complete(client)
+            assert "secret" not in str(refused.value)
+    lines = lines_of(caplog, "request_failed")
+    assert len(lines) == decode_log.LINES_AT_ONCE
+    assert (lines[0]["tenant"], lines[0]["cause"]) == ("ann", "RuntimeError: secret of the host")
+
+
+def test_events_are_valid_json_of_one_line(rig: OpenAiRig) -> None:
+    asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4, "stream": True}
+    with rig.http() as http:
+        reply = http.post("/v1/completions", json=asked)
+    assert reply.headers["Content-Type"] == "text/event-stream"
+    events = reply.text.split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    assert events[0] == ": waiting"
+    assert [json.loads(event.removeprefix("data: "))["object"] for event in events[1:-2]]

@@ -1,0 +1,126 @@
+"""The table of parameters: each is used, ignored, or taken with values that change nothing alone."""
+
+import json
+from typing import Any, Final, cast
+
+import pytest
+from openai.types.chat.chat_completion_stream_options_param import ChatCompletionStreamOptionsParam
+from openai.types.chat.completion_create_params import CompletionCreateParamsBase as ChatParameters
+from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParameters
+
+from gpulease.client.decode.openai.api_errors import ApiError
+from gpulease.client.decode.openai.completion_request import CompletionRequest, parse_request
+from gpulease.client.decode.openai.request_parameters import PARAMETERS, STREAM_OPTIONS, Parameter
+
+USED_VALUES: Final[dict[str, Any]] = {
+    "logprobs": (1, True),
+    "max_completion_tokens": 3,
+    "max_tokens": 3,
+    "messages": [{"role": "user", "content": "Another"}],
+    "model": "another",
+    "prompt": "Another",
+    "seed": 99,
+    "stop": "x",
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "temperature": 0.5,
+    "top_k": 5,
+    "top_p": 0.5,
+}
+"""A value of each parameter that is used, which changes the request; where chats differ, by whether it is one."""
+
+DEFAULTS_OF_CLIENTS: Final[dict[str, Any]] = {
+    "n": 1,
+    "best_of": 1,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "seed": None,
+    "stop": [],
+    "stop_token_ids": [],
+    "bad_words": [],
+    "include_stop_str_in_output": False,
+    "ignore_eos": False,
+    "min_tokens": 0,
+    "logprobs": None,
+    "prompt_logprobs": None,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "truncate_prompt_tokens": None,
+    "logit_bias": None,
+    "allowed_token_ids": None,
+    "use_beam_search": False,
+    "length_penalty": 1.0,
+    "echo": False,
+    "suffix": None,
+    "user": None,
+    "add_special_tokens": True,
+    "priority": 0,
+}
+"""What programs send that write every parameter of vLLM's SamplingParams, at its default."""
+
+
+def parsed(is_chat: bool, said: dict[str, Any]) -> CompletionRequest:
+    usual: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]} if is_chat else {"prompt": "Hi"}
+    # stream_options are taken with stream alone.
+    usual["stream"] = "stream_options" in said
+    return parse_request(json.dumps(usual | said).encode(), is_chat=is_chat, fresh_seed=7)
+
+
+def refusal(is_chat: bool, said: dict[str, Any]) -> ApiError:
+    with pytest.raises(ApiError) as refused:
+        parsed(is_chat, said)
+    return refused.value
+
+
+def asked(parameter: Parameter, is_chat: bool) -> bool:
+    return parameter.is_of_chats if is_chat else parameter.is_of_completions
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_each_parameter_is_what_the_table_says(name: str, is_chat: bool) -> None:
+    parameter = PARAMETERS[name]
+    plain = parsed(is_chat, {})
+    assert (parameter.is_used, parameter.is_ignored, bool(parameter.neutral)).count(True) <= 1
+    if not asked(parameter, is_chat):
+        assert refusal(is_chat, {name: "x"}).code == "unknown_parameter"
+        return
+    if parameter.is_used:
+        value = USED_VALUES[name]
+        assert parsed(is_chat, {name: value[is_chat] if name == "logprobs" else value}) != plain
+        return
+    if parameter.is_ignored:
+        assert parsed(is_chat, {name: "x"}) == plain
+        return
+    for value in (None, *parameter.neutral):
+        assert parsed(is_chat, {name: value}) == plain
+        if type(value) in (int, float):
+            assert parsed(is_chat, {name: float(cast(float, value))}) == plain
+            assert refusal(is_chat, {name: bool(value)}).param == name
+    wrong = refusal(is_chat, {name: "another"})
+    assert (wrong.status, wrong.param, wrong.code) == (400, name, "unsupported_parameter")
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_the_defaults_of_clients_are_taken(is_chat: bool) -> None:
+    assert parsed(is_chat, DEFAULTS_OF_CLIENTS | ({"logprobs": False} if is_chat else {})) == parsed(is_chat, {})
+
+
+@pytest.mark.parametrize("kind", [CompletionParameters, ChatParameters])
+def test_every_parameter_of_openai_s_client_is_in_the_table(kind: Any) -> None:
+    assert set(kind.__annotations__) - {"stream"} <= PARAMETERS.keys()
+    assert set(ChatCompletionStreamOptionsParam.__annotations__) <= STREAM_OPTIONS.keys()
+
+
+def test_options_of_a_stream_are_looked_at_likewise() -> None:
+    def streamed(**options: Any) -> dict[str, Any]:
+        return {"stream_options": options}
+
+    plain = parsed(False, streamed())
+    assert parsed(False, streamed(include_obfuscation=False, continuous_usage_stats=False)) == plain
+    assert refusal(False, streamed(continuous_usage_stats=True)).param == "continuous_usage_stats"
+    assert refusal(False, streamed(include_use=True)).code == "unknown_parameter"

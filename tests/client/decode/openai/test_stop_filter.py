@@ -1,0 +1,45 @@
+"""A text that ends before its stops: nothing depends on how it was cut, and nothing of a stop is given."""
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpulease.client.decode.openai.stop_filter import StopFilter
+
+LETTERS = st.text("abc", max_size=30)
+STOPS = st.lists(st.text("abc", min_size=1, max_size=4), max_size=4)
+
+
+def cut(text: str, stops: list[str]) -> str:
+    """The text, letter by letter, up to the begin of the longest stop that is complete first."""
+    for end in range(1, len(text) + 1):
+        begins = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
+        if begins:
+            return text[: min(begins)]
+    return text
+
+
+@given(LETTERS, STOPS, st.lists(st.integers(0, 30), max_size=8))
+def test_it_is_the_whole_text_s_cut_however_it_comes(text: str, stops: list[str], at: list[int]) -> None:
+    places = sorted({0, len(text), *(place for place in at if place < len(text))})
+    filtered = StopFilter(stops)
+    given_text = ""
+    for begin, end in pairwise(places):
+        given_text += filtered.add(text[begin:end])
+        assert cut(text, stops).startswith(given_text)
+    rest = filtered.end()
+    assert given_text + rest == cut(text, stops)
+    assert filtered.is_stopped == any(stop in text for stop in stops)
+
+
+@given(LETTERS, STOPS)
+def test_it_holds_back_less_than_a_stop(text: str, stops: list[str]) -> None:
+    filtered = StopFilter(stops)
+    given_text = "".join(map(filtered.add, text))
+    assert filtered.is_stopped or len(text) - len(given_text) < max([1, *map(len, stops)])
+
+
+def test_nothing_comes_behind_a_stop() -> None:
+    filtered = StopFilter(["ab"])
+    assert [filtered.add("xa"), filtered.add("bc"), filtered.add("d"), filtered.end()] == ["x", "", "", ""]

@@ -1,0 +1,422 @@
+"""The page of a decode server: its state, who may see it, and what a press does; in a browser at three widths."""
+
+import asyncio
+import hashlib
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+
+import httpx
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
+
+from gpulease.client.decode.decode_reports import (
+    EngineRebuilt,
+    FinishedRequest,
+    ForwardRevoked,
+    RebindReport,
+    StepReport,
+)
+from gpulease.client.decode.decode_requests import (
+    AdmissionReason,
+    CompletionReason,
+    PromptRequest,
+    SamplingParameters,
+    SchedulerEvent,
+    TenantConfig,
+)
+from gpulease.client.decode.page import decode_page, page_events
+from gpulease.client.decode.page.decode_page import FILES, MAX_STREAMS, SNAPSHOT_S, DecodePage, PageFeed
+from gpulease.client.decode.page.demo_traffic import TAIL_CHARACTERS, DemoText, DemoTraffic
+from gpulease.client.decode.page.page_events import MAX_EVENTS, MERGED_S, EventKind, PageEvents
+from gpulease.client.decode.page.page_history import PageHistory
+from gpulease.client.decode.sample_models import TINY_MODEL
+from gpulease.client.decode.scheduler.scheduler import ContinuousBatchScheduler, SchedulerSettings
+from gpulease.client.decode.supervisor.decoder import Decoder, DecoderSettings
+from gpulease.client.errors import InvalidRequest
+from helpers.browser import Browser, lacks_browser
+from helpers.daemon import Daemon
+from helpers.screens import CONTRAST, CUT, look_at
+from helpers.waiting import wait_until
+
+KEY = "an-operator's-key-of-a-test"
+DIGEST = hashlib.sha256(KEY.encode()).digest()
+BEARER = {"Authorization": f"Bearer {KEY}"}
+HOSTILE = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>\n" + "x" * 300
+LONG = "a-tenant-with-a-name-as-long-as-names-may-be-" + "x" * 18
+
+
+class Pool:
+    """A region that counts who ends it."""
+
+    def __init__(self, scene: "Scene", tenant: str) -> None:
+        self._scene, self._tenant = scene, tenant
+        self.region = self
+        self.lease_id = 0xA1
+
+    async def revoke(self, reason: str) -> None:
+        if self._tenant == "dora":
+            raise InvalidRequest("It is ended already")
+        self._scene.revoked.append((self._tenant, reason))
+        self._scene.decoder.scheduler.revoked(self._tenant, CompletionReason.REVOKED, 1.0)
+        del self._scene.decoder.regions.pools[self._tenant]
+
+
+class Scene:
+    """What the page reads of a decoder and a demonstration, without either."""
+
+    def __init__(self) -> None:
+        tenants = [TenantConfig(name, 2, 12) for name in ("ann", "bob", LONG, "dora")]
+        scheduler = ContinuousBatchScheduler(SchedulerSettings(8, 16, 8, 160, 512), tenants)
+        self.revoked: list[tuple[str, str]] = []
+        pools = {tenant.id: Pool(self, tenant.id) for tenant in tenants}
+        self.decoder = SimpleNamespace(scheduler=scheduler, regions=SimpleNamespace(pools=pools), is_serving=True)
+        self.demo = SimpleNamespace(texts={"ann": DemoText(HOSTILE), "bob": DemoText("It goes on.")})
+        decoder, demo = lambda: cast(Decoder, self.decoder), lambda: cast(DemoTraffic, self.demo)
+        self.page = DecodePage(decoder, DIGEST, "tiny", demo)
+
+    def client(self) -> TestClient:
+        return TestClient(Starlette(routes=self.page.routes()), headers=BEARER)
+
+
+@pytest.fixture
+def scene() -> Scene:
+    return Scene()
+
+
+def request(tenant: str, name: str = "one") -> PromptRequest:
+    return PromptRequest(tenant, name, (1, 2, 3), SamplingParameters(), 40)
+
+
+def finished(
+    tenant: str, reason: CompletionReason | AdmissionReason, first_token_at: float | None = None, detail: str = ""
+) -> FinishedRequest:
+    """A request that came at 1.0."""
+    return FinishedRequest(
+        tenant, "r", (1,), (), SamplingParameters(), reason, detail, 1.0, first_token_at, 9.5, 0, 0, None
+    )
+
+
+def step(tenant: str, tokens: int) -> StepReport:
+    told = tuple(SchedulerEvent.Token(request(tenant, str(row)), 9, 3, row) for row in range(tokens))
+    return StepReport(tokens, tokens, told, 0.001)
+
+
+# --- the state ---
+
+
+def test_rates_are_means_of_the_last_seconds(scene: Scene) -> None:
+    now = [0.0]
+    feed = PageFeed(lambda: cast(Decoder, scene.decoder), "tiny", clock=lambda: now[0])
+    feed.on_step(step("ann", 1000))
+    feed.state()
+    rates = []
+    for _ in range(12):
+        now[0] += 0.5
+        feed.on_step(step("ann", 10))
+        rates.append(feed.state()["tenants"][0]["tokens_s"])
+    assert rates == [20.0] * 12, "what came before somebody watched is in no rate"
+    now[0] += 60
+    assert feed.state()["tokens_s"] == 0
+
+
+def test_a_state_tells_blocks_queues_and_losses(scene: Scene) -> None:
+    feed, scheduler = scene.page.observer, scene.decoder.scheduler
+    scheduler.submit(request("ann"), 0.0)
+    scheduler.submit(request("bob", "of bob"), 0.0)
+    scheduler.plan(0.0)
+    scheduler.submit(PromptRequest("bob", "two", (1,), SamplingParameters(), 150, 60.0), 0.0)
+    feed.on_rebind(RebindReport("ann", "one", "one~1", 4, CompletionReason.REVOKED, False, 0.0312))
+    state = feed.state()
+    ann, bob = state["tenants"][:2]
+    assert (ann["live"], ann["blocks"], ann["blocks_used"], ann["blocks_at_most"]) == (1, 12, 3, 12)
+    assert (ann["rebinds"], ann["rebind_ms"], bob["rebind_ms"]) == (1, 31.2, None)
+    assert (bob["live"], bob["waiting"], state["waiting"], state["live"]) == (1, 1, 1, 2)
+    assert (
+        state["events"][0]["text"] == "A request goes on, 31 ms after the loss of its region. Tokens computed again: 4."
+    )
+    assert (state["model"], state["host"]) == ("tiny", socket.gethostname())
+    assert state["serving"]
+    scene.decoder.is_serving = False
+    assert not feed.state()["serving"], "its engine is lost"
+
+
+def test_a_state_tells_times_to_the_first_token_and_refusals(scene: Scene) -> None:
+    feed = scene.page.observer
+    for first_token_at in (1.1, 1.3, 9.0):
+        feed.on_finished(finished("ann", CompletionReason.MAX_TOKENS_REACHED, first_token_at))
+    feed.on_finished(finished("ann", CompletionReason.CANCELLED))
+    feed.on_finished(finished("bob", AdmissionReason.QUOTA_EXCEEDED, detail="QuotaExceeded: 64 wait already"))
+    feed.on_finished(finished("bob", CompletionReason.DEADLINE_EXCEEDED, detail="PoolExhausted: no room"))
+    state = feed.state()
+    ann, bob = state["tenants"][:2]
+    assert (ann["first_token_ms"], ann["refused"], bob["first_token_ms"], bob["refused"]) == (300.0, 0, None, 2)
+    assert state["refused"] == 2
+    assert [event["text"] for event in state["events"]] == [
+        "2 requests were refused, the last one: PoolExhausted: no room"
+    ]
+
+
+# --- events and history ---
+
+
+def test_like_events_of_some_seconds_are_one() -> None:
+    events = PageEvents()
+    events.add(0.0, "ann", EventKind.REPLAYED, seconds=0.02, tokens=4, detail="its region")
+    for at in range(MAX_EVENTS * 2):
+        events.add(1.0 + at / 100, "bob", EventKind.REFUSED, detail="full")
+    events.add(2.0, "ann", EventKind.REPLAYED, seconds=0.01, tokens=5, detail="the engine")
+    assert [event["text"] for event in events.shown(2.0)] == [
+        "2 requests go on, 20 ms after the loss of the engine at most. Tokens computed again: 9.",
+        f"{2 * MAX_EVENTS} requests were refused, the last one: full",
+    ]
+    events.add(2.0 + MERGED_S, "ann", EventKind.REPLAYED)
+    assert len(events.shown(20.0)) == 3
+    for number in range(2 * MAX_EVENTS):
+        events.add(30.0, f"tenant {number}", EventKind.REVOKED_HERE)
+    assert len(events.shown(30.0)) == MAX_EVENTS
+
+
+@pytest.mark.parametrize("kind", EventKind)
+def test_every_event_is_a_sentence(kind: EventKind) -> None:
+    events = PageEvents()
+    for _ in range(2):
+        events.add(0.0, "ann", kind, seconds=0.02, tokens=4, detail="It is so.")
+        text = events.shown(0.0)[0]["text"]
+        assert text[0].isupper() or text[0].isdigit()
+        assert text.endswith(".")
+
+
+def test_the_history_has_a_figure_for_each_slot_that_is_over() -> None:
+    history = PageHistory(1000.0)
+    history.add_tokens(1001.0, 50)
+    history.add_tokens(1009.9, 30)
+    history.add_refusal(1025.0)
+    for seconds in (0.1, 0.2, 0.6):
+        history.add_first_token(1025.0, seconds)
+    history.add_tokens(1031.0, 99)
+    assert history.shown(1035.0) == {
+        "span_s": 300,
+        "age_s": [25.0, 15.0, 5.0],
+        "tokens_s": [8.0, 0.0, 0.0],
+        "first_token_ms": [None, None, 200.0],
+        "refused": [0, 0, 1],
+    }
+
+
+def test_the_history_is_an_hour_at_most() -> None:
+    history = PageHistory(0.0)
+    for at in range(0, 8000, 10):
+        history.add_tokens(float(at), 1)
+    shown = history.shown(8000.0)
+    assert (shown["span_s"], len(shown["tokens_s"]), set(shown["tokens_s"])) == (3600, 360, {0.1})
+    assert shown["age_s"] == [3590.0 - 10 * slot for slot in range(360)]
+
+
+def test_texts_are_those_of_the_demonstration_alone(scene: Scene) -> None:
+    assert [tenant["text"] for tenant in scene.page.observer.state()["tenants"]] == [HOSTILE, "It goes on.", None, None]
+
+
+def test_events_are_bounded_and_the_latest_are_first(scene: Scene) -> None:
+    feed = scene.page.observer
+    for number in range(MAX_EVENTS):
+        feed.on_forward_revoked(ForwardRevoked(7, f"tenant {number}", None, 3, 0.000123))
+    feed.on_engine_rebuilt(EngineRebuilt("the lease expired", True, False, 1.5))
+    texts = [event["text"] for event in feed.state()["events"]]
+    assert len(texts) == MAX_EVENTS
+    assert texts[:2] == [
+        "The engine was lost; another one serves after 1,500 ms. Why it was lost: the lease expired",
+        "Its region has ended: a step that needed it was stopped before it began, 123 µs after the region's end.",
+    ]
+
+
+def test_without_a_decoder_there_is_a_state() -> None:
+    assert PageFeed(lambda: None, "tiny").state()["serving"] is False
+
+
+# --- who may see and press ---
+
+
+def test_state_and_acts_take_the_operator_s_key(scene: Scene) -> None:
+    for wrong in ("", "Bearer ", f"Bearer {KEY}x", f"Basic {KEY}"):
+        client = TestClient(Starlette(routes=scene.page.routes()))
+        client.headers["Authorization"] = wrong
+        assert client.get("/page/events").status_code == 401
+        assert client.get("/page/history").status_code == 401
+        assert client.delete("/page/tenants/ann/region").status_code == 401
+        assert client.get("/").status_code == 200
+    assert scene.revoked == []
+
+
+def test_every_answer_has_the_security_headers(scene: Scene) -> None:
+    client = scene.client()
+    paths = ("/", *(f"/page/{name}" for name in FILES), "/page/history")
+    answers = [client.get(path) for path in paths] + [
+        client.head("/page/events"),
+        client.delete("/page/tenants/x/region"),
+    ]
+    assert [answer.status_code for answer in answers] == [200] * (len(paths) + 1) + [404]
+    for answer in answers:
+        assert "require-trusted-types-for 'script'" in answer.headers["Content-Security-Policy"]
+        assert answer.headers["Cache-Control"] == "no-store"
+    for path in ("/page/decode_page.py", "/page/..%2fdecoder.py", "/page/index.html"):
+        assert client.get(path).status_code == 404
+
+
+def test_a_stream_has_states_and_ends(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_page, "STREAM_S", SNAPSHOT_S / 2)
+    answer = scene.client().get("/page/events")
+    assert answer.headers["Content-Type"].startswith("text/event-stream")
+    (event,) = answer.text.removesuffix("\n\n").split("\n\n")
+    assert json.loads(event.removeprefix("data: "))["tenants"][0]["id"] == "ann"
+    assert scene.page._streams == 0
+
+
+def test_one_stream_too_many_is_refused(scene: Scene) -> None:
+    scene.page._streams = MAX_STREAMS
+    answer = scene.client().get("/page/events")
+    assert (answer.status_code, answer.headers["Retry-After"]) == (503, "5")
+
+
+def test_a_press_revokes_the_region_of_that_tenant(scene: Scene) -> None:
+    client = scene.client()
+    assert client.delete("/page/tenants/ann/region").status_code == 200
+    assert scene.revoked == [("ann", "revoked on the decode server's page")]
+    again, refused = client.delete("/page/tenants/ann/region"), client.delete("/page/tenants/dora/region")
+    assert (again.status_code, refused.status_code) == (409, 409)
+    assert "another one is being opened" in again.json()["detail"]
+    assert "It is ended already" in refused.json()["detail"]
+    assert [event["tenant"] for event in scene.page.observer.state()["events"]] == ["ann"]
+
+
+# --- a real decoder ---
+
+
+@pytest.mark.exhaustive
+def test_a_demo_s_tenant_comes_back_and_the_others_go_on(daemon: Daemon) -> None:
+    async def scene() -> None:
+        tenants = [TenantConfig(name, 2, 16) for name in ("ann", "bob")]
+        opened: list[Decoder] = []
+        demos: list[DemoTraffic] = []
+        page = DecodePage(lambda: opened[0], DIGEST, "tiny", lambda: demos[0])
+        settings = DecoderSettings(max_rows=8, prefill_rows=4, max_sequences=4)
+        async with Decoder.open(
+            TINY_MODEL, tenants, settings, address=daemon.address, observers=[page.observer]
+        ) as decoder:
+            opened.append(decoder)
+            demos.append(DemoTraffic(decoder, ["ann", "bob"]))
+            task = asyncio.create_task(demos[0].run())
+
+            async def until(tenant: str, what: str, least: int) -> dict[str, Any]:
+                while True:
+                    state = page.observer.state()
+                    found: dict[str, Any] = next(one for one in state["tenants"] if one["id"] == tenant)
+                    if found[what] >= least:
+                        return found
+                    await asyncio.sleep(0.01)
+
+            await until("ann", "tokens", 5)
+            await until("bob", "tokens", 5)
+            transport = httpx.ASGITransport(Starlette(routes=page.routes()))
+            async with httpx.AsyncClient(transport=transport, base_url="http://x", headers=BEARER) as client:
+                answer = await client.delete("/page/tenants/ann/region")
+            assert answer.status_code == 200, answer.text
+            ann = await until("ann", "rebinds", 1)
+            bob = await until("bob", "tokens", 30)
+            assert ann["blocks"] == 16
+            assert bob["rebinds"] == 0
+            assert 0 < len(ann["text"]) <= TAIL_CHARACTERS
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(scene())
+
+
+# --- in a browser ---
+
+
+@contextmanager
+def served(page: DecodePage) -> Iterator[str]:
+    """The page's URL, with the key behind it."""
+    config = uvicorn.Config(
+        Starlette(routes=page.routes()), port=0, loop="asyncio", log_level="error", timeout_graceful_shutdown=1
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        wait_until(lambda: server.started, "the server listens")
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{port}/"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(bool(lacks_browser()), reason=lacks_browser())
+def test_the_page_in_a_browser(scene: Scene, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = scene.decoder.scheduler
+    scheduler.submit(request("ann"), 0.0)
+    scheduler.plan(0.0)
+    feed = scene.page.observer
+    # Looking at it takes as long as the host takes.
+    monkeypatch.setattr(page_events, "MERGED_S", 3600.0)
+    feed.on_rebind(RebindReport(LONG, "one", "one~1", 4, CompletionReason.REVOKED, False, 12.3456))
+    feed.on_finished(finished("bob", AdmissionReason.QUOTA_EXCEEDED, detail=HOSTILE))
+    slots = range(40)
+    figures = {"age_s": [400.0 - 10 * slot for slot in slots], "refused": [slot // 13 for slot in slots]}
+    figures |= {"tokens_s": [slot % 9 * 30.5 for slot in slots]}
+    figures |= {"first_token_ms": [None if 5 < slot < 9 else 80.0 + slot for slot in slots]}
+    monkeypatch.setattr(feed, "history", lambda: {"span_s": 400} | figures)
+    with served(scene.page) as url, Browser() as browser:
+        browser.open(url)
+        browser.wait_for("#status", "This page takes the operator's key.")
+        assert browser.text("#tenants") == ""
+        browser.open(f"{url}#key={KEY}")
+        browser.wait_for("#status", "Live")
+        assert browser.run("return document.title") == f"tiny on {socket.gethostname()} - gpulease decode"
+        browser.wait_for("#plots .first .now", "119 ms")
+        assert browser.text("#plots .tokens .most") == "at most 244"
+        drawn = browser.run("return document.querySelector('#plots .first path').getAttribute('d')")
+        assert drawn.count("M") == 2, "there is a gap"
+        assert browser.run("return location.href") == url, "no screen shows the key"
+        assert browser.text(".card .text").startswith(HOSTILE[:20])
+        assert browser.run("return document.querySelectorAll('img, body script').length") == 0
+        for width in (360, 768, 1280):
+            for scheme in ("light", "dark"):
+                look_at(browser, width, scheme)
+                assert browser.run("return document.documentElement.scrollWidth") <= width
+                assert (
+                    browser.run(CUT, ".name, .rate, .revoke, .figures dd, .state, .slice, .words, h1, .totals dd") == []
+                )
+                faint = browser.run(CONTRAST)
+                assert not faint, (width, scheme, faint)
+                browser.screenshot(tmp_path / f"decode-{width}-{scheme}.png")
+        browser.run("document.querySelector('.card .revoke').focus()")
+        browser.press("\ue007")
+        browser.wait_for("#revoke-about", "Work in progress (1 sequence) is computed again")
+        browser.screenshot(tmp_path / "decode-dialog.png")
+        assert not browser.run(CONTRAST)
+        browser.press("\ue007")
+        assert browser.run("return document.querySelector('dialog').open") is False
+        assert scene.revoked == [], "Enter alone cancels"
+        browser.run("document.querySelector('.card .revoke').click()")
+        browser.run("document.querySelector('#revoke-do').click()")
+        browser.wait_for("#revoke-told", "The region of ann is revoked.")
+        browser.run("document.querySelector('#revoke-cancel').click()")
+        browser.wait_for(".card .state", "Its region is gone")
+        assert [tenant for tenant, _ in scene.revoked] == ["ann"]
+        browser.wait_for("#events", "Its region was revoked on this page.")
+        feed.on_finished(finished("bob", AdmissionReason.QUOTA_EXCEEDED, detail="64 wait already"))
+        browser.wait_for("#events", "2 requests were refused, the last one: 64 wait already")
+        scheduler.rebound("ann", 12, 2.0)
+        browser.wait_for(".card .state", "Waits")
+        complaints = [text for text in browser.complaints() if "401" not in text]
+        assert complaints == []

@@ -1,0 +1,130 @@
+"""A row's bits are its own: whatever computes beside it, in whatever blocks, steps and chunks."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpulease.client.decode.checkpoint import RandomCheckpoint
+from gpulease.client.decode.decode_requests import SamplingParameters
+from gpulease.client.decode.engine.forward_pass import StepLimits, parts_of
+from gpulease.client.decode.engine.kernel_library import manifest
+from gpulease.client.decode.model_config import ModelConfig
+from helpers.daemon import Daemon
+from helpers.decode.engine_rig import GREEDY, EngineRig, Line, MixedStep, RunningRig, Seat, running
+from helpers.decode.mixed_schedules import schedules
+from helpers.decode.random_models import BIASED, HEAD_NORMS, SHARED_KEYS, TINY, WIDE
+
+TABLES = 6
+NUCLEUS = SamplingParameters(temperature=0.8, top_p=0.9, top_k=50, seed=7)
+HOT = SamplingParameters(temperature=1.5, seed=2**64 - 1)
+SHAPES = [(3, 9, GREEDY), (17, 4, NUCLEUS), (33, 7, HOT)]
+LONG = (129, 6, NUCLEUS)
+
+
+@pytest.fixture(scope="module")
+def lines(tiny: RunningRig) -> list[Line]:
+    return tiny.run(lambda rig: rig.lines([*SHAPES, LONG]))
+
+
+@settings(max_examples=8, deadline=None)
+@given(data=st.data())
+def test_rows_have_the_bits_that_they_have_alone(tiny: RunningRig, lines: list[Line], data: st.DataObject) -> None:
+    tiny.mix(lines, data.draw(schedules(lines[: len(SHAPES)], TABLES, 16, 16)))
+
+
+def chunked(seat: Seat, length: int, chunk: int, *, is_awaited: bool) -> list[MixedStep]:
+    """Positions of a line from 0 on, so many a step."""
+    begins = range(0, length, chunk)
+    steps = [tuple((seat, at) for at in range(begin, min(begin + chunk, length))) for begin in begins]
+    return [MixedStep(rows, is_awaited) for rows in steps]
+
+
+def test_attention_over_several_splits_has_the_bits_that_it_has_alone(tiny: RunningRig, lines: list[Line]) -> None:
+    long = lines[-1]
+    assert len(long) > manifest().split
+    seat = Seat(len(SHAPES), 1, 4, tuple(range(11, -1, -1)))
+    tiny.mix(lines, chunked(seat, len(long), 16, is_awaited=True))
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 16])
+def test_a_replay_into_another_pool_goes_on_with_the_same_bits(tiny: RunningRig, lines: list[Line], chunk: int) -> None:
+    """All tokens are known there, those too that the line emitted; the last rows take theirs from the step before."""
+    line = lines[2]
+    kept = line.prompt + 3
+    seat = Seat(2, 1, 0, (9, 2, 20))
+    replay = chunked(seat, kept, chunk, is_awaited=True)
+    tiny.mix(lines, [*replay, *(MixedStep(((seat, at),), False) for at in range(kept, len(line)))])
+
+
+def test_the_same_seed_and_position_give_the_same_token_in_any_batch(tiny: RunningRig, lines: list[Line]) -> None:
+    """Rows of one step differ in nothing but their sampling: each has the token of the step that it has alone."""
+
+    async def tokens(rig: EngineRig) -> None:
+        samplings = [GREEDY, NUCLEUS, HOT, *(SamplingParameters(temperature=2.0, seed=seed) for seed in range(9))]
+        rows = [rig.row(rig.seat(), sampling, 0, 5) for sampling in samplings]
+        alone = [int((await rig.compute(row))["token"][0]) for row in rows]
+        together = await rig.compute(np.concatenate([*rows, *rows[:4]]))
+        assert together["token"].tolist() == alone + alone[:4]
+        assert len(set(alone)) > 4
+
+    tiny.run(tokens)
+
+
+def try_model(daemon: Daemon, config: ModelConfig, rows: int = 16) -> None:
+    """Two lines of a model, alone and then together in both pools, in two orders."""
+    with running(daemon.address, RandomCheckpoint(config, 1), StepLimits(rows, 4, 64)) as rig:
+        lines = rig.run(lambda rig: rig.lines([(20, 3, NUCLEUS), (2, 4, GREEDY)]))
+        first, second, third = Seat(0, 0, 3, (7, 1)), Seat(1, 0, 0, (5,)), Seat(0, 1, 1, (0, 9))
+        steps = [
+            MixedStep((*((first, at) for at in range(12, -1, -1)), (second, 0))),
+            MixedStep(((second, 1), *((first, at) for at in range(13, 20)), (third, 0)), False),
+            MixedStep(((first, 20), (second, 2)), True),
+            MixedStep(((second, 3), (first, 21), *((third, at) for at in range(1, 14))), True),
+        ]
+        rig.mix(lines, steps)
+
+
+def test_sums_of_the_wide_model_are_in_parts() -> None:
+    shapes = [(2 * WIDE.inner_width, WIDE.width), (WIDE.width, WIDE.inner_width), (WIDE.vocabulary, WIDE.width)]
+    assert [parts_of(*shape) for shape in shapes] == [(2, 768), (2, 512), (2, 768)]
+
+
+@pytest.mark.parametrize("config", [BIASED, WIDE], ids=["biases of qkv", "sums in parts"])
+def test_a_model_has_the_bits_that_it_has_alone(shared_daemon: Daemon, config: ModelConfig) -> None:
+    try_model(shared_daemon, config)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(SHARED_KEYS, id="64 wide, 3 a key"),
+        pytest.param(HEAD_NORMS, id="128 wide, norms of heads", marks=pytest.mark.slow),
+    ],
+)
+def test_wider_heads_have_the_bits_that_they_have_alone(shared_daemon: Daemon, config: ModelConfig) -> None:
+    try_model(shared_daemon, config)
+
+
+@pytest.fixture(scope="module")
+def large(shared_daemon: Daemon) -> Iterator[RunningRig]:
+    with running(shared_daemon.address, RandomCheckpoint(TINY, 1), StepLimits(128, TABLES, 160)) as rig:
+        yield rig
+
+
+@pytest.mark.exhaustive
+@settings(max_examples=5, deadline=None)
+@given(data=st.data())
+def test_rows_have_their_bits_in_tiles_of_64_rows(large: RunningRig, lines: list[Line], data: st.DataObject) -> None:
+    large.mix(lines, data.draw(schedules(lines, TABLES, 64, 64)))
+
+
+@pytest.mark.exhaustive
+def test_rows_have_their_bits_in_tiles_of_128_rows(large: RunningRig, lines: list[Line]) -> None:
+    long = Seat(len(SHAPES), 0, 0, tuple(range(9)))
+    other = Seat(1, 1, 1, (3, 0))
+    rows = [*((long, at) for at in range(107)), *((other, at) for at in range(21))]
+    large.mix(lines, [MixedStep(tuple(rows)), *(MixedStep(((long, at),)) for at in range(107, 131))])

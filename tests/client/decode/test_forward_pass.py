@@ -1,0 +1,198 @@
+"""What a step's kernels read and write of the tenants' regions: their own rows' places, and nothing else."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpulease.client.decode.decode_errors import RequestRejected
+from gpulease.client.decode.engine.forward_pass import (
+    MAX_PROGRAMS,
+    MAX_SPLITS,
+    StepLimits,
+    block_bytes,
+    buckets_of,
+    buffer_sizes,
+    layer_bytes,
+    parts_of,
+)
+from gpulease.client.decode.row_records import PAGE, ROW, Results, Rows
+from helpers.decode.engine_rig import BLOCKS, GREEDY, EngineRig, RunningRig, Seat
+from helpers.decode.random_models import TINY
+
+BLOCK = block_bytes(TINY)
+NAN = b"\xff\xff"
+OWN_BLOCKS = 4
+"""Blocks that rows of these tests say their region has; the rest of the pool stands for other memory."""
+
+FIRST, SECOND = Seat(0, 0, 0, (2, 1)), Seat(1, 1, 1, (0, 3))
+
+
+def places(
+    seats: Sequence[tuple[Seat, int]], tenant: int, size_bytes: int
+) -> np.ndarray[tuple[int], np.dtype[np.bool]]:
+    """Which bytes of a tenant's region hold keys and values of these positions."""
+    found = np.zeros(size_bytes, bool)
+    head_bytes = 2 * TINY.head_width
+    for seat, position in seats:
+        for plane in range(TINY.layers * 2 * TINY.key_heads if seat.tenant == tenant else 0):
+            at = seat.blocks[position // PAGE] * BLOCK + (plane * PAGE + position % PAGE) * head_bytes
+            found[at : at + head_bytes] = True
+    return found
+
+
+async def fill(rig: EngineRig, tenant: int, data: bytes) -> None:
+    region = rig.pools[tenant].region
+    await rig.engine.session.mem_write(region, 0, data * (region.size_bytes // len(data)))
+
+
+async def changed(rig: EngineRig, tenant: int) -> "np.ndarray[tuple[int], np.dtype[np.bool]]":
+    """Which bytes of a region are no longer NAN."""
+    values = np.frombuffer(await rig.memory(tenant), np.uint16) != np.frombuffer(NAN, np.uint16)[0]
+    return np.repeat(values, 2)
+
+
+def record(rig: EngineRig, seat: Seat, position: int, token: int = 3) -> Rows:
+    return rig.row(seat, GREEDY, position, token)
+
+
+def test_a_step_writes_its_rows_places_and_nothing_else(tiny: RunningRig) -> None:
+    """Three rows are padded to four: the fourth has what the step before left there, a row of the other region."""
+
+    async def part(rig: EngineRig) -> None:
+        rows = [record(rig, FIRST, 0), record(rig, SECOND, 0), record(rig, SECOND, 1), record(rig, SECOND, 2)]
+        for _ in range(2):
+            await rig.compute(np.concatenate(rows), (0, 1))
+        for tenant in (0, 1):
+            await fill(rig, tenant, NAN)
+        tables = await rig.tables()
+        written = [(FIRST, 1), (SECOND, 1), (FIRST, 2)]
+        await rig.compute(np.concatenate([record(rig, *place) for place in written]), (0, 1))
+        for tenant in (0, 1):
+            expected = places(written, tenant, rig.pools[tenant].region.size_bytes)
+            assert expected.any()
+            np.testing.assert_array_equal(await changed(rig, tenant), expected)
+        assert await rig.tables() == tables
+
+    tiny.run(part)
+
+
+@pytest.mark.parametrize("block", [OWN_BLOCKS, BLOCKS - 1, BLOCKS, 2**31 - 1, -1, -(2**31)])
+def test_a_row_whose_block_is_outside_of_its_region_writes_nothing(tiny: RunningRig, block: int) -> None:
+    async def part(rig: EngineRig) -> None:
+        for tenant in (0, 1):
+            await fill(rig, tenant, NAN)
+        row = record(rig, FIRST, 0)
+        row["block"], row["blocks"] = block, OWN_BLOCKS
+        beside = record(rig, SECOND, 0)
+        await rig.compute(np.concatenate([row, beside]), (0, 1))
+        assert not (await changed(rig, 0)).any()
+        np.testing.assert_array_equal(await changed(rig, 1), places([(SECOND, 0)], 1, rig.pools[1].region.size_bytes))
+
+    tiny.run(part)
+
+
+async def behind_a_page(rig: EngineRig, entry: int, memory: bytes) -> tuple[Results, bytes]:
+    """Result and logits of a row of the second page, while the first page's entry is `entry`.
+
+    The row's region has OWN_BLOCKS blocks; the pool's blocks behind them are filled with `memory`.
+    """
+    seat = Seat(0, 0, 2, (1, 2))
+    await fill(rig, 0, memory)
+    outside = record(rig, seat, 0)
+    outside["block"], outside["blocks"] = entry, OWN_BLOCKS
+    await rig.compute(outside)
+    rows = [record(rig, seat, PAGE + number, number) for number in range(3)]
+    for row in rows:
+        row["blocks"] = OWN_BLOCKS
+    results = await rig.compute(np.concatenate(rows))
+    return results, (await rig.engine.logits(len(rows))).tobytes()
+
+
+def test_an_entry_outside_of_the_region_reads_as_nothing(tiny: RunningRig) -> None:
+    """Its memory is there, in the same pool; whatever it holds, the bits are those of no entry at all."""
+
+    async def part(rig: EngineRig) -> None:
+        entries = [-1, OWN_BLOCKS, BLOCKS - 1, BLOCKS, 2**31 - 1, -(2**31)]
+        fillings = [NAN, b"\x80\x3f", np.random.default_rng(0).bytes(64)]
+        found = [await behind_a_page(rig, entry, memory) for entry in entries for memory in fillings]
+        assert {(results.tobytes(), logits) for results, logits in found} == {(found[0][0].tobytes(), found[0][1])}
+        assert not np.isnan(np.frombuffer(found[0][1], np.float32)).any()
+        within = [await behind_a_page(rig, 3, memory) for memory in fillings[1:]]
+        assert found[0][1] not in {logits for _, logits in within}
+
+    tiny.run(part)
+
+
+def test_a_padded_row_is_nobody_s(tiny: RunningRig) -> None:
+    """Its record names a block, a table's row and a token, and none of them is written or read."""
+
+    async def part(rig: EngineRig) -> None:
+        engine, forward = rig.engine, rig.engine.forward
+        await fill(rig, 0, NAN)
+        rows = np.concatenate([record(rig, FIRST, 0), record(rig, FIRST, 17)])
+        await rig.compute(rows[:1])
+        await fill(rig, 0, NAN)
+        tables = await rig.tables()
+        rows["position"][1], rows["block"][1], rows["token"][1] = -1, 3, 2**31 - 1
+        given = engine.session.empty(2, ROW)
+        given[:] = rows
+        async with engine.session.record() as graph:
+            await engine.session.mem_write(forward.rows, 0, given)
+            await forward.launch(2)
+        await graph.launch(regions=await engine.session.region_set([rig.pools[0].region]))
+        await engine.session.sync()
+        np.testing.assert_array_equal(await changed(rig, 0), places([(FIRST, 0)], 0, rig.pools[0].region.size_bytes))
+        assert await rig.tables() == tables
+
+    tiny.run(part)
+
+
+# --- Sizes. ---
+
+
+@given(rows=st.integers(1, 300_000), columns=st.integers(1, 4096).map(lambda groups: 32 * groups))
+def test_the_parts_of_a_sum_are_few_and_cover_it_once(rows: int, columns: int) -> None:
+    splits, chunk = parts_of(rows, columns)
+    assert 1 <= splits <= MAX_SPLITS
+    assert (splits - 1) * chunk < columns <= splits * chunk
+    assert splits == 1 or -(-rows // 64) * splits <= MAX_PROGRAMS
+    assert chunk % 256 == 0
+
+
+@given(st.integers(1, 1000))
+def test_every_number_of_rows_has_a_bucket_less_than_twice_its_size(max_rows: int) -> None:
+    buckets = buckets_of(max_rows)
+    assert list(buckets) == sorted(set(buckets))
+    for rows in range(1, max_rows + 1):
+        assert rows <= next(bucket for bucket in buckets if bucket >= rows) < 2 * rows
+    assert buckets[-1] == max_rows
+
+
+def test_a_block_has_its_positions_keys_and_values_of_all_layers() -> None:
+    assert layer_bytes(TINY) == 2 * TINY.key_heads * PAGE * TINY.head_width * 2
+    assert block_bytes(TINY) == TINY.layers * layer_bytes(TINY)
+
+
+def test_buffers_grow_with_rows_and_tables_alone_and_logits_have_room_for_every_part() -> None:
+    few, many = (buffer_sizes(TINY, StepLimits(rows, 6, 160)) for rows in (16, 32))
+    assert {name for name in few if many[name] != 2 * few[name]} == {"tables"}
+    wide = replace(TINY, width=1056)
+    assert parts_of(wide.vocabulary, wide.width)[0] == 2
+    assert buffer_sizes(wide, StepLimits(1, 1, 16))["logits"] == 2 * wide.vocabulary * 4
+
+
+def test_attention_s_parts_have_room_for_the_rows_that_are_few_enough_to_be_cut() -> None:
+    sizes = [buffer_sizes(TINY, StepLimits(rows, 6, 1000))["totals"] for rows in (1, 131, 132, 500)]
+    assert TINY.key_heads == 2
+    assert sizes == [sizes[0] * rows for rows in (1, 131, 131, 131)]
+
+
+def test_buffers_that_kernels_can_t_index_are_refused() -> None:
+    config = replace(TINY, heads=32, key_heads=8, head_width=128)
+    assert buffer_sizes(config, StepLimits(256, 1, 4096))
+    with pytest.raises(RequestRejected, match="bytes for totals alone"):
+        buffer_sizes(config, StepLimits(512, 1, 1 << 20))

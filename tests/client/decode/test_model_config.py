@@ -1,0 +1,43 @@
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from gpulease.client.decode.decode_errors import ModelRejected
+from gpulease.client.decode.model_config import MAX_LAYERS, check_config, check_positions
+from gpulease.client.errors import InvalidRequest
+from helpers.made_models import LLAMA, MODELS
+
+
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+def test_a_model_that_the_engine_computes_is_taken(config: Any) -> None:
+    check_config(config, "a file")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"head_width": 80}, "heads are 80 wide"),
+        ({"heads": 34, "key_heads": 2}, "34 query heads on 2 key heads"),
+        ({"heads": 9, "key_heads": 2}, "9 query heads on 2 key heads"),
+        ({"width": 255}, "hidden size must be a multiple of 32, not 255"),
+        ({"inner_width": 500}, "inner size must be a multiple of 32, not 500"),
+        ({"layers": 0}, "layers is 0"),
+        ({"layers": MAX_LAYERS + 1}, "layers is 1025"),
+        ({"key_heads": 0}, "key heads is 0"),
+        ({"vocabulary": 1 << 40}, "vocabulary is"),
+        ({"rope_theta": 0.0}, "to the base 0.0"),
+        ({"norm_epsilon": -1.0}, "-1.0 under the norms' root"),
+        ({"end_tokens": (3, 64)}, "token 64 is none"),
+        ({"begin_token": -1}, "token -1 is none"),
+    ],
+)
+def test_a_model_that_the_engine_does_not_compute_is_refused(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ModelRejected, match=f"a file: .*{says}"):
+        check_config(replace(LLAMA, **changes), "a file")
+
+
+def test_positions_beyond_the_model_s_context_are_refused() -> None:
+    check_positions(LLAMA, LLAMA.context)
+    with pytest.raises(InvalidRequest, match="positions is 129; the model's own context has 128"):
+        check_positions(LLAMA, LLAMA.context + 1)

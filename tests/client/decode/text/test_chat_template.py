@@ -1,0 +1,91 @@
+from typing import Any, Final
+
+import pytest
+
+from gpulease.client.decode.decode_errors import ModelRejected, RequestRejected
+from gpulease.client.decode.text.chat_template import (
+    MAX_PROMPT_CHARACTERS,
+    MAX_TEMPLATE_CHARACTERS,
+    ChatTemplate,
+)
+
+CHATML: Final = """{% for message in messages %}
+    {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' -}}
+{% endfor %}
+{% if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' -}}
+{% endif %}"""
+MESSAGES: Final = [{"role": "user", "content": "Hi <&> 'you'"}]
+
+
+def rendered(source: str, messages: Any = MESSAGES, **variables: Any) -> str:
+    return ChatTemplate(source, {"bos_token": "<s>"}, "a file").render(messages, **variables)
+
+
+def test_a_chat_is_a_prompt_for_the_next_turn() -> None:
+    """Blocks take no line of their own, and nothing is escaped."""
+    assert rendered(CHATML) == "<|im_start|>user\nHi <&> 'you'<|im_end|>\n<|im_start|>assistant\n"
+    assert rendered(CHATML, add_generation_prompt=False) == "<|im_start|>user\nHi <&> 'you'<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{{ bos_token }}{{ tools is none }}{{ documents is none }}", "<s>TrueTrue"),
+        ("{{ {'b': 'ä<', 'a': [1]} | tojson }}", '{"b": "ä<", "a": [1]}'),
+        ("{{ [1] | tojson(indent=1) }}", "[\n 1\n]"),
+        ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "01"),
+        ("{% generation %}{{ messages[0].role }}{% endgeneration %}", "user"),
+        ("{{ strftime_now('%Y') | length }}", "4"),
+        ("{{ 2 * 3 }}{{ '-' * 3 }}{{ 3 * '=' }}{{ 0.5 * 2 }}", "6---===1.0"),
+        ("{{ missing }}|{{ missing is defined }}", "|False"),
+        ("{{ enable_thinking }}", "no"),
+    ],
+)
+def test_what_templates_use_is_there(source: str, text: str) -> None:
+    assert rendered(source, enable_thinking="no") == text
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[0].content.nothing.more }}", "has no attribute"),
+        ("{{ messages.append(1) }}", "not safely callable|is not safe|unsafe"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ cycler.__init__.__globals__ }}", "unsafe"),
+        ("{{ 'a' * 100000000 }}", "a product longer than"),
+        ("{{ 100000000 * [1] }}", "a product longer than"),
+        ("{{ 9 ** 9 ** 9 }}", "powers are not computed"),
+        ("{% for i in range(10000000) %}{% endfor %}", "Range too big"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "recursion"),
+    ],
+)
+def test_what_a_template_refuses_or_must_not_do_is_a_sentence(source: str, sentence: str) -> None:
+    with pytest.raises(RequestRejected, match=f"chat template does not take these messages: .*({sentence})"):
+        rendered(source)
+
+
+def test_a_prompt_is_bounded() -> None:
+    message = {"role": "user", "content": "x" * (MAX_PROMPT_CHARACTERS // 4)}
+    with pytest.raises(RequestRejected, match="a prompt of more than 16,777,216 characters"):
+        rendered("{% for i in range(5) %}{{ messages[0].content }}{% endfor %}", [message])
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        ("{% for %}", "the chat template is broken"),
+        ("{{ a | no_such_filter }}", "No filter named 'no_such_filter'"),
+        ("{% include '/etc/passwd' %}", None),
+        ("x" * (MAX_TEMPLATE_CHARACTERS + 1), "a chat template of 1,048,577 characters"),
+    ],
+)
+def test_a_template_with_a_mistake_is_refused(source: str, sentence: str | None) -> None:
+    if sentence is None:
+        with pytest.raises(RequestRejected):
+            rendered(source)
+        return
+    with pytest.raises(ModelRejected, match=f"a file: .*{sentence}"):
+        rendered(source)

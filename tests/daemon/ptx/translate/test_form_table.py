@@ -1,0 +1,25 @@
+from pathlib import Path
+
+from gpulease.daemon.ptx import driver
+from gpulease.daemon.ptx.translate.form_table import FAMILIES, supported_table
+from gpulease.daemon.ptx.translate.forms import Family
+from helpers.forms_met import Choice, never_met
+
+README = Path(driver.__file__).parent / "README.md"
+
+
+def test_the_readme_s_table_is_the_code_s() -> None:
+    assert supported_table() in README.read_text()
+
+
+def test_every_family_names_its_section() -> None:
+    assert all(family.section.startswith("9.7") and family.forms for family in FAMILIES)
+
+
+def test_what_no_test_met_is_told() -> None:
+    family = Family("A family", "9.7")
+    family.form("add{.sat}.type", 3, type=("u32", "s32"))(lambda t, i, m: None)
+    family.form("exit", 0)(lambda t, i, m: None)
+    met: set[Choice] = {(0, "", ""), (0, "sat", "sat"), (0, "type", "u32")}
+    assert never_met(family.forms, met) == ["add{.sat}.type: sat left out, type s32", "exit: never"]
+    assert never_met(family.forms, met | {(0, "sat", ""), (0, "type", "s32"), (1, "", "")}) == []

@@ -1,0 +1,1 @@
+"""Measurements for developers, which are not in the wheel; `gpulease bench` has those that operators run."""
