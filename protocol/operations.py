@@ -27,9 +27,9 @@ class Trait(Flag):
 
     Of session operations:
         IN_STREAM: It acts in the stream that STREAM_SELECT chose.
-        WAITS_IN_DRIVER: It may block inside the driver, where polling is impossible: for a kernel, while the
-            driver's queue is full, or for a compiler. The lease's deadline bounds it, and compilers have a bound of their own. An
-            operation that polls, as SYNC does, does not have this trait: a worker that is silent in it hangs.
+        WAITS_IN_DRIVER: It may block inside the driver, where polling is impossible: for a kernel, while the driver's
+            queue is full, or for a compiler. The lease's deadline bounds it, and compilers have a bound of their own.
+            An operation that polls, as SYNC does, does not have this trait: a worker that is silent in it hangs.
         SETTLES: Its reply says that everything before it has ended, in all streams.
         SETTLES_ALONE: Its reply says so while the session has no stream but the default one.
         RECORDED: It can be a node of a launch graph.
