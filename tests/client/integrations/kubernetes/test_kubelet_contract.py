@@ -154,7 +154,7 @@ def test_a_claim_prepared_again_has_the_lease_that_it_had(node: Node) -> None:
     assert len(node.daemon.leases()) == 1
 
 
-@pytest.mark.parametrize("kill", [False, True])
+@pytest.mark.parametrize("kill", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_a_driver_that_starts_again_knows_what_it_prepared(own_node: Node, kill: bool) -> None:
     claim = claim_of(own_node)
     first = own_node.kubelet.prepare(claim)
