@@ -42,7 +42,6 @@ MOVED: Final = {
     "gpulease.client.serve.decode.openai_http": "gpulease.client.decode.openai",
     "gpulease.client.serve.dra": "gpulease.client.integrations.kubernetes",
     "gpulease.client.serve.http": "gpulease.client.http",
-    "gpulease.client.serve.model_file": "gpulease.client.http.model_file",
     "gpulease.client.serve.proved_end": "gpulease.client.integrations.proved_end",
     "gpulease.client.serve.slurm": "gpulease.client.integrations.slurm",
     "gpulease.client.serve.unix_path": "gpulease.client.http.unix_path",

@@ -15,9 +15,9 @@ from types import MappingProxyType
 from typing import Annotated, Any, Final
 
 from gpulease.daemon.capabilities.claims import Demand
-from gpulease.daemon.config.absolute_paths import path_setting
 from gpulease.daemon.drivers.interface import ONE_BY_ONE
 from gpulease.daemon.fleet.records.fleet_settings import FleetSettings
+from gpulease.daemon.host.absolute_paths import path_setting
 from gpulease.daemon.leases import Card, CoreLimits, PlacementOrder, Recycling
 from gpulease.daemon.leases.quotas import TenantLimits, TenantRules
 from gpulease.daemon.log.writer import FORMATS, LEVELS, LogStyle

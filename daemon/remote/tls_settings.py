@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Final, Protocol, TypeVar
 
-from gpulease.daemon.config.absolute_paths import path_setting
+from gpulease.daemon.host.absolute_paths import path_setting
 from gpulease.protocol.settings_reader import BadSetting, Setting, must_be, read_values
 
 OVER_TCP: Final = "tcp"

@@ -238,7 +238,7 @@ def _open(cubin: bytes) -> _File:
 # reads the two registers at fixed places of constant bank 0, and has an instruction that traps.
 #
 # Limit: a kernel that asks for the barrier (`is_valid()`) and traps for another reason, or after its own check, is
-# refused too. For machine code compiled from PTX, the text distinguishes them (drivers/ptx/translate/cooperative.py).
+# refused too. For machine code compiled from PTX, the text distinguishes them (ptx/translate/cooperative.py).
 
 _ABI_OF_CUDA_13: Final = 8
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Final
 
-from gpulease.daemon.config.absolute_paths import path_setting
 from gpulease.daemon.fleet.etcd.endpoints import parse_endpoints
+from gpulease.daemon.host.absolute_paths import path_setting
 from gpulease.daemon.host.extras import check_installed
 from gpulease.protocol.address import parse_address
 from gpulease.protocol.lease_names import NAME
