@@ -26,7 +26,7 @@ def test_a_start_in_vain_is_never_ready(manager: ServiceManager) -> None:
     manager.start(config="max_load_s = 0\n")
     assert manager.wait_for_exit() == 78
     assert "READY=1" not in manager.said
-    assert manager.said[-1] == "STATUS=max_load_s is 0; it must be at least 1"
+    assert manager.said[-1] == "STATUS=max_load_s must be a whole number of at least 1, not 0"
 
 
 @pytest.mark.exhaustive
