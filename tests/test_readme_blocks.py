@@ -63,7 +63,7 @@ NOT_RUN: Final = {
     "gpuleased --http": "as root",
     "export GPULEASE_ADDRESS=tls:": "From other hosts",
     "pip install '.[daemon,fleet]'": "On every GPU host",
-    "gpulease pki issue /etc/gpulease/pki --server directory1.example": "Where etcd is reached",
+    "gpulease pki issue /etc/gpulease/pki --server directory1.example": "hosts with access to etcd",
     "gpulease fleet quota default": "Where etcd may be written",
     "etcdctl snapshot restore": "on each of etcd's hosts",
     "etcdctl put /gpulease/v1/generation": "on one host",

@@ -82,9 +82,8 @@ def test_a_call_runs_only_while_its_region_goes_on(session: Any) -> None:
     kernel(x, x, regions=regions)
     session.sync()
     region.revoke("it is wanted")
-    kernel(x, x, regions=regions, position=7)
     with pytest.raises(RegionRevoked) as refused:
-        session.sync()
+        kernel(x, x, regions=regions, position=7)
     assert (refused.value.position, refused.value.kernel) == (7, "kernel")
     assert x.numpy().tolist() == [1, 2, 3, 4]
 

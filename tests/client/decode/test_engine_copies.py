@@ -12,6 +12,7 @@ from gpulease.client.decode.engine import engine as engine_module
 from gpulease.client.decode.engine.engine import BlockPool, _runs
 from gpulease.client.decode.row_records import PAGE
 from gpulease.client.errors import RegionRevoked
+from gpulease.client.transport.session_words import NO_WORD
 from helpers.daemon import Daemon
 from helpers.decode.engine_rig import GREEDY, EngineRig, RunningRig
 
@@ -57,10 +58,14 @@ def test_a_sequence_goes_on_with_its_bits_in_another_region(
 
 
 def test_another_region_s_end_in_the_midst_changes_neither_the_copy_nor_what_the_step_hears(
-    tiny: RunningRig, shared_daemon: Daemon
+    tiny: RunningRig, shared_daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def part(rig: EngineRig) -> None:
         engine = rig.engine
+        # The region's word changes right after the client has read it: the step is under way, and the worker refuses it.
+        attachment = engine.session._session.attachment
+        monkeypatch.setattr(attachment, "words", None)
+        monkeypatch.setattr(attachment, "regions_epoch", NO_WORD)
         await fill(rig)
         expected = await next_bits(rig, rig.pools[0])
         gone, pool = await engine.open_pool(2, tenant="d"), await engine.open_pool(rig.pools[0].blocks, tenant="c")

@@ -10,7 +10,7 @@ from gpulease.daemon.ptx.driver import CpuDriver
 from gpulease.daemon.ptx.image import CpuModule
 from helpers.rows import RESULT_BYTES, ROW_BYTES, rows_bytes, rows_ptx
 
-VECTORS = Path(__file__).parents[4] / "vectors" / "gpu"
+VECTORS = Path(__file__).parents[3] / "vectors" / "gpu"
 SLICE_BYTES = 64 << 20
 
 

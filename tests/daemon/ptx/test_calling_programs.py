@@ -11,7 +11,7 @@ import pytest
 from gpulease.daemon.drivers.interface import KernelFault
 from gpulease.daemon.ptx.context import CpuContext
 
-VECTORS = Path(__file__).parents[4] / "vectors" / "gpu"
+VECTORS = Path(__file__).parents[3] / "vectors" / "gpu"
 NAMES = ["calls.sm75", "calls.sm80", "calls.sm90", "calls.debug.sm75"]
 
 Run = Callable[..., list[int]]

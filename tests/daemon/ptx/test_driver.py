@@ -10,7 +10,7 @@ import pytest
 from gpulease.daemon.drivers.interface import Context, Driver, DriverError
 from gpulease.daemon.ptx.driver import CpuDriver
 
-FAULTS = Path(__file__).parents[4] / "vectors" / "gpu" / "faults.sm75.ptx"
+FAULTS = Path(__file__).parents[3] / "vectors" / "gpu" / "faults.sm75.ptx"
 
 ENDLESS = f"""
 import sys, time

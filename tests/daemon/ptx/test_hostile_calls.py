@@ -15,7 +15,7 @@ from gpulease.daemon.ptx.context import CpuContext
 from gpulease.daemon.ptx.parse.parser import parse
 from gpulease.daemon.ptx.translate.module import translate
 
-VECTORS = Path(__file__).parents[4] / "vectors" / "gpu"
+VECTORS = Path(__file__).parents[3] / "vectors" / "gpu"
 SMALL = """
 .version 8.0
 .target sm_75

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.exhaustive
 
 Array = np.ndarray[Any, np.dtype[Any]]
 RNG = np.random.default_rng(5)
-VECTORS = Path(__file__).parents[4] / "vectors" / "gpu"
+VECTORS = Path(__file__).parents[3] / "vectors" / "gpu"
 
 
 @pytest.fixture(scope="module", params=["sm75", "sm80", "debug.sm80"])

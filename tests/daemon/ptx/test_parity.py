@@ -14,7 +14,7 @@ from helpers.rows import RESULT_BYTES, ROW_BYTES, rows_bytes, rows_ptx
 
 pytestmark = pytest.mark.exhaustive
 
-PARITY: Final = Path(__file__).parents[4] / "vectors" / "gpu" / "parity"
+PARITY: Final = Path(__file__).parents[3] / "vectors" / "gpu" / "parity"
 RECORDED: Final = PARITY / "instructions.json"
 OPEN: Final = PARITY / "open_differences.txt"
 

@@ -11,7 +11,7 @@ from gpulease.daemon.ptx.context import CpuContext
 from gpulease.daemon.ptx.image import CpuKernel, CpuModule
 
 Array = np.ndarray[Any, np.dtype[Any]]
-VECTORS = Path(__file__).parents[4] / "vectors" / "gpu"
+VECTORS = Path(__file__).parents[3] / "vectors" / "gpu"
 
 
 @pytest.fixture(scope="module", params=["sm80", "sm90"])

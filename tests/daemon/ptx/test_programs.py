@@ -52,7 +52,7 @@ class Program:
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def loaded(request: pytest.FixtureRequest, lasting: CpuContext) -> Program:
-    path = Path(__file__).parents[4] / "vectors" / "gpu" / f"programs.{request.param}.ptx"
+    path = Path(__file__).parents[3] / "vectors" / "gpu" / f"programs.{request.param}.ptx"
     return Program(lasting, path.read_bytes())
 
 

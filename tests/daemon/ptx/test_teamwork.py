@@ -21,7 +21,7 @@ class Team:
     """A module's kernels, run on arrays: each is copied in before and out after."""
 
     def __init__(self, context: CpuContext, architecture: str) -> None:
-        path = Path(__file__).parents[4] / "vectors" / "gpu" / f"teamwork.{architecture}.ptx"
+        path = Path(__file__).parents[3] / "vectors" / "gpu" / f"teamwork.{architecture}.ptx"
         self.context = context
         self.kernels: Kernels = context.module_load(path.read_bytes()).kernels
 

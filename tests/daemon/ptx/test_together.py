@@ -12,7 +12,7 @@ from gpulease.daemon.ptx.context import CpuContext
 from gpulease.daemon.ptx.image import CpuModule
 
 Array = np.ndarray[Any, np.dtype[Any]]
-VECTORS = Path(__file__).parents[4] / "vectors" / "gpu"
+VECTORS = Path(__file__).parents[3] / "vectors" / "gpu"
 RNG = np.random.default_rng(5)
 
 # A loop that goes back by its place in a list while memory is watched: thread 1 lets thread 0 go on.

@@ -201,7 +201,7 @@ def test_a_process_that_something_else_killed_costs_nobody_a_request() -> None:
 @pytest.fixture
 def _helpers_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes find the tests' own jobs."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[4]), *sys.path]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[3]), *sys.path]))
 
 
 @pytest.mark.usefixtures("_helpers_are_there")

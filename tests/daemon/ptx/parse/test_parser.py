@@ -14,7 +14,7 @@ from gpulease.daemon.ptx.parse.parser import parse
 from gpulease.daemon.ptx.parse.syntax import Address, Guard, Integer, Register, Target, Variable
 from gpulease.daemon.ptx.translate.module import translate
 
-VECTORS = sorted((Path(__file__).parents[5] / "vectors" / "gpu").glob("*.ptx"))
+VECTORS = sorted((Path(__file__).parents[4] / "vectors" / "gpu").glob("*.ptx"))
 HEAD = ".version 8.0\n.target sm_75\n.address_size 64\n"
 TEXTS = [path.read_text() for path in VECTORS if "programs" not in path.name and path.stat().st_size < 40_000]
 

@@ -6,7 +6,7 @@ from gpulease.daemon.drivers.interface import ImageRejected, KernelFault
 from gpulease.daemon.native.compiler import Effort
 from gpulease.daemon.ptx.context import CpuContext
 from gpulease.daemon.ptx.parse.parser import parse
-from gpulease.daemon.ptx.translate import module, thread
+from gpulease.daemon.ptx.translate import module, thread_body
 from gpulease.daemon.ptx.translate.call_graph import link
 from gpulease.daemon.ptx.translate.module import translate
 
@@ -123,7 +123,7 @@ def test_registers_that_live_everywhere_are_bounded(context: CpuContext) -> None
         context.module_load(text.encode())
 
 
-@pytest.mark.parametrize(("place", "share"), [(module, 4), (thread, 4)])
+@pytest.mark.parametrize(("place", "share"), [(module, 4), (thread_body, 4)])
 def test_lines_of_a_kernel_are_bounded(monkeypatch: pytest.MonkeyPatch, place: ModuleType, share: int) -> None:
     monkeypatch.setattr(module, "MAX_LANE_INSTRUCTIONS", 0)
     image = parse(HEAD + kernel("a", 40) + kernel("b", 40))
