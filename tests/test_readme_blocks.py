@@ -64,12 +64,12 @@ NOT_RUN: Final = {
     "export GPULEASE_ADDRESS=tls:": "From other hosts",
     "pip install '.[daemon,fleet]'": "On every GPU host",
     "gpulease pki issue /etc/gpulease/pki --server directory1.example": "hosts with access to etcd",
-    "gpulease fleet quota default": "Where etcd may be written",
+    "gpulease fleet quota default": "a user who may write there",
     "etcdctl snapshot restore": "on each of etcd's hosts",
     "etcdctl put /gpulease/v1/generation": "on one host",
-    "etcd --quota-backend-bytes": "Three members",
-    "etcdctl --endpoints h1:2379,h2:2379,h3:2379 endpoint status": "A member answers nothing",
-    "etcdctl --endpoints h1:2379 endpoint status --write-out fields": "If no space is left",
+    "etcd --quota-backend-bytes": "Use three members",
+    "etcdctl --endpoints h1:2379,h2:2379,h3:2379 endpoint status": "defragment one after the other",
+    "etcdctl --endpoints h1:2379 endpoint status --write-out fields": "If etcd runs out of space",
 }
 """Shell blocks that are only parsed, by their beginning, and what their section tells the reader of what they need."""
 

@@ -62,7 +62,7 @@ def test_another_region_s_end_in_the_midst_changes_neither_the_copy_nor_what_the
 ) -> None:
     async def part(rig: EngineRig) -> None:
         engine = rig.engine
-        # The region's word changes right after the client has read it: the step is under way, and the worker refuses it.
+        # The region's word changes right after the client has read it: the worker refuses the step.
         attachment = engine.session._session.attachment
         monkeypatch.setattr(attachment, "words", None)
         monkeypatch.setattr(attachment, "regions_epoch", NO_WORD)
