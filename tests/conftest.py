@@ -36,7 +36,7 @@ with suppress(ImportError):
     uvloop.new_event_loop().close()
 
 
-DEFAULT_MINUTES: Final = 4
+DEFAULT_MINUTES: Final = 6
 EVERYTHING_MINUTES: Final = 15
 BUSY_LOAD_PER_CORE: Final = 0.5
 PROCESSES_PER_CORE: Final = 3
