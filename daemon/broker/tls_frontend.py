@@ -207,7 +207,10 @@ class TlsFrontend:
             case {"op": "arrived"} if len(fds) == 1:
                 arrival = Arrival.from_message(message)
                 if arrival is not None and arrival.pid not in self._relays:
-                    self._on_relay_arrived(arrival, socket.socket(fileno=fds.pop()))
+                    # The caller closes what is left in the list, also where this is not a socket.
+                    sock = socket.socket(fileno=fds[0])
+                    fds.clear()
+                    self._on_relay_arrived(arrival, sock)
             case {"op": "left", "pid": pid} if is_pid(pid):
                 self._on_relay_left(pid)
 
