@@ -28,6 +28,7 @@ from gpulease.client.core.exchange import (
     TimeLimit,
     Undo,
     answer_to,
+    ask_once,
     dial,
     dial_for,
     disconnected,
@@ -399,6 +400,19 @@ class LeaseState:
         yield from self._control(Opcode.LEASE_FREE, LeaseRef(self.grant.lease_id))
         self.over = Failure(Status.LEASE_FREED, "the lease was freed")
         self.channel.close()
+
+    def give_up(self) -> Procedure[None]:
+        """Free it where the call that asked for it was interrupted. Raises only a further interrupt.
+
+        Over another connection: its own may have a reply that nobody has read, and closing that one then could make
+        the daemon drop what was sent on it last.
+        """
+        try:
+            with suppress(GpuLeaseError, LinkEnded):
+                again = ask_once(self.address, Opcode.LEASE_FREE, LeaseRef(self.grant.lease_id), CLEAN_UP_S, CLEAN_UP_S)
+                yield from clean_up(again)
+        finally:
+            self.channel.close()
 
     def free_at_exit(self) -> Procedure[None]:
         """Free the lease at the end of a `with` block; a lease that has ended already is no error."""
@@ -788,9 +802,13 @@ def acquire(where: Address | Fleet, wanted: LeaseAlloc, lock: Any) -> Procedure[
         # The grant does not carry the name's epoch: ask for it.
         if name := LEASE_NAME.read(wanted.parameters):
             yield from _take_name(lease, name)
-    except BaseException:
+    except GeneratorExit:
         if lease is not None:
             free_silently(lease)
+        raise
+    except BaseException:
+        if lease is not None:
+            yield from lease.give_up()
         raise
     return lease
 
