@@ -15,6 +15,7 @@ from gpulease.protocol.limits import MAX_ERROR_TEXT_BYTES
 from gpulease.protocol.messages import ErrorBody
 from gpulease.protocol.opcodes import ErrorTlv, Flag, Status
 from gpulease.protocol.primitives import Tlv
+from gpulease.protocol.session_words import ENDED_WORDS, STATUS_OF_WORD, RegionWord
 
 _STATUSES: Final = {int(status): status for status in Status}
 
@@ -274,3 +275,52 @@ def _cut_start(value: str) -> bytes:
     # A compiler reports the error last, so keep the end of a long log.
     data = value.encode(errors="replace")
     return data[-MAX_ERROR_TEXT_BYTES:].decode(errors="ignore").encode()
+
+
+_REGION_REFUSALS: Final[Mapping[Status, tuple[str, str]]] = MappingProxyType(
+    {
+        Status.REVOKED: ("was revoked", "Ask why it was revoked; open another region, and name that one."),
+        Status.LEASE_EXPIRED: ("has expired", "Open another region, and renew it in time."),
+        Status.LEASE_FREED: ("was freed", "Name it in no region set any more."),
+        Status.CANCELLED: ("is cancelled", "Leave it out of the region set until its cancel is taken back."),
+        Status.FENCED: ("has ended or never began", "Make a region set without it."),
+    }
+)
+"""By the refusal's status: what is said of the region, and the hint."""
+
+
+def region_refusal(
+    region_id: int,
+    word: RegionWord,
+    flipped_ns: int,
+    *,
+    is_repeat: bool,
+    kernel: str,
+    site: int,
+    position: int | None,
+) -> Failure:
+    """Return the failure of a launch or copy that is refused because of a region's word.
+
+    Args:
+        region_id: The region.
+        word: Its word; NONE if its slot has another region.
+        flipped_ns: When the word was written, on the host's monotonic clock.
+        is_repeat: Whether an earlier refusal has said how the region ended: then this one says FENCED.
+        kernel: The kernel; "" for a copy, and for a graph of several.
+        site: Number of the launch in its burst or graph.
+        position: What the launch said of itself; None for a copy.
+    """
+    status = STATUS_OF_WORD.get(word, Status.FENCED)
+    if is_repeat and word in ENDED_WORDS:
+        status = Status.FENCED
+    said, hint = _REGION_REFUSALS[status]
+    return Failure(
+        status,
+        f"region {region_id:032x} {said}",
+        hint,
+        kernel=kernel,
+        region=region_id,
+        site=site,
+        flipped_ns=flipped_ns,
+        position=position,
+    )

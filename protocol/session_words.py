@@ -76,23 +76,21 @@ STATUS_OF_WORD: Final[Mapping[RegionWord, Status]] = MappingProxyType(
 )
 """The status of the first launch that is refused because of a word; every later one gets FENCED."""
 
-REFUSAL_TEXTS: Final[Mapping[Status, tuple[str, str]]] = MappingProxyType(
-    {
-        Status.REVOKED: ("was revoked", "Ask why it was revoked; open another region, and name that one."),
-        Status.LEASE_EXPIRED: ("has expired", "Open another region, and renew it in time."),
-        Status.LEASE_FREED: ("was freed", "Name it in no region set any more."),
-        Status.CANCELLED: ("is cancelled", "Leave it out of the region set until its cancel is taken back."),
-        Status.FENCED: ("has ended or never began", "Make a region set without it."),
-    }
-)
-"""By the refusal's status: what is said of the region, and the hint."""
-
 NUMBER_SHIFT: Final = 32
+
+_STATE_MASK: Final = (1 << NUMBER_SHIFT) - 1
+_STATES: Final = frozenset(map(int, RegionWord))
 
 
 def word_of(number: int, state: RegionWord) -> int:
     """Return the word of a region with that number in that state."""
     return number << NUMBER_SHIFT | state
+
+
+def split_word(word: int) -> tuple[int, RegionWord | None]:
+    """Return a word's number and state; None for a state of a newer broker, or one that no broker writes."""
+    state = word & _STATE_MASK
+    return word >> NUMBER_SHIFT, RegionWord(state) if state in _STATES else None
 
 
 def cause_of(page: bytes) -> str:

@@ -17,10 +17,10 @@ from gpulease.client.core.region_sets import RegionSet
 from gpulease.client.core.regions import RegionState, RegionView
 from gpulease.client.core.waits import Begun, Procedure
 from gpulease.client.errors import error_of
-from gpulease.protocol import Failure, Opcode, Status
+from gpulease.protocol import Opcode
 from gpulease.protocol.codec import build_body
+from gpulease.protocol.failures import region_refusal
 from gpulease.protocol.messages import Ping, RegionRefusal
-from gpulease.protocol.session_words import ENDED_WORDS, REFUSAL_TEXTS, STATUS_OF_WORD
 
 
 class RefusedRegions:
@@ -78,20 +78,12 @@ class RefusedRegions:
         refusal = RegionRefusal(region.slot, region.number, kernel, position or 0)
         if not operations.put(operations.quiet_frame(Opcode.REGION_REFUSED, build_body(refusal))):
             return False
-        word, flipped_ns = refusing
-        status = STATUS_OF_WORD.get(word, Status.FENCED)
-        if word in ENDED_WORDS and region.is_end_raised:
-            status = Status.FENCED
-        said, hint = REFUSAL_TEXTS[status]
-        region_id = region.grant.lease_id
-        failure = Failure(
-            status,
-            f"region {region_id:032x} {said}",
-            hint,
+        failure = region_refusal(
+            region.grant.lease_id,
+            *refusing,
+            is_repeat=region.is_end_raised,
             kernel=kernel,
-            region=region_id,
             site=0,
-            flipped_ns=flipped_ns,
             position=position,
         )
         attachment.last_raised = failure

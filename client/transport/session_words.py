@@ -8,12 +8,12 @@ from gpulease.protocol.session_words import (
     EPOCH_AT,
     FLIPPED_AT,
     LEASE_WORD_AT,
-    NUMBER_SHIFT,
     SESSION_WORDS_BYTES,
     WORDS_AT,
     RegionWord,
     cause_of,
     reason_of,
+    split_word,
     word_of,
 )
 
@@ -60,11 +60,11 @@ class SessionWords:
         word = self._regions[slot] if 0 <= slot < MAX_REGIONS else 0
         if word <= word_of(number, RegionWord.ACTIVE):
             return None
-        if word >> NUMBER_SHIFT != number:
+        seen_number, state = split_word(word)
+        if seen_number != number:
             return RegionWord.NONE, 0
-        state = word & ((1 << NUMBER_SHIFT) - 1)
         # A state that only a newer broker knows is an end, too.
-        return RegionWord(state) if state in _STATES else RegionWord.NONE, self._flipped_ns[slot]
+        return RegionWord.NONE if state is None else state, self._flipped_ns[slot]
 
     def lease_end(self) -> dict[str, object] | None:
         """The end of the lease, as a LEASE_QUERY reports it; None while it has not ended."""
@@ -72,6 +72,3 @@ class SessionWords:
             return None
         page = bytes(self._page)
         return {"cause": cause_of(page), "reason": reason_of(page)}
-
-
-_STATES: Final = frozenset(map(int, RegionWord))

@@ -21,12 +21,12 @@ from gpulease.protocol.session_words import (
     GENERATION_AT,
     LEASE_WORD_AT,
     MAX_SHOWN_REASON_BYTES,
-    NUMBER_SHIFT,
     REASON_AT,
     REASON_LENGTH_AT,
     SESSION_WORDS_BYTES,
     WORDS_AT,
     RegionWord,
+    split_word,
     word_of,
 )
 
@@ -102,9 +102,6 @@ class BrokerRegionsPage:
             self.reading_fd = -1
 
 
-_STATE_MASK: Final = (1 << NUMBER_SHIFT) - 1
-
-
 class SeenWord(NamedTuple):
     """A word as read by the worker. `state` is REVOKED for a state that no broker writes: fail closed."""
 
@@ -142,14 +139,10 @@ class WorkerRegions:
         return self.epoch_word[0]
 
     def word(self, slot: int) -> SeenWord:
-        word = self.words[slot]
-        state = word & _STATE_MASK
-        return SeenWord(word >> NUMBER_SHIFT, RegionWord(state) if state in _STATES else RegionWord.REVOKED)
+        number, state = split_word(self.words[slot])
+        return SeenWord(number, RegionWord.REVOKED if state is None else state)
 
     def close(self) -> None:
         for view in (self.epoch_word, self.words, self.flipped_ns, self.deadlines):
             view.release()
         self._map.close()
-
-
-_STATES: Final = frozenset(map(int, RegionWord))

@@ -29,12 +29,12 @@ from gpulease.daemon.session.operations import Operations, SessionResources, ser
 from gpulease.daemon.session.replies import empty, handle_reply
 from gpulease.protocol.codec import parse_body
 from gpulease.protocol.errors import BodyError
-from gpulease.protocol.failures import Failure
+from gpulease.protocol.failures import Failure, region_refusal
 from gpulease.protocol.fastpath import HANDLE, parse_fixed
 from gpulease.protocol.framing import Frame
 from gpulease.protocol.messages import Handle, RegionRefusal, RegionSet
 from gpulease.protocol.opcodes import Opcode, Status
-from gpulease.protocol.session_words import ENDED_WORDS, REFUSAL_TEXTS, STATUS_OF_WORD, RegionWord, word_of
+from gpulease.protocol.session_words import ENDED_WORDS, RegionWord, word_of
 
 MAX_REGION_SETS: Final = 4096
 """Most region sets of a session. Stops a loop that makes sets and never releases them."""
@@ -245,28 +245,22 @@ class RegionGate:
         each kernel of a graph. If a tenant numbers the launches of a burst from 0, this is the number of the one that
         did not begin.
         """
-        status = STATUS_OF_WORD.get(flip.word, Status.FENCED)
-        is_repeat = region.is_told
-        if flip.word in ENDED_WORDS:
-            status = Status.FENCED if is_repeat else status
-            region.is_told = True
-        site = self.launches_begun() & _U32_MASK
-        if self._may_tell(now_ns, is_first=flip.word in ENDED_WORDS and not is_repeat):
-            told = ForwardRevoked(region.region_id, -status, kernel, site, position or 0, flip.flipped_ns, now_ns)
-            self.outbox.append(told)
-        said, hint = REFUSAL_TEXTS[status]
-        return Refused(
-            Failure(
-                status,
-                f"region {region.region_id:032x} {said}",
-                hint=hint,
-                kernel=kernel,
-                region=region.region_id,
-                site=site,
-                flipped_ns=flip.flipped_ns,
-                position=position,
-            )
+        site, is_repeat, has_ended = self.launches_begun() & _U32_MASK, region.is_told, flip.word in ENDED_WORDS
+        failure = region_refusal(
+            region.region_id,
+            flip.word,
+            flip.flipped_ns,
+            is_repeat=is_repeat,
+            kernel=kernel,
+            site=site,
+            position=position,
         )
+        region.is_told = is_repeat or has_ended
+        if self._may_tell(now_ns, is_first=has_ended and not is_repeat):
+            status = -failure.status
+            told = ForwardRevoked(region.region_id, status, kernel, site, position or 0, flip.flipped_ns, now_ns)
+            self.outbox.append(told)
+        return Refused(failure)
 
     def _may_tell(self, now_ns: int, *, is_first: bool) -> bool:
         if is_first:
