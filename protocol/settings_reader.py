@@ -351,10 +351,3 @@ def read_texts(value: Any) -> list[str]:
 def read_size(value: Any) -> int:
     """Return the bytes of a size such as "6GiB". Raises ValueError."""
     return parse_size(read_text(value))
-
-
-def read_whole(value: Any) -> int:
-    """Return a whole number of at most MAX_WHOLE. Raises BadSetting."""
-    if type(value) is not int or value > MAX_WHOLE:
-        raise must_be(f"a whole number of at most {MAX_WHOLE}", value)
-    return value
