@@ -31,7 +31,7 @@ from gpulease.client.decode import (
     open_model,
 )
 from gpulease.client.decode.decode_reports import DecoderObserver, ForwardRevoked, RebindReport, StepReport
-from gpulease.client.decode.row_records import NOBODY, PAGE, ROW
+from gpulease.client.decode.row_records import NO_ROW, PAGE, ROW
 from gpulease.client.decode.scheduler.step_plan import LiveSequence
 
 TENANTS: Final = 8
@@ -228,7 +228,7 @@ async def engine_alone(service: _Service, batch: int, context: int, for_s: float
         rows["base"][row], rows["blocks"][row] = pool.region.address, pool.blocks
         rows["table"][row], rows["block"][row] = row, row // len(pools)
     first = rows.copy()
-    first["source"], first["token"] = NOBODY, 5
+    first["source"], first["token"] = NO_ROW, 5
     await engine.start(first, pools)
     steps, began = 0, time.monotonic()
     while time.monotonic() < began + for_s:

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import numpy as np
 
 from gpulease.client.decode.engine.forward_pass import StepLimits
-from gpulease.client.decode.row_records import NOBODY, PAGE, ROW, Results, Rows
+from gpulease.client.decode.row_records import NO_ROW, PAGE, ROW, Results, Rows
 
 PREFILL: Final = 512
 """Rows of the step that computes a prompt at once."""
@@ -91,7 +91,7 @@ def prompt_rows(blocks: Blocks, limits: StepLimits) -> Rows:
 
 def _rows(blocks: Blocks, count: int) -> Rows:
     rows = np.zeros(count, ROW)
-    rows["token"], rows["source"], rows["top_p"] = np.arange(count) + 5, NOBODY, 1
+    rows["token"], rows["source"], rows["top_p"] = np.arange(count) + 5, NO_ROW, 1
     rows["base"], rows["blocks"] = blocks.address, blocks.count
     return rows
 

@@ -28,7 +28,7 @@ from gpulease.client.decode import (
     StepLimits,
 )
 from gpulease.client.decode.engine.engine import MAX_STEPS, lease_bytes
-from gpulease.client.decode.row_records import NOBODY, PAGE, ROW, Rows
+from gpulease.client.decode.row_records import NO_ROW, PAGE, ROW, Rows
 
 PROMPTS: Final = (64, 128, 256, 512, 1024)
 ROUNDS: Final = 5
@@ -108,7 +108,7 @@ async def _compute(engine: DecodeEngine, pool: BlockPool, prompt: int) -> None:
 def _rows(engine: DecodeEngine, pool: BlockPool, positions: range) -> Rows:
     rows: Rows = np.zeros(len(positions), ROW)
     at = np.array(positions)
-    rows["position"], rows["block"], rows["source"] = at, at // PAGE, NOBODY
+    rows["position"], rows["block"], rows["source"] = at, at // PAGE, NO_ROW
     rows["token"] = 1 + at % (engine.forward.weights.config.vocabulary - 1)
     rows["base"], rows["blocks"] = pool.region.address, pool.blocks
     return rows

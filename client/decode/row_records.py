@@ -8,14 +8,14 @@ from numpy.typing import NDArray
 PAGE: Final = 16
 """Positions in one block of keys and values."""
 
-NOBODY: Final = -1
-"""Position of a padded row, and source of a row with a known token."""
+NO_ROW: Final = -1
+"""Position of a padded row, and source of a row whose token is known."""
 
 ROW: Final = np.dtype(
     [
-        ("token", "<i4"),  # the row's token, where `source` is NOBODY
-        ("source", "<i4"),  # row of the step before, which has this row's token as its result
-        ("position", "<i4"),  # in the sequence; NOBODY for a padded row
+        ("token", "<i4"),  # the row's token, if `source` is NO_ROW
+        ("source", "<i4"),  # row of the step before whose result is this row's token, or NO_ROW
+        ("position", "<i4"),  # in the sequence; NO_ROW for a padded row
         ("table", "<i4"),  # row of the block tables
         ("block", "<i4"),  # block of this position, an index within the region
         ("blocks", "<i4"),  # blocks of the region
@@ -27,7 +27,7 @@ ROW: Final = np.dtype(
         ("padding", "<i4", (3,)),
     ]
 )
-"""A row of a step. The kernels have its places as constants (kernels/triton_source.py)."""
+"""A row of a step. The kernels have the fields' offsets as constants (kernels/triton_source.py)."""
 
 RESULT: Final = np.dtype([("token", "<i4"), ("logit", "<f4"), ("top_logit", "<f4"), ("total", "<f4")])
 """A row's token, its logit, the highest logit, and the sum of e^(logit - highest) over all tokens."""
@@ -38,6 +38,7 @@ Results: TypeAlias = NDArray[np.void]
 
 def log_probabilities(results: Results) -> "NDArray[np.float64]":
     """Return the natural logarithm of each result's probability, at temperature 1."""
+    # log(e^(logit - top) / total). In f64, as f32 would lose digits where the difference is large.
     found: NDArray[np.float64] = (
         results["logit"].astype(np.float64) - results["top_logit"] - np.log(results["total"].astype(np.float64))
     )

@@ -15,7 +15,7 @@ from gpulease.client.decode.checkpoint import Checkpoint, RandomCheckpoint, open
 from gpulease.client.decode.decode_requests import SamplingParameters
 from gpulease.client.decode.engine.forward_pass import StepLimits, block_bytes
 from gpulease.client.decode.model_config import ModelConfig
-from gpulease.client.decode.row_records import NOBODY, PAGE, Rows
+from gpulease.client.decode.row_records import NO_ROW, PAGE, Rows
 from gpulease.client.decode.sample_models import TINY_MODEL, find_smollm2
 from helpers.daemon import Daemon
 from helpers.decode.engine_rig import GREEDY, EngineRig, Line, MixedStep, Seat, Tally, opened
@@ -78,7 +78,7 @@ class Script:
             for line, length in enumerate(self.lengths):
                 at = next_[line]
                 end = min(at + self.chunk, length) if at < length else min(at + 1, length + self.emitted)
-                rows += [(line, n, NOBODY if n < length else before[line, n - 1]) for n in range(at, end)]
+                rows += [(line, n, NO_ROW if n < length else before[line, n - 1]) for n in range(at, end)]
                 next_[line] = end
             yield rows
 

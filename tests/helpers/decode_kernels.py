@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpulease.client.decode.engine.kernel_library import manifest
-from gpulease.client.decode.row_records import NOBODY, ROW
+from gpulease.client.decode.row_records import NO_ROW, ROW
 from gpulease.daemon.ptx.context import CpuContext
 from gpulease.daemon.ptx.image import CpuKernel
 
@@ -93,7 +93,7 @@ def floats(bits: NDArray[np.uint16]) -> NDArray[np.float64]:
 def step_rows(count: int, **fields: Any) -> Array:
     """ROW records of known tokens at position 0, but for the fields given."""
     rows = np.zeros(count, ROW)
-    rows["source"] = NOBODY
+    rows["source"] = NO_ROW
     for name, value in fields.items():
         rows[name] = value
     return rows

@@ -29,7 +29,7 @@ from gpulease.client.decode.engine.forward_pass import (
 )
 from gpulease.client.decode.engine.linear_tiles import target_of
 from gpulease.client.decode.model_config import check_positions
-from gpulease.client.decode.row_records import NOBODY, RESULT, ROW, Results, Rows
+from gpulease.client.decode.row_records import NO_ROW, RESULT, ROW, Results, Rows
 from gpulease.client.errors import RegionFailed
 
 MAX_STEPS: Final = 2
@@ -162,7 +162,7 @@ class DecodeEngine:
             self._streams.append(await session.stream())
             given, found = session.empty(rows, ROW), session.empty(rows, RESULT)
             given[:] = np.zeros(1, ROW)
-            given["position"] = NOBODY
+            given["position"] = NO_ROW
             self._rows.append(given)
             self._results.append(found)
             for bucket in self._buckets:
@@ -291,8 +291,8 @@ class DecodeEngine:
         bucket = self._bucket(count)
         given, stream = self._rows[parity], self._streams[parity]
         given[:count] = rows
-        given["position"][count:bucket] = NOBODY
-        given["source"][count:bucket] = NOBODY
+        given["position"][count:bucket] = NO_ROW
+        given["source"][count:bucket] = NO_ROW
         # Under way from here on: a copy of blocks in another task may receive its refusal.
         self._steps.append(_Step(number, count))
         try:

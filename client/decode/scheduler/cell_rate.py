@@ -1,4 +1,4 @@
-"""A bound of how often something may happen: so often at once, and then once in an interval."""
+"""A rate limit: a burst of permits at once, then one permit per interval."""
 
 from typing import Final
 
@@ -15,6 +15,8 @@ class CellRate:
 
     def delay_s(self, now: float) -> float:
         """Return the seconds until the next permit; 0 if there is one now."""
+        # `_expected_at` is the theoretical arrival time of I.371: when the next permit would be due at the steady rate.
+        # A permit may come earlier than that by the burst's slack.
         delay_s = self._expected_at - self._slack_s - now
         return delay_s if delay_s > ROUNDING_S else 0.0
 
@@ -22,5 +24,6 @@ class CellRate:
         """Take a permit, and return 0; without one, return the seconds until there is one, and take none."""
         delay_s = self.delay_s(now)
         if not delay_s:
+            # After a pause the schedule restarts at `now`, so unused time earns no more than the burst.
             self._expected_at = max(self._expected_at, now) + self._interval_s
         return delay_s

@@ -1,8 +1,8 @@
 """The scheduler of continuous batches: events and the time in, decisions out. Pure: no I/O, no clock, no randomness.
 
-A harness drives it: `plan` says which rows the next step has, `completed` or `failed` says what became of the step. One
-step of run-ahead is possible: a step may be planned while the one before it is not answered. Times are monotonic
-seconds, of any origin.
+A harness drives it: `plan` returns the rows of the next step, and the harness reports the step's outcome with
+`completed` or `failed`. One step of run-ahead is possible: a step may be planned while the one before it is not
+answered. Times are monotonic seconds, of any origin.
 """
 
 from collections import deque
@@ -19,7 +19,7 @@ from gpulease.client.decode.decode_requests import (
     SchedulerEvent,
     TenantConfig,
 )
-from gpulease.client.decode.row_records import NOBODY, PAGE
+from gpulease.client.decode.row_records import NO_ROW, PAGE
 from gpulease.client.decode.scheduler.cell_rate import CellRate
 from gpulease.client.decode.scheduler.step_plan import LiveSequence, StepPlan
 from gpulease.client.decode.scheduler.tenant_state import TenantState, WaitingRequest
@@ -31,17 +31,18 @@ PREFILL_GRAIN: Final = PAGE
 """Rows of prompts that one tenant gets before the next one's turn."""
 
 MAX_PREEMPTIONS: Final = 2
-"""How often a request makes room for others at most: one more time, and a stream of heavier tenants' requests could
-keep it from ending forever."""
+"""How often one request may be preempted. Without a limit, a stream of heavier tenants' requests could keep it from
+ever ending."""
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerSettings:
-    """The engine's limits. Raises ValueError if they make no engine.
+    """The engine's limits. Raises ValueError for limits that no engine can have.
 
     Attributes:
         max_sequences: Most live sequences: rows of the block tables.
-        max_rows: Most rows of a step. With `max_sequences + prefill_rows` a full house does not slow prompts down.
+        max_rows: Most rows of a step. With `max_sequences + prefill_rows`, prompts keep their speed when every
+            sequence decodes.
         prefill_rows: Most rows of prompts in a step that has rows of decoding sequences, too.
         context: Most positions of a sequence.
         vocabulary: Number of tokens.
@@ -50,8 +51,8 @@ class SchedulerSettings:
         replay_wait_s: Seconds for which a replay may wait for its region and its admission, at least.
         rebinds_at_once: How often a tenant's region may be rebuilt at once.
         rebind_interval_s: Seconds after which it may be rebuilt one more time.
-        preempts: Whether tenants of a higher weight get the tables of those of a lower one. Off, for what is preempted
-            is computed again; on where a heavier tenant's first token matters more than that.
+        preempts: Whether tenants of a higher weight get the tables of those of a lower one. Off by default, because a
+            preempted sequence is computed again. Turn it on if a heavier tenant's first token matters more.
     """
 
     max_sequences: int
@@ -91,19 +92,20 @@ class ContinuousBatchScheduler:
     |S_f / w_f - S_g / w_g| grows by U_f + U_g at most. U = (PAGE * max_blocks + max_concurrent) / w is the most that a
     tenant is charged from one admission to the next.
 
-    **Rows.** Each decoding sequence has a row a step. With more live sequences than rows they take turns: while none
-    joins or leaves, each has a row at least every ceil(live / max_rows) steps, and prompts get what would be their
-    turns. Rows that are left go to prompts, up to `prefill_rows`. The tenant with the least weighted prompt rows is
-    first, and within it the prompt that was admitted first.
+    **Rows.** Each decoding sequence has a row in every step. With more live sequences than rows they take turns: while
+    none joins or leaves, each has a row at least every ceil(live / max_rows) steps, and prompts get the rows that their
+    own turns would have. The remaining rows go to prompts, up to `prefill_rows`. The tenant with the least weighted
+    prompt rows is first, and within it the prompt that was admitted first.
 
-    **Steps.** A step is a transaction: lengths move when it is answered as good. A sequence that turns out to have
-    ended loses the row that ran ahead. Steps run one after another, so blocks and tables are free again at once: a row
-    that ran ahead for nothing has written before whoever gets them.
+    **Steps.** A step is a transaction: lengths change when `completed` reports it. If a sequence turns out to have
+    ended, the row planned ahead for it is discarded. Steps run one after another, so a sequence's blocks and tables can
+    be reused at once: a discarded row writes before any row of their next owner does.
 
-    **Preemption**, if the settings say so. Where the one whose turn it is finds no table, the youngest sequence of the
-    tenant with the least weight ends, if that weight is less than its own. A replay waits in its place: first in its
-    tenant's queue, without a deadline, and it is not charged again. Turns stay as they are, so the service bound holds.
-    No request starves: it is preempted MAX_PREEMPTIONS times at most, and then keeps its table to its end.
+    **Preemption**, if `settings.preempts`. If the tenant whose turn it is finds no free table, the youngest sequence of
+    the tenant with the lowest weight ends, provided that weight is lower than its own. A replay of the sequence waits:
+    first in its tenant's queue, without a deadline, and not charged again. The order of turns does not change, so the
+    service bound holds. No request starves: it is preempted MAX_PREEMPTIONS times at most, and then keeps its table to
+    its end.
 
     **Rebinds.** A revoked tenant's sequences end. Each is replayed by a request of its own, first in the tenant's
     queue, that waits for the new region.
@@ -135,26 +137,24 @@ class ContinuousBatchScheduler:
 
     @property
     def live_sequences(self) -> int:
-        """Return the number of live sequences."""
         return len(self._live)
 
     @property
     def waiting_requests(self) -> int:
-        """Return the number of requests that wait for their admission."""
         return len(self._waiting)
 
     @property
     def unanswered_steps(self) -> int:
-        """Return the number of steps planned and not answered: another can be planned while it is at most 1."""
+        """The number of steps planned and not answered. Another can be planned while it is at most 1."""
         return len(self._unanswered)
 
     @property
     def next_deadline(self) -> float | None:
-        """Return the time at which `plan` may have to end a waiting request; None if none has a deadline."""
+        """The time at which `plan` may have to end a waiting request; None if none has a deadline."""
         return self._next_deadline if self._waiting and self._next_deadline < float("inf") else None
 
     def is_under_way(self, tenant_id: str) -> bool:
-        """Return whether a step that is not answered has rows of the tenant; of a held one, no later step has any."""
+        """Return whether an unanswered step has rows of the tenant. A held tenant gets none in later steps."""
         tenant = self.tenants[tenant_id]
         return any(tenant in step.tenants for step in self._unanswered)
 
@@ -166,7 +166,7 @@ class ContinuousBatchScheduler:
     # --- Tenants and requests come and go. ---
 
     def add_tenant(self, config: TenantConfig, blocks: int | None = None) -> None:
-        """Add a tenant with a region of so many blocks, `max_blocks` if None; 0: it waits for `rebound`."""
+        """Add a tenant with a region of `blocks` blocks; None means `max_blocks`, and 0 that it waits for `rebound`."""
         if config.id in self.tenants:
             raise ValueError(f"tenant {config.id} is there already")
         limiter = CellRate(self.settings.rebinds_at_once, self.settings.rebind_interval_s)
@@ -189,12 +189,15 @@ class ContinuousBatchScheduler:
             raise RequestRejected(f"there is no tenant {request.tenant_id!r}")
         if request.request_id in self._live or request.request_id in self._waiting:
             raise RequestIdInUse(f"request {request.request_id!r} lives or waits already", "Give another id")
+        # Refused at once, because no wait would help: too large for the region or the context, a token outside the
+        # vocabulary, or a region that comes too late.
         if detail := self._excess(tenant, request):
             return [SchedulerEvent.AdmissionRejected(request, AdmissionReason.TOO_LARGE, detail)]
         if not 0 <= min(request.token_ids) <= max(request.token_ids) < self.settings.vocabulary:
             raise RequestRejected(f"a token is not in the vocabulary; give 0 to {self.settings.vocabulary - 1}")
         if limited := self._limited(tenant, request, request.wait_s, now):
             return [limited]
+        # Enqueue first and admit by the usual order: a request gets no table ahead of one that waited before it.
         was_queue_full = len(tenant.waiting) >= tenant.config.max_waiting
         self._enqueue(tenant, request, now + request.wait_s)
         self._has_room = True
@@ -206,6 +209,7 @@ class ContinuousBatchScheduler:
         if request.wait_s and not is_queue_full:
             self._next_deadline = min(self._next_deadline, now + request.wait_s)
             return events
+        # It was not admitted and may not wait: take it out again, and report what kept it out.
         self._dequeue(tenant, self._waiting[request.request_id])
         return [*events, self._refusal(tenant, request, is_queue_full and request.wait_s > 0)]
 
@@ -231,17 +235,22 @@ class ContinuousBatchScheduler:
         """
         if len(self._unanswered) >= MAX_UNANSWERED_STEPS:
             raise ValueError(f"step {self._unanswered[0].number} is to be answered first")
+        # Step 1: end requests whose deadline is over, so that they take no place from others, and admit new ones.
         events = self._expire(now) if now >= self._next_deadline else []
         # Emitted tokens change the order of turns, and so which tenant may preempt.
         self._has_room |= self.settings.preempts
         events += self._admit()
+        # Step 2: drop the sequences that ended since the last plan, all in one pass.
         if self._has_ended:
             self._has_ended = False
             self._decoding = [sequence for sequence in self._decoding if not sequence.is_ended]
+        # Step 3: share the rows between prompts and decoding sequences. Decode rows come first in the step.
         chunks = self._deal_prompt_rows() if self._prefilling else []
         step = self._plan_decode(self.settings.max_rows - sum(count for _, count in chunks))
         for sequence, count in chunks:
             step.add_chunk(sequence, count)
+            # The whole prompt has rows now. Its last row yields the first token, so the sequence decodes from the
+            # next step on, unless that token is its only one.
             if sequence.next == sequence.prompt:
                 self._leave_prefill(sequence)
                 if sequence.next <= sequence.last:
@@ -253,7 +262,7 @@ class ContinuousBatchScheduler:
         return step
 
     def completed(self, step: StepPlan, results: Sequence[int]) -> list[AnyEvent]:
-        """Take a step's results, one token a row; lengths move now. Results of a void step count for nothing.
+        """Take a step's results, one token per row, and update lengths. Results of a void step are ignored.
 
         Raises ValueError if an earlier step is not answered, or a row has no result.
         """
@@ -263,14 +272,16 @@ class ContinuousBatchScheduler:
             raise ValueError(f"step {step.number} is not the one to be answered")
         if len(results) < len(step):
             raise ValueError(f"step {step.number} has {len(step)} rows and {len(results)} results")
+        # The step is committed: the keys and values of its prompt rows are in the cache.
         del self._unanswered[0]
         for sequence, _, count in step.chunks:
             sequence.filled += count
         events: list[AnyEvent] = []
-        tell, event = events.append, SchedulerEvent.Token
+        emit, event = events.append, SchedulerEvent.Token
         end_tokens = self.settings.end_tokens
         for sequence, row in zip(step.sampled, step.sampled_rows, strict=True):
             if sequence.is_ended:
+                # It ended by the step before this one: this row was planned ahead, and its token is discarded.
                 continue
             token = results[row]
             tokens = sequence.tokens
@@ -278,15 +289,15 @@ class ContinuousBatchScheduler:
             tokens.append(token)
             tenant = sequence.tenant
             tenant.counter += tenant.price
-            tell(event(sequence.request, token, position, row))
+            emit(event(sequence.request, token, position, row))
             if token in end_tokens:
-                tell(self._finish(sequence, CompletionReason.END_OF_SEQUENCE))
+                emit(self._finish(sequence, CompletionReason.END_OF_SEQUENCE))
             elif position > sequence.last:
-                tell(self._finish(sequence, CompletionReason.MAX_TOKENS_REACHED))
+                emit(self._finish(sequence, CompletionReason.MAX_TOKENS_REACHED))
         return events
 
     def failed(self, step: StepPlan, tenant_id: str | None, reason: CompletionReason, now: float) -> list[AnyEvent]:
-        """Take a step's failure: it, and the step after it, moved nothing and are planned again.
+        """Take a step's failure. It and the step after it changed nothing; their rows are planned again.
 
         A tenant's failure ends the tenant's sequences, as `revoked` does. If the engine itself is lost, call
         `engine_lost`. Raises ValueError if the step was answered.
@@ -307,8 +318,8 @@ class ContinuousBatchScheduler:
     def revoked(self, tenant_id: str, reason: CompletionReason, now: float) -> list[AnyEvent]:
         """Take the loss of a tenant's region: its sequences end, and their replays wait for `rebound`.
 
-        Requests that waited go on waiting. Steps under way count for the others. A replay that would have to wait too
-        long for the limiter is refused with AdmissionReason.REBIND_LIMITED.
+        Requests that waited keep waiting. Steps under way remain valid for the other tenants. A replay that would have
+        to wait too long for the limiter is refused with AdmissionReason.REBIND_LIMITED.
         """
         tenant = self.tenants[tenant_id]
         tenant.owes_permit = True
@@ -317,13 +328,14 @@ class ContinuousBatchScheduler:
     def engine_lost(
         self, now: float, reason: CompletionReason = CompletionReason.ENGINE_ERROR, wait_s: float = 0.0
     ) -> list[AnyEvent]:
-        """Take the loss of the engine: no step under way counts, every tenant's sequences end and are replayed.
+        """Take the loss of the engine: steps under way are void, every tenant's sequences end and are replayed.
 
-        No tenant pays with its limiter's permits for this. Replays may wait for `wait_s` seconds at least, those of
-        earlier losses likewise.
+        It costs no tenant a permit of its limiter. Replays, also those of earlier losses, may wait for at least
+        `wait_s` seconds.
         """
         self._void(0)
         for waiting in self._waiting.values():
+            # Replays of an earlier loss, still in the queue, wait for the same new engine.
             if waiting.request.attempt:
                 waiting.deadline = max(waiting.deadline, now + wait_s)
         events: list[AnyEvent] = []
@@ -336,13 +348,14 @@ class ContinuousBatchScheduler:
         self._isolated = request_ids
         self._has_room = True
         for tenant in self.tenants.values():
+            # The sort is stable: admissible requests move to the front, and each group keeps its order.
             tenant.waiting = deque(sorted(tenant.waiting, key=lambda waiting: not self._is_admissible(waiting.request)))
 
     def rebound(self, tenant_id: str, blocks: int, now: float) -> list[AnyEvent]:
-        """Give a tenant a new region of so many blocks; its replays are admitted as any request.
+        """Give a tenant a new region of `blocks` blocks. Its replays are admitted like any request.
 
         Raises:
-            RebindLimited: Its region was rebuilt too often of late. Nothing changed.
+            RebindLimited: Its region was rebuilt too often recently. Nothing changed.
             ValueError: It has a region, or `blocks` is not within its limits.
 
         Returns:
@@ -359,6 +372,7 @@ class ContinuousBatchScheduler:
         tenant.bind(blocks)
         self._has_room = True
         events: list[AnyEvent] = []
+        # The new region may be smaller than the lost one, so requests that fitted before may never fit now.
         for waiting in list(tenant.waiting):
             if detail := self._excess(tenant, waiting.request):
                 self._dequeue(tenant, waiting)
@@ -366,9 +380,10 @@ class ContinuousBatchScheduler:
         return events
 
     def hold(self, tenant_id: str) -> None:
-        """Give a tenant's sequences no rows until `resume`: its blocks are on the move, or it is not to be computed.
+        """Give a tenant's sequences no rows until `resume`, because its blocks are being moved or it is suspended.
 
-        Its requests wait meanwhile, and end at their deadlines: an admitted one would keep others' places for nothing.
+        Its requests wait meanwhile, and end at their deadlines: if they were admitted, they would hold tables that they
+        can't use.
         """
         tenant = self.tenants[tenant_id]
         if not tenant.is_held:
@@ -378,7 +393,7 @@ class ContinuousBatchScheduler:
             self._prefilling.pop(tenant, None)
 
     def resume(self, tenant_id: str) -> None:
-        """Give a held tenant's sequences rows again."""
+        """Let a held tenant's sequences have rows again; without effect for a tenant that is not held."""
         tenant = self.tenants[tenant_id]
         if tenant.is_held:
             tenant.is_held = False
@@ -401,7 +416,7 @@ class ContinuousBatchScheduler:
     def _limited(
         self, tenant: TenantState, request: PromptRequest, wait_s: float, now: float
     ) -> SchedulerEvent.AdmissionRejected | None:
-        """Refuse a request if its tenant gets no region in the time that the request may wait."""
+        """Return a refusal if the tenant gets no region within `wait_s`; None if it does."""
         delay_s = self.rebind_delay_s(tenant.config.id, now)
         if delay_s <= wait_s:
             return None
@@ -411,7 +426,7 @@ class ContinuousBatchScheduler:
     def _refusal(
         self, tenant: TenantState, request: PromptRequest, is_queue_full: bool
     ) -> SchedulerEvent.AdmissionRejected:
-        """Return the refusal that says what kept a request out."""
+        """Return the refusal of a request that may not wait, with the obstacle as its reason."""
         config = tenant.config
         if is_queue_full:
             reason, detail = AdmissionReason.QUOTA_EXCEEDED, f"{config.max_waiting} of its requests wait already"
@@ -421,7 +436,7 @@ class ContinuousBatchScheduler:
         return SchedulerEvent.AdmissionRejected(request, reason, detail)
 
     def _obstacle(self, tenant: TenantState, request: PromptRequest) -> tuple[AdmissionReason, str]:
-        """Return what keeps a waiting request out now, and that as a sentence."""
+        """Return what keeps a waiting request out now: the reason, and a sentence for the caller."""
         if len(tenant.live) >= tenant.config.max_concurrent:
             return AdmissionReason.QUOTA_EXCEEDED, f"{tenant.config.max_concurrent} of its sequences live already"
         if not tenant.region_blocks:
@@ -440,10 +455,10 @@ class ContinuousBatchScheduler:
         return waiting
 
     def _enqueue_replay(self, replay: PromptRequest, deadline: float, preemptions: int) -> WaitingRequest:
-        """Enqueue a replay as its tenant's first."""
         tenant = self.tenants[replay.tenant_id]
         waiting = self._enqueue(tenant, replay, deadline)
         waiting.preemptions = preemptions
+        # It was appended last; rotating by one makes it the tenant's first request.
         tenant.waiting.rotate()
         return waiting
 
@@ -453,7 +468,6 @@ class ContinuousBatchScheduler:
         self._has_room = True
 
     def _expire(self, now: float) -> list[AnyEvent]:
-        """End the requests that waited long enough."""
         late = [waiting for waiting in self._waiting.values() if waiting.deadline <= now]
         events: list[AnyEvent] = []
         for waiting in late:
@@ -467,25 +481,32 @@ class ContinuousBatchScheduler:
         return events
 
     def _admit(self) -> list[AnyEvent]:
-        """Admit whom there is room for, by their counters. Runs only when something made room, or came."""
+        """Admit requests in the order of their tenants' counters, until no table is free or no tenant contends.
+
+        Does nothing unless a request came, or something that a request needs became free, since the last call.
+        """
         events: list[AnyEvent] = []
         while self._has_room:
             contenders = self._contenders()
+            # The tenant with the least weighted service has the turn; of equal ones, the request that came first.
             tenant = min(contenders, key=lambda tenant: (tenant.counter, tenant.waiting[0].number), default=None)
             if tenant is not None and not self._tables:
                 events += self._preempt(tenant)
             if tenant is None or not self._tables:
                 self._has_room = False
                 break
+            # Remember the level of this admission: a tenant that begins to contend later is lifted to it.
             self._virtual_counter = tenant.counter
             waiting = tenant.waiting.popleft()
             request = waiting.request
             del self._waiting[request.request_id]
+            # Reserve all blocks that it can need now: an admitted request never waits for a block.
             blocks = [tenant.free_blocks.pop() for _ in range(request.blocks)]
             sequence = LiveSequence(request, tenant, self._tables.pop(), blocks, self._admissions)
             sequence.preemptions = waiting.preemptions
             self._admissions += 1
             self._live[request.request_id] = tenant.live[request.request_id] = sequence
+            # Charge the prompt once. The replay of a preempted sequence was charged at its first admission.
             if not waiting.is_paid:
                 tenant.counter += len(request.token_ids) * tenant.price
             tenant.prefilling.append(sequence)
@@ -493,7 +514,11 @@ class ContinuousBatchScheduler:
         return events
 
     def _preempt(self, heavier: TenantState) -> list[AnyEvent]:
-        """End the youngest sequence of the lightest tenant for one of a higher weight, and enqueue its replay."""
+        """End the youngest sequence of the tenant with the lowest weight, for a heavier tenant, and enqueue its replay.
+
+        Returns:
+            One Completed, or nothing if preemption is off or no sequence may be preempted.
+        """
         weight = heavier.config.weight
         victims = [
             sequence
@@ -503,12 +528,13 @@ class ContinuousBatchScheduler:
         if not self.settings.preempts or not victims:
             return []
         victim = min(victims, key=lambda sequence: (sequence.tenant.config.weight, -sequence.number))
+        # The replay has no deadline: its caller was admitted once and did not choose to wait again.
         replay = self._replay_of(victim, self._live.keys() | self._waiting.keys())
         self._enqueue_replay(replay, float("inf"), victim.preemptions + 1).is_paid = True
         return [self._finish(victim, CompletionReason.PREEMPTED, replay.request_id)]
 
     def _contenders(self) -> list[TenantState]:
-        """Return the tenants that only the engine's lack of room keeps out; lift those that newly are."""
+        """Return the tenants that wait only for a table of the engine, and lift the counters of those that newly do."""
         old: list[TenantState] = []
         new: list[TenantState] = []
         for tenant in self.tenants.values():
@@ -516,6 +542,8 @@ class ContinuousBatchScheduler:
                 (old if tenant.is_contending else new).append(tenant)
             else:
                 tenant.is_contending = False
+        # A tenant that was idle, or behind its own limits, must not catch up on that time: it begins at the level of
+        # those who contended all along, or at that of the last admission.
         least = min((tenant.counter for tenant in old), default=self._virtual_counter)
         for tenant in new:
             tenant.counter = max(tenant.counter, least)
@@ -532,6 +560,7 @@ class ContinuousBatchScheduler:
 
     def _enter_prefill(self, tenant: TenantState) -> None:
         if tenant.prefilling and not tenant.is_held and tenant not in self._prefilling:
+            # Lifted as admission's counters are: prompts of an idle tenant earn no rows for the time without any.
             least = min((other.prefilled for other in self._prefilling), default=self._virtual_prefilled)
             tenant.prefilled = max(tenant.prefilled, least)
             self._prefilling[tenant] = None
@@ -543,7 +572,8 @@ class ContinuousBatchScheduler:
             self._prefilling.pop(tenant, None)
 
     def _deal_prompt_rows(self) -> list[tuple[LiveSequence, int]]:
-        """Return how many rows the next step has for each prompt."""
+        """Return the prompts with rows in the next step, each with its number of rows."""
+        # How many rows: what decoding leaves free, but at least the turns that prompts would have as sequences.
         max_rows, decoding = self.settings.max_rows, len(self._decoding)
         prompts = sum(len(tenant.prefilling) for tenant in self._prefilling)
         left = max_rows - decoding
@@ -552,6 +582,7 @@ class ContinuousBatchScheduler:
             turns, self._prompt_turns = divmod(self._prompt_turns + max_rows * prompts, decoding + prompts)
             left = max(left, turns)
         left = min(left, self.settings.prefill_rows if decoding else max_rows)
+        # Share them between tenants: PREFILL_GRAIN rows at a time to the tenant with the least weighted prompt rows.
         needed = {tenant: tenant.prompt_rows for tenant in self._prefilling}
         given = dict.fromkeys(needed, 0)
         while left and needed:
@@ -564,6 +595,7 @@ class ContinuousBatchScheduler:
             needed[tenant] -= count
             if not needed[tenant]:
                 del needed[tenant]
+        # Within a tenant, the oldest prompt gets all of the rows that it can use before the next one gets any.
         chunks = []
         for tenant, rows in given.items():
             for sequence in tenant.prefilling:
@@ -575,10 +607,11 @@ class ContinuousBatchScheduler:
         return chunks
 
     def _plan_decode(self, max_rows: int) -> StepPlan:
-        """Begin a step by a row for each decoding sequence; if there are too many, for those whose turn it is."""
+        """Return a step with a row per decoding sequence; with more than `max_rows`, for those whose turn it is."""
         chosen = self._decoding
         if len(chosen) > max_rows:
             chosen = chosen[:max_rows]
+            # A round robin: who gets a row now goes to the end of the list.
             self._decoding = self._decoding[max_rows:] + chosen
         else:
             self._decoding = chosen.copy()
@@ -587,9 +620,11 @@ class ContinuousBatchScheduler:
         for row, sequence in enumerate(chosen):
             position = sequence.next
             known = sequence.tokens
+            # A row that is computed again after a failed step has a known token. Otherwise the step before is still
+            # computing the token, and the kernel takes it from that step's row, on the card.
             if position < len(known):
                 tokens.append(known[position])
-                sources.append(NOBODY)
+                sources.append(NO_ROW)
             else:
                 tokens.append(0)
                 sources.append(sequence.row)
@@ -600,9 +635,11 @@ class ContinuousBatchScheduler:
             sequence.next = position + 1
             if position == sequence.last:
                 is_any_last = True
+        # Sequences with their last possible row leave the list now; whether they end earlier, `completed` decides.
         if is_any_last:
             self._decoding = [sequence for sequence in self._decoding if sequence.next <= sequence.last]
         rows = len(chosen)
+        # `chosen` becomes the step's own list and grows by prompt rows, so `sampled` is a copy.
         step = StepPlan(self._step_number, chosen, positions, tokens, sources, blocks, tables, rows)
         step.sampled, step.sampled_rows = chosen.copy(), list(range(rows))
         return step
@@ -612,10 +649,11 @@ class ContinuousBatchScheduler:
     def _finish(
         self, sequence: LiveSequence, reason: CompletionReason, continued_by: str = ""
     ) -> SchedulerEvent.Completed:
-        """End a live sequence and free what it has."""
+        """End a live sequence, and free its blocks and its table for the next admission."""
         request, tenant = sequence.request, sequence.tenant
         sequence.is_ended = self._has_ended = self._has_room = True
         del self._live[request.request_id], tenant.live[request.request_id]
+        # Blocks of a lost region do not come back: `bind` starts with a full list.
         if tenant.region_blocks:
             tenant.free_blocks += sequence.blocks
         self._tables.append(sequence.table)
@@ -624,16 +662,19 @@ class ContinuousBatchScheduler:
         return SchedulerEvent.Completed(request, reason, continued_by)
 
     def _void(self, first: int) -> None:
-        """Undo the plans of unanswered steps from the `first` on; their rows are the first to be planned again."""
+        """Undo the plans of unanswered steps from index `first` on. Their rows are planned again before all others."""
         voided = self._unanswered[first:]
         del self._unanswered[first:]
         if not voided:
             return
+        # Step 1: restore `next` and `row` of each sequence, last step and last row first: the oldest values remain.
         self._step_number = voided[0].number
         for step in reversed(voided):
             step.is_void = True
             for row in range(len(step) - 1, -1, -1):
                 step.sequences[row].next, step.sequences[row].row = step.positions[row], step.sources[row]
+        # Step 2: put the sequences back into the lists that planning took them from: the decoding ones, the prompts,
+        # or a held tenant's parked ones.
         again = dict.fromkeys(sequence for step in voided for sequence in step.sequences if not sequence.is_ended)
         decoding = [sequence for sequence in again if sequence.next >= sequence.prompt]
         self._decoding = [sequence for sequence in self._decoding if sequence not in again]
@@ -646,10 +687,11 @@ class ContinuousBatchScheduler:
                 tenant.prefilling.append(sequence)
                 tenant.prefilling.sort(key=lambda sequence: sequence.number)
             self._enter_prefill(tenant)
+        # Step 3: what was voided goes first, in its old order, so the failed step's number means the same rows again.
         self._decoding = [sequence for sequence in decoding if not sequence.tenant.is_held] + self._decoding
 
     def _unbind(self, tenant: TenantState, reason: CompletionReason, now: float, wait_s: float = 0.0) -> list[AnyEvent]:
-        """End a tenant's sequences and its region, and enqueue the replays."""
+        """End a tenant's sequences and its region, and enqueue their replays in the order of their admissions."""
         tenant.unbind()
         least_s = max(wait_s, self.settings.replay_wait_s)
         events: list[AnyEvent] = []
@@ -664,6 +706,7 @@ class ContinuousBatchScheduler:
                 events.append(limited)
             else:
                 replays.append((replay, sequence.preemptions))
+        # Each goes to the front of the queue, so the last one first.
         for replay, preemptions in reversed(replays):
             deadline = now + max(replay.wait_s, least_s)
             self._enqueue_replay(replay, deadline, preemptions)
@@ -671,11 +714,12 @@ class ContinuousBatchScheduler:
         return events
 
     def _replay_of(self, sequence: LiveSequence, taken: Set[str]) -> PromptRequest:
-        """Return the request that continues where a sequence ends, or starts again if replays are off.
+        """Return the request that continues where a sequence ends, or that starts again if replays are off.
 
-        Its id is none of the `taken`.
+        Its id is the first request's id, a dot and the attempt, and not in `taken`.
         """
         request = sequence.request
+        # The replay's prompt is the caller's prompt and all emitted tokens; what may still be emitted shrinks by those.
         own_prompt = len(request.token_ids) - request.replayed_tokens
         kept = len(sequence.tokens) if self.settings.replays else own_prompt
         first_id, attempt = request.continues or request.request_id, request.attempt + 1

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from gpulease.client.decode.decode_requests import AnyEvent, PromptRequest
-from gpulease.client.decode.row_records import NOBODY, PAGE
+from gpulease.client.decode.row_records import NO_ROW, PAGE
 
 if TYPE_CHECKING:
     from gpulease.client.decode.scheduler.tenant_state import TenantState
@@ -16,17 +16,17 @@ class LiveSequence:
     Attributes:
         request: The request.
         tenant: Its tenant.
-        table: Its row of the block tables, of no other live sequence.
+        table: Its row of the block tables, which no other live sequence has.
         blocks: Its blocks, as indexes within the tenant's region, in the order of its positions.
         number: Its place in the order of admissions.
-        tokens: The prompt and what was emitted.
+        tokens: The prompt's tokens, then the emitted ones.
         prompt: Tokens of the prompt.
         last: The last position that can have a row: the token that it yields is the last one to be emitted.
         filled: Positions of the prompt that answered steps have computed.
         next: The first position that no step has a row for yet.
         row: Its row in the last step that has one: that row's result is the token at `next`.
-        preemptions: How often it made room for others.
-        is_ended: Whether the request ended; rows of it that are under way count for nothing.
+        preemptions: How often the request was preempted.
+        is_ended: Whether the request ended; the results of its rows under way are discarded.
     """
 
     __slots__ = (
@@ -53,13 +53,13 @@ class LiveSequence:
         self.prompt = len(self.tokens)
         self.last = request.positions - 1
         self.filled = self.next = 0
-        self.row = NOBODY
+        self.row = NO_ROW
         self.preemptions = 0
         self.is_ended = False
 
     @property
     def length(self) -> int:
-        """Return its length: the positions whose keys and values answered steps have computed."""
+        """The number of positions whose keys and values answered steps have computed."""
         return self.filled if self.filled < self.prompt else len(self.tokens) - 1
 
 
@@ -67,23 +67,23 @@ class LiveSequence:
 class StepPlan:
     """The rows of one step: first one for each sequence that decodes, then the chunks of prompts.
 
-    Lists have one element a row, unless something else is said. A chunk's rows lie together, at ascending positions.
+    Lists have one element per row unless stated otherwise. A chunk's rows are adjacent, at ascending positions.
 
     Attributes:
         number: The step's number, from 0. A step that is planned in place of a failed one has the failed one's number.
         sequences: The row's sequence.
         positions: The row's position.
         tokens: The row's token; 0 where it is not known yet.
-        sources: The row of the step before that yields the row's token, or NOBODY if the token is known.
+        sources: The row of the step before that yields the row's token, or NO_ROW if the token is known.
         blocks: The index, within the tenant's region, of the block that has the position.
         tables: The sequence's row of the block tables.
         decode_rows: How many rows are of sequences that decode.
         chunks: A chunk each: its sequence, its first row, its number of rows.
-        joined: Sequences with their first position in this step: what is constant of a sequence can be set up now.
-        sampled: Sequences to which this step gives a token.
-        sampled_rows: For each of `sampled`, the row that yields that token; other results mean nothing.
-        events: What happened while the step was planned: requests that had waited too long.
-        is_void: Whether the step counts for nothing, because it or the one before it failed.
+        joined: Sequences with their first position in this step, whose constant fields are to be written now.
+        sampled: Sequences that get a token from this step.
+        sampled_rows: For each of `sampled`, the row that yields that token; the results of other rows are unused.
+        events: What happened while the step was planned: expired, preempted and refused requests.
+        is_void: Whether the step's results are to be ignored, because it or the one before it failed.
     """
 
     number: int
@@ -106,7 +106,7 @@ class StepPlan:
 
     @property
     def tenants(self) -> set["TenantState"]:
-        """Return the tenants that have rows: the step touches their regions and no others."""
+        """The tenants that have rows. The step reads and writes their regions and no others."""
         return {sequence.tenant for sequence in self.sequences}
 
     def add_chunk(self, sequence: LiveSequence, count: int) -> None:
@@ -116,7 +116,7 @@ class StepPlan:
         self.sequences += [sequence] * count
         self.positions += range(begin, end)
         self.tokens += sequence.tokens[begin:end]
-        self.sources += [NOBODY] * count
+        self.sources += [NO_ROW] * count
         blocks = sequence.blocks
         self.blocks += [blocks[position // PAGE] for position in range(begin, end)]
         self.tables += [sequence.table] * count
@@ -124,6 +124,7 @@ class StepPlan:
         if begin == 0:
             self.joined.append(sequence)
         sequence.next = end
+        # The row of the prompt's last position yields the first token; results of earlier prompt rows are unused.
         if end == sequence.prompt:
             sequence.row = first_row + count - 1
             self.sampled.append(sequence)

@@ -1,4 +1,4 @@
-"""The scheduler's knowledge of one tenant: its queue, its region's blocks, its counters, its limit of rebinds."""
+"""The scheduler's state of one tenant: its queue, its region's blocks, its counters, its limit of rebinds."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ class WaitingRequest:
 
     Attributes:
         request: The request.
-        deadline: When it has waited long enough, in monotonic seconds.
+        deadline: Until when it may wait, in monotonic seconds.
         number: Its place in the order of arrivals.
-        preemptions: How often it made room for others.
+        preemptions: How often the request was preempted.
         is_paid: Whether its tenant was charged for its prompt at an earlier admission.
     """
 
@@ -29,7 +29,7 @@ class WaitingRequest:
 
 
 class TenantState:
-    """A tenant of a scheduler; others than the scheduler only read it.
+    """A tenant of a scheduler. Only the scheduler changes it.
 
     Attributes:
         config: Its limits.
@@ -40,12 +40,12 @@ class TenantState:
         free_blocks: Blocks of its region that no live sequence has.
         region_blocks: Blocks of its region; 0 while it has none.
         owes_permit: Whether its next region needs a permit of the limiter.
-        is_held: Whether its sequences get no rows for now.
-        parked: Sequences that would decode, if it were not held.
+        is_held: Whether its sequences get no rows until `resume`.
+        parked: While it is held, the sequences that decode when it is resumed.
         counter: Its weighted virtual counter: tokens of admitted prompts and emitted tokens, over its weight.
-        is_contending: Whether, when it was last looked at, only the engine's lack of room kept its first request out.
-        prefilled: Weighted rows that its prompts got, lifted as the counter is.
-        price: What a token adds to the counters.
+        is_contending: Whether, at the last admission, its first request waited only for a table of the engine.
+        prefilled: Weighted rows that its prompts got, lifted like the counter.
+        price: What one token adds to the counters: the reciprocal of its weight.
     """
 
     def __init__(self, config: TenantConfig, limiter: CellRate) -> None:
@@ -61,36 +61,36 @@ class TenantState:
         self.price = 1 / config.weight
 
     def fits(self, request: PromptRequest) -> bool:
-        """Return whether its own limits and its region let the request in now."""
+        """Return whether its own limits and its region have room for the request now."""
         return len(self.live) < self.config.max_concurrent and request.blocks <= len(self.free_blocks)
 
     def bind(self, blocks: int) -> None:
-        """Take a region of so many blocks, all of them free."""
+        """Take a region of `blocks` blocks, all of them free."""
         self.region_blocks = blocks
+        # Descending, so that `pop` gives the lowest block first.
         self.free_blocks = list(range(blocks - 1, -1, -1))
 
     def unbind(self) -> None:
-        """Lose the region."""
         self.region_blocks = 0
         self.free_blocks = []
 
     @property
     def is_idle(self) -> bool:
-        """Return whether it has nothing to compute."""
+        """Whether it has neither live nor waiting requests."""
         return not self.live and not self.waiting
 
     @property
     def used_blocks(self) -> int:
-        """Return how many blocks of its region live sequences have."""
+        """The number of blocks of its region that live sequences have reserved."""
         return self.region_blocks - len(self.free_blocks)
 
     @property
     def written_blocks(self) -> list[int]:
-        """Return the blocks with keys and values of live sequences, while no step of it is under way."""
+        """The blocks with keys and values of live sequences. Valid only while no step with its rows is under way."""
         live = self.live.values()
         return sorted(block for sequence in live for block in sequence.blocks[: -(-sequence.next // PAGE)])
 
     @property
     def prompt_rows(self) -> int:
-        """Return how many rows its prompts still need."""
+        """The number of positions of its prompts that no step has a row for yet."""
         return sum(sequence.prompt - sequence.next for sequence in self.prefilling)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import count
 
 from gpulease.client.decode.decode_requests import PromptRequest, SamplingParameters
-from gpulease.client.decode.row_records import NOBODY, PAGE
+from gpulease.client.decode.row_records import NO_ROW, PAGE
 from gpulease.client.decode.scheduler.scheduler import ContinuousBatchScheduler
 from gpulease.client.decode.scheduler.step_plan import StepPlan
 
@@ -66,7 +66,7 @@ class SimulatedEngine:
         for row, region in enumerate(regions):
             source, position, block = step.sources[row], step.positions[row], step.blocks[row]
             token = step.tokens[row]
-            if source != NOBODY:
+            if source != NO_ROW:
                 token = STRAY if before is None else before[source]
             self.tables[step.tables[row], position // PAGE] = block
             self.memory[region, block, position % PAGE] = token
@@ -78,7 +78,7 @@ class SimulatedEngine:
         return results
 
     def _read(self, region: int, table: int, position: int) -> int:
-        block = self.tables.get((table, position // PAGE), NOBODY)
+        block = self.tables.get((table, position // PAGE), NO_ROW)
         return self.memory.get((region, block, position % PAGE), STRAY)
 
 

@@ -22,7 +22,7 @@ from gpulease.client.decode.decode_errors import NoModelLoaded, RequestBreaksEng
 from gpulease.client.decode.decode_requests import CompletionReason, SamplingParameters, TenantConfig
 from gpulease.client.decode.engine.engine import BlockPool
 from gpulease.client.decode.engine.forward_pass import StepLimits
-from gpulease.client.decode.row_records import NOBODY, PAGE, RESULT, Results, Rows
+from gpulease.client.decode.row_records import NO_ROW, PAGE, RESULT, Results, Rows
 from gpulease.client.decode.scheduler.scheduler import ContinuousBatchScheduler, SchedulerSettings
 from gpulease.client.decode.supervisor.decoder import Decoder
 from gpulease.client.decode.supervisor.generation import Generation
@@ -197,7 +197,7 @@ class SimulatedServing:
     def _compute(self, rows: Rows) -> Results:
         results = np.ones(len(rows), RESULT)
         tokens = [
-            int(row["token"]) if row["source"] == NOBODY else int(self.last["token"][row["source"]]) for row in rows
+            int(row["token"]) if row["source"] == NO_ROW else int(self.last["token"][row["source"]]) for row in rows
         ]
         for row, token in zip(rows, tokens, strict=True):
             base, position = int(row["base"]), int(row["position"])
@@ -206,7 +206,7 @@ class SimulatedServing:
         for place, row in enumerate(rows):
             base, table = int(row["base"]), int(row["table"])
             read = [
-                self.memory.get((base, self.tables.get((table, position // PAGE), NOBODY), position % PAGE), STRAY)
+                self.memory.get((base, self.tables.get((table, position // PAGE), NO_ROW), position % PAGE), STRAY)
                 for position in range(int(row["position"]) + 1)
             ]
             results["token"][place] = next_token(read)

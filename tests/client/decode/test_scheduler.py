@@ -15,7 +15,7 @@ from gpulease.client.decode.decode_requests import (
     SchedulerEvent,
     TenantConfig,
 )
-from gpulease.client.decode.row_records import NOBODY
+from gpulease.client.decode.row_records import NO_ROW
 from gpulease.client.decode.scheduler.scheduler import ContinuousBatchScheduler, SchedulerSettings
 from gpulease.client.decode.scheduler.step_plan import StepPlan
 
@@ -302,7 +302,7 @@ def test_decode_rows_come_first_and_chunks_up_to_their_bound_behind(scheduler: C
     assert step.sequences == [old] + [new] * 8
     assert step.positions == [2, *range(8)]
     assert step.tokens == [TOKEN, *new.request.token_ids[:8]]
-    assert step.sources == [NOBODY] * 9
+    assert step.sources == [NO_ROW] * 9
     assert step.tables == [old.table] + [new.table] * 8
     assert (step.decode_rows, step.chunks) == (1, [(new, 1, 8)])
     assert (step.joined, step.sampled, step.sampled_rows) == ([new], [old], [0])
@@ -326,7 +326,7 @@ def test_a_row_that_runs_ahead_names_the_row_its_token_comes_from(scheduler: Con
     scheduler.completed(second, results(second, 7))
     scheduler.completed(third, results(third, 8))
     fourth = scheduler.plan(0.0)
-    assert (fourth.positions, fourth.tokens, fourth.sources) == ([5], [8], [NOBODY])
+    assert (fourth.positions, fourth.tokens, fourth.sources) == ([5], [8], [NO_ROW])
 
 
 def test_nothing_runs_ahead_of_the_last_token(scheduler: ContinuousBatchScheduler) -> None:

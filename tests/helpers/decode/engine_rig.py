@@ -18,7 +18,7 @@ from gpulease.client.decode.checkpoint import Checkpoint
 from gpulease.client.decode.decode_requests import SamplingParameters
 from gpulease.client.decode.engine.engine import MAX_STEPS, BlockPool, DecodeEngine
 from gpulease.client.decode.engine.forward_pass import StepLimits
-from gpulease.client.decode.row_records import NOBODY, PAGE, RESULT, ROW, Results, Rows
+from gpulease.client.decode.row_records import NO_ROW, PAGE, RESULT, ROW, Results, Rows
 
 T = TypeVar("T")
 
@@ -108,7 +108,7 @@ class EngineRig:
     def __init__(self, lease: GpuLease, engine: DecodeEngine, pools: Sequence[BlockPool]) -> None:
         self.lease, self.engine, self.pools = lease, engine, pools
 
-    def row(self, seat: Seat, sampling: SamplingParameters, position: int, token: int, source: int = NOBODY) -> Rows:
+    def row(self, seat: Seat, sampling: SamplingParameters, position: int, token: int, source: int = NO_ROW) -> Rows:
         pool = self.pools[seat.tenant]
         row: Rows = np.zeros(1, ROW)
         row["token"], row["source"], row["position"], row["table"] = token, source, position, seat.table
@@ -129,7 +129,7 @@ class EngineRig:
         """Compute one step alone and without a graph: each kernel is a launch. The lease must not require regions."""
         session, forward, count = self.engine.session, self.engine.forward, len(rows)
         padded: Rows = np.zeros(self.engine._bucket(count), ROW)
-        padded["position"] = NOBODY
+        padded["position"] = NO_ROW
         padded[:count] = rows
         await session.mem_write(forward.rows, 0, padded)
         await forward.launch(len(padded))
@@ -183,7 +183,7 @@ class EngineRig:
             self._compare(lines, step, results, await self.engine.logits(len(rows)), tally)
 
     def _mixed_row(self, line: Line, seat: Seat, position: int, before: dict[tuple[Seat, int], int]) -> Rows:
-        token, source = line.tokens[position], NOBODY
+        token, source = line.tokens[position], NO_ROW
         if position >= line.prompt and (seat, position - 1) in before:
             source, token = before[seat, position - 1], (token + 1) % line.logits.shape[1]
         return self.row(seat, line.sampling, position, token, source)
