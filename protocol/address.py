@@ -24,7 +24,7 @@ mistake, and errors do not quote it."""
 
 @dataclass(frozen=True, slots=True)
 class UnixAddress:
-    """A Unix stream socket."""
+    """A Unix stream socket; `path` is absolute and has at most MAX_UNIX_PATH_BYTES."""
 
     path: str
 
@@ -81,6 +81,7 @@ def parse_address(text: str) -> Address:
     if len(text) > MAX_ADDRESS_CHARS:
         raise ValueError(f"{text[:40]!r}... is not an address: it has {len(text)} characters")
     try:
+        # A lone surrogate, as a command line of broken bytes gives it, could be neither sent nor printed.
         text.encode()
     except UnicodeEncodeError:
         raise ValueError(f"{text!r} is not an address: it contains half of a surrogate pair") from None
@@ -91,6 +92,7 @@ def parse_address(text: str) -> Address:
         return TcpAddress(*_parse_host_and_port(text, scheme, rest))
     if scheme == "tls":
         return TlsAddress(*_parse_host_and_port(text, scheme, rest))
+    # The fleet scheme comes last: it is known, but only `parse_fleet_address` takes it.
     if text.startswith(FLEET_SCHEME):
         raise ValueError(f"{text!r} is a fleet's address; a single daemon's is needed here, without {FLEET_SCHEME}")
     raise ValueError(f"{text!r} is not an address: write unix:/path/to/socket, tcp:HOST:PORT or tls:HOST:PORT")
@@ -103,9 +105,11 @@ def parse_fleet_address(text: str) -> FleetAddress:
     if not text.startswith(FLEET_SCHEME):
         raise ValueError(f"{text!r} is not a fleet's address: write {FLEET_SCHEME}tls:HOST:PORT")
     parts = text.removeprefix(FLEET_SCHEME).split(",")
+    # Count the parts before any is parsed: parsing one costs far more than splitting.
     if len(parts) > MAX_DIRECTORIES:
         raise ValueError(f"{text[:40]!r}...: a fleet's address names at most {MAX_DIRECTORIES} directories")
     directories = tuple(parse_address(part) for part in parts)
+    # A directory given twice would be asked twice, and would hide that a fleet has only one.
     if len(set(directories)) < len(directories):
         raise ValueError(f"{text!r} names a directory twice")
     return FleetAddress(directories)
@@ -114,17 +118,20 @@ def parse_fleet_address(text: str) -> FleetAddress:
 def _parse_unix(text: str, path: str) -> UnixAddress:
     if not path.startswith("/"):
         raise ValueError(f"{text!r}: the path of a Unix socket must be absolute")
+    # Count bytes, not characters: the kernel's limit is for the encoded path.
     if len(path.encode()) > MAX_UNIX_PATH_BYTES or "\0" in path:
         raise ValueError(f"{text!r}: a Unix socket's path has at most {MAX_UNIX_PATH_BYTES} bytes and no NUL")
     return UnixAddress(path)
 
 
 def _parse_host_and_port(text: str, scheme: str, rest: str) -> tuple[str, int]:
+    # The port comes after the last colon, so an IPv6 address may have more of them.
     host, _, port = rest.removeprefix("//").rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     elif ":" in host:
         raise ValueError(f"{text!r}: write an IPv6 address in brackets, {scheme}:[::1]:PORT")
+    # `isdigit` alone would take digits of other scripts, which `int` reads too.
     if not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
         raise ValueError(f"{text!r} is not an address: write {scheme}:HOST:PORT with a port from 0 to 65535")
     _check_host(text, host)
@@ -134,6 +141,8 @@ def _parse_host_and_port(text: str, scheme: str, rest: str) -> tuple[str, int]:
 def _check_host(text: str, host: str) -> None:
     """Raise ValueError for a name that no look-up accepts, which would fail otherwise than an unknown name does."""
     try:
+        # A NUL would end the name for the C library, and a slash shows that a URL's path was pasted with it. The IDNA
+        # codec refuses empty and overlong labels (RFC 3490).
         if not {"\0", "/"} & {*host} and host.encode("idna"):
             return
     except UnicodeError:

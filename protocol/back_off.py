@@ -14,4 +14,5 @@ def back_off_s(failures: int, first_s: float, longest_s: float) -> float:
         first_s: The shortest pause.
         longest_s: The longest pause.
     """
+    # Bound the exponent, not only the product: 2.0 ** 1024 raises OverflowError.
     return min(first_s * 2.0 ** min(failures, MAX_DOUBLINGS), longest_s)

@@ -75,6 +75,7 @@ def narrowing_source(expires_ms: int, permissions: Permission | None) -> str:
 
     Raises ValueError for a time that a daemon refuses, or for no permission at all.
     """
+    # The pattern that a daemon matches has a bounded number of digits, so a longer time could never be presented.
     if not 0 <= expires_ms < 10**_MAX_EXPIRY_DIGITS:
         raise ValueError(f"{expires_ms} ms is not a time of a node's clock")
     source = f"check if time($t), $t <= {expires_ms};\n"
@@ -82,6 +83,7 @@ def narrowing_source(expires_ms: int, permissions: Permission | None) -> str:
         return source
     if not permissions:
         raise ValueError("a token that permits nothing is of no use")
+    # Sort the names: the same permissions always give the same bytes, so a narrowing can be compared.
     names = ", ".join(f'"{name}"' for name in sorted(names_of(permissions)))
     return f"{source}check if permission($p), {{{names}}}.contains($p);\n"
 
@@ -94,6 +96,7 @@ def parse_narrowing(source: str) -> tuple[int, Permission]:
     match = _NARROWING.fullmatch(source)
     if match is None:
         raise ValueError("a block has something other than an expiry and a set of permissions")
+    # A block without a permission check narrows the time alone.
     if match[2] is None:
         return int(match[1]), ALL_PERMISSIONS
     return int(match[1]), permissions_of(name.strip('"') for name in match[2].split(", "))

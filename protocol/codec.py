@@ -29,9 +29,12 @@ def build_body(body: Body) -> bytes:
     if type(body) is Empty:
         return b""
     schema = _SCHEMAS[type(body)]
+    # Step 1: the plain form. It raises for everything that construct might refuse, so its success is final.
     with suppress(*NOT_PLAIN):
         plain: bytes = schema.plain.write(body)
         return plain
+    # Step 2: construct, for its verdict and its message alone. A value that the plain form refused wrongly is still
+    # encoded here.
     try:
         return bytes(schema.build(body))
     except (c.ConstructError, ValueError, TypeError, AttributeError, OverflowError) as error:
@@ -43,15 +46,18 @@ def parse_body(kind: type[T], payload: bytes | memoryview) -> T:
     if not payload and kind is Empty:
         return _EMPTY  # type: ignore[return-value]
     schema, data = _SCHEMAS[kind], bytes(payload)
+    # Step 1: the plain form, which must also have used every byte: a read past the payload's end gives another offset.
     with suppress(*NOT_PLAIN):
         body, end = schema.plain.read(data, 0)
         if end == len(data):
             return body  # type: ignore[no-any-return]
+    # Step 2: construct decides whether the payload is malformed, and says where.
     stream = c.io.BytesIO(data)
     try:
         body = schema.parse_stream(stream)
     except c.ConstructError as error:
         raise BodyError(f"{kind.__name__} is malformed: {_reason(error)}") from None
+    # Bytes after the body are an error, so that no sender can rely on a receiver that skips them.
     left = len(data) - stream.tell()
     if left:
         raise BodyError(f"{kind.__name__} is followed by {left} bytes that belong to nothing")
@@ -69,6 +75,8 @@ def reply_body(op: Opcode) -> type[Body]:
 
 
 def _reason(error: Exception) -> str:
+    # The kinds of errors from the most helpful to the least: our own texts, the end of the payload, then construct's
+    # first line. Its other lines describe its own call path.
     if isinstance(error, BadValue):
         return str(error.args[0]) if error.args else "a value is not allowed"
     if isinstance(error, c.StreamError):

@@ -45,7 +45,7 @@ _EVENT_OPERATIONS: Final = frozenset(map(int, EVENTS_OF.values()))
 
 
 class Role(Enum):
-    """The side of a connection."""
+    """The side of a connection: the client sends requests, and the server answers them."""
 
     CLIENT = auto()
     SERVER = auto()
@@ -145,16 +145,20 @@ class Connection:
     ) -> None:
         self.role = role
         self.state = state
+        # A daemon has many control connections, with small buffers: keep none of these grown between frames.
         retained_bytes = RETAINED_BUFFER_BYTES if buffer_bytes >= RECEIVE_BUFFER_BYTES else buffer_bytes
         self.reader = FrameReader(
             max_payload_bytes,
             buffer_bytes=min(buffer_bytes, max_payload_bytes + HEADER_BYTES),
             retained_bytes=retained_bytes,
         )
+        # A client's requests that await their reply, or those that this server has yet to answer.
         self._in_flight: dict[int, Opcode] = {}
         self.last_request_id = 0
         self._has_eof = False
         self._subscriptions = Subscriptions()
+        # A client's request that was written right after HELLO, before the daemon agreed to talk: (op, request id,
+        # body).
         self._behind_hello: tuple[Opcode, int, Body] | None = None
 
     # --- receiving ---
@@ -163,7 +167,7 @@ class Connection:
         self.reader.receive_data(data)
 
     def receive_eof(self) -> None:
-        """Take the end of the peer's stream."""
+        """The peer has closed its end: once all received frames are taken, `next_event` returns EndOfStream."""
         self._has_eof = True
 
     def take_rest(self) -> bytes:
@@ -181,6 +185,7 @@ class Connection:
 
     def next_event(self) -> Event | None:
         """Return the next event, or None until more bytes arrive."""
+        # After a goodbye, a broken stream or an end, bytes that remain are not looked at.
         if self.state is State.CLOSED:
             return None
         start = self.reader.start
@@ -195,12 +200,14 @@ class Connection:
             # Ctrl-C in a client's process: rewind, so that the next call starts with the same frame.
             self.reader.start = start
             raise
+        # Report the end of the stream only after every whole frame that came before it.
         if self._has_eof:
             self.state = State.CLOSED
             return EndOfStream(is_clean=not self.reader.is_mid_frame)
         return None
 
     def _receive_request(self, frame: Frame) -> Event:
+        # Step 1: what no valid client sends. The stream can't be trusted any more, so these end the connection.
         if frame.is_reply:
             raise FramingError("a client sent a reply")
         if frame.request_id in self._in_flight:
@@ -209,12 +216,14 @@ class Connection:
             raise FramingError("request id 0 is kept for goodbyes")
         if len(self._in_flight) >= MAX_IN_FLIGHT:
             raise FramingError(f"more than {MAX_IN_FLIGHT} requests await their reply", Status.BUSY)
+        # Step 2: what is wrong in this frame alone gets an error reply; the state and the next frames are not affected.
         try:
             op = self._accept_request(frame)
             body = parse_body(request_body(op), frame.payload)
         except BodyError as error:
             failure = Failure(error.status, str(error))
             return Rejected(frame.op, frame.request_id, frame.session_id, frame.is_quiet, failure)
+        # Step 3: the request counts from here on. A quiet one gets no reply, so it is never in flight.
         self.state = TRANSITIONS[self.state, _trigger(op)]
         if not frame.is_quiet:
             self._in_flight[frame.request_id] = op
@@ -222,6 +231,8 @@ class Connection:
         return Request(op, frame.request_id, frame.session_id, frame.is_quiet, body)
 
     def _accept_request(self, frame: Frame) -> Opcode:
+        # An operation of a later version is UNSUPPORTED, so that a newer client can distinguish that from its own
+        # mistakes.
         try:
             op = Opcode(frame.op)
         except ValueError:
@@ -232,6 +243,7 @@ class Connection:
         if op in EVENTS_OF and frame.request_id in self._subscriptions:
             # Events and LEASE_UNSUBSCRIBE could not distinguish two subscriptions with one number.
             raise BodyError(f"there is a subscription {frame.request_id} on this connection already")
+        # The worker that takes the connection over knows no subscription and no open request of the broker.
         if op in HANDING_OVER and self._subscriptions:
             raise BodyError(f"{op.name} on a connection that has subscriptions: end them first")
         if op in HANDING_OVER and self._in_flight:
@@ -276,6 +288,7 @@ class Connection:
             event: Any = parse_body(reply_body(op), frame.payload)
         except BodyError as error:
             raise FramingError(f"{op.name}: {error}", error.status) from None
+        # A sequence must rise, so that a client can't be made to count an event twice.
         if frame.status or not self._subscriptions.is_next(op, frame.request_id, event.sequence):
             raise FramingError(f"event {event.sequence} of unknown subscription {frame.request_id}")
         if isinstance(event, RegionEvent):
@@ -285,12 +298,13 @@ class Connection:
     # --- sending ---
 
     def next_request_id(self) -> int:
-        """Return the number for a quiet request whose frame the caller builds."""
+        """Return the number for a quiet request; the caller builds its frame."""
         self.last_request_id += 1
         return self.last_request_id
 
     def send_request(self, op: Opcode, body: Body, *, session_id: int = 0, quiet: bool = False) -> tuple[int, bytes]:
         """Return the request id and the bytes to write. Raises LocalProtocolError for a request not allowed now."""
+        # The same checks as the daemon's `_accept_request`: what would be refused there is not sent.
         if op in HANDING_OVER and (self._in_flight or self._subscriptions):
             raise LocalProtocolError(f"{op.name} while other requests are in flight, or there are subscriptions")
         if type(body) is not request_body(op):
@@ -300,9 +314,11 @@ class Connection:
         request_id = self.last_request_id + 1
         flags = Flag.QUIET if quiet else 0
         frame = build_frame(op, build_body(body), request_id=request_id, session_id=session_id, flags=flags)
+        # A quiet request only moves the state; no reply follows that could be matched with it.
         if quiet:
             self._move(request_trigger(op), op)
             return self.next_request_id(), frame
+        # `expect_reply` takes the same number that the frame has; nothing else numbers requests between these lines.
         self.expect_reply(op)
         self._subscriptions.on_request(request_id, body)
         return request_id, frame
@@ -313,6 +329,7 @@ class Connection:
         The request counts as sent once HELLO's reply has come. Raises LocalProtocolError if HELLO is not awaiting its
         reply, or if another request already follows it.
         """
+        # HELLO's reply decides whether the request is served, so it is not in flight yet, and `state` stays GREETING.
         if self.state is not State.GREETING or self._behind_hello is not None:
             raise LocalProtocolError(f"{op.name} can't be sent right after HELLO now")
         if type(body) is not request_body(op) or (State.CONTROL, request_trigger(op)) not in TRANSITIONS:
@@ -322,7 +339,8 @@ class Connection:
         return request_id, build_frame(op, build_body(body), request_id=request_id, session_id=session_id)
 
     def expect_reply(self, op: Opcode) -> int:
-        """Return the number for a session request whose frame the caller builds, and await its reply."""
+        """Return the number for a session request, and await its reply; the caller builds the frame."""
+        # The daemon ends a connection that exceeds this, so fail this request alone.
         if len(self._in_flight) >= MAX_IN_FLIGHT:
             raise LocalProtocolError(f"{MAX_IN_FLIGHT} requests await their reply already", Status.BUSY)
         request_id = self.last_request_id + 1
@@ -358,7 +376,6 @@ class Connection:
         return header
 
     def send_failure(self, request: Request | Rejected, failure: Failure) -> bytes:
-        """Return the bytes of an error reply."""
         return self._answer(request, build_body(failure.to_body()), failure.status)
 
     def send_event(self, subscription: int, event: LeaseEvent | RegionEvent) -> bytes:
@@ -370,6 +387,7 @@ class Connection:
 
     def send_goodbye(self, failure: Failure) -> bytes:
         """Return the last bytes on a connection, with the reason for closing it."""
+        # Nothing may follow a goodbye, not even the replies that are due.
         self.state = State.CLOSED
         return failure.to_frame(Opcode.GOODBYE, request_id=0)
 
@@ -382,6 +400,7 @@ class Connection:
             flags=Flag.REPLY,
             status=status,
         )
+        # A rejected request changed nothing, so neither does its refusal.
         if isinstance(request, Request):
             self._note_answer(request, status)
         return frame
@@ -390,6 +409,7 @@ class Connection:
         # Another process, which received the ATTACH, may have passed the socket to this one.
         if request.request_id not in self._in_flight and self.state is not State.ATTACHING:
             raise LocalProtocolError(f"request {request.request_id} was answered before, or was quiet")
+        # Both sides move their state by the same reply, so a refused ATTACH returns both to CONTROL.
         self._move(reply_trigger(request.op, refused=status is not Status.OK), request.op)
         self._in_flight.pop(request.request_id, None)
         self._subscriptions.on_reply(request.op, request.request_id, succeeded=status is Status.OK)
@@ -409,8 +429,10 @@ class Subscriptions:
     """
 
     def __init__(self) -> None:
+        # By subscription: the operation of its events, and the sequence of the latest one.
         self._events: dict[int, Opcode] = {}
         self._last: dict[int, int] = {}
+        # By the request id of a LEASE_UNSUBSCRIBE in flight: the subscription that it ends.
         self._ending: dict[int, int] = {}
 
     def __len__(self) -> int:
@@ -420,16 +442,17 @@ class Subscriptions:
         return number in self._last
 
     def on_request(self, request_id: int, body: Any) -> None:
-        """Record a request that awaits a reply."""
+        """Take note of a request that awaits a reply, because a reply alone does not say which subscription it ends."""
         if type(body) is LeaseUnsubscribe:
             self._ending[request_id] = body.subscription
 
     def on_reply(self, op: Opcode, request_id: int, *, succeeded: bool) -> None:
-        """Record the reply to a request."""
+        # Both sides begin and end a subscription with the reply, so no event can come before or after it.
         if op in EVENTS_OF and succeeded:
             self._events[request_id] = EVENTS_OF[op]
             self._last[request_id] = 0
         elif op is Opcode.LEASE_UNSUBSCRIBE:
+            # Forget the attempt either way, but the subscription only if the daemon has ended it.
             ended = self._ending.pop(request_id, 0)
             if succeeded:
                 self._events.pop(ended, None)

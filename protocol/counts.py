@@ -1,4 +1,4 @@
-"""Numbers of things in sentences."""
+"""Words for a number of things: "1 lease", "2 leases"."""
 
 
 def counted(number: int, one: str, many: str = "") -> str:

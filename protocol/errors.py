@@ -29,7 +29,7 @@ class LocalProtocolError(ProtocolError):
 
 
 class RemoteProtocolError(ProtocolError):
-    """The peer's mistake."""
+    """The peer broke the wire format. `FramingError` ends its connection, `BodyError` does not."""
 
 
 class FramingError(RemoteProtocolError):
@@ -37,4 +37,4 @@ class FramingError(RemoteProtocolError):
 
 
 class BodyError(RemoteProtocolError):
-    """A whole frame whose payload does not fit its operation."""
+    """A whole frame with a payload that does not fit its operation."""

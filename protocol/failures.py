@@ -60,6 +60,7 @@ class Failure:
 
     def to_body(self) -> ErrorBody:
         """Return the reply's payload, with texts cut to MAX_ERROR_TEXT_BYTES."""
+        # Only details that are there travel: a detail without a value would look like an empty one.
         details = [
             Tlv(kind, value)
             for kind, value in (
@@ -95,12 +96,14 @@ class Failure:
 
         Skips unknown TLVs and numbers of a wrong width. An unknown status becomes INTERNAL.
         """
+        # Of a TLV that is there twice the last one counts; a detail that this side does not know is skipped.
         found = {tlv.type: tlv.value for tlv in body.details}
 
         def text(kind: ErrorTlv) -> str:
             return found.get(kind, b"").decode(errors="replace")
 
         def number(kind: ErrorTlv, width_bytes: int) -> int | None:
+            # Another width comes from a later version, or from a peer's mistake: no number is better than a wrong one.
             value = found.get(kind, b"")
             return int.from_bytes(value, "big") if len(value) == width_bytes else None
 
@@ -142,9 +145,10 @@ KILLED: Final = "was killed by SIGKILL"
 """The reason of the cause `worker_died` if an operator, or a host out of memory, killed the worker. A fault in its
 own work ends it with other signals, and each of the daemon's own kills has its own cause."""
 
-_ACQUIRE_OR_TELL: Final = "Acquire a new lease; if it happens again, tell the operator."
+_ACQUIRE_OR_REPORT: Final = "Acquire a new lease; if it happens again, report it to the operator."
 
 LEASE_ENDS: Final[Mapping[str, LeaseEnd]] = MappingProxyType(
+    # Ends that the tenant or its clock caused.
     {
         "freed": LeaseEnd(Status.LEASE_FREED, "the lease was freed", "was already freed", "Acquire a new lease."),
         "abandoned": LeaseEnd(
@@ -165,6 +169,7 @@ LEASE_ENDS: Final[Mapping[str, LeaseEnd]] = MappingProxyType(
             "was orphaned",
             "Acquire a new lease, and keep a connection to it; GpuBuilder().orphan_secs(0) does without.",
         ),
+        # Ends that an operator, or the fleet, caused.
         "revoked": LeaseEnd(
             Status.REVOKED,
             "the lease was revoked",
@@ -183,12 +188,15 @@ LEASE_ENDS: Final[Mapping[str, LeaseEnd]] = MappingProxyType(
             "ended because the node was drained",
             "Acquire a new lease on another node.",
         ),
+        # Ends that the node caused.
         "shutdown": LeaseEnd(
             Status.DISCONNECTED,
             "the daemon shut down",
             "ended because the daemon is shutting down",
             "Acquire a new lease once the daemon is back, or on another node.",
         ),
+        # Ends that the session's own work, or its worker, caused. Each has the status SESSION_FAILED: what failed is
+        # over, and a new lease can be acquired at once.
         "faulted": LeaseEnd(
             Status.SESSION_FAILED,
             "the session's GPU context failed",
@@ -199,25 +207,25 @@ LEASE_ENDS: Final[Mapping[str, LeaseEnd]] = MappingProxyType(
             Status.SESSION_FAILED,
             "the session's process died",
             "ended because its worker died",
-            _ACQUIRE_OR_TELL,
+            _ACQUIRE_OR_REPORT,
         ),
         "spawn_failed": LeaseEnd(
             Status.SESSION_FAILED,
             "the session's process could not be started",
             "ended before it began because its worker could not start",
-            "Try again; if it happens again, tell the operator.",
+            "Try again; if it happens again, report it to the operator.",
         ),
         "unresponsive": LeaseEnd(
             Status.SESSION_FAILED,
             "the session's process did not answer any more",
             "ended because its worker did not answer any more",
-            _ACQUIRE_OR_TELL,
+            _ACQUIRE_OR_REPORT,
         ),
         "over_slice": LeaseEnd(
             Status.SESSION_FAILED,
             "the session held more of the card than was leased",
             "ended because its session held more of the card than was leased",
-            "Acquire a lease with more min_vram, and tell the operator.",
+            "Acquire a lease with more min_vram, and report it to the operator.",
         ),
         "kernel_timeout": LeaseEnd(
             Status.SESSION_FAILED,
@@ -236,6 +244,7 @@ LEASE_ENDS: Final[Mapping[str, LeaseEnd]] = MappingProxyType(
 """Every cause that LEASE_QUERY's report may name."""
 
 SESSION_REFUSALS: Final[Mapping[Status, tuple[str, str]]] = MappingProxyType(
+    # What a session says of its lease's end, where the broker would say it in the words of LEASE_ENDS.
     {
         Status.LEASE_EXPIRED: ("the lease has expired", LEASE_ENDS["expired"].hint),
         Status.REVOKED: (LEASE_ENDS["revoked"].words, LEASE_ENDS["revoked"].hint),
@@ -244,6 +253,7 @@ SESSION_REFUSALS: Final[Mapping[Status, tuple[str, str]]] = MappingProxyType(
             "the daemon is stopping",
             "Acquire a new lease once it is back, or on another node.",
         ),
+        # Statuses of one session or one connection; they end no lease.
         Status.DRAINED: ("the node was drained", LEASE_ENDS["drained"].hint),
         Status.TIMED_OUT: (
             "the submit took more time than it was given",
@@ -268,6 +278,7 @@ def _integer(value: int | None, width_bytes: int) -> bytes:
 
 def _cut(value: str) -> bytes:
     data = value.encode(errors="replace")
+    # A cut may fall inside a character: decode drops the incomplete one, so that the text stays UTF-8.
     return data[:MAX_ERROR_TEXT_BYTES].decode(errors="ignore").encode()
 
 
@@ -310,7 +321,10 @@ def region_refusal(
         site: Number of the launch in its burst or graph.
         position: What the launch said of itself; None for a copy.
     """
+    # A word that is not in the table, NONE included, says that the slot has no such region any more.
     status = STATUS_OF_WORD.get(word, Status.FENCED)
+    # How a region ended is said once; a program that launches on regardless gets FENCED, which says nothing of the
+    # cause.
     if is_repeat and word in ENDED_WORDS:
         status = Status.FENCED
     said, hint = _REGION_REFUSALS[status]

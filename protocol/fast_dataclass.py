@@ -30,16 +30,19 @@ else:
 
     def _finished(cls: C) -> C:
         found = fields(cls)
+        # A field with init=False would need a value from elsewhere, which the compiled constructor does not know.
         if not all(item.init for item in found):
             raise TypeError(f"{cls.__qualname__}: use dataclasses.dataclass for fields that are not parameters")
         # Code that inspects the class needs these, and the standard library, which lets only frozen classes derive from
         # frozen ones.
         parameters = cls.__dataclass_params__
         parameters.init = parameters.repr = parameters.eq = parameters.frozen = True
+        # Step 1: what every instance needs: a constructor, and no assignment afterwards.
         cls.__init__ = _constructor(cls, found)
         cls.__setattr__, cls.__delattr__ = _refuse_to_set, _refuse_to_delete
         # Copying and unpickling can't set attributes one by one on a frozen instance.
         cls.__getstate__, cls.__setstate__ = _state_of, _restore
+        # Step 2: the methods that the class does not define itself, from the fields that take part in each.
         compared = _values_of([item.name for item in found if item.compare])
         hashed = _values_of([item.name for item in found if (item.compare if item.hash is None else item.hash)])
         own = vars(cls)
@@ -53,12 +56,15 @@ else:
         return cls
 
     def _constructor(cls: type, found: tuple[Field[Any], ...]) -> Callable[..., None]:
+        # The names that the constructor's source refers to: values go in as objects, so none is written as text.
         names: dict[str, Any] = {"_set": object.__setattr__, "_MISSING": MISSING, "__name__": cls.__module__}
         parameters, lines = ["self"], []
+        # Keyword-only parameters must follow all others, and `sorted` keeps the fields' order otherwise.
         for item in sorted(found, key=attrgetter("kw_only")):
             value = item.name
             if item.kw_only and "*" not in parameters:
                 parameters.append("*")
+            # A default made by a call is made in the body, once for each instance.
             if item.default_factory is not MISSING:
                 names[f"_make_{item.name}"] = item.default_factory
                 parameters.append(f"{item.name}=_MISSING")
@@ -68,9 +74,11 @@ else:
                 parameters.append(f"{item.name}=_default_{item.name}")
             else:
                 parameters.append(item.name)
+            # Instances refuse assignment, so the constructor sets fields through `object`.
             lines.append(f"_set(self, {item.name!r}, {value})")
         if hasattr(cls, "__post_init__"):
             lines.append("self.__post_init__()")
+        # The only compilation for this class. The source consists of field names, which are identifiers.
         exec(f"def __init__({', '.join(parameters)}):\n " + "\n ".join(lines or ["pass"]), names)
         made: Callable[..., None] = names["__init__"]
         made.__qualname__ = f"{cls.__qualname__}.__init__"
@@ -94,6 +102,8 @@ else:
 
     def _equality(compared: Callable[[Any], tuple[Any, ...]]) -> Callable[[Any, object], bool]:
         def equal(self: Any, other: object) -> bool:
+            # Only instances of the same class are compared, as in the standard library; a subclass may have more
+            # fields.
             return compared(self) == compared(other) if other.__class__ is self.__class__ else NotImplemented
 
         return equal

@@ -28,6 +28,7 @@ from gpulease.protocol.messages import (
 )
 from gpulease.protocol.opcodes import Flag, Opcode
 
+# Offsets of the header: the request id changes with every frame, what stands before and behind it does not.
 REQUEST_ID_OFFSET: Final = 16
 MIDDLE_AT: Final = REQUEST_ID_OFFSET + 8
 _U32: Final = struct.Struct(">I")
@@ -39,6 +40,7 @@ _REPLY: Final = int(Flag.REPLY)
 def fixed_struct(record: type[Any], *names: str) -> struct.Struct:
     """Return one struct.Struct for adjacent integer fields of a message. Raises ValueError for another field."""
     subcons = {item.name: item.metadata["wire"] for item in fields(record)}
+    # An integer of fixed size is construct's FormatField, which has its format for struct.
     formats = [getattr(subcons[name], "fmtstr", None) for name in names]
     if None in formats:
         raise ValueError(f"{record.__name__} has a field among {names} that is not an integer of fixed size")
@@ -62,10 +64,12 @@ _LAUNCH_GEOMETRY: Final = fixed_struct(
 )
 REGIONS: Final = fixed_struct(LaunchIn, "region_set", "position")
 ATTRIBUTES: Final = fixed_struct(LaunchWith, "flags", "cluster_x", "cluster_y", "cluster_z")
+# Where the kernel's name begins in a LAUNCH's payload, and the bytes between it and the arguments' length.
 _NAME_AT: Final = _LAUNCH_MODULE.size
 _AFTER_NAME: Final = _U32.size + _LAUNCH_GEOMETRY.size
 
 
+# What LAUNCH_IN and LAUNCH_WITH have behind a LAUNCH's fields.
 _TRAILERS: Final = {
     Opcode.LAUNCH: "",
     Opcode.LAUNCH_IN: REGIONS.format[1:],
@@ -87,6 +91,7 @@ def _head(op: Opcode, flags: int) -> bytes:
     return build_frame(op, request_id=0, flags=flags)[:12]
 
 
+# Each head is the first twelve bytes of a frame that the general code built, so both always agree.
 _WRITE_HEAD: Final = _head(Opcode.MEM_WRITE, 0)
 _QUIET_WRITE_HEAD: Final = _head(Opcode.MEM_WRITE, _QUIET)
 _READ_HEAD: Final = _head(Opcode.MEM_READ, 0)
@@ -115,10 +120,12 @@ class LaunchTemplate:
     __slots__ = ("after", "args_bytes", "before", "head", "layout")
 
     def __init__(self, launch: Launch, session_id: int, op: Opcode = Opcode.LAUNCH) -> None:
+        # A wrong sum would shift every later field, and the worker would refuse each frame of the template.
         if sum(launch.arg_sizes) != len(launch.args):
             raise LocalProtocolError(
                 f"the argument sizes add up to {sum(launch.arg_sizes)} bytes, the arguments have {len(launch.args)}"
             )
+        # Build one whole frame by the general code, then cut it around the bytes that change.
         trailer = _TRAILERS[op]
         trailer_bytes = struct.calcsize(f">{trailer}")
         payload = build_body(launch) + bytes(trailer_bytes)
@@ -154,6 +161,7 @@ class LaunchPattern:
     __slots__ = ("args_at", "args_end", "frame_bytes", "front", "middle", "tail", "trailer_bytes")
 
     def __init__(self, payload: bytes | memoryview, session_id: int, op: Opcode = Opcode.LAUNCH) -> None:
+        # The frame that such a launch would be, with request id 0; all but its arguments and trailer is compared.
         frame = build_frame(op, payload, request_id=0, session_id=session_id, flags=Flag.QUIET)
         self.trailer_bytes = struct.calcsize(f">{_PATTERN_TRAILERS[op]}")
         shape, args = split_launch(memoryview(payload)[: len(payload) - self.trailer_bytes])
@@ -171,6 +179,7 @@ def split_regions(payload: memoryview) -> tuple[memoryview, int, int]:
 
     The first part is not checked here. Raises BodyError if the payload is too short.
     """
+    # The trailer has a fixed size, so it is cut off from the end and the rest needs no parsing.
     at = len(payload) - REGIONS.size
     if at < 0:
         raise BodyError("LaunchIn is malformed: it ends too early")
@@ -195,6 +204,8 @@ def split_launch(payload: memoryview) -> tuple[bytes, bytes]:
     The first part is equal for two launches exactly if they have the same kernel, shape and argument sizes. So it can
     be the key of a cache of checked launches. It is not checked here. Raises BodyError if the lengths don't fit.
     """
+    # Walk over the two fields of variable length: the kernel's name, then the arguments. Each length is checked before
+    # it is used.
     try:
         (name_bytes,) = _U32.unpack_from(payload, _NAME_AT)
         if name_bytes > MAX_KERNEL_NAME_BYTES:
@@ -203,10 +214,12 @@ def split_launch(payload: memoryview) -> tuple[bytes, bytes]:
         (args_bytes,) = _U32.unpack_from(payload, length_at)
     except struct.error:
         raise BodyError("Launch is malformed: it ends too early") from None
+    # Behind the arguments at least the u16 count of their sizes must follow.
     begin = length_at + 4
     end = begin + args_bytes
     if args_bytes > MAX_ARGUMENT_BYTES or end + 2 > len(payload):
         raise BodyError(f"Launch is malformed: {args_bytes} argument bytes do not fit")
+    # The name with the geometry and the argument sizes: all that is checked of a launch once.
     return b"".join((payload[:begin], payload[end:])), bytes(payload[begin:end])
 
 
@@ -215,6 +228,7 @@ def graph_launch_payload(graph: int, args: bytes, *regions: int) -> bytes:
 
     Raises LocalProtocolError.
     """
+    # struct would take any length here, so the limit of the definition is checked by hand.
     if len(args) > MAX_ARGUMENT_BYTES:
         raise LocalProtocolError(f"{len(args)} bytes of parameters; at most {MAX_ARGUMENT_BYTES} are allowed")
     try:
@@ -226,6 +240,7 @@ def graph_launch_payload(graph: int, args: bytes, *regions: int) -> bytes:
 
 def parse_graph_launch(payload: memoryview) -> tuple[int, bytes]:
     """Return graph and parameters' values of a GRAPH_LAUNCH payload. Raises BodyError."""
+    # Two fixed fields, then exactly the announced bytes: neither fewer nor more.
     args_at = _GRAPH.size + _U32.size
     if len(payload) < args_at:
         raise BodyError("GraphLaunch is malformed: it ends too early")
@@ -241,6 +256,7 @@ def parse_graph_launch(payload: memoryview) -> tuple[int, bytes]:
 
 def parse_mem_write(payload: memoryview) -> tuple[int, int, memoryview]:
     """Return handle, offset and a view of the data of a MEM_WRITE payload, without a copy. Raises BodyError."""
+    # The checks of the definition, with its texts, so that a sender sees no difference between the two codecs.
     data_at = _MEM_WRITE.size + _U32.size
     if len(payload) < data_at:
         raise BodyError("MemWrite is malformed: it ends too early")

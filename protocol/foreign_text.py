@@ -13,6 +13,7 @@ def printable(text: str, *, kept: str = "", instead: str | None = None) -> str:
         kept: Characters that stay unchanged.
         instead: The replacement of each other character; None: its escape.
     """
+    # Nearly every text is printable: this test runs in C, the replacement below in Python.
     if text.isprintable():
         return text
     return "".join(
@@ -22,6 +23,7 @@ def printable(text: str, *, kept: str = "", instead: str | None = None) -> str:
 
 def escape(mark: str) -> str:
     r"""Return a character as Python's source writes it: `\n`, `\x1b`, `\u202e`."""
+    # The codec writes a lone surrogate as \udcff too, so nothing in its result needs another escape.
     return mark.encode("unicode_escape").decode("ascii")
 
 

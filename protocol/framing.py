@@ -48,6 +48,7 @@ _OP_AT: Final = len(MAGIC) + 2
 _FAST: Final = struct.Struct(">QhHIQ16s")
 """The fields: head (magic, version, flags, op), status, reserved, payload length, request id, session id."""
 
+# The first eight bytes of every valid header as one number: magic and version here, flags and op added by `head_of`.
 _HEAD_BASE: Final = int.from_bytes(MAGIC, "big") << 32 | PROTOCOL_VERSION << 24
 # Plain integers: an operation on an IntFlag costs more than reading the whole header.
 _REPLY: Final = int(Flag.REPLY)
@@ -78,12 +79,10 @@ class Frame(NamedTuple):
 
     @property
     def is_reply(self) -> bool:
-        """True if the REPLY flag is set."""
         return bool(self.flags & _REPLY)
 
     @property
     def is_quiet(self) -> bool:
-        """True if the sender wants no reply."""
         return bool(self.flags & _QUIET)
 
 
@@ -104,8 +103,9 @@ def build_frame(
 def build_header(
     op: int, payload_bytes: int, *, request_id: int, session_id: int = 0, flags: int = 0, status: int = 0
 ) -> bytes:
-    """Return the header of a frame whose payload is sent behind it. Raises LocalProtocolError as `build_frame` does."""
+    """Return the header of a frame; its payload is sent after it. Raises LocalProtocolError as `build_frame` does."""
     flags = int(flags)
+    # Refuse here what the receiver would refuse: it would end the connection, and with it every other request.
     if payload_bytes > MAX_PAYLOAD_BYTES:
         raise LocalProtocolError(f"a payload of {payload_bytes} bytes; at most {MAX_PAYLOAD_BYTES} are allowed")
     if op >> 16:
@@ -123,9 +123,11 @@ def parse_header(buffer: bytes | bytearray | memoryview, offset: int = 0) -> tup
     The caller has HEADER_BYTES at `offset`. Raises FramingError.
     """
     head, status, reserved, length, request_id, session_id = _FAST.unpack_from(buffer, offset)
+    # Step 1: the usual header, found by one look-up. Only its length and ids remain, and any of these is valid.
     known = _PLAIN_HEADS.get(head)
     if known is not None and not status and not reserved:
         return *known, 0, length, request_id, session_id
+    # Step 2: a header that is unusual or wrong. The magic first: without it nothing else has a meaning.
     if head >> 32 != _HEAD_BASE >> 32:
         raise FramingError("the stream does not start with GPLS: the peer speaks another protocol")
     version = head >> 24 & 0xFF
@@ -134,6 +136,7 @@ def parse_header(buffer: bytes | bytearray | memoryview, offset: int = 0) -> tup
             f"version {version} of the protocol; this side speaks version {PROTOCOL_VERSION}",
             Status.UNSUPPORTED,
         )
+    # An unknown operation passes: the connection refuses it by name, and the stream stays in step.
     flags = head >> 16 & 0xFF
     _check_header(flags, status, reserved, FramingError)
     return head & 0xFFFF, flags, status, length, request_id, session_id
@@ -144,6 +147,7 @@ def _check_header(flags: int, status: int, reserved: int, error: type[FramingErr
         raise error(f"unknown header flags {flags & ~KNOWN_FLAGS:#04x}", Status.UNSUPPORTED)
     if reserved:
         raise error("the reserved header field is not zero")
+    # QUIET asks for no reply, so it has no meaning on one.
     if flags & _REPLY_AND_QUIET == _REPLY_AND_QUIET:
         raise error("a reply can't be quiet")
     if status and not flags & _REPLY:
@@ -173,15 +177,18 @@ class FrameReader:
         self._retained_bytes = max(buffer_bytes, retained_bytes)
         self.buffer = bytearray(buffer_bytes)
         self.view = memoryview(self.buffer)
+        # Bytes from `start` to `end` have arrived and are not taken yet.
         self.start = 0
         self.end = 0
 
     def get_buffer(self) -> memoryview:
         """Return the room for the next bytes, never empty. Views of earlier frames become invalid."""
+        # Nothing is pending: begin at the front again, and give back the memory of a very large frame.
         if self.start == self.end:
             self.start = self.end = 0
             if len(self.buffer) > self._retained_bytes:
                 self._resize(self._initial_bytes)
+        # No room behind the pending bytes, or more than half of the buffer lies before them.
         elif self.end == len(self.buffer) or self.start > len(self.buffer) >> 1:
             self._make_room()
         return self.view[self.end :]
@@ -194,6 +201,8 @@ class FrameReader:
         """Take all of these bytes, however many frames they hold."""
         room = self.get_buffer()
         pending = self.end - self.start
+        # More than the room: one new buffer that holds both, at least twice as large, so that many small feeds stay
+        # linear.
         if len(room) < len(data):
             self._resize(max(pending + len(data), self._next_size()))
             self.start, self.end = 0, pending
@@ -207,6 +216,7 @@ class FrameReader:
 
     def next_frame(self) -> Frame | None:
         """Return the next whole frame, or None until more arrives. After a FramingError the reader is useless."""
+        # The length is known once the header is there. It is checked at once, before the buffer grows for the payload.
         have = self.end - self.start
         if have < HEADER_BYTES:
             return None
@@ -218,13 +228,15 @@ class FrameReader:
         if have < HEADER_BYTES + length:
             return None
         begin = self.start + HEADER_BYTES
+        # Take the frame before its view is made: an interruption between the two is undone by the caller, which rewinds
+        # `start`.
         self.start = begin + length
         payload = self.view[begin : self.start]
         return Frame(op, flags, status, request_id, int.from_bytes(session_id, "big"), payload)
 
     @property
     def is_mid_frame(self) -> bool:
-        """True if part of a frame has arrived."""
+        """True if received bytes are not taken yet. After `next_frame` returned None they are part of a frame."""
         return self.end > self.start
 
     def take_rest(self) -> bytes:
@@ -235,6 +247,8 @@ class FrameReader:
 
     def _make_room(self) -> None:
         pending = self.end - self.start
+        # Move the pending bytes to the front if they fill at most half the buffer; otherwise a larger buffer takes
+        # them.
         if pending <= len(self.buffer) >> 1:
             self.buffer[:pending] = self.buffer[self.start : self.end]
         else:

@@ -80,19 +80,24 @@ def refusal(headers: Headers, known: KnownHosts, *, is_act: bool, is_linked: boo
         is_act: Whether the request changes something.
         is_linked: Whether a link on a foreign page may lead here.
     """
+    # RFC 9112, 3.2: a request with no Host header, or with several, gets 400.
     hosts = headers.get(b"host", [])
     if len(hosts) != 1:
         return 400, "There must be one Host header."
     # The name first: after DNS rebinding all other headers look like those of a genuine request.
     if known.own is not None and host_of(hosts[0]) not in known.own | known.named:
         return MISDIRECTED, f"This server is not asked by that name: see {known.setting}."
+    # The name is known or need not be; what remains of the header must still be safe in a URL.
     if not _is_host(hosts[0]):
         return 400, "The Host header must be a host and a port."
+    # Two lengths: the attack on proxies that the module describes.
     if b"content-length" in headers and b"transfer-encoding" in headers:
         return 400, "There must be Content-Length or Transfer-Encoding, and not both."
     # Acts need proof that this server's own page, or a program, sends them.
     if is_act and not _is_own_page(headers, hosts[0], known.named):
         return 403, "The request does not come from this server's own page."
+    # Reading is refused to foreign pages only where no link may lead here: a browser says that it navigates by the same
+    # header.
     if headers.get(b"sec-fetch-site", [b"none"])[0] in _FOREIGN and not is_linked:
         return 403, "The request comes from another site's page."
     return None
@@ -111,6 +116,7 @@ def _is_host(header: bytes) -> bool:
 
 def _is_own_page(headers: Headers, host: bytes, named: frozenset[str]) -> bool:
     """Return whether this server's own page asks, or a program. Browsers send the origin of every script."""
+    # Every current browser sends Sec-Fetch-Site; without it the Origin decides, and without both it is a program.
     if headers.get(b"sec-fetch-site", [b"same-origin"]) != [b"same-origin"]:
         return False
     origins = headers.get(b"origin")
@@ -125,5 +131,6 @@ def _is_own_page(headers: Headers, host: bytes, named: frozenset[str]) -> bool:
 def host_of(header: bytes) -> str:
     """The host of a Host header, without its port; "" for what is none (RFC 9110, 7.2)."""
     text = header.decode("latin-1").lower()
+    # An IPv6 address has colons of its own and ends with a bracket, unless a port follows it.
     host, _, port = text.rpartition(":") if not text.endswith("]") and ":" in text else (text, "", "")
     return host if port == "" or port.isdecimal() else ""

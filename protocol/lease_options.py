@@ -62,7 +62,7 @@ class LeaseOption(Generic[Value, Default]):
         effect: What the method does, for a cell of the guide's table.
         in_submits: Whether a submit's worker obeys it too; None for an option that no worker receives.
         before: What a row means that lacks it, because its daemon did not know it; a row with this value leaves it out.
-            A `Row` if there are no such rows.
+            A `Row` if no such rows exist.
         report_key: Its key in a lease's report; "" if no report has it.
     """
 
@@ -90,7 +90,7 @@ class LeaseOption(Generic[Value, Default]):
 
     @property
     def row(self) -> list[str]:
-        """Its row in the specification's table."""
+        """Its row in the specification's table: the tag, the length of the value, the meaning."""
         return [f"0x{self.tag:04X}", self._length(), self.wire]
 
     @property
@@ -103,6 +103,7 @@ class LeaseOption(Generic[Value, Default]):
         return LeaseParameter(self.tag, self._encode(value))
 
     def read(self, parameters: Sequence[LeaseParameter]) -> Value | Default:
+        # An option given twice could mean either value to two readers, so it is refused.
         """Return the value that a request gives, or the default. Raises OptionRefused."""
         values = [parameter.value for parameter in parameters if parameter.tag == self.tag]
         if not values:
@@ -129,7 +130,7 @@ class NumberOption(LeaseOption[int, Default]):
 
     @property
     def most(self) -> int:
-        """The largest one allowed."""
+        """The largest number that the width holds; `least` is the other bound."""
         return (1 << 8 * self.size_bytes) - 1
 
     def _length(self) -> str:
@@ -138,6 +139,7 @@ class NumberOption(LeaseOption[int, Default]):
     def _encode(self, value: int) -> bytes:
         if not self.least <= value <= self.most:
             raise ValueError(f"{self.rule}: not {value}")
+        # `to_bytes` can't fail: the bounds hold the width.
         return value.to_bytes(self.size_bytes, "big")
 
     def _decode(self, data: bytes) -> int:
@@ -170,6 +172,8 @@ class ChoiceOption(LeaseOption[Choice, Default], Generic[Choice, Default]):
     def _decode(self, data: bytes) -> Choice:
         if len(data) != 1:
             raise self._malformed()
+        # The order of the checks decides the status: never valid is the tenant's mistake, unknown may be a newer
+        # client's.
         number = data[0]
         if number == self.never:
             raise self._malformed(f"{self.noun} {number} is never valid")
@@ -182,7 +186,7 @@ class ChoiceOption(LeaseOption[Choice, Default], Generic[Choice, Default]):
 
 
 class FlagOption(LeaseOption[bool, bool]):
-    """One byte, 0 or 1."""
+    """One byte: 0 for False, 1 for True; any other is refused."""
 
     __slots__ = ()
 
@@ -192,6 +196,7 @@ class FlagOption(LeaseOption[bool, bool]):
     def _encode(self, value: bool) -> bytes:
         return bytes([value])
 
+    # Any other byte is left to a later version, which would announce its meaning.
     def _decode(self, data: bytes) -> bool:
         if data not in (b"\0", b"\1"):
             raise self._malformed()
@@ -199,7 +204,7 @@ class FlagOption(LeaseOption[bool, bool]):
 
 
 class NameOption(LeaseOption[str, str]):
-    """A name, by the rule of `lease_names`."""
+    """A name in UTF-8, by the rule of `lease_names`; at most MAX_NAME_CHARS bytes, because NAME is ASCII."""
 
     __slots__ = ()
 
@@ -230,6 +235,7 @@ class LabelsOption(LeaseOption[Mapping[str, str], Mapping[str, str]]):
         return ",".join(f"{key}={one}" for key, one in value.items()).encode()
 
     def _decode(self, data: bytes) -> dict[str, str]:
+        # Split once more than allowed: a text of a thousand commas is cut into MAX_LABELS + 1 parts, not a thousand.
         pairs = data.decode(errors="replace").split(",", MAX_LABELS)
         if len(pairs) > MAX_LABELS:
             raise self._malformed(f"a lease asks for more than {MAX_LABELS} labels")
@@ -412,7 +418,7 @@ class LeaseOptions(WorkerOptions):
     """The options that a lease keeps.
 
     Attributes:
-        exclusivity: Other leases that the card may have beside this one.
+        exclusivity: Other leases that the card may have while this one lives.
         submit_bytes: Part of the lease's bytes kept for submits. With 0, a submit runs in place of a session that was
             never opened.
         orphan_ms: Longest time without a connection before the lease ends; 0: no bound; None: the node's default.
@@ -429,6 +435,7 @@ class LeaseOptions(WorkerOptions):
 
 def _by_field(options: type[WorkerOptions]) -> Mapping[str, LeaseOption[Any, Any]]:
     hints = get_type_hints(options, include_extras=True)
+    # The annotation holds the declaration, so no field can be without one.
     found = {item.name: hints[item.name].__metadata__[0] for item in fields(options)}
     return dict(sorted(found.items(), key=lambda item: item[1].tag))
 
@@ -440,6 +447,7 @@ KEPT_OPTIONS: Final = _by_field(LeaseOptions)
 """The options that a lease keeps, by their fields, in the order of their tags."""
 
 OPTIONS: Final[tuple[LeaseOption[Any, Any], ...]] = tuple(
+    # Collect the declarations from this module: one that is in no list would be forgotten.
     sorted((value for value in list(globals().values()) if isinstance(value, LeaseOption)), key=lambda one: one.tag)
 )
 """All options, in the order of their tags."""
@@ -447,6 +455,7 @@ OPTIONS: Final[tuple[LeaseOption[Any, Any], ...]] = tuple(
 
 def _mistakes() -> Iterator[str]:
     """Yield what contradicts itself in the declarations above."""
+    # Each check names the option and what its declaration must have; all mistakes are reported at once.
     if len({option.tag for option in OPTIONS}) < len(OPTIONS):
         yield "each option must have a tag of its own"
     kept = list(KEPT_OPTIONS.values())

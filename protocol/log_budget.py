@@ -26,11 +26,14 @@ class LogBudget:
 
         Returns how many spendings were refused since the last admitted one, or None if this one is refused too.
         """
+        # Add the time that passed, up to a full bucket; a clock that stands still adds nothing.
         self._left_ns = min(self._full_ns, self._left_ns + now_ns - self._at_ns)
         self._at_ns = now_ns
+        # Too few tokens: count the refusal, and keep what is there for the next spending.
         if self._left_ns < tokens * self._token_ns:
             self.omitted += 1
             return None
+        # Admitted: hand out the count of refusals, so that the next line can say how many are missing.
         self._left_ns -= tokens * self._token_ns
         omitted, self.omitted = self.omitted, 0
         return omitted

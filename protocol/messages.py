@@ -36,12 +36,13 @@ class Body:
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
 
+# Every reply may be an error reply instead; its body is the same for all operations.
 # --- every operation ---
 
 
 @dataclass(frozen=True, slots=True)
 class Empty(Body):
-    """No payload."""
+    """A payload of no bytes: the request or the reply consists of its header."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,8 @@ class ErrorBody(Body):
     details: tuple[Tlv, ...] = wire(TLVS)
 
 
+# A connection begins with Hello, and a session or a submit with Attach or GpuSubmit. Their options are TLVs, so a later
+# version can add one that older peers skip.
 # --- the connection ---
 
 
@@ -76,7 +79,7 @@ class HelloReply(Body):
 
 @dataclass(frozen=True, slots=True)
 class Ping(Body):
-    """A number that the reply returns."""
+    """A request that changes nothing: its reply has the same number, so a sender can match the two."""
 
     nonce: int = wire(U64)
 
@@ -90,7 +93,7 @@ class Attach(Body):
 
 @dataclass(frozen=True, slots=True)
 class AttachReply(Body):
-    """The session as its worker sees it."""
+    """The session as its worker sees it. The `options` are its abilities, and the shared memory that it gives."""
 
     slice_bytes: int = wire(U64)
     driver: str = wire(text())
@@ -98,6 +101,7 @@ class AttachReply(Body):
     options: tuple[Tlv, ...] = wire(TLVS)
 
 
+# Asked of the broker about the node as a whole. A reader need not have a lease.
 # --- the node ---
 
 
@@ -164,6 +168,7 @@ class FenceCleared(Body):
     count: int = wire(U32)
 
 
+# Asked of a directory, which grants nothing: the tenant then asks the nodes that it names.
 # --- a fleet's directory ---
 
 
@@ -205,6 +210,8 @@ class Placement(Body):
     why: str = wire(text())
 
 
+# A lease's life: LEASE_ALLOC, renewals, and its free or revocation. Times are in milliseconds from the message on,
+# because the two clocks differ.
 # --- leases ---
 
 
@@ -300,6 +307,8 @@ class LeaseEvent(Body):
     reason: str = wire(text())
 
 
+# A region is a part of a lease's memory that ends by itself. The broker opens and ends it; the session's worker and its
+# clients see that in the session's words.
 # --- regions ---
 
 
@@ -375,6 +384,7 @@ class RegionEvent(Body):
     seen_ns: int = wire(U64)
 
 
+# A token carries permissions for one lease to another holder.
 # --- tokens ---
 
 
@@ -434,12 +444,13 @@ class Audience(Body):
     audience: bytes = wire(sized_bytes(limits.AUDIENCE_BYTES))
 
 
+# From here on the session's worker serves the requests. A handle is a number that this worker gave.
 # --- memory and streams ---
 
 
 @dataclass(frozen=True, slots=True)
 class MemAlloc(Body):
-    """Allocate so many bytes of the slice."""
+    """Allocate this many bytes of the slice. The reply is a `Handle`, the device address."""
 
     size_bytes: int = wire(U64)
 
@@ -471,7 +482,7 @@ class MemRead(Body):
 
 @dataclass(frozen=True, slots=True)
 class Data(Body):
-    """Bytes read."""
+    """The bytes that MEM_READ asked for, exactly `length` of them."""
 
     data: bytes = wire(sized_bytes(limits.MAX_DATA_BYTES))
 
@@ -496,7 +507,7 @@ class MemKeep(Body):
 
 @dataclass(frozen=True, slots=True)
 class KeptBuffer:
-    """An allocation that is kept."""
+    """An allocation that is kept: its name, its device address, its size as allocated."""
 
     name: str = wire(text(limits.MAX_KEPT_NAME_BYTES))
     handle: int = wire(U64)
@@ -512,7 +523,7 @@ class KeptBuffers(Body):
 
 @dataclass(frozen=True, slots=True)
 class Freed(Body):
-    """Bytes of allocations that were freed."""
+    """How many bytes MEM_RESET freed; kept allocations, and those of other connections, are not among them."""
 
     size_bytes: int = wire(U64)
 
@@ -535,7 +546,7 @@ class EventRecord(Body):
 
 @dataclass(frozen=True, slots=True)
 class EventPair(Body):
-    """Two events, the earlier one first."""
+    """Two recorded events, the earlier one first: EVENT_ELAPSED waits for both."""
 
     start: int = wire(U64)
     end: int = wire(U64)
@@ -543,17 +554,18 @@ class EventPair(Body):
 
 @dataclass(frozen=True, slots=True)
 class Elapsed(Body):
-    """The time from one event to another."""
+    """The time from one event to another, as the card measured it."""
 
     nanoseconds: int = wire(U64)
 
 
+# A module is loaded once; its replies say what a client needs to check a launch before it is sent.
 # --- modules and launches ---
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleLoad(Body):
-    """An image to load: PTX text or a cubin."""
+    """An image to load: PTX as text, or a cubin. The worker finds out which from its first bytes."""
 
     image: bytes = wire(sized_bytes(limits.MAX_PAYLOAD_BYTES))
 
@@ -569,7 +581,7 @@ class KernelEntry:
 
 @dataclass(frozen=True, slots=True)
 class ModuleLoaded(Body):
-    """The module's handle and its kernels."""
+    """The module's handle and its kernels. Replies about all kernels of a module follow this order."""
 
     module: int = wire(U64)
     kernels: tuple[KernelEntry, ...] = wire(list_of(Record(KernelEntry), limits.MAX_KERNELS))
@@ -652,6 +664,7 @@ class Launch(Body):
     arg_sizes: tuple[int, ...] = wire(list_of(U32, limits.MAX_ARGUMENTS))
 
 
+# A graph's nodes are requests of other operations, recorded as they would be sent.
 # --- graphs ---
 
 
@@ -699,6 +712,7 @@ class GraphLaunch(Body):
     args: bytes = wire(sized_bytes(limits.MAX_ARGUMENT_BYTES))
 
 
+# The region set is made once, so that a launch names any number of regions by one number.
 # --- launches in regions ---
 
 
@@ -731,6 +745,7 @@ class RegionRefusal(Body):
     position: int = wire(U64)
 
 
+# The fields of `Launch` first, so that a worker reads both by the same code (`fastpath.split_regions`).
 @dataclass(frozen=True, slots=True)
 class LaunchIn(Body):
     """A `Launch` that begins only while every region of the set lives. `position` comes back if it does not begin."""
@@ -750,6 +765,7 @@ class LaunchIn(Body):
     position: int = wire(U64)
 
 
+# The fields of `LaunchIn` first, as above.
 @dataclass(frozen=True, slots=True)
 class LaunchWith(Body):
     """A `Launch` with attributes; a `LaunchIn` too if `region_set` is not 0.
@@ -788,6 +804,7 @@ class GraphLaunchIn(Body):
     position: int = wire(U64)
 
 
+# A submit is a job of one kernel in a process of its own: GPU_SUBMIT, SUBMIT_RUN, and the connection ends.
 # --- submits ---
 
 

@@ -10,11 +10,13 @@ GPU_RESOURCE_TYPE: Final = 0x0005
 class Opcode(IntEnum):
     """The operations. 0x0200, 0x020A and 0x0601-0x0607 are public numbers; the others are this product's."""
 
+    # The connection: served by broker and worker, GPU_SUBMIT by a submit's worker.
     HELLO = 0x0001
     ATTACH = 0x0002
     PING = 0x0003
     GOODBYE = 0x0004
     GPU_SUBMIT = 0x0005
+    # The node, its cards and its leases: served by the broker.
     GET_INVENTORY = 0x0100
     LEASE_ALLOC = 0x0200
     LEASE_RENEW = 0x0201
@@ -38,10 +40,12 @@ class Opcode(IntEnum):
     LEASE_NOTE = 0x0215
     PLACE = 0x0216
     FLEET_LIST = 0x0217
+    # Tokens: served by the broker.
     CAPABILITY_ISSUE = 0x0300
     CAPABILITY_PRESENT = 0x0301
     CAPABILITY_AUDIENCE = 0x0302
     CAPABILITY_REVOKE = 0x0303
+    # Sessions: served by a session's worker, never by the broker.
     MEM_ALLOC = 0x0601
     MEM_FREE = 0x0602
     MEM_WRITE = 0x0603
@@ -94,6 +98,7 @@ KNOWN_FLAGS: Final = int(Flag.REPLY | Flag.QUIET)
 class Status(IntEnum):
     """The header's status: 0 in requests and successful replies. -1 to -6 are the public host error numbers."""
 
+    # The public host errors, then this product's: -16 to -24 of any request, -32 to -37 of a session.
     OK = 0
     DISCONNECTED = -1
     LEASE_EXPIRED = -2
@@ -224,11 +229,12 @@ class ParameterType(IntEnum):
 
     @property
     def text(self) -> str:
-        """The type as PTX writes it."""
+        """The type as PTX writes it, such as ".f32"."""
         return "a pointer (.ptr)" if self is ParameterType.POINTER else f".{self.name.lower()}"
 
     def clashes_with(self, other: "ParameterType") -> bool:
         """Return whether one is a float and the other an integer or a pointer; sizes and signs are not compared."""
+        # Types of bits (.b32) match everything, so they are in neither set.
         return (self in _FLOATS and other in _INTEGERS) or (self in _INTEGERS and other in _FLOATS)
 
 
@@ -237,7 +243,11 @@ _INTEGERS: Final = frozenset({*map(ParameterType, range(ParameterType.U8, Parame
 
 
 class RevokeOutcome(IntEnum):
-    """The outcome of LEASE_REVOKE."""
+    """The outcome of LEASE_REVOKE.
+
+    TORN_DOWN: the lease has ended, and its memory is proved free. FENCED: it has ended, but the memory is not proved
+    free, and is not granted again until an operator clears the fence.
+    """
 
     TORN_DOWN = 0
     FENCED = 1
@@ -275,11 +285,11 @@ class ArgumentKind(IntEnum):
 
 
 TYPED_VALUE: Final = 0x20
-"""The kind of a submit's VALUE whose type the client gives: TYPED_VALUE plus a `ParameterType` other than UNTOLD."""
+"""The kind of a submit's VALUE if the client gives its type: TYPED_VALUE plus a `ParameterType` other than UNTOLD."""
 
 
 class InventoryFlag(IntFlag):
-    """The flag bits of an inventory entry."""
+    """The flag bits of an inventory entry. FENCED: some of its bytes are fenced. No daemon of ours sets DEGRADED."""
 
     FENCED = 0x0001
     DEGRADED = 0x0002

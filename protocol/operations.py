@@ -99,6 +99,7 @@ class OperationSpec:
         return self.trigger is Trigger.SESSION_REQUEST
 
 
+# The permissions that operations share, named by what a token must permit.
 _NOTHING: Final = Needs(Permission(0))
 _ANY: Final = Needs(ALL_PERMISSIONS, any_suffices=True)
 _ANY_OF_SESSION: Final = Needs(SESSION_PERMISSIONS, any_suffices=True)
@@ -160,6 +161,7 @@ def _session(
 
 
 _ALL: Final = (
+    # The connection's own operations. HELLO and PING need no permission: they say nothing about any lease.
     _control(
         Opcode.HELLO,
         m.Hello,
@@ -175,7 +177,7 @@ _ALL: Final = (
         m.AttachReply,
         _ANY_OF_SESSION,
         Trait.NONE,
-        "makes this connection the session whose id the header carries",
+        "makes this connection the session that the header names",
         trigger=Trigger.ATTACH,
     ),
     _control(
@@ -196,9 +198,11 @@ _ALL: Final = (
         m.AttachReply,
         _SUBMIT,
         Trait.NONE,
-        "makes this connection a [submit](#submits) on the lease whose id the header carries",
+        "makes this connection a [submit](#submits) on the lease that the header names",
         trigger=Trigger.ATTACH,
     ),
+    # The node and its leases. "Ungated" operations need no token; what they show of other tenants' leases is the
+    # broker's decision.
     _control(Opcode.GET_INVENTORY, m.Empty, m.Inventory, _NOTHING, Trait.READ_ONLY, "returns the cards; ungated"),
     _control(
         Opcode.LEASE_ALLOC, m.LeaseAlloc, m.LeaseGrant, Needs(Permission.LEASE_ALLOC), Trait.NONE, "grants a lease"
@@ -283,6 +287,7 @@ _ALL: Final = (
         Trait.READ_ONLY,
         "returns whether the daemon can [grant leases](#health); ungated for peers on its host",
     ),
+    # Regions, the size of a lease, and notes for the audit log.
     _control(
         Opcode.REGION_OPEN,
         m.RegionOpen,
@@ -333,6 +338,7 @@ _ALL: Final = (
         Trait.NONE,
         "writes a [tenant's record](#notes) to the audit log; the reply comes when it is on disk",
     ),
+    # A fleet: these two are served by its directories, and by no node.
     _control(
         Opcode.PLACE,
         m.Place,
@@ -349,6 +355,7 @@ _ALL: Final = (
         Trait.NONE,
         "returns the nodes and names of a [fleet](#fleets), as its directory sees them",
     ),
+    # Tokens. No permission gives these: the broker checks who asks.
     _control(
         Opcode.CAPABILITY_ISSUE,
         m.CapabilityIssue,
@@ -381,6 +388,7 @@ _ALL: Final = (
         Trait.NONE,
         "ends one token at once; for the lease's tenant, and operators",
     ),
+    # A session's memory. MEM_ALLOC may wait in the driver; MEM_WRITE and MEM_READ copy through the socket or the ring.
     _session(
         Opcode.MEM_ALLOC,
         m.MemAlloc,
@@ -421,6 +429,7 @@ _ALL: Final = (
         ability=None,
         driver_failure=Status.SESSION_FAILED,
     ),
+    # Modules and launches. A driver compiles PTX inside MODULE_LOAD, and a full queue blocks a launch.
     _session(
         Opcode.MODULE_LOAD,
         m.ModuleLoad,
@@ -461,6 +470,7 @@ _ALL: Final = (
         ability=None,
         driver_failure=Status.SESSION_FAILED,
     ),
+    # Copies through the arena: the bytes are in shared memory, and the request says where.
     _session(
         Opcode.ARENA_WRITE,
         m.ArenaCopy,
@@ -481,6 +491,7 @@ _ALL: Final = (
         ability=None,
         driver_failure=Status.SESSION_FAILED,
     ),
+    # Streams. STREAM_SELECT can't be skipped after a failure: all later requests depend on it.
     _session(
         Opcode.STREAM_CREATE,
         m.Empty,
@@ -531,6 +542,7 @@ _ALL: Final = (
         ability=None,
         driver_failure=Status.SYNC_FAILED,
     ),
+    # Launch graphs need all permissions of a session: their nodes may copy as well as launch.
     _session(
         Opcode.GRAPH_CREATE,
         m.GraphCreate,
@@ -561,6 +573,7 @@ _ALL: Final = (
         ability=None,
         driver_failure=Status.SESSION_FAILED,
     ),
+    # A submit's one operation.
     _session(
         Opcode.SUBMIT_RUN,
         m.SubmitRun,
@@ -571,6 +584,7 @@ _ALL: Final = (
         ability=None,
         driver_failure=Status.ALLOC_FAILED,
     ),
+    # From here on each operation has an ability: a worker of an earlier version does not serve it.
     _session(
         Opcode.MODULE_PARAMETERS,
         m.Handle,
@@ -581,6 +595,7 @@ _ALL: Final = (
         ability=SessionOption.PARAMETER_TYPES,
         driver_failure=Status.SESSION_FAILED,
     ),
+    # Regions.
     _session(
         Opcode.REGION_SET,
         m.RegionSet,
@@ -631,6 +646,7 @@ _ALL: Final = (
         ability=SessionOption.REGIONS,
         driver_failure=Status.LAUNCH_FAILED,
     ),
+    # Facts about a module's parts.
     _session(
         Opcode.MODULE_VARIABLE,
         m.VariableName,
@@ -651,6 +667,7 @@ _ALL: Final = (
         ability=SessionOption.MODULE_DETAILS,
         driver_failure=Status.SESSION_FAILED,
     ),
+    # Times of a stream.
     _session(
         Opcode.EVENT_RECORD,
         m.EventRecord,
@@ -681,6 +698,7 @@ _ALL: Final = (
         ability=SessionOption.EVENTS,
         driver_failure=Status.SESSION_FAILED,
     ),
+    # Output of kernels, and launches with attributes.
     _session(
         Opcode.PRINTED,
         m.Empty,
@@ -701,6 +719,7 @@ _ALL: Final = (
         ability=SessionOption.LAUNCH_WITH,
         driver_failure=Status.LAUNCH_FAILED,
     ),
+    # Allocations that are reused, or that outlive their connection.
     _session(
         Opcode.MEM_REUSE,
         m.Handle,
@@ -741,6 +760,7 @@ _ALL: Final = (
         ability=SessionOption.OWN_MEMORY,
         driver_failure=Status.SESSION_FAILED,
     ),
+    # The client's report of a refusal that it made without the worker.
     _session(
         Opcode.REGION_REFUSED,
         m.RegionRefusal,
@@ -756,14 +776,18 @@ _ALL: Final = (
 
 def _mistakes() -> Iterator[str]:
     """Yield the contradictions in the table above."""
+    # The table must have each opcode once, in the opcodes' order: generated tables follow it.
     if [spec.op for spec in _ALL] != list(Opcode):
         missing = ", ".join(op.name for op in Opcode if op not in {spec.op for spec in _ALL})
         yield f"every opcode must have one specification, in the opcodes' order; missing: {missing or 'none'}"
     for spec in _ALL:
+        # Peers of any version find out from the number alone whether the broker or a worker serves an operation.
         if (0x0600 <= spec.op < 0x0700) != spec.is_session:
             yield f"{spec.op.name}: the numbers of session operations, and no others, must be 0x0600 to 0x06ff"
+        # Nothing reads a trait of the other kind.
         if spec.traits & (_CONTROL_TRAITS if spec.is_session else ~_CONTROL_TRAITS):
             yield f"{spec.op.name}: {spec.traits} are not all traits of such an operation"
+        # A bar would end the table's cell.
         if not spec.does or "|" in spec.does:
             yield f"{spec.op.name}: what it does must be a sentence for a table's cell, not {spec.does!r}"
 
@@ -785,7 +809,7 @@ EVENTS_OF: Final = {spec.op: spec.events for spec in _ALL if spec.events is not 
 
 
 def having(trait: Trait) -> frozenset[Opcode]:
-    """Return the operations that have a trait."""
+    """The operations with a trait; `trait` is a single one."""
     return frozenset(spec.op for spec in _ALL if trait in spec.traits)
 
 

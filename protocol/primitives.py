@@ -56,6 +56,7 @@ _U128_BYTES: Final = 16
 
 
 def plain_of(subcon: Any) -> Plain:
+    # Construct's own integers have no attribute for a plain form; every other encoding here was given one.
     """Return the plain form of an encoding of this module."""
     if isinstance(subcon, c.FormatField):
         return _plain_integer(struct.Struct(subcon.fmtstr))
@@ -82,6 +83,8 @@ def _plain_bytes(length: struct.Struct, limit: int) -> Plain:
 
     def read(data: bytes, at: int) -> tuple[bytes, int]:
         (count,) = unpack_from(data, at)
+        # The limit first, as everywhere: slicing by an announced length is harmless, but the next field would be read
+        # at a wild offset.
         if count > limit:
             raise BadValue
         begin = at + size
@@ -108,6 +111,7 @@ def _plain_list(item: Plain, limit: int) -> Plain:
         for _ in range(count):
             value, at = read_item(data, at)
             values.append(value)
+            # Stop as soon as the offset is beyond the data: a count of 65,535 must not read 65,535 empty items.
             if at > len(data):
                 raise BadValue
         return tuple(values), at
@@ -123,6 +127,7 @@ def _plain_list(item: Plain, limit: int) -> Plain:
 def _plain_optional(item: Plain) -> Plain:
     def read(data: bytes, at: int) -> tuple[Any, int]:
         (flag,) = _U8.unpack_from(data, at)
+        # A flag of 2 may have a meaning for a later version; construct names it in its error.
         if flag > 1:
             raise BadValue
         return item.read(data, at + 1) if flag else (None, at + 1)
@@ -143,9 +148,11 @@ def _plain_record(record: type[Any]) -> Plain:
             runs[-1] = (struct.Struct(form.format + subcon.fmtstr[1:]), [*named, item.name])
         else:
             runs.append((struct.Struct(subcon.fmtstr), [item.name]))
+    # A record of integers alone needs neither steps nor a list: one unpack makes the instance.
     first = runs[0][0] if runs else None
     if len(runs) == 1 and isinstance(first, struct.Struct):
         return _plain_integers(record, first, runs[0][1])
+    # Otherwise alternate: a struct for each run of integers, a plain form for each field between them.
     steps = [form for form, _ in runs]
     writes = [_run_writer(form, named) for form, named in runs]
 
@@ -174,6 +181,7 @@ def _plain_integers(record: type[Any], layout: struct.Struct, names: list[str]) 
 
 
 def _run_writer(form: struct.Struct | Plain, names: list[str]) -> Callable[[Any], bytes]:
+    # attrgetter gives a tuple for several names, and the bare value for one.
     get = attrgetter(*names)
     if isinstance(form, Plain):
         write = form.write
@@ -277,6 +285,7 @@ def text(limit: int = limits.MAX_TEXT_BYTES) -> Any:
 def list_of(item: Any, limit: int) -> Any:
     """Return the encoding `list`: a u16 count, at most `limit`, and the items. Its value is a tuple."""
     count = _length(U16, "a list", limit, "items")
+    # Construct parses to a list; bodies hold tuples, so that they are hashable and frozen as a whole.
     return _Converted(c.PrefixedArray(count, item), tuple, list, _plain_list(plain_of(item), limit))
 
 

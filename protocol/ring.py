@@ -83,26 +83,28 @@ class Barrier(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RingLayout:
-    """Both rings' capacities in bytes."""
+    """The capacities in bytes of both rings, each a power of two from MIN_RING_BYTES to MAX_RING_BYTES."""
 
     request_bytes: int
     reply_bytes: int
 
     @property
     def total_bytes(self) -> int:
-        """The size of the memory that holds both."""
+        """The size of the memory: the page of words, then the bytes of both rings."""
         return DATA_AT + self.request_bytes + self.reply_bytes
 
     def to_bytes(self) -> bytes:
-        """Return the layout as an option's value."""
+        """The value of the option RING: version and both capacities."""
         return _LAYOUT.pack(RING_VERSION, self.request_bytes, self.reply_bytes)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self | None:
         """Return the layout of an option's value; None for another version or for impossible sizes."""
+        # Options of another length, version or size count as unknown, so a later version can change all three.
         if len(data) != _LAYOUT.size:
             return None
         version, *sizes = _LAYOUT.unpack(data)
+        # A power of two has one bit: `counter & capacity - 1` is then the place in the ring.
         if version != RING_VERSION or any(size & size - 1 for size in sizes):
             return None
         return cls(*sizes) if all(MIN_RING_BYTES <= size <= MAX_RING_BYTES for size in sizes) else None
@@ -146,6 +148,7 @@ class RingWriter:
         wake: Callable[[], object],
         look: Callable[[], object] | None = None,
     ) -> None:
+        # This ring's words, as native u64, and its data. Both are views of the shared memory.
         first, data_at, self._capacity = ring
         self._words = memory[:DATA_AT].cast("Q")[first : first + _WORDS_PER_RING]
         self._data = memory[data_at : data_at + self._capacity]
@@ -163,14 +166,18 @@ class RingWriter:
         """
         size, tail = len(data), self.tail
         end = tail + size
+        # Step 1: room for one piece. `_limit` was found earlier and needs no read of the shared counter.
         if end > self._limit:
+            # No room there: read the reader's counter, and cut the piece to what fits, perhaps to nothing.
             end = min(end, self._look_ahead())
             if end != tail + size:
                 size = end - tail
                 data = memoryview(data)[:size]
+        # Step 2: the bytes, then the counter that announces them, in this order.
         at = tail - self._lap
         self._data[at : at + size] = data
         self.tail = self._words[_TAIL] = end
+        # Step 3: after the barrier, the check whether the reader sleeps.
         self._wake_if_asleep()
         return size
 
@@ -179,6 +186,7 @@ class RingWriter:
 
         So an interrupted sender never leaves half a frame. Raises as `put` does.
         """
+        # Both parts must fit as they are; they may wrap around the ring's end, unlike a piece.
         tail = self.tail
         middle = tail + len(first)
         end = middle + len(second)
@@ -187,6 +195,7 @@ class RingWriter:
                 return False
             self._copy_in(tail, first)
             self._copy_in(middle, second)
+        # The usual case: both lie before the ring's end, within the room that was found earlier.
         else:
             data, lap = self._data, self._lap
             data[tail - lap : middle - lap] = first
@@ -201,6 +210,7 @@ class RingWriter:
 
         The fields are single parameters, because a list would cost a third of the call. Raises as `put` does.
         """
+        # The hot path of launches: everything that it needs is in local variables, and nothing is allocated.
         tail = self.tail
         end = tail + layout.size
         if end > self._limit and end > self._look_ahead():
@@ -209,6 +219,7 @@ class RingWriter:
         words = self._words
         self.tail = words[_TAIL] = end
         try:
+            # The barrier: the counter's store must be visible before the sleep word is read, or both sides could sleep.
             self._acquire(False)
             self._release()
             if words[_READER_SLEEPS]:
@@ -220,6 +231,7 @@ class RingWriter:
 
     def _copy_in(self, counter: int, data: bytes | memoryview) -> None:
         """Copy data in, around the ring's end if need be; the caller has checked the room."""
+        # The place of the counter in the ring, and how many bytes lie between it and the ring's end.
         at = counter & self._capacity - 1
         here = self._capacity - at
         view = memoryview(data)
@@ -228,6 +240,7 @@ class RingWriter:
             self._data[: len(view) - here] = view[here:]
 
     def _wake_if_asleep(self) -> None:
+        # As in `put_packed`: barrier, check, and a wake in any case.
         try:
             self._acquire(False)
             self._release()
@@ -239,6 +252,7 @@ class RingWriter:
 
     def _interrupted(self, error: BaseException) -> None:
         """Wake the reader in any case: an exception may have come between the bytes and the check whether it sleeps."""
+        # An OSError is the wake's own: the reader is gone, and a second wake would fail as well.
         if not isinstance(error, OSError):
             with suppress(OSError):
                 self._wake()
@@ -246,7 +260,9 @@ class RingWriter:
     def _look_ahead(self) -> int:
         """Return the counter up to which one piece of bounded size has room."""
         room, tail = self.room(), self.tail
+        # The counter at which this lap of the ring began, so that `tail - lap` is the place of the next byte.
         self._lap = tail & -self._capacity
+        # A piece ends at the room's end, at a quarter of the ring, or at the ring's end, whichever comes first.
         limit = tail + min(room, self._capacity // PIECES_PER_RING, self._lap + self._capacity - tail)
         if self._look is not None:
             self._look()
@@ -268,6 +284,8 @@ class RingWriter:
     def room(self) -> int:
         """Return how many bytes fit now. Raises FramingError."""
         head = self._words[_HEAD]
+        # The reader's counter never goes back and never passes the writer's. Any other value was written by a broken
+        # peer.
         if not self.head <= head <= self.tail:
             raise FramingError(f"the ring's reader claims to be at {head}, not from {self.head} to {self.tail}")
         self.head = head
@@ -275,16 +293,18 @@ class RingWriter:
 
     def doze(self) -> bool:
         """Announce that this side waits until half of the ring is free. Returns False if it is. Raises FramingError."""
+        # Announce first, then check again: a reader that made room in between either sees the word, or is seen here.
         self._words[_WRITER_SLEEPS] = 1
         self._acquire(False)
         self._release()
+        # Half the ring must be free: a reader that wakes the writer for every byte would cost more than it gains.
         if self.room() * 2 < self._capacity:
             return True
         self.rise()
         return False
 
     def rise(self) -> None:
-        """Announce that this side is awake."""
+        """This side is awake and checks the room by itself: the reader need not wake it."""
         self._words[_WRITER_SLEEPS] = 0
 
     def release(self) -> None:
@@ -319,6 +339,7 @@ class RingReader:
 
     def look(self, times: int, least: int = 1) -> bool:
         """Read the unchecked counter up to `times` times. Returns whether at least `least` bytes seem to be there."""
+        # Only the upper bound is a guess; `take` checks the counter before it uses it.
         words, tail = self._words, self.head + least
         for _ in range(times):
             if words[_TAIL] >= tail:
@@ -361,6 +382,7 @@ class RingReader:
         rest = len(into)
         size, at = len(expected) + rest, self.head & self._capacity - 1
         data_at = at + len(expected)
+        # Compare without taking: bytes that are not the expected ones stay for `take`.
         if self._words[_TAIL] - self.head != size or self._data[at:data_at] != expected:
             return False
         # From here to the head without a call: after an interruption a client has both updates, or neither.
@@ -373,22 +395,26 @@ class RingReader:
                 into[here:] = self._data[: rest - here]
         words = self._words
         words[_HEAD] = self.head = self.head + size
+        # The bytes are counted already; this wakes a writer that waits for room.
         self.advance(0, 0)
         return True
 
     def advance(self, size: int, left: int) -> None:
         """Count `size` bytes as taken, and wake a waiting writer if the `left` bytes fill at most half the ring."""
         words = self._words
+        # Publish the counter, then the barrier, then look whether the writer sleeps: the order of `doze`, reversed.
         words[_HEAD] = self.head = self.head + size
         self._barrier.acquire(False)
         self._barrier.release()
         if words[_WRITER_SLEEPS] and left * 2 <= self._capacity:
+            # Clear the word before the wake: the writer may set it again.
             words[_WRITER_SLEEPS] = 0  # before the wake: the reader may set the word again
             with suppress(OSError):
                 self._wake()
 
     def doze(self) -> bool:
         """Announce that this side waits for bytes. Returns False if there are some already."""
+        # Announce first, then check again, as in `RingWriter.doze`.
         self._words[_READER_SLEEPS] = 1
         self._barrier.acquire(False)
         self._barrier.release()
@@ -398,7 +424,7 @@ class RingReader:
         return False
 
     def rise(self) -> None:
-        """Announce that this side is awake."""
+        """This side is awake and looks for bytes by itself: the writer need not wake it."""
         self._words[_READER_SLEEPS] = 0
 
     def leave(self) -> None:
@@ -431,6 +457,7 @@ class SyncWords:
 
     def ask(self, number: int) -> bool:
         """Write the number; False if the worker sleeps, and will not look."""
+        # The number, the barrier, then the check whether the worker sleeps: as for bytes that are put in.
         words = self._words
         words[_AWAITED] = number
         self._acquire(False)
@@ -441,6 +468,8 @@ class SyncWords:
         """Read the answer up to `times` times: whether all ended well; None if it has not come."""
         words, yes = self._words, 2 * number + 1
         for _ in range(times):
+            # The worker alone writes this word, and each answer has the number that it answers: an old one is never
+            # taken for it.
             answer = words[_ANSWER]
             if answer == yes:
                 return True
@@ -472,6 +501,7 @@ def worker_ends(
 
 
 def _places(layout: RingLayout) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    # In each place: the number of the ring's first word, the offset of its bytes, and their number.
     replies_at = DATA_AT + layout.request_bytes
     return (0, DATA_AT, layout.request_bytes), (_WORDS_PER_RING, replies_at, layout.reply_bytes)
 
@@ -506,7 +536,7 @@ class Wanted:
     words: bool = False
 
     def to_options(self) -> tuple[Tlv, ...]:
-        """Return the options of an ATTACH."""
+        """The options of an ATTACH: one for each kind of memory that is wanted."""
         options = [Tlv(SharedMemory.RING, bytes([RING_VERSION]))] * self.ring
         if self.arena_bytes:
             options.append(Tlv(SharedMemory.ARENA, _U64.pack(self.arena_bytes)))
@@ -517,6 +547,7 @@ class Wanted:
     def from_options(cls, options: Iterable[Tlv]) -> Self:
         """Return the request in an ATTACH's options."""
         values = {option.type: option.value for option in options}
+        # What is absent, of another version or of another length is not wanted.
         ring = values.get(SharedMemory.RING) == bytes([RING_VERSION])
         return cls(ring, _number(values.get(SharedMemory.ARENA)), values.get(SharedMemory.WORDS) == _WORDS)
 
@@ -536,7 +567,7 @@ class Given:
     words: bool = False
 
     def to_options(self) -> tuple[Tlv, ...]:
-        """Return the options of ATTACH's reply."""
+        """The options of ATTACH's reply: one for each kind of memory that is given, in the descriptors' order."""
         options = [] if self.ring is None else [Tlv(SharedMemory.RING, self.ring.to_bytes())]
         if self.arena_bytes:
             options.append(Tlv(SharedMemory.ARENA, _U64.pack(self.arena_bytes)))
@@ -547,10 +578,12 @@ class Given:
     def from_options(cls, options: Iterable[Tlv]) -> Self:
         """Return the shared memory in the options of ATTACH's reply."""
         values = {option.type: option.value for option in options}
+        # The same rule for what is given: a client that does not know a layout gets no such memory.
         ring = values.get(SharedMemory.RING)
         layout = None if ring is None else RingLayout.from_bytes(ring)
         return cls(layout, _number(values.get(SharedMemory.ARENA)), values.get(SharedMemory.WORDS) == _WORDS)
 
 
 def _number(value: bytes | None) -> int:
+    # A number of another width counts as absent.
     return 0 if value is None or len(value) != _U64.size else int(_U64.unpack(value)[0])

@@ -102,6 +102,7 @@ HEADER: Final = c.Struct(
 )
 """The definition of a region's header; HEADER_FAST reads the same bytes faster."""
 
+# Both forms in one pass of C: a call parses each header once, and construct would cost more than the call.
 HEADER_FAST: Final = struct.Struct("<QIBI")
 
 TIME_LEFT: Final = c.Struct("request_id" / c.Int64ul, "left_ms" / c.Int32ul)
@@ -122,7 +123,7 @@ GREETING_BYTES: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class CallHeader:
-    """A region's header, before its payload."""
+    """A region's header: which call, which method, its status, and the payload's bytes."""
 
     request_id: int
     method_id: int
@@ -130,7 +131,6 @@ class CallHeader:
     payload_len: int
 
     def to_bytes(self) -> bytes:
-        """Return the bytes in memory."""
         return HEADER_FAST.pack(self.request_id, self.method_id, self.status, self.payload_len)
 
     @classmethod
@@ -152,7 +152,6 @@ class TimeLeft:
     left_ms: int
 
     def to_bytes(self) -> bytes:
-        """Return the bytes in memory."""
         return TIME_LEFT_FAST.pack(self.request_id, self.left_ms)
 
     @classmethod
@@ -162,6 +161,7 @@ class TimeLeft:
 
     def of_call(self, request_id: int) -> int | None:
         """Return a call's time limit in milliseconds; None if its caller gave none."""
+        # Another id belongs to an earlier call: this caller wrote no limit.
         return self.left_ms or None if request_id == self.request_id else None
 
 
@@ -180,7 +180,7 @@ class CallError:
     retry_after_ms: int = 0
 
     def to_bytes(self) -> bytes:
-        """Return an ERROR's payload."""
+        # A cut may fall inside a character: decode drops the incomplete one.
         text = self.text.encode()[:MAX_ERROR_TEXT_BYTES].decode(errors="ignore").encode()
         built: bytes = CALL_ERROR.build(
             {"code": self.code, "retry_after_ms": min(self.retry_after_ms, 2**32 - 1), "text": text}
@@ -194,13 +194,13 @@ class CallError:
             found: Any = CALL_ERROR.parse(data)
         except c.ConstructError:
             return None
+        # A code of a later server is INTERNAL: the caller learns that the call failed, and the text says why.
         known = found.code in CallErrorCode._value2member_map_
         code = CallErrorCode(found.code) if known else CallErrorCode.INTERNAL
         return cls(code, found.text[:MAX_ERROR_TEXT_BYTES].decode(errors="replace"), found.retry_after_ms)
 
 
 def greeting() -> bytes:
-    """Return a server's first message."""
     built: bytes = GREETING.build({"version": RPC_VERSION, "shared_bytes": SHARED_BYTES})
     return built
 

@@ -89,16 +89,19 @@ def word_of(number: int, state: RegionWord) -> int:
 
 def split_word(word: int) -> tuple[int, RegionWord | None]:
     """Return a word's number and state; None for a state of a newer broker, or one that no broker writes."""
+    # An unknown state comes from a newer broker: the caller treats it as no permission to launch.
     state = word & _STATE_MASK
     return word >> NUMBER_SHIFT, RegionWord(state) if state in _STATES else None
 
 
 def cause_of(page: bytes) -> str:
+    # The cause was written before the word that announces it, so a page with an ended lease has it whole.
     """Return the name of the cause for which the lease has ended, on a copy of the page; "" while it lives."""
     return page[CAUSE_AT : CAUSE_AT + CAUSE_BYTES].rstrip(b"\0").decode(errors="replace")
 
 
 def reason_of(page: bytes) -> str:
     """Return the reason of an operator who has ended the lease, on a copy of the page; "" if there is none."""
+    # The length may be of any value on a broken page; the slice is bounded either way.
     (length,) = _U64.unpack_from(page, REASON_LENGTH_AT)
     return page[REASON_AT : REASON_AT + min(length, MAX_SHOWN_REASON_BYTES)].decode(errors="ignore")

@@ -1,4 +1,4 @@
-"""Reads settings by their declarations: dataclasses whose fields say in their annotations what an operator may write.
+"""Reads settings by their declarations: dataclasses with annotations that say what an operator may write.
 
     @dataclass(frozen=True, slots=True)
     class PoolSettings:
@@ -90,7 +90,7 @@ class Setting:
         example: A value in TOML, for the example file; "" to write the default.
         is_secret: Whether errors must not repeat the value.
         is_reloaded: Whether a reload applies it.
-        is_later: Whether it came after the first digests of settings in audit logs: with its default it is no part of
+        is_later: Whether it came after the first digests of settings in audit logs: its default is then not part of
             the digest, so that an upgrade changes none.
     """
 
@@ -123,8 +123,10 @@ class Setting:
 
     def has_within(self, number: float) -> bool:
         """Return whether a number is within the bounds; nan never is."""
+        # 0 usually means "off", so it is taken besides the bounds and is checked first.
         if self.or_zero and number == 0:
             return True
+        # Comparisons with nan are false, so nan fails whichever bound there is.
         is_enough = number >= (self.least if self.least is not None else number)
         is_over = self.over is None or number > self.over
         return is_enough and is_over and (self.most is None or number <= self.most)
@@ -156,13 +158,14 @@ class Declared:
 
     @property
     def table(self) -> Any:
-        """The declaration of the table that the setting is; None for a value, whose `what` says what it is."""
+        """The declaration of the table that the setting is; None for a setting with a value of its own."""
         return self.kind if isinstance(self.kind, type) and is_dataclass(self.kind) and not self.setting.what else None
 
     @property
     def what(self) -> str:
         """What the value must be, to follow "must be"."""
         setting = self.setting
+        # The setting's own words first; then what its choices or its type say.
         if setting.what:
             return f"{setting.what} {setting.bounds_text}".rstrip()
         if setting.choices:
@@ -177,9 +180,11 @@ class Declared:
         """Return the field's value for a file's. Raises BadSetting."""
         try:
             return self._read(value)
+        # A secret's error must not repeat the value, and neither must an error of its read function.
         except (ValueError, TypeError) as error:
             if self.setting.is_secret:
                 problem = BadSetting(f"{{}} must be {self.what}")
+            # The error of a table inside this one names its own key; `within` adds this table's.
             elif isinstance(error, BadSetting):
                 problem = error
             else:
@@ -188,6 +193,7 @@ class Declared:
 
     def check_bounds(self, number: Any, shown: Any) -> None:
         """Raise BadSetting for a number out of bounds. Other values, and None, have no bounds."""
+        # True and False are ints in Python, but never numbers of a setting.
         if isinstance(number, int | float) and not isinstance(number, bool) and not self.setting.has_within(number):
             raise must_be(self.what, shown)
 
@@ -210,6 +216,7 @@ class Declared:
         if setting.choices and found not in setting.choices:
             raise must_be(self.what, value, did_you_mean(value, setting.choices, ""))
         self.check_bounds(found, value)
+        # Only whole numbers of a file without a bound of their own: the read function of another has checked it.
         if self.kind is int and setting.read is None and setting.most is None and found > MAX_WHOLE:
             raise must_be(f"at most {MAX_WHOLE}", value)
         return found
@@ -217,6 +224,7 @@ class Declared:
 
 def _finite(number: float) -> float:
     """Return a number as a float. Raises ValueError without text for one that is infinite, nan or too large."""
+    # An int of thousands of digits raises OverflowError here.
     try:
         found = float(number)
     except OverflowError:
@@ -243,6 +251,7 @@ def declared(kind: type) -> Mapping[str, Declared]:
 def _declared(kind: Any) -> Mapping[str, Declared]:
     found: dict[str, Declared] = {}
     hints = typing.get_type_hints(kind, include_extras=True)
+    # Each field with an annotation of `Setting` is a setting; others are fields of the class alone.
     for item in fields(kind):
         if get_origin(hints[item.name]) is not Annotated:
             continue
@@ -250,8 +259,10 @@ def _declared(kind: Any) -> Mapping[str, Declared]:
         settings = [note for note in notes if isinstance(note, Setting)]
         if not settings:
             continue
+        # The default, made now if it is made by a call; MISSING means that a file must give it.
         default = item.default if item.default_factory is MISSING else item.default_factory()
         made = Declared(settings[0].key or item.name, item.name, _without_none(inner), default, settings[0])
+        # Everything that a declaration lacks is found when it is first read, so a test of each class finds all of it.
         is_known = made.kind in (bool, int, float, str) or made.table is not None
         if not (is_known or made.setting.read or (isinstance(made.kind, type) and issubclass(made.kind, Enum))):
             raise TypeError(f"{kind.__name__}.{item.name} needs a read function: its type is {made.kind}")
@@ -278,17 +289,20 @@ def read_values(kind: type | Mapping[str, Declared], table: Any) -> dict[str, An
         table: The table as the file has it.
 
     Raises:
-        BadSetting: It is no table, has a key that is not declared, has a wrong value, or lacks a setting that must be
-            given.
+        BadSetting: It is not a table, has a key that is not declared or a wrong value, or lacks a setting that must
+            be given.
     """
+    # Step 1: the table's form.
     if not isinstance(table, dict):
         raise must_be("a table", table)
     settings = kind if isinstance(kind, Mapping) else declared(kind)
     values: dict[str, Any] = {}
+    # Step 2: each key of the file, so that a misspelt one is an error and not a default.
     for key, value in table.items():
         if (found := settings.get(key)) is None:
             raise BadSetting(f"there is no setting {{}}; {did_you_mean(key, settings)}", (key,))
         values[found.attribute] = found.value_of(value)
+    # Step 3: what the file must have and lacks.
     missing = [key for key, found in settings.items() if found.default is MISSING and found.attribute not in values]
     if missing:
         raise BadSetting(f"{{}} must be given{''.join(f', and {key}' for key in missing[1:])}", (missing[0],))
@@ -298,6 +312,7 @@ def read_values(kind: type | Mapping[str, Declared], table: Any) -> dict[str, An
 def read_settings(kind: type[Settings], table: Any) -> Settings:
     """Return a table as the class that declares its settings. Raises BadSetting, also for what the class refuses."""
     values = read_values(kind, table)
+    # The class may check its settings against each other, and says what is wrong without a setting's name.
     try:
         return kind(**values)
     except BadSetting:
@@ -321,6 +336,7 @@ def check_bounds(settings: Any) -> None:
 
 def any_of(texts: Iterable[str]) -> str:
     """Return texts as alternatives: "'a', 'b' or 'c'"."""
+    # The last one is joined with "or"; a single one stands alone.
     *others, last = [repr(text) for text in texts]
     return f"{', '.join(others)} or {last}" if others else last
 
@@ -334,7 +350,7 @@ def read_choice(kind: type[Choice], value: Any, without: Iterable[Choice] = ()) 
 
 
 def read_text(value: Any) -> str:
-    """Return a string. Raises BadSetting."""
+    """Return a string of a file unchanged. Raises BadSetting for any other type."""
     if not isinstance(value, str):
         raise must_be("a string", value)
     return value

@@ -18,6 +18,7 @@ def parse_size(text: str) -> int:
     """Return the bytes of "6GiB", "512M" or "1073741824"; all units are powers of 1024. Raises ValueError."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
+        # The number may have a point, as in 1.5GiB; only the unit's first letter decides.
         raise ValueError(f"{text!r} is not a size: write a number of bytes, or one with KiB, MiB, GiB or TiB")
     size = int(float(match[1]) * _SCALE[match[2][:1].upper()])
     if size < 1:
@@ -27,6 +28,7 @@ def parse_size(text: str) -> int:
 
 def size_text(size_bytes: int) -> str:
     """Return a number of bytes for people: the exact figure, and a rounded one where that helps."""
+    # Below one MiB the exact figure is short enough.
     for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20)):
         if size_bytes >= scale:
             return f"{size_bytes} bytes ({size_bytes / scale:.1f} {unit})"
