@@ -105,7 +105,7 @@ def _check_place(setting: str, path: Path, *, is_folder: bool) -> None:
     if path.exists() and path.is_dir() != is_folder:
         raise ConfigError(f"setting {setting}: {path} is {'no' if is_folder else 'a'} folder")
     if not path.parent.is_dir():
-        raise ConfigError(f"setting {setting}: there is no folder {path.parent}")
+        raise ConfigError(f"setting {setting}: the folder {path.parent} does not exist")
     place = path if is_folder and path.exists() else path.parent
     if not os.access(place, os.W_OK | os.X_OK):
         raise ConfigError(f"setting {setting}: the daemon's user may not write in {place}")

@@ -226,7 +226,7 @@ def _place_problem(path: Path) -> str:
     folder = path.parent
     if not folder.exists():
         missing = next(one for one in (folder, *folder.parents) if one.parent.exists())
-        return f"there is no folder {missing}: correct the path if it is mistyped, or create the folder first"
+        return f"the folder {missing} does not exist: correct the path if it is mistyped, or create the folder first"
     if not folder.is_dir():
         return f"{folder} is not a folder; use another path"
     if path.is_dir():

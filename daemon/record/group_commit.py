@@ -60,6 +60,7 @@ class CommitQueue(Generic[Item]):
         with self._lock:
             self._items.append(item)
             self.accepted += 1
+            # The committer sleeps only while the queue is empty, so only the first item has to wake it.
             if len(self._items) == 1:
                 self._changed.notify()
             return self.accepted
@@ -71,6 +72,7 @@ class CommitQueue(Generic[Item]):
         the queue is closed and empty.
         """
         with self._changed:
+            # One wait is enough: a spurious wakeup returns an empty group, and the committer calls again.
             if not self._items and not self._is_closed:
                 self._changed.wait(wait_s)
             taken = [self._items.popleft() for _ in range(min(most, len(self._items)))]
@@ -155,6 +157,7 @@ class GroupCommitter(Generic[Item]):
         self._failure = ""
         self._busy_since_ns = 0
         self._on_change: Callable[[], None] = lambda: None
+        # A daemon thread: a disk that hangs in fsync must not keep the process from exiting.
         self._thread = threading.Thread(target=self._run, name=target.thread_name, daemon=True)
 
     @property
@@ -190,6 +193,7 @@ class GroupCommitter(Generic[Item]):
         client.
         """
         self._queue.close()
+        # Never started: no client waits for an item, so only the files have to be closed.
         if self._thread.ident is None:
             self._target.close()
             return True
@@ -198,6 +202,7 @@ class GroupCommitter(Generic[Item]):
 
     def problem(self) -> str:
         """Return why nothing can be written now, as a clause; "" if it can."""
+        # The committer's thread writes this field and the broker's reads it: one copy, so that both uses agree.
         since_ns = self._busy_since_ns
         if since_ns and time.monotonic_ns() - since_ns > STALLED_AFTER_S * NS_PER_S:
             return f"{self._target.work} has lasted for more than {STALLED_AFTER_S:g} s"
@@ -208,18 +213,23 @@ class GroupCommitter(Generic[Item]):
     def _run(self) -> None:
         target, queue = self._target, self._queue
         while True:
+            # After a failure, pause before the next try. A daemon that stops does not wait for the pause.
             if self._failure:
                 queue.wait_for_close(RETRY_S)
+            # Read before the queue is emptied: an item that was put before the close is then certainly taken.
             is_last = queue.is_closed
+            # A group that failed stays as it is and is filled up: its items keep their order and go first.
             if len(self._group) < target.max_group:
                 self._group += queue.take(target.max_group - len(self._group), 0 if self._failure else target.idle_s)
             self._try_to_commit()
+            # The last round is over when all is written, or when the disk still refuses: no second try at the exit.
             if is_last and (self._failure or not len(queue)):
                 target.close()
                 return
 
     def _try_to_commit(self) -> None:
         try:
+            # After a failure even an empty group is committed: its success is the only sign that the disk works again.
             if self._group or self._failure:
                 self._commit()
             else:
@@ -235,14 +245,18 @@ class GroupCommitter(Generic[Item]):
 
     def _commit(self) -> None:
         self._busy_since_ns = time.monotonic_ns()
+        # From here until `_busy_since_ns` changes, `problem` counts how long the disk takes.
         self._target.commit(self._group)
+        # The disk works again. The operator learns of it before any reply that was held is sent.
         if self._failure:
             self._target.on_recovery()
             self._failure = ""
+        # Tickets are counted, so the durable ticket is the number of items on the disk.
         self.durable += len(self._group)
         self._group.clear()
         # A slow commit that succeeded is not a problem any more.
         self._busy_since_ns = time.monotonic_ns()
+        # Wake the replies first. Rotating files and similar work can wait.
         self._on_change()
         self._target.after_commit()
 
@@ -293,6 +307,7 @@ class DurableReplies:
 
     def hold(self, ticket: int, on_done: Callable[[str], None]) -> None:
         """Call `on_done` once the item with this ticket is durable, or can't be; at once if that is known."""
+        # Three cases are known at once: durable already, impossible now, or before the broker's loop runs.
         if self._durable() >= ticket:
             on_done("")
         elif problem := self._problem():
@@ -300,6 +315,7 @@ class DurableReplies:
         elif self._loop is None:
             on_done("the daemon has not begun")
         else:
+            # Otherwise wait, with one timer for all: the first reply in the queue is the first to time out.
             self._held.append(_Held(ticket, self._loop.time() + MAX_WAIT_S, on_done))
             if self._timer is None:
                 self._timer = self._loop.call_later(MAX_WAIT_S, self._give_up, self._loop)
@@ -316,9 +332,11 @@ class DurableReplies:
                 self._loop.call_soon_threadsafe(self._release)
 
     def _release(self) -> None:
+        # First send every reply whose ticket is on the disk, in order.
         durable = self._durable()
         while self._held and self._held[0].ticket <= durable:
             _finish(self._held.popleft(), "")
+        # If nothing can be written now, the others get the problem at once instead of waiting for the time limit.
         if self._held and (problem := self._problem()):
             while self._held:
                 _finish(self._held.popleft(), problem)
@@ -326,8 +344,10 @@ class DurableReplies:
     def _give_up(self, loop: asyncio.AbstractEventLoop) -> None:
         """Give up replies that have waited too long, and set the timer to the first of the others."""
         self._timer = None
+        # A reply that timed out is refused even if its commit succeeds later: the grant behind it is revoked.
         while self._held and self._held[0].until_s <= loop.time():
             _finish(self._held.popleft(), self._problem() or too_long())
+        # A reply's callback may have held another one, which then has set the timer already.
         if self._held and self._timer is None:
             self._timer = loop.call_at(self._held[0].until_s, self._give_up, loop)
 
@@ -342,4 +362,4 @@ def _finish(held: _Held, problem: str) -> None:
         held.on_done(problem)
     except Exception:
         # A bug. The others that wait must still get their replies.
-        log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="telling an outcome")
+        log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="reporting an outcome")

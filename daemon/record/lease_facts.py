@@ -1,11 +1,12 @@
 """The history of leases: events and their effects in, facts out, computed once for the audit log, the log and metrics.
 
-A fact holds what no single effect does: who asked and when, since when a lease is granted, since when its work is
-refused. The memory for that is bounded by open requests and live leases. No I/O but the log line of a bug.
+A fact holds what no single effect has: who asked and when, when the lease was granted, and when its work was refused.
+The memory for that is bounded by open requests and live leases. The only I/O is the log line that reports a bug.
 
-Two readers of events take no facts. The journal writes rows whatever a fact says: what is durable must not depend on
-what is reported, and the daemon's own requests, which no fact answers, change rows too. The subscriptions ask the lease
-table for a lease's phase, which changes with effects that are no facts (`SetDeadline`, `Warned`).
+Two readers of events do not use facts. The journal writes rows directly from effects: what is durable must not depend
+on what is reported, and the daemon's own requests also change rows, although no fact answers them. The subscriptions
+read a lease's phase from the lease table, because it also changes with effects that make no fact (`SetDeadline`,
+`Warned`).
 """
 
 from collections.abc import Callable, Sequence
@@ -75,7 +76,7 @@ from gpulease.protocol.opcodes import Opcode
 from gpulease.protocol.session_words import ENDED_WORDS
 
 THE_DAEMON: Final = "gpuleased"
-"""The requester, where nobody asked: the daemon itself."""
+"""The requester of what no peer requested: the daemon itself."""
 
 RegionRequest = RegionRequested | RegionCancelRequested | ResizeRequested
 TenantRequest = RenewRequested | AcquireRequested | FreeRequested | SubmitRequested | RegionRequest
@@ -89,15 +90,15 @@ class FactRow:
 
     Attributes:
         sources: The types of the event or effect that is its `Fact.source`.
-        is_answer: Whether it answers a request. Where that is the daemon's own, the audit log does not record it: what
-            happens to the lease says the rest.
-        logs: The log events, the first of which is usual. With a record and one event, the line has the record's
-            particulars, unless `LeaseLog` has a method for it; without a record, it must have one.
-        audit: The kind of its record; `projector` has the particulars.
-        has_worker: Whether the lease's worker is there, whose process id the line has.
-        counts: The counters that it adds 1 to; each by the labels of its family. A region's facts count in `of_regions`
+        is_answer: Whether it answers a request. The audit log omits answers to the daemon's own requests: the records
+            of the lease say the same.
+        logs: The log events; the first is the usual one. A fact with an audit record is logged with the record's
+            particulars. A fact without one, or with two events, needs a method in `LeaseLog`.
+        audit: The kind of its audit record; `projector` makes the particulars.
+        has_worker: Whether the lease has a worker at that moment. Its process id is then part of the log line.
+        counts: The counters that it adds 1 to, each by the labels of its family. A region's facts count in `of_regions`
             instead.
-        counts_lives: Those that count it only for a lease that had been granted.
+        counts_lives: The counters that count it only for a lease that had been granted.
         of_regions: What `counts` is for regions.
         lives_of_regions: What `counts_lives` is for regions.
     """
@@ -114,21 +115,20 @@ class FactRow:
 
     @property
     def families(self) -> tuple[Family, ...]:
-        """All counters."""
         return self.counts + self.counts_lives + self.of_regions + self.lives_of_regions
 
 
 class FactKind(Enum):
-    """The kinds of facts: each with where it comes from, its log event, its audit record and its counters."""
+    """The kinds of facts: each with its source, its log event, its audit record and its counters."""
 
     REQUESTED = FactRow(sources=(AcquireRequested,), logs=(LogEvent.LEASE_REQUESTED, LogEvent.LEASE_QUEUED))
-    """A lease was asked for."""
+    """A tenant requested a lease."""
     PLACED = FactRow(sources=(SpawnWorker,), logs=(LogEvent.LEASE_PLACED,))
     """The lease has its bytes, and gets a worker."""
     WORKER_READY = FactRow(sources=(WorkerReady,), logs=(LogEvent.WORKER_READY,))
     """The lease's worker has its context."""
     WORKER_FAILED = FactRow(sources=(WorkerFailed,), logs=(LogEvent.WORKER_FAILED,))
-    """The lease's worker has none."""
+    """The lease's worker could not make its context."""
     WORKER_EXITED = FactRow(sources=(WorkerExited,), logs=(LogEvent.WORKER_EXITED, LogEvent.WORKER_DIED))
     """The lease's worker has ended."""
     WORKER_KILLED = FactRow(sources=(KillWorker,), logs=(LogEvent.WORKER_KILLED,))
@@ -249,12 +249,12 @@ class FactKind(Enum):
 
 
 class RequestKind(NamedTuple):
-    """What an event that is a request is called.
+    """The names of an event that is a request.
 
     Attributes:
-        names_tenant: Whether it names its tenant; the others are operators', and name nobody.
+        names_tenant: Whether the event has its tenant. Operators' requests have no such field.
         operation: Its name in audit records.
-        opcode: The operation by which peers ask it, whose name the metrics have.
+        opcode: The operation by which peers request it. Metrics use the opcode's name.
     """
 
     names_tenant: bool
@@ -293,7 +293,7 @@ class Times(NamedTuple):
     """The life of a lease so far, in monotonic nanoseconds; None for what has not happened.
 
     Attributes:
-        asked_ns: When it was asked for.
+        asked_ns: When it was requested.
         spawned_ns: When its worker was started; None again once the worker was ready.
         granted_ns: When this daemon granted it; None for a lease of an earlier daemon.
         began_ns: When it was granted, or created under an earlier daemon.
@@ -315,7 +315,7 @@ NO_TIMES: Final = Times()
 
 
 class Fact(NamedTuple):
-    """An event of a lease's life, with all that a record, a line or a counter needs of it.
+    """An event of a lease's life, with everything that an audit record, a log line or a counter needs.
 
     Attributes:
         kind: What happened.
@@ -343,11 +343,11 @@ class Fact(NamedTuple):
 class LeaseHistory:
     """Turns each event, with the effects that the lease table made of it, into facts.
 
-    Request 0 is the daemon's own: its outcome answers nobody.
+    Request 0 is the daemon's own: no peer waits for its outcome.
 
     Args:
-        lookup: Gives a lease as it is after the event.
-        lease_of_submit: Gives the lease of a submit by its number, 0 for any other number.
+        lookup: Returns a lease in its state after the event.
+        lease_of_submit: Returns the lease of a submit by the submit's number, 0 for any other number.
     """
 
     def __init__(self, lookup: Lookup, lease_of_submit: Callable[[int], int] = lambda _: 0) -> None:
@@ -356,9 +356,9 @@ class LeaseHistory:
         self._asked: dict[int, Asked] = {}
         self._askers: dict[int, str] = {}
         self._times: dict[int, Times] = {}
-        # Who was given a worker that runs already, in this event: the `SpawnWorker` that follows uses it.
+        # The lease that took over a running worker in this event. The `SpawnWorker` that follows reads it.
         self._renamed_to = 0
-        # Leases and submits.
+        # Leases and submits with a reported fault: a second fault of the same session makes no fact.
         self._faulted: set[int] = set()
         self._on_event: Final[dict[type, Callable[[Any, int], Fact | None]]] = {
             AcquireRequested: self._requested,
@@ -404,7 +404,7 @@ class LeaseHistory:
         return not (self._asked or self._askers or self._times or self._faulted)
 
     def asked_by(self, request: int, peer: str) -> None:
-        """Name who is behind a request whose event names nobody, or the tenant in whose stead it is made."""
+        """Note the peer that made a request, if its event has no tenant, or the operator who acts for its tenant."""
         self._askers[request] = peer
 
     def on_event(self, event: Event, effects: Sequence[Effect], now_ns: int) -> list[Fact]:
@@ -421,19 +421,25 @@ class LeaseHistory:
 
     def _follow(self, event: Event, effects: Sequence[Effect], now_ns: int, facts: list[Fact]) -> None:
         kind = type(event)
+        # A rename concerns only the spawn in the same event.
         self._renamed_to = 0
+        # Step 1: remember who asks and when, for the answer, which may be a later event's effect.
         if (request := REQUESTS.get(kind)) is not None:
             self._take_in(event, now_ns, names_tenant=request.names_tenant)
+        # Step 2: the event's own fact.
         on_event = self._on_event.get(kind)
         if on_event is not None and (fact := on_event(event, now_ns)) is not None:
             facts.append(fact)
+        # Step 3: the facts of its effects, in their order.
         for effect in effects:
             on_effect = self._on_effect.get(type(effect))
             if on_effect is None or (fact := on_effect(effect, now_ns)) is None:
                 continue
             facts.append(fact)
+            # One answer to the operator, but one fact for each lease: their tenants have records of their own.
             if fact.kind is FactKind.FENCES_CLEARED:
                 facts += self._unfenced(fact)
+        # Step 4: events that end what is remembered, or that belong before their effects.
         if isinstance(event, RequesterGone):
             self._forget_request(self._asked.pop(event.request, None))
         elif isinstance(event, WorkerExited) and kind_of(event.worker_id) is WorkerKind.LEASE:
@@ -442,6 +448,7 @@ class LeaseHistory:
             facts.insert(0, Fact(FactKind.WORKER_EXITED, now_ns, event, event.worker_id, None, None, times))
 
     def _take_in(self, event: Any, now_ns: int, *, names_tenant: bool) -> None:
+        # Request 0 is the daemon's own and is never answered, so it would be remembered for ever.
         if request := event.request:
             by = event.tenant if names_tenant else THE_DAEMON
             self._asked[request] = Asked(self._askers.pop(request, by), now_ns, event)
@@ -474,6 +481,7 @@ class LeaseHistory:
 
     def _session_faulted(self, event: SessionFaulted, now_ns: int) -> Fact | None:
         number = event.worker_id
+        # The number is a submit's or a lease's. Only the first fault of a session whose lease lives is reported.
         of_submit = self._lease_of_submit(number)
         lease = self._lookup(of_submit or number)
         if lease is None or lease.state is not LeaseState.ACTIVE or number in self._faulted:
@@ -492,6 +500,7 @@ class LeaseHistory:
         self, event: LeaseRestored | RegionRestored, lease_id: int, created_ns: int, now_ns: int
     ) -> Fact | None:
         lease = self._lookup(lease_id)
+        # A restored lease that has ended, or that is only fenced, does not continue.
         if lease is None or lease.state not in (LeaseState.ACTIVE, LeaseState.DRAINING):
             return None
         is_active = lease.state is LeaseState.ACTIVE
@@ -512,6 +521,7 @@ class LeaseHistory:
     def _granted(self, effect: Granted | RegionGranted, now_ns: int) -> Fact:
         lease = effect.lease
         before = self._times.get(lease.lease_id, NO_TIMES)
+        # A lease's life begins with its grant. Its end may already be known: the same event may refuse its work.
         times = Times(before.asked_ns, before.spawned_ns, now_ns, now_ns, True, before.over_ns, before.cause)
         self._times[lease.lease_id] = times
         asked = self._take_request(effect.request, now_ns)
@@ -524,7 +534,7 @@ class LeaseHistory:
         return Fact(FactKind.DENIED, now_ns, effect, lease_id, asked=asked)
 
     def _checked(self, effect: Checked, now_ns: int) -> None:
-        """Forget it until it is claimed, and to be placed."""
+        """Forget an acquire that passed its check. It returns as a new request once its name is claimed."""
         self._forget_request(self._take_request(effect.request, now_ns))
 
     def _submit_ready(self, effect: SubmitReady, now_ns: int) -> Fact:
@@ -542,7 +552,7 @@ class LeaseHistory:
         return self._asked.pop(request, None) or Asked(THE_DAEMON, now_ns, None)
 
     def _forget_request(self, asked: Asked | None) -> None:
-        """Forget a lease that was asked for, if it is not placed and so never will be."""
+        """Forget the times of a requested lease that was not placed, because it never will be."""
         if asked is None or not isinstance(asked.request, AcquireRequested):
             return
         times = self._times.get(asked.request.lease_id)
@@ -565,20 +575,21 @@ class LeaseHistory:
 
     def _refused_work(self, effect: RefuseWork, now_ns: int) -> Fact | None:
         lease = self._lookup(effect.worker_id)
-        # A warm context's end tells all.
+        # A warm context is no lease: `WarmEnded` makes the fact of its end.
         return None if lease is None else self._over(effect, lease, effect.cause, now_ns)
 
     def _set_region(self, effect: SetRegion, now_ns: int) -> Fact | None:
         region = self._lookup(effect.region_id)
         if effect.word not in ENDED_WORDS or region is None or region.cause is None:
             return None
-        is_told = self._times.get(effect.region_id, NO_TIMES).over_ns is not None
-        return None if is_told else self._over(effect, region, region.cause, now_ns)
+        # The word of a region that is over may be written again: only the first time is its end.
+        is_over = self._times.get(effect.region_id, NO_TIMES).over_ns is not None
+        return None if is_over else self._over(effect, region, region.cause, now_ns)
 
     def _over(self, effect: RefuseWork | SetRegion, lease: LeaseSnapshot, cause: Cause, now_ns: int) -> Fact:
         before = self._times.get(lease.lease_id, NO_TIMES)
         self._times[lease.lease_id] = times = Times(*before[:5], now_ns, cause)
-        # Nobody has a lease that was never granted: its denial and its end tell all.
+        # A lease that was never granted has no tenant's record: its denial and its end are reported.
         kind = FactKind.ENDING if times.is_granted else FactKind.CANCELLED
         return Fact(kind, now_ns, effect, lease.lease_id, lease, None, times)
 
@@ -596,6 +607,7 @@ class LeaseHistory:
 
     def _renamed(self, effect: RenameWorker, now_ns: int) -> Fact | None:
         self._renamed_to = effect.to_id
+        # A lease's worker is renamed when it is recycled; only a warm context that gets a lease is taken.
         if kind_of(effect.from_id) is WorkerKind.LEASE or (lease := self._lookup(effect.to_id)) is None:
             return None
         return Fact(FactKind.WARM_TAKEN, now_ns, effect, lease.lease_id, card=lease.card_uuid)
@@ -620,7 +632,7 @@ class LeaseHistory:
 
 
 def end_under_earlier_daemon(lease: LeaseSnapshot, now_ns: int) -> Fact:
-    """Return the end of a lease under an earlier daemon, which was killed before it was recorded."""
+    """Return the fact that a lease ended under an earlier daemon, which was killed before it could record the end."""
     return _end_of(lease, None, lease.ended_ns or now_ns, NO_TIMES)
 
 

@@ -39,12 +39,12 @@ _SAME_NAMES: Final = frozenset(
 
 
 class LeaseLog(Recorder):
-    """Stands before the recorder of the audit log: passes records on, and logs what happens.
+    """Wraps the recorder of the audit log: passes every record on, and writes a log line for it.
 
     Args:
-        inner: The recorder.
-        lookup: Gives a lease as it is after the event.
-        pid_of: Gives the process id of a lease's worker, 0 if it has none.
+        inner: The recorder of the audit log.
+        lookup: Returns a lease in its state after the event.
+        pid_of: Returns the process id of a lease's worker, 0 if it has none.
     """
 
     def __init__(self, inner: Recorder, lookup: Lookup, pid_of: Callable[[int], int]) -> None:
@@ -52,81 +52,76 @@ class LeaseLog(Recorder):
         self._lookup = lookup
         self._pid_of = pid_of
         self._limited = _LimitedLog()
-        # Of leases whose worker was seen: its end is logged when it has none any more.
+        # Workers' process ids by lease, because a worker's end is logged after its process id is forgotten elsewhere.
         self._pids: dict[int, int] = {}
 
     # --- what happens ---
 
     def attach(self, post: Callable[[Event], None]) -> None:
-        """Implement `Recorder.attach`."""
         self._inner.attach(post)
 
     @property
     def keeps_records(self) -> bool:
-        """Implement `Recorder.keeps_records`."""
         return self._inner.keeps_records
 
     def on_facts(self, facts: Sequence[Fact]) -> None:
         """Record and log what an event brought about. Called before any effect is carried out; raises nothing."""
+        # Step 1: the audit log. It comes first, because grants wait for their records to be durable.
         entries: list[Entry | None] = []
         keeps_records = self._inner.keeps_records
         try:
             for fact in facts:
                 event = _RECORDED.get(fact.kind)
+                # The log line has the record's particulars, so an entry is also made for a line alone.
                 entry = entry_of(fact) if keeps_records or (event is not None and is_logged(event)) else None
                 if entry is not None:
                     self._inner.record(entry, fact.now_ns)
                 entries.append(entry)
         except Exception:
+            # A bug in either step must not stop the other, or the effects that follow.
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="recording what happened to a lease")
+        # Step 2: the log.
         try:
             self._log_facts(facts, entries)
         except Exception:
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="logging what happened to a lease")
 
     def record(self, entry: Entry, now_ns: int) -> None:
-        """Implement `Recorder.record`."""
         self._inner.record(entry, now_ns)
 
     def without_end(self, tombstones: Sequence[LeaseSnapshot]) -> list[LeaseSnapshot]:
-        """Implement `Recorder.without_end`."""
         return self._inner.without_end(tombstones)
 
     def record_missing_ends(self, tombstones: Sequence[LeaseSnapshot], now_ns: int) -> None:
-        """Record ends that an earlier daemon wrote to its journal, and did not live to record."""
+        """Record ends that an earlier daemon wrote to its journal, but not to the audit log before it died."""
         for lease in self.without_end(tombstones):
             if (entry := entry_of(end_under_earlier_daemon(lease, now_ns))) is not None:
                 self.record(entry, now_ns)
 
     def attached(self, lease_id: int, tenant: str) -> None:
-        """Implement `Recorder.attached`."""
         self._log(LogEvent.SESSION_ATTACHED, tenant, lease_id=lease_id, worker_pid=self._pid_of(lease_id) or None)
         self._inner.attached(lease_id, tenant)
 
     def issued(self, tenant: str, by: str, grant: Claims, audience: str | None) -> None:
-        """Implement `Recorder.issued`."""
         permissions = list(names_of(grant.permissions))
         fields = {"lease_id": grant.lease_id, "by": by, "permissions": permissions, "nonce": grant.nonce.hex()}
+        # The nonce identifies the token in a later TOKEN_REVOKED. The token itself is a secret and is never logged.
         self._log(LogEvent.TOKEN_ISSUED, tenant, **fields)
         self._inner.issued(tenant, by, grant, audience)
 
     def token_revoked(self, tenant: str, by: str, lease_id: int, nonce: bytes) -> None:
-        """Implement `Recorder.token_revoked`."""
         self._log(LogEvent.TOKEN_REVOKED, tenant, lease_id=lease_id, by=by, nonce=nonce.hex())
         self._inner.token_revoked(tenant, by, lease_id, nonce)
 
     def reloaded(self, config: str) -> None:
-        """Implement `Recorder.reloaded`."""
         self._inner.reloaded(config)
 
     def refused(self, operation: str, tenant: str, lease_id: int, message: str) -> None:
-        """Implement `Recorder.refused`."""
         fields = {"operation": operation.lower(), "lease_id": lease_id, "denial": "refused", "reason": message}
         self._log(LogEvent.REQUEST_DENIED, tenant, **fields)
         self._inner.refused(operation, tenant, lease_id, message)
 
     def note(self, lease_id: int, tenant: str, note: bytes, on_noted: OnNoted) -> None:
-        """Implement `Recorder.note`."""
         self._inner.note(lease_id, tenant, note, on_noted)
 
     def forward_revoked(
@@ -146,27 +141,25 @@ class LeaseLog(Recorder):
         )
 
     def warned(self, lease_id: int, left_ms: int, reason: str) -> None:
-        """Log that subscribers were told that a lease ends soon."""
+        """Log that subscribers were warned that a lease ends soon."""
         self._log_of_lease(LogEvent.LEASE_WARNED, lease_id, left_ms=left_ms, reason=reason)
 
     # --- what the audit log demands ---
 
     def denial(self) -> Denial | None:
-        """Implement `Recorder.denial`."""
         return self._inner.denial()
 
     def problem(self) -> str:
-        """Implement `Recorder.problem`."""
         return self._inner.problem()
 
     def figures(self) -> dict[str, int] | None:
-        """Implement `Recorder.figures`."""
         return self._inner.figures()
 
     def answer(self, granted: Grant, on_outcome: OnOutcome) -> None:
-        """Implement `Recorder.answer`. Logs the denial that takes the grant's place."""
+        """Pass the grant on, and log the denial if one takes its place."""
 
         def answered(outcome: Grant | Denied) -> None:
+            # The log has a line about the grant already, so the line about the denial has to contradict it.
             if isinstance(outcome, Denied):
                 lease, denial = granted.lease, outcome.denial
                 operation = "region_open" if lease.parent_id else "acquire"
@@ -177,7 +170,6 @@ class LeaseLog(Recorder):
         self._inner.answer(granted, answered)
 
     async def stop(self) -> None:
-        """Implement `Recorder.stop`."""
         self._limited.stop()
         await self._inner.stop()
 
@@ -185,6 +177,7 @@ class LeaseLog(Recorder):
 
     def _log_facts(self, facts: Sequence[Fact], entries: Sequence[Entry | None]) -> None:
         """Log requests and workers first, then what is recorded, then the rest."""
+        # First pass: what led to the result. `entries` is shorter than `facts` if making one of them failed.
         for number, fact in enumerate(facts):
             if fact.kind is FactKind.REQUESTED:
                 self._log_request(fact)
@@ -193,6 +186,7 @@ class LeaseLog(Recorder):
                 first(self, fact)
             elif fact.kind in _RECORDED:
                 self._log_entry(fact, entries[number] if number < len(entries) else None)
+        # Second pass: consequences. A lease that has ended needs its worker's process id no longer.
         for fact in facts:
             if fact.kind in (FactKind.ENDED, FactKind.FENCED):
                 self._pids.pop(fact.lease_id, None)
@@ -216,6 +210,7 @@ class LeaseLog(Recorder):
     def _log_queued(self, fact: Fact, facts: Sequence[Fact]) -> None:
         if not is_logged(LogEvent.LEASE_QUEUED):
             return
+        # No effect says "queued": an acquire waits if this event neither denied nor placed it and no lease exists.
         request, lease_id = fact.source.request, fact.lease_id
         for other in facts:
             is_denied = other.kind is FactKind.DENIED and other.source.request == request
@@ -241,6 +236,7 @@ class LeaseLog(Recorder):
         self._log_of_lease(LogEvent.WARM_REFUSED, fact.lease_id, reason=fact.source.doubt)
 
     def _log_entry(self, fact: Fact, entry: Entry | None) -> None:
+        # Remember the process id even if nothing is logged now: a later line about the worker's end needs it.
         if fact.kind.row.has_worker and (pid := self._pid_of(fact.lease_id)):
             self._pids[fact.lease_id] = pid
         event = _RECORDED[fact.kind]
@@ -252,6 +248,7 @@ class LeaseLog(Recorder):
             fields["worker_pid"] = self._pids.get(fact.lease_id)
         if (deadline_ns := _deadline_that_passed(fact)) is not None:
             fields["late_ms"] = _ms(fact.now_ns - deadline_ns)
+        # An operator's action is about no tenant: it counts towards the budget of the operator who asked.
         tenant = str(particulars.get("tenant") or particulars.get("by", ""))
         fields["lease_id"] = fact.lease_id or _lease_in(particulars)
         self._limited.log(event, tenant, fields)
@@ -327,7 +324,7 @@ _LAST: Final[dict[FactKind, Callable[[LeaseLog, Fact], None]]] = {
     FactKind.SUBMIT_ENDED: LeaseLog._log_submit_ended,
     FactKind.SUBMIT_FENCED: LeaseLog._log_submit_ended,
 }
-"""Facts that are logged after it."""
+"""Facts that are logged after what is recorded."""
 
 _LOGGED_BY_METHODS: Final = frozenset({FactKind.REQUESTED, *_FIRST, *_LAST})
 
@@ -339,14 +336,14 @@ _RECORDED: Final = {
 """Facts that are logged with the particulars of their audit records."""
 
 if {*_RECORDED, *_LOGGED_BY_METHODS} != {kind for kind in FactKind if kind.row.logs}:
-    raise TypeError("exactly the facts whose row has a log event must have an audit record, or a method that logs them")
+    raise TypeError("exactly the facts with a log event in their row must have an audit record or a method that logs")
 
 
 COUNT_EVERY_S: Final = 10.0
-"""Until the log says that a tenant's events were left out."""
+"""Time until the log reports how many of a tenant's events were left out."""
 
 MAX_COUNTS: Final = 50
-"""Lines that say so at once; those of more tenants and events are summed up in one more."""
+"""Lines in one such report: one for each tenant and event. All that remain are summed up in one more line."""
 
 _UNLIMITED: Final = frozenset(
     {LogEvent.LEASE_FENCED, LogEvent.SUBMIT_FENCED, LogEvent.LEASE_UNFENCED, LogEvent.OPERATOR_ACTED}
@@ -355,7 +352,7 @@ _UNLIMITED: Final = frozenset(
 
 
 class _LimitedLog:
-    """Logs so many events of a tenant, and counts those that it leaves out."""
+    """Logs events within each tenant's budget, and counts those that it leaves out."""
 
     def __init__(self) -> None:
         self._budgets: defaultdict[LogEvent, Budgets] = defaultdict(Budgets)
@@ -364,11 +361,14 @@ class _LimitedLog:
 
     def log(self, event: LogEvent, tenant: str, fields: dict[str, Any]) -> None:
         if event not in _UNLIMITED:
+            # A budget for each kind of event: a tenant that floods one kind keeps the lines of all others.
             omitted = self._budgets[event].spend(tenant, time.monotonic_ns())
             if omitted is None:
+                # The first event left out starts the timer. No timer runs while nothing is left out.
                 if self._timer is None:
                     self._timer = asyncio.get_running_loop().call_later(COUNT_EVERY_S, self._log_suppressed)
                 return
+            # This line fits again; those left out before it are reported with the next timer.
             if omitted:
                 self._omitted[event.kind.name, tenant] += omitted
         first: dict[str, Any] = {"lease_id": fields.pop("lease_id", None)}
@@ -382,10 +382,12 @@ class _LimitedLog:
         self._log_suppressed()
 
     def _log_suppressed(self) -> None:
+        # Collect the counts that no later line of the same tenant has taken up.
         self._timer = None
         for event, budgets in self._budgets.items():
             for tenant, count in budgets.take_omitted().items():
                 self._omitted[event.kind.name, tenant] += count
+        # Unary plus drops zeros. The tenants with the most events left out get lines of their own.
         counts = (+self._omitted).most_common()
         self._omitted.clear()
         for (of_event, tenant), count in counts[:MAX_COUNTS]:
@@ -397,9 +399,11 @@ class _LimitedLog:
 def _fields_of(kind: Kind, particulars: Particulars) -> dict[str, Any]:
     """Return the particulars of an audit record by the names that they have in the log."""
     fields = {name: value for name, value in particulars.items() if name in _SAME_NAMES and value != ""}
+    # In a denial's record, `card` is what the tenant asked for, and `reason` is a code.
     if kind is Kind.DENY:
         fields["denial"], fields["reason"] = particulars["reason"], particulars["message"]
         fields["wanted_card"] = fields.pop("card", None)
+    # Durations are in microseconds in records and in milliseconds in the log.
     if "waited_us" in particulars:
         fields["took_ms"] = particulars["waited_us"] / US_PER_MS
     if "latency_us" in particulars:

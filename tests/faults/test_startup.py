@@ -77,7 +77,10 @@ def test_a_socket_where_a_folder_is(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("place", "said"),
-    [("no/ne", "there is no folder .*/no for the state folder"), ("file/state", "can't be used: Not a directory")],
+    [
+        ("no/ne", "the folder .*/no of the state folder .* does not exist"),
+        ("file/state", "can't be used: Not a directory"),
+    ],
 )
 def test_a_state_folder_that_can_not_be_made(tmp_path: Path, place: str, said: str) -> None:
     (tmp_path / "file").write_text("x")
@@ -108,7 +111,9 @@ def test_tenants_whose_cards_are_not_there(tmp_path: Path, text: str, said: str)
 def test_a_folder_that_does_not_exist(tmp_path: Path) -> None:
     status, said = start_in_vain("--listen", f"unix:{tmp_path}/no/ne/d.sock", "--driver", "cpu")
     assert status == EXIT_CONFIG
-    check_sentence(said, "there is no folder .*/no: correct the path if it is mistyped, or create the folder first")
+    check_sentence(
+        said, "the folder .*/no does not exist: correct the path if it is mistyped, or create the folder first"
+    )
 
 
 @pytest.mark.exhaustive

@@ -52,12 +52,14 @@ def main() -> None:
 @_json
 def verify(paths: tuple[Path, ...], head_file: Path | None, head: str | None, as_json: bool) -> None:
     """Find every edited, missing or reordered record. The exit status is 0 only if there is none."""
+    # The head of a --head option comes from somewhere that the log's writer can't reach, so it is trusted most.
     source = find_log(paths, head_file)
     known = _link(head) if head else (None if source.head is None else source.head.link)
     verifier = Verifier(known)
     for file, offset, line in source.lines():
         verifier.take(file, offset, line)
     verdict = verifier.finish()
+    # Without a head a log that was cut at the end looks whole.
     if known is None:
         verdict.notes.append("no head is known: records missing at the end would not be detected")
     click.echo(indented_json(_verdict_map(verdict)) if as_json else _verdict_text(verdict))
@@ -77,15 +79,16 @@ def verify(paths: tuple[Path, ...], head_file: Path | None, head: str | None, as
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the records' lines as they are.")
 def show(paths: tuple[Path, ...], lease: str | None, tenant: str | None, kinds: tuple[str, ...], as_json: bool) -> None:
-    """Show records, oldest first."""
+    # A first pass finds the full id, so that a prefix of two leases is an error and not a mixture of their records.
     wanted = None if lease is None else _lease_named(find_log(paths), lease.lower())
 
     def is_wanted(record: Record) -> bool:
-        whose = (record.data.get("tenant"), record.data.get("by"))
+        # An operator's record has `by` and no tenant.
+        people = (record.data.get("tenant"), record.data.get("by"))
         return (
             (not kinds or record.kind in kinds)
             and (wanted is None or record.data.get("lease") == wanted)
-            and (tenant is None or tenant in whose)
+            and (tenant is None or tenant in people)
         )
 
     text = _json_line if as_json else line_of
@@ -105,6 +108,7 @@ def usage(paths: tuple[Path, ...], head_file: Path | None, as_json: bool) -> Non
     """
     source = find_log(paths, head_file)
     verifier = Verifier(None if source.head is None else source.head.link)
+    # One pass: the sums are made while the chain is verified, and are printed even if it is broken.
     total = UsageSum()
     for record in source.records(verifier):
         total.take(record)
@@ -121,10 +125,10 @@ def usage(paths: tuple[Path, ...], head_file: Path | None, as_json: bool) -> Non
 @_paths
 @_head_file
 def head(paths: tuple[Path, ...], head_file: Path | None) -> None:
-    """Print the head as SEQ:HASH, to be kept where nobody who writes the log can reach it."""
+    """Print the head as SEQ:HASH. Keep it where a writer of the log can't reach it."""
     source = find_log(paths, head_file)
     if source.head is None:
-        raise CannotRead("there is no head")
+        raise CannotRead("the log has no head")
     click.echo(f"{source.head.link.seq}:{source.head.link.hash}")
 
 

@@ -106,14 +106,16 @@ class LastRecords:
 
 
 def last_records(folder: Path, boot: str) -> LastRecords:
-    """Read the end of a log. Raises OSError."""
+    """Summarize the last TAIL_BYTES of a log. Lines that are not records are skipped. Raises OSError."""
     kinds: dict[str, Kind] = {}
     cut_us = None
     for line in _last_lines(folder):
         with contextlib.suppress(NotARecord, ValueError):
+            # Each record moves the cut: after a STOP, or on another boot, nothing more can have happened.
             record = read_record(line)
             cut_us = record.mono_us if record.boot == boot and record.kind != Kind.STOP else None
             kind, lease = _KINDS.get(record.kind), record.data.get("lease")
+            # The strongest record wins, not the last: after an END nothing about a lease is open.
             if isinstance(lease, str) and kind in _RANK and _RANK[kind] >= _RANK[kinds.get(lease, kind)]:
                 kinds[lease] = kind
     return LastRecords(kinds, cut_us)
@@ -123,6 +125,7 @@ def _last_lines(folder: Path) -> list[bytes]:
     """Return the last lines of a log, oldest first. The first may be a piece of a line."""
     pieces: list[bytes] = []
     rest = TAIL_BYTES
+    # From the newest file back until enough bytes are read.
     for path in reversed(log_files(folder)):
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - rest))
@@ -136,10 +139,12 @@ def _last_lines(folder: Path) -> list[bytes]:
 def tail_of(data: bytes | mmap.mmap) -> Tail:
     """Find the last complete record in a file's bytes. A record that lacks only its newline is complete."""
     stop = len(data)
+    # Line by line from the end: each is a record, or a piece that a crash left behind the last one.
     while stop:
         body_end = stop - (data[stop - 1 : stop] == b"\n")
         start = data.rfind(b"\n", 0, body_end) + 1
         with contextlib.suppress(NotARecord):
+            # One byte more than a record may have: a longer line fails as too long and is not copied whole.
             line = bytes(data[start : min(body_end, start + MAX_RECORD_BYTES + 1)])
             return Tail(Link(read_record(line).seq, hash_of(line)), stop)
         stop = start
@@ -188,6 +193,7 @@ class AuditLog:
         """Seal records, write them and make them durable. Raises OSError: then `close` the log, and open it again."""
         self.attempted = []
         self._check_undisturbed()
+        # Seal all records first: each has the hash of the one before it.
         lines, link = [self._separator], self.link
         for draft in drafts:
             line, link = seal(draft, link, self._boot)
@@ -197,6 +203,7 @@ class AuditLog:
         # The record that describes a torn line must be in the same file.
         if self._size and not self._separator and self._size + len(data) > self._settings.max_file_bytes:
             self._begin_file()
+        # The order matters: records, sync, then the head. A head ahead of its log would mean that the log was cut.
         self._write(data)
         os.fdatasync(self._fd)
         self._separator = b""
@@ -227,6 +234,7 @@ class AuditLog:
         if not 0 < self._settings.keep_files < len(self._files):
             return None
         oldest, following = self._files[:2]
+        # The next file's first record has the hash of the last record in the oldest file, so that one need not be read.
         with following.open("rb") as file:
             line = file.readline(MAX_RECORD_BYTES + 1)
         with contextlib.suppress(NotARecord):
@@ -249,31 +257,40 @@ class AuditLog:
     # --- the end that was left ---
 
     def _open(self) -> None:
+        # The lock first: nothing may be read while another daemon writes.
         self._lock_folder()
         self._head_fd = _open_file(self._settings.head_path, os.O_RDWR | os.O_CREAT)
         self._files = log_files(self._settings.folder)
         self._find_end()
+        # Continue the newest file, or begin the first one. Its name has the number of its first record.
         if self._files:
             self._take_file(self._files[-1], _open_file(self._files[-1], os.O_WRONLY | os.O_APPEND))
         else:
             self._begin_file()
 
     def _find_end(self) -> None:
+        # Find the last complete record. The newest file may have none: a crash right after it was made leaves it empty.
         tail = Tail(Link(), 0)
         for path in reversed(self._files):
             size = path.stat().st_size
             tail = _tail_of_file(path) if size else tail
+            # Only the newest file may end in a torn line; the others were complete when the next one began.
             if path == self._files[-1]:
                 self._find_torn(path, tail.end_bytes, size)
             if tail.link.seq:
                 break
+        # Three witnesses of the end: the file, the head, and what this daemon knows it wrote. The furthest one wins, so
+        # that a loss shows.
         self.link = self._agree_with_known(self._agree(tail.link))
 
     def _find_torn(self, path: Path, end_bytes: int, size: int) -> None:
         with path.open("rb") as file:
+            # Complete, with its newline: nothing is torn.
             file.seek(max(0, end_bytes - 1))
             if end_bytes == size and (not size or file.read(1) == b"\n"):
                 return
+            # The newline that is missing comes before the next record. If bytes follow the last record, that record
+            # describes them.
             self._separator = b"\n"
             if end_bytes < size:
                 file.seek(end_bytes)
@@ -289,9 +306,11 @@ class AuditLog:
             if end.seq:
                 self.found["head"] = f"it can't be read: {error}" if data else "it is missing"
             return end
+        # The log is ahead: normal after a crash, because the head follows each sync.
         if end.seq > head.link.seq:
             self.found["unanchored"] = end.seq - head.link.seq
             return end
+        # The log is behind: records that were durable are gone.
         if end.seq < head.link.seq:
             self.found["lost"] = {"first": end.seq + 1, "last": head.link.seq}
         elif end.hash != head.link.hash:
@@ -333,6 +352,7 @@ class AuditLog:
 
     def _check_undisturbed(self) -> None:
         try:
+            # Two ways to be disturbed: another file at the path, or bytes that this process did not write.
             there, ours = os.stat(self._path), os.fstat(self._fd)
         except FileNotFoundError:
             raise LogDisturbed(errno.ENOENT, "the newest file of the audit log is gone") from None
@@ -342,6 +362,7 @@ class AuditLog:
     def _write(self, data: bytes) -> None:
         rest = memoryview(data)
         while rest:
+            # write(2) may write a part, for example when the disk fills up.
             written = os.write(self._fd, rest)
             self._size += written
             rest = rest[written:]

@@ -38,6 +38,7 @@ class LogSource:
             offset = 0
             try:
                 with path.open("rb") as file:
+                    # The bound keeps a forged file of one endless line out of memory. Its pieces are no valid records.
                     while line := file.readline(MAX_RECORD_BYTES + 2):
                         yield path.name, offset, line
                         offset += len(line)
@@ -57,16 +58,18 @@ def find_log(paths: Sequence[Path], head_path: Path | None = None) -> LogSource:
 
     The head is read first: a daemon that writes meanwhile can only make the log longer than its head.
     """
+    # The head lies next to the log unless the caller says otherwise.
     folder = paths[0] if paths[0].is_dir() else paths[0].parent
     head = _head(head_path or folder / HEAD_NAME, is_expected=head_path is not None)
     files: list[Path] = []
+    # Files keep the order in which they were given: the verifier reports an order that is wrong.
     for path in paths:
         try:
             files += log_files(path) if path.is_dir() else [path]
         except OSError as error:
             raise CannotRead(f"{path}: {error.strerror}") from None
     if not files:
-        raise CannotRead(f"there is no audit log in {folder}")
+        raise CannotRead(f"{folder} has no audit log")
     return LogSource(tuple(files), head)
 
 
@@ -75,9 +78,10 @@ def _head(path: Path, *, is_expected: bool) -> Head | None:
         with path.open("rb") as file:
             return read_head(file.read(HEAD_BYTES + 1))
     except FileNotFoundError:
+        # A log without a head is legal: an operator may have copied only the files.
         if not is_expected:
             return None
-        raise CannotRead(f"there is no head at {path}") from None
+        raise CannotRead(f"the head {path} does not exist") from None
     except OSError as error:
         raise CannotRead(f"{path}: {error.strerror}") from None
     except NotAHead as error:
@@ -93,6 +97,7 @@ _OWN_COLUMNS: Final = frozenset({"lease", "tenant", "by"})
 def line_of(record: Record) -> str:
     """Format a record: number, time, kind, tenant, lease and particulars."""
     data = record.data
+    # What explains a record best comes first, then the other particulars in the record's order.
     who = data.get("tenant", data.get("by", ""))
     names = [name for name in _FIRST if name in data]
     names += [name for name in data if name not in _FIRST and name not in _OWN_COLUMNS]
@@ -155,6 +160,7 @@ def usage_map(tenants: Mapping[str, Used]) -> dict[str, dict[str, int]]:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Format a table. Columns of numbers are flushed right."""
+    # Headings count for a column's width, but not for whether it holds numbers.
     columns = list(zip(head, *rows, strict=True))
     widths = [max(len(cell) for cell in column) for column in columns]
     is_number = [bool(rows) and all(cell.replace(".", "").isdigit() for cell in column[1:]) for column in columns]

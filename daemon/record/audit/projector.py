@@ -29,7 +29,7 @@ Entry = tuple[Kind, Particulars]
 def entry_of(fact: Fact) -> Entry | None:
     """Return the kind and the particulars of a fact's record; None if the audit log has no record for it.
 
-    Request 0 is the daemon's own, so its outcome is no answer; the records of the lease itself describe it.
+    Request 0 is the daemon's own: its outcome has no record, because the records of the lease describe it.
     """
     row = fact.kind.row
     if row.audit is None or (row.is_answer and not fact.source.request):
@@ -65,6 +65,7 @@ def _resize(fact: Fact) -> Particulars:
 def _free(fact: Fact) -> Particulars | None:
     """Record only a free by another than the tenant; the end of the lease records everything else."""
     asked = _asked(fact)
+    # A tenant that frees its own lease is the normal end: END says it.
     if asked.by in (fact.source.lease.tenant, THE_DAEMON):
         return None
     return {"action": "free", "by": asked.by, "latency_us": _waited_us(fact)} | _request(asked)
@@ -94,6 +95,7 @@ def _drain(fact: Fact) -> Particulars:
 
 def _deny(fact: Fact) -> Particulars:
     asked, denial = _asked(fact), fact.source.denial
+    # The message may have a tenant's or a driver's words, so it is cleaned.
     why = {"reason": denial.reason.value, "message": clean_text(denial.message)}
     return {"operation": _operation(asked), "tenant": asked.by} | _request(asked) | why
 
@@ -122,6 +124,7 @@ def _over(fact: Fact) -> Particulars | None:
 
 def _end(fact: Fact) -> Particulars | None:
     lease, over_ns = fact.lease, fact.times.over_ns
+    # Both times are cut to microseconds first, so that the difference agrees with the record's own times.
     latency_us = 0 if over_ns is None else fact.now_ns // NS_PER_US - over_ns // NS_PER_US
     return lease and _lease(lease) | _times(fact) | {"latency_us": latency_us} | _why(lease)
 
@@ -159,7 +162,7 @@ _PARTICULARS: Final[dict[FactKind, Callable[[Fact], Particulars | None]]] = {
 """The particulars of each kind of fact that is recorded; without them, the fact has no record after all."""
 
 if _PARTICULARS.keys() != {kind for kind in FactKind if kind.row.audit is not None}:
-    raise TypeError("exactly the facts whose row has an audit kind must have particulars")
+    raise TypeError("exactly the facts with an audit kind in their row must have particulars")
 
 
 # --- particulars ---

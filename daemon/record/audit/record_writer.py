@@ -43,6 +43,7 @@ class AuditWriter:
 
         Raises FolderInUse, NoThread, or OSError if the log can't be written although it must be.
         """
+        # Before the thread runs, so that a daemon that must have its log fails at its start, with the reason.
         try:
             self._committer.commit_first()
         except OSError:
@@ -51,7 +52,7 @@ class AuditWriter:
         self._committer.start(self._on_change)
 
     def put(self, kind: Kind, data: dict[str, Any], now_ns: int = 0) -> int:
-        """Queue a record of what happens now. Return its ticket, 0 if there was no room. Never waits for the disk."""
+        """Queue a record of what happens now. Return its ticket, 0 if the queue is full. Never waits for the disk."""
         return self._committer.put(draft_of(kind, data, now_ns))
 
     @property
@@ -104,8 +105,9 @@ class RecordQueue(CommitQueue[Draft]):
         self._gap: Draft | None = None
 
     def put(self, item: Draft) -> int:
-        """Queue a record and return its ticket, 0 if there was no room. Never waits for the disk."""
+        """Queue a record and return its ticket, 0 if the queue is full. Never waits for the disk."""
         with self._lock:
+            # Minor records stop at half the room: a tenant that floods them can't displace a grant or an end.
             if len(self._items) >= (MAX_QUEUED_MINOR if item.kind.is_minor else MAX_QUEUED):
                 self._drop(item)
                 return 0
@@ -116,6 +118,7 @@ class RecordQueue(CommitQueue[Draft]):
             return self.accepted
 
     def _on_taken(self, taken: list[Draft]) -> None:
+        # The record about the gap leaves the queue with its present count. The next dropped record begins another.
         if self._gap is not None and any(draft is self._gap for draft in taken):
             self._gap = None
 
@@ -126,6 +129,7 @@ class RecordQueue(CommitQueue[Draft]):
             gap = self._gap = Draft(Kind.GAP, {"dropped": {}, "since_us": draft.mono_us}, draft.wall_us, draft.mono_us)
             self._items.append(gap)
             self.accepted += 1
+        # The record is in the queue already; its counts grow in place until the thread takes it.
         counts = gap.data["dropped"]
         counts[draft.kind.value] = counts.get(draft.kind.value, 0) + 1
         self.dropped += 1
@@ -158,14 +162,18 @@ class _LogTarget(CommitTarget[Draft]):
         self._head_synced_ns = 0
 
     def commit(self, group: Sequence[Draft]) -> None:
+        # Step 1: the open log; after a failure, open it again and find out what reached the disk.
         log = self._log or self._open()
         before = log.link
+        # Step 2: the START or RESUME record, if one is due, then the records of the group that are not in the log yet.
         drafts = [*([] if self._opening is None else [self._opening]), *group[self._written :]]
+        # Step 3: append. If it fails, `attempted` has the chain's ends with which the next try compares the file.
         try:
             log.append(drafts, time.monotonic_ns() // NS_PER_US)
         finally:
             self._attempted = log.attempted
         self._is_begun = True
+        # Step 4: the log works. Report how it continues, and what opening it revealed.
         if self._opening is not None:
             log_event(LogEvent.AUDIT_CONTINUED, record=before.seq, hash=before.hash)
             if log.found:
@@ -173,11 +181,14 @@ class _LogTarget(CommitTarget[Draft]):
         self._opening, self._attempted, self._written = None, [], 0
 
     def after_commit(self) -> None:
+        # Reported here and not where it happened: a full queue means that the disk is slow, and log lines would add to
+        # that.
         if self._queue.dropped > self._logged_dropped:
             log_event(LogEvent.AUDIT_DROPPED, count=self._queue.dropped)
             self._logged_dropped = self._queue.dropped
         if (log := self._log) is None:
             return
+        # The `prune` record is durable before its file goes: a crash in between leaves a file too many, never a gap.
         while (superfluous := log.superfluous()) is not None:
             path, data = superfluous
             log.append([draft_of(Kind.PRUNE, data)], time.monotonic_ns() // NS_PER_US)
@@ -191,10 +202,12 @@ class _LogTarget(CommitTarget[Draft]):
             self._sync_head(log)
 
     def on_failure(self, error: Exception, problem: str, *, is_first: bool) -> None:
+        # RESUME has the time of the first failure, since when records may be missing.
         if is_first:
             self._failed_us = time.monotonic_ns() // NS_PER_US
             log_event(LogEvent.AUDIT_FAILING, reason=str(error))
         self._problem = problem
+        # The descriptors may be in any state after a failed write; only a fresh look at the file is reliable.
         if self._log is not None:
             self._log.close()
             self._log = None
@@ -205,6 +218,7 @@ class _LogTarget(CommitTarget[Draft]):
     def close(self) -> None:
         if self._log is None:
             return
+        # The log itself is durable. A head that can't be synced is only older than it could be.
         try:
             self._log.sync_head()
         except OSError as error:
@@ -214,16 +228,19 @@ class _LogTarget(CommitTarget[Draft]):
         self._log = None
 
     def _sync_head(self, log: AuditLog) -> None:
+        # At most one sync of the head each BEAT_S: it anchors the log, but no reply waits for it.
         now_ns = time.monotonic_ns()
         if now_ns - self._head_synced_ns >= BEAT_S * NS_PER_S:
             log.sync_head()
             self._head_synced_ns = now_ns
 
     def _open(self) -> AuditLog:
+        # Read the end of the file. It may be the end of any record of the append that failed.
         log = self._log = self._open_log(self._known)
         if log.link in self._attempted:
             # The append that failed reached the file, partly or completely: those records only need a sync.
             there = self._attempted.index(log.link) + 1
+            # The first of the attempted records was the START or RESUME, which is not part of the group.
             if self._opening is not None:
                 self._is_begun = True
                 there -= 1

@@ -93,9 +93,8 @@ class LogRecorder(Recorder):
 
     Args:
         is_required: Whether a grant is reported only when its record is durable.
-        last: The last records of the log. An earlier daemon may have been killed between this log and its journal, so
-          that
-          the two differ about which leases have ended.
+        last: The last records of the log. They show which ends are missing, because an earlier daemon may have been
+          killed after it wrote an end to its journal and before it wrote it here, or the other way round.
     """
 
     def __init__(self, is_required: bool, last: LastRecords | None = None) -> None:
@@ -114,7 +113,7 @@ class LogRecorder(Recorder):
         return True
 
     def write_with(self, writer: AuditWriter) -> None:
-        """Set the writer, once the log is open."""
+        """Set the writer. Until then nothing is recorded, and a required log denies every grant."""
         self._writer = writer
 
     def on_change(self) -> None:
@@ -142,12 +141,15 @@ class LogRecorder(Recorder):
         """
         found = []
         cut_us = self._last.cut_us
+        # From the newest end to the oldest. Once an end is older than the log's last record, the log was complete then,
+        # so older leases that it does not name need no record.
         for lease in reversed(tombstones):
             if cut_us is not None and (lease.ended_ns or 0) // NS_PER_US < cut_us:
                 cut_us = None
             kind = self._last.kinds.get(lease_text(lease.lease_id))
             # If the records do not name a lease, perhaps no log was kept when it began.
             is_cut_off = cut_us is not None and lease.created_ns // NS_PER_US <= cut_us
+            # Missing: the last record about the lease is not an end, or there is none and the end came after the cut.
             if is_cut_off if kind is None else kind not in (Kind.END, Kind.FENCE):
                 found.append(lease)
         return found[::-1]
@@ -186,6 +188,7 @@ class LogRecorder(Recorder):
         """Write the rest and close. The lease table is at rest by now."""
         if self._writer is None:
             return
+        # The STOP record has the counts that no later record of a tenant will report.
         omitted = [[tenant, count] for tenant, count in sorted(self._budgets.take_omitted().items())]
         is_whole = await asyncio.to_thread(self._writer.stop, {"omitted": omitted} if omitted else {})
         if not is_whole:
@@ -195,8 +198,10 @@ class LogRecorder(Recorder):
         if self._writer is None:
             return
         kind, data = entry
+        # The earlier daemon recorded this end, and this one only found it in its journal again.
         if kind is Kind.END and self._last.kinds.get(data["lease"]) is Kind.END:
             return
+        # Minor records cost the tenant's budget. The next record that fits reports how many were left out.
         if kind.is_minor:
             omitted = self._budgets.spend(str(data.get("tenant", "")), now_ns or time.monotonic_ns())
             if omitted is None:
@@ -204,6 +209,7 @@ class LogRecorder(Recorder):
             if omitted:
                 data = data | {"omitted": omitted}
         ticket = self._writer.put(kind, data, now_ns)
+        # The ticket waits for `answer`, which follows as the grant's effect. A lease that ends first needs none.
         if kind is Kind.GRANT and self._is_required:
             self._tickets[int(data["lease"], 16)] = ticket
         elif self._tickets and kind in ENDS:
@@ -212,6 +218,7 @@ class LogRecorder(Recorder):
     # --- notes ---
 
     def note(self, lease_id: int, tenant: str, note: bytes, on_noted: OnNoted) -> None:
+        # Only canonical values are recorded. The note's bytes are the tenant's, so everything about them is checked.
         try:
             value = value_of(note, NOTE_DEPTH)
         except NotCanonical as error:
@@ -225,6 +232,7 @@ class LogRecorder(Recorder):
             self._put_note({"lease": lease_text(lease_id), "tenant": tenant, "note": value}, on_noted)
 
     def _note_denial(self, tenant: str, size_bytes: int) -> Denial | None:
+        # From what concerns all tenants to what concerns this one.
         if problem := self.problem():
             return not_noted(problem)
         if self._notes_waiting >= MAX_NOTES_WAITING:
@@ -245,7 +253,7 @@ class LogRecorder(Recorder):
         if ticket:
             self._replies.hold(ticket, on_done)
         else:
-            on_done("there is no room for it in memory")
+            on_done("its queue in memory is full")
 
     # --- grants ---
 
@@ -270,6 +278,7 @@ class LogRecorder(Recorder):
         if not problem:
             on_outcome(granted)
             return
+        # The grant's record may still reach the disk. The denial's record says that its tenant never got the lease.
         denial = not_recorded(problem)
         lease = granted.lease
         operation = "region_open" if isinstance(granted, RegionGranted) else "acquire"
@@ -322,6 +331,7 @@ class Budgets:
         Returns how many were omitted since the last one, or None if this one must be omitted too.
         """
         budget = self._budgets.get(tenant)
+        # Tenants beyond MAX_TENANTS share the budget of the name "".
         if budget is None:
             if len(self._budgets) >= MAX_TENANTS:
                 tenant = ""

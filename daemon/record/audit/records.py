@@ -42,6 +42,7 @@ def canonical_bytes(value: Any, depth: int = 0) -> bytes:
 def value_of(data: bytes, depth: int = 0) -> Any:
     """Decode canonical bytes, with `depth` objects around them. Raises NotCanonical for any others, even JSON."""
     try:
+        # Parse any JSON without floats, then encode it again: only canonical bytes survive that unchanged.
         value = json.loads(data, parse_float=_no_float, parse_constant=_no_float)
     except (ValueError, RecursionError) as error:
         raise NotCanonical(f"it is not JSON: {error}" if not isinstance(error, NotCanonical) else str(error)) from None
@@ -64,6 +65,7 @@ def _check(value: Any, depth: int) -> None:
     elif kind in (list, tuple):
         items = value
     else:
+        # A scalar at the top: checked as the only item of a list that does not count.
         items, depth = (value,), depth + 1
     if depth == 0:
         raise NotCanonical(f"objects and arrays are more than {MAX_DEPTH} deep")
@@ -114,7 +116,6 @@ class Kind(StrEnum):
     is_minor: bool
 
     def __new__(cls, value: str, is_minor: bool) -> Self:
-        """Make a member of its text in records."""
         member = str.__new__(cls, value)
         member._value_ = value
         member.is_minor = is_minor
@@ -205,6 +206,7 @@ def seal(draft: Draft, after: Link, boot: str) -> tuple[bytes, Link]:
     A draft that can't be a record (a bug of the daemon) becomes one that reports that, so that none is lost unnoticed.
     """
     try:
+        # Try the record as it is; a second line, with the problem instead of the particulars, always fits.
         line = _line(draft, canonical_bytes(draft.data, depth=1), after, boot)
         problem = "" if len(line) <= MAX_RECORD_BYTES else f"it has {len(line)} bytes"
     except NotCanonical as error:
@@ -229,6 +231,7 @@ def _line(draft: Draft, data: bytes, after: Link, boot: str) -> bytes:
 
 def read_record(line: bytes) -> Record:
     """Read a line without its newline. Raises NotARecord."""
+    # From the cheapest check to the strictest: size, JSON, members, types, forms.
     if len(line) > MAX_RECORD_BYTES:
         raise NotARecord(f"it has more than {MAX_RECORD_BYTES} bytes")
     try:
@@ -237,6 +240,7 @@ def read_record(line: bytes) -> Record:
         raise NotARecord(str(error)) from None
     if not isinstance(members, dict) or members.keys() != _MEMBERS:
         raise NotARecord("its members are not those of a record")
+    # The members' types are checked one by one: JSON allows any.
     record = Record(**members)
     if not (_is_count(record.seq) and record.seq > 0 and _is_count(record.mono_us)):
         raise NotARecord("seq or mono_us is not a count")
@@ -254,6 +258,7 @@ def head_bytes(head: Head) -> bytes:
 
 
 def read_head(data: bytes) -> Head:
+    # Every head has this size, so a longer or shorter file was not written here.
     if len(data) != HEAD_BYTES or not data.endswith(b"\n"):
         raise NotAHead(f"it is not {HEAD_BYTES} bytes that end with a newline")
     try:

@@ -54,6 +54,7 @@ class _Open:
 
     def resize(self, size_bytes: int, at_us: int) -> None:
         """Count the bytes so far, and continue with another size."""
+        # Both at once: `byte_us` still uses the old size and time.
         self.earlier_byte_us, self.sized_us = self.byte_us(at_us), max(at_us, self._sized_us)
         self.size_bytes = size_bytes
 
@@ -88,20 +89,23 @@ class UsageSum:
     _last_us: dict[str, int] = field(default_factory=dict)
 
     def take(self, record: Record) -> None:
+        # The last time of each boot at which a record shows that its daemon lived.
         last_us = max(record.mono_us, self._last_us.get(record.boot, 0))
         if record.kind == Kind.START:
             self._on_start(record.data.get("previous"), record.boot)
+        # Only the present boot is remembered: no earlier one continues.
         self._last_us = {record.boot: last_us}
         if record.kind == Kind.GAP:
             self._on_gap(record)
         elif record.kind == Kind.STOP:
             self._leave_all(record.boot, record.mono_us)
+        # A STOP or GAP names no lease; any other record about a lease is also evidence that it was alive.
         lease = record.data.get("lease")
         if isinstance(lease, str):
             self._on_lease(lease, record)
 
     def finish(self, head: Head | None = None) -> dict[str, Used]:
-        """Return the sums, open leases included."""
+        """Count the open leases to the end of the log, or to the head's `alive_us`, and return all sums."""
         for opened in self._open.values():
             self._used(opened.tenant).open_leases += 1
         self._leave_all("" if head is None else head.boot, 0 if head is None else head.alive_us)
@@ -121,6 +125,7 @@ class UsageSum:
             )
         elif record.kind == Kind.ADOPT:
             self._adopt(lease, record)
+        # The lease stops counting here. Its END follows and must not count it a second time.
         elif record.kind == Kind.OVER:
             self._close_by(lease, record)
             self._ending.add(lease)
@@ -140,10 +145,12 @@ class UsageSum:
         """End a lease by a record that reports it. If the log lacks its grant, that record is sufficient."""
         data = record.data
         over_us = _count(data, "over_us") or record.mono_us
+        # Not adopted by this daemon: it ended with the daemon that had it.
         if (left := self._left.pop(lease, None)) is not None:
             self._count(left.opened, left.end_us)
             return
         opened = self._open.pop(lease, None)
+        # The grant's record was dropped or pruned, but the end has all that is needed.
         if opened is None and _count(data, "granted_us"):
             granted_us = _count(data, "granted_us")
             opened = _Open(_text(data, "tenant"), _count(data, "size_bytes"), granted_us, record.boot, granted_us)
@@ -151,13 +158,16 @@ class UsageSum:
             self._count(opened, over_us if opened.boot == record.boot else opened.seen_us)
 
     def _on_start(self, previous: Any, boot: str) -> None:
+        # Step 1: the earlier daemon's leases end at the last moment at which it was known to live.
         known: dict[str, Any] = previous if isinstance(previous, dict) else {}
         self._leave_all(_text(known, "boot"), _count(known, "alive_us"))
+        # Step 2: those of another boot can't be adopted, so they are final.
         self._count_left(boot)
         self._ending.clear()
 
     def _adopt(self, lease: str, record: Record) -> None:
         """Let a lease continue. If the log lacks its grant, it counts from here."""
+        # Adopted within the same boot: the lease never stopped, and counts from its grant on.
         left = self._left.get(lease)
         if left is not None and left.opened.boot == record.boot:
             self._open[lease] = self._left.pop(lease).opened
@@ -172,6 +182,7 @@ class UsageSum:
         dropped = record.data.get("dropped")
         if not isinstance(dropped, dict) or not dropped.keys() & ENDS:
             return
+        # Some end may be among the records that were dropped. A later record about a lease clears the doubt.
         since_us = _count(record.data, "since_us")
         for opened in self._open.values():
             if opened.doubt_us is None and opened.boot == record.boot:
@@ -182,7 +193,9 @@ class UsageSum:
     def _leave_all(self, boot: str, until_us: int) -> None:
         """Handle the end of a daemon: open leases end with it, unless they are adopted."""
         for lease, opened in self._open.items():
+            # The latest time at which the lease is known to have lived, or its daemon did.
             end_us = max(opened.seen_us, self._last_us.get(opened.boot, 0), until_us if boot == opened.boot else 0)
+            # Its end may have been dropped in a gap: it counts to the gap, or to a later record of its own.
             if opened.doubt_us is not None:
                 end_us = max(opened.seen_us, min(end_us, opened.doubt_us))
             if (twice := self._left.pop(lease, None)) is not None:

@@ -99,6 +99,7 @@ class Verifier:
 
     def take(self, file: str, offset_bytes: int, line: bytes) -> Record | None:
         """Check one line, with its newline if it has one. Return its record, None if it is not one."""
+        # Step 1: is it a record at all? Other bytes are collected, because the next record may describe them.
         try:
             if not line.endswith(b"\n"):
                 raise NotARecord("it has no newline: it was truncated, or is being written")
@@ -106,21 +107,24 @@ class Verifier:
         except NotARecord as error:
             self._keep_scrap(file, offset_bytes, line, str(error))
             return None
+        # Step 2: what the record says about the bytes before it, and whether it belongs at this place of the chain.
         self._judge_scrap(record, file, offset_bytes)
         self._check_place(record, file, offset_bytes)
+        # Step 3: records that change what later checks expect.
         if record.kind == Kind.PRUNE:
             last, last_hash = record.data.get("last"), record.data.get("hash")
             if isinstance(last, int) and isinstance(last_hash, str):
                 self._removed.add(Link(last, last_hash))
         if record.kind == Kind.START and record.data.get("format") != FORMAT:
             self._find(file, offset_bytes, record.seq, f"it is of another format than {FORMAT}")
+        # Step 4: the chain continues after this record even if it was wrong, so that one fault is reported once.
         self.verdict.end = Link(record.seq, hash_of(line[:-1]))
         self.verdict.records += 1
         self._check_head(file, offset_bytes)
         return record
 
     def finish(self) -> Verdict:
-        """Return the verdict, after the last line."""
+        """Judge what only the end of the log shows, and return the verdict. Call it once, after the last line."""
         verdict = self.verdict
         # A piece of a line at the very end has no record after it that could describe it.
         self._judge_scrap(None, "", 0)
@@ -148,11 +152,13 @@ class Verifier:
 
     def _check_place(self, record: Record, file: str, offset_bytes: int) -> None:
         end, seq = self.verdict.end, record.seq
+        # The first record of what is left: its predecessor was removed or never existed, which `finish` decides.
         if not self.verdict.records:
             self._before = Link(seq - 1, record.prev)
             if seq == 1 and record.prev != Link().hash:
                 self._find(file, offset_bytes, seq, "the first record refers to an earlier one")
             return
+        # Three faults that exclude each other: a gap, a step back, or the right number with the wrong hash.
         if seq > end.seq + 1:
             self._find(file, offset_bytes, seq, f"records {end.seq + 1} to {seq - 1} are missing before it")
         elif seq <= end.seq:
@@ -164,15 +170,18 @@ class Verifier:
 
     def _check_head(self, file: str, offset_bytes: int) -> None:
         head, end = self._head, self.verdict.end
+        # The head's record is checked where it comes by, for a longer log is legal.
         if head is not None and not self._is_head_met and end.seq == head.seq:
             self._is_head_met = end.hash == head.hash
             if not self._is_head_met:
                 self._find(file, offset_bytes, end.seq, "it is not the record that the head refers to")
+                # Reported here; `finish` must not report it again.
                 self._is_head_met = True
 
-    # --- bytes that are no record ---
+    # --- bytes that are not a record ---
 
     def _keep_scrap(self, file: str, offset_bytes: int, line: bytes, problem: str) -> None:
+        # A record describes only bytes of its own file, so those of the file before are judged without one.
         if self._scrap is not None and self._scrap.file != file:
             self._judge_scrap(None, "", 0)
         if self._scrap is None:
@@ -181,6 +190,7 @@ class Verifier:
 
     def _judge_scrap(self, record: Record | None, file: str, offset_bytes: int) -> None:
         """Report bytes that are not a record, unless the record after them describes them."""
+        # A record's `torn` and the bytes before it belong together: each without the other is a finding.
         scrap, self._scrap = self._scrap, None
         torn = None if record is None else record.data.get("torn")
         if scrap is None:

@@ -80,7 +80,7 @@ HEAD_NAME: Final = "journal.head"
 HEAD_BYTES: Final = 64
 """The head's size is less than a sector, and constant: a crash leaves the old head or the new one."""
 
-_MAKE_IT: Final = "Make it, or name another: the daemon makes the last folder of a path alone."
+_MAKE_IT: Final = "Make it, or name another: the daemon makes only the last folder of a path."
 _MISTAKES: Final = frozenset({errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG})
 """Errors that remain until someone corrects the setting or the folder."""
 
@@ -90,6 +90,8 @@ _HEAD: Final = re.compile(rb"commits (\d{1,20}) ([0-9a-f]{16}) *\n")
 def prepare(folder: Path) -> int:
     """Make the folder if its parent exists, lock it, and return the lock's descriptor. Raises JournalBroken."""
     try:
+        # Step 1: a folder that only the daemon's user can enter. Someone else's folder could replace files under the
+        # daemon.
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=FOLDER_MODE)
         status = folder.lstat()
@@ -105,6 +107,7 @@ def prepare(folder: Path) -> int:
     except OSError as error:
         raise _unusable(folder, error) from None
     try:
+        # Step 2: lock it. The kernel releases the lock with the process, so a killed daemon never blocks the next one.
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(fd)
@@ -130,7 +133,7 @@ class HeadFile:
     """The file with the number of commits that the journal has had, as its last daemon knew.
 
     Attributes:
-        commits: The number; None if there is no file.
+        commits: The number; None if the file does not exist.
 
     Raises:
         JournalBroken: The file is not as it was written.
@@ -145,6 +148,7 @@ class HeadFile:
             self._fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:
             return
+        # One byte more than the head has, so that a longer file is noticed.
         data = os.pread(self._fd, HEAD_BYTES + 1, 0)
         found = _HEAD.fullmatch(data)
         if found is None or len(data) != HEAD_BYTES or data != _head_bytes(int(found[1])):
@@ -154,6 +158,8 @@ class HeadFile:
 
     def make(self) -> None:
         """Make the file durable with 0 commits. Raises OSError."""
+        # A temporary name first: a crash must not leave an empty head, which would count as a broken journal. The order
+        # is content, sync, rename, sync of the folder.
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         new = self._path.with_name(f"{HEAD_NAME}.new")
         with contextlib.suppress(FileNotFoundError):
@@ -167,6 +173,7 @@ class HeadFile:
 
     def write(self, commits: int) -> None:
         """Write the number of commits. Raises OSError."""
+        # Never synced: see the module's docstring. One write of less than a sector is not torn.
         os.pwrite(self._fd, _head_bytes(commits), 0)
         self.commits = commits
 
@@ -183,7 +190,9 @@ def _head_bytes(commits: int) -> bytes:
 
 def _unusable(folder: Path, error: OSError) -> JournalBroken:
     if error.errno == errno.ENOENT:
-        return JournalBroken(f"there is no folder {folder.parent} for the state folder {folder}", _MAKE_IT, EX_CONFIG)
+        return JournalBroken(
+            f"the folder {folder.parent} of the state folder {folder} does not exist", _MAKE_IT, EX_CONFIG
+        )
     said = f"the state folder {folder} can't be used: {error.strerror}"
     if error.errno in _MISTAKES:
         return JournalBroken(said, "Name another, or let the daemon's user in.", EX_CONFIG)
@@ -234,7 +243,7 @@ _OF_THE_DISK: Final = frozenset(
 """Errors that say nothing about the contents (sqlite.org/rescode.html). A primary code is an error's low byte."""
 
 Place = tuple[int, int] | None
-"""A file's device and inode; None if there is no file."""
+"""A file's device and inode; None if the file does not exist."""
 
 TakeRow = Callable[[int, bytes, bytes], None]
 
@@ -292,6 +301,7 @@ class Store:
     def begin(self, changes: Iterable[Change]) -> None:
         """Make the first commit, which also shows that the disk can be written. Raises JournalBroken."""
         try:
+            # Rows of the first format are also rows of this one. From now on an older daemon must not open the file.
             if self._connection is not None:
                 self._connection.execute(f"PRAGMA user_version={VERSION}")
             self.apply(changes)
@@ -316,6 +326,7 @@ class Store:
         connection = self._connection
         state = _State(self._boot, self._state.commits + 1, self._state.total)
         try:
+            # The rows and the state that describes them are in one transaction: both are durable, or neither.
             connection.execute("BEGIN IMMEDIATE")
             state.total = (state.total + put(connection, changes)) % _MODULUS
             _write_state(connection, state)
@@ -327,6 +338,7 @@ class Store:
         self._state = state
         # The head follows the commit, never the other way round.
         self._head.write(state.commits)
+        # The first commit has created the log (WAL). From now on no file may change its place.
         if self._places is None:
             self._places = self._look()
 
@@ -342,6 +354,8 @@ class Store:
         return tuple(_place(path) for path in self._files)
 
     def _is_new(self, head: HeadFile) -> bool:
+        # A head and a database belong together. The journal is new only if both are missing; a head with 0 commits
+        # alone is left by a start that was interrupted.
         is_there = self._path.exists()
         if is_there and head.commits is None:
             raise not_whole(self._path, f"its head, {HEAD_NAME}, is missing")
@@ -353,12 +367,15 @@ class Store:
         return not is_there
 
     def _make(self, folder: Path, head: HeadFile) -> None:
+        # The head before the database: a crash between the two leaves a head with 0 commits and no database, which
+        # counts as new.
         if head.commits is None:
             head.make()
         os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE))
         sync(folder)
 
     def _disconnect(self) -> None:
+        # The next connection makes a new log, so the places are noted again after its first commit.
         self._places = None
         if self._connection is not None:
             with contextlib.suppress(sqlite3.Error):
@@ -384,6 +401,7 @@ def _connect(path: Path, synchronous: str = "FULL") -> sqlite3.Connection:
     )
     try:
         for name, wanted, answer in (*_PRAGMAS, ("synchronous", synchronous, _SYNCHRONOUS[synchronous])):
+            # SQLite ignores a pragma that it does not know or can't obey, so each is read back.
             connection.execute(f"PRAGMA {name}={wanted}")
             ((got,),) = connection.execute(f"PRAGMA {name}")
             if got != answer:
@@ -399,9 +417,11 @@ def _examine(path: Path, boot: str, head_commits: int, take: TakeRow) -> None:
 
     Raises sqlite3.Error, OSError or ValueError.
     """
+    # Copies of an earlier start that was killed during its check.
     for left in path.parent.glob(f"{COPY_PREFIX}*"):
         shutil.rmtree(left)
     with tempfile.TemporaryDirectory(prefix=COPY_PREFIX, dir=path.parent) as folder:
+        # The database and its log together: the log has the commits that are not in the database yet.
         for name in (path.name, f"{path.name}-wal"):
             with contextlib.suppress(FileNotFoundError):
                 shutil.copyfile(path.with_name(name), Path(folder, name))
@@ -418,6 +438,7 @@ def _state_in(connection: sqlite3.Connection, boot: str, head_commits: int) -> _
     ((application,),) = connection.execute("PRAGMA application_id")
     ((version,),) = connection.execute("PRAGMA user_version")
     tables = [sql for (sql,) in connection.execute("SELECT sql FROM sqlite_schema")]
+    # An empty database without any commit: the first start was interrupted before it made the tables.
     if not (application or version or tables or head_commits):
         return _make_tables(connection, boot)
     # From the outermost to the innermost: is it a journal, of a known format, with the right tables, with an intact
@@ -453,6 +474,8 @@ def _make_tables(connection: sqlite3.Connection, boot: str) -> _State:
 
 
 def _check_rows(connection: sqlite3.Connection, state: _State, take: TakeRow) -> None:
+    # Two checks: SQLite's own, of the pages, and the sum of all rows' digests, which shows rows that were changed by
+    # hand.
     ((said,),) = connection.execute("PRAGMA quick_check(1)")
     if said != "ok":
         raise ValueError(f"SQLite finds it damaged: {said}")
@@ -473,6 +496,7 @@ def _write_state(connection: sqlite3.Connection, state: _State) -> None:
 
 
 def _broken(path: Path, error: Exception) -> JournalBroken:
+    # An extended code has its primary code in the low byte (sqlite.org/rescode.html).
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     if not isinstance(error, OSError) and code not in _OF_THE_DISK:
         return not_whole(path, str(error))

@@ -181,6 +181,7 @@ class FileJournal(Journal):
             contents.next_region_tombstone,
             contents.epochs,
         )
+        # By the time of expiry, so that each new token can remove the oldest ones (`_keep_token`).
         kept = ((RowKind.SPENT, contents.spent), (RowKind.REVOKED_TOKEN, contents.revoked_tokens))
         self._token_ends = [(ends_ms, kind, spent_key(of, nonce)) for kind, rows in kept for of, nonce, ends_ms in rows]
         heapq.heapify(self._token_ends)
@@ -192,20 +193,25 @@ class FileJournal(Journal):
 
     def observe(self, table: LeaseTable, pid_of: Callable[[int], int], post: Callable[[Event], None]) -> None:
         """Begin to follow a table, and start the thread that commits. Raises NoThread."""
+        # The table first: the thread may report a commit as soon as it runs.
         self._table, self._pid_of = table, pid_of
         self._replies.attach(post)
         self._committer.start(self._replies.on_change)
 
     def on_event(self, event: Event, effects: Sequence[Effect]) -> None:
         """Record an event. After a bug here effects are still executed, but nothing is granted again."""
+        # Restored leases are posted after `observe`. Before it, nothing happens that the journal does not have.
         if self._table is None:
             return
         try:
             changes = self._projector.changes(event, effects, self._table, self._pid_of)
         except Exception:
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"following {event!r}")
+            # The rows may now lack something. The fault lasts until a restart: each later reply says that it is not
+            # durable.
             self._fault = "the daemon could not follow what happened to a lease"
             return
+        # The ticket is not needed: `answer` waits for every item so far.
         if changes:
             self._committer.put(changes)
 
@@ -227,6 +233,7 @@ class FileJournal(Journal):
             changes.insert(0, Change(over_kind, over_key, None))
         heapq.heappush(self._token_ends, (expires_ms, kind, key))
         self._committer.put(changes)
+        # The reply waits for this token's row: after a crash, no token may be accepted a second time.
         self._hold(lambda problem: on_done(not problem))
 
     def remember_cards(self, cards: Sequence[KeptCard]) -> None:
@@ -248,9 +255,11 @@ class FileJournal(Journal):
 
     async def stop(self) -> None:
         """Write the rest and close. The lease table is at rest by now."""
+        # In a thread, because the last commit waits for the disk and other tasks still run.
         is_whole = await asyncio.to_thread(self._committer.stop)
         if not is_whole:
             log_event(LogEvent.JOURNAL_SHORT, reason=self.problem() or "the disk is too slow")
+        # The lock last: the next daemon must not open the files while this one writes.
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
@@ -273,6 +282,7 @@ class FileJournal(Journal):
             # The journal keeps nothing of a check; and the next daemon learns of a submit from its worker.
             on_outcome(outcome)
             return
+        # Most denials change no row, and a client may ask again after a restart.
         if isinstance(outcome, Denied) and outcome.denial.reason not in _LASTING_DENIALS:
             on_outcome(outcome)
             return
@@ -327,10 +337,13 @@ def open_journal(folder: Path, boot_id: str) -> FileJournal:
     Raises:
         JournalBroken: It can't be used.
     """
+    # Step 1: lock the folder. Nothing is read before that, because another daemon could be writing.
     lock_fd = prepare(folder)
     try:
+        # Step 2: read and check all rows. This changes no file.
         contents = Contents()
         store = Store(folder, boot_id, contents.take)
+        # Step 3: what a restart of the host, or a copy of the folder, invalidates.
         membership = contents.membership
         if store.last_boot != boot_id:
             changes = contents.cross_boot()
@@ -338,6 +351,7 @@ def open_journal(folder: Path, boot_id: str) -> FileJournal:
             changes = contents.forget_membership()
         else:
             changes = []
+        # Step 4: the first commit, which proves that the disk can be written before any lease is granted.
         store.begin(changes)
     except BaseException:
         os.close(lock_fd)
@@ -398,6 +412,7 @@ class JournalProjector:
         next_region_tombstone: int = 0,
         epochs: Iterable[tuple[str, int]] = (),
     ) -> None:
+        # The keys are the leases that have a row; a lease gets one with its grant.
         self._pids = {lease.lease_id: lease.worker_pid for lease in kept}
         self._next_tombstone = next_tombstone
         self._epochs = HighestEpochs(epochs)
@@ -412,6 +427,7 @@ class JournalProjector:
     ) -> list[Change]:
         """Return what one event, which `table` has handled, changes in the rows."""
         out: list[Change] = []
+        # Some events change a row without an effect.
         if isinstance(event, SessionFaulted | LeaseRestored):
             lease_id = event.worker_id if isinstance(event, SessionFaulted) else event.kept.lease_id
             self._update(lease_id, table, out)
@@ -419,6 +435,7 @@ class JournalProjector:
             self._update_region(event.region_id, table, out)
         elif isinstance(event, RegionRestored):
             self._update_region(event.kept.region_id, table, out)
+        # Everything else changes with its effects. The rows are written from the table, which has handled them all.
         for effect in effects:
             if type(effect) in _CHANGING:
                 self._on_effect(effect, table, pid_of, out)
@@ -427,8 +444,10 @@ class JournalProjector:
     def _on_effect(self, effect: Effect, table: LeaseTable, pid_of: Callable[[int], int], out: list[Change]) -> None:
         match effect:
             case Granted(lease=lease):
+                # From its grant on a lease has a row: the next daemon needs the worker's process id to find the worker.
                 self._pids[lease.lease_id] = pid_of(lease.lease_id)
                 self._update(lease.lease_id, table, out)
+                # Epochs outlive their leases: a later claim of the name must have a higher one.
                 if lease.name:
                     changed = self._epochs.note(lease.name, lease.epoch)
                     out += [Change(RowKind.EPOCH, name.encode(), epoch) for name, epoch in changed]
@@ -445,18 +464,24 @@ class JournalProjector:
                 self._update(lease.lease_id, table, out)
             case RefuseWork(lease_id, cause):
                 self._update(lease_id, table, out)
+                # Revoked ids are kept apart from tombstones, which are limited: a revoked lease must stay revoked for
+                # ever.
                 if cause is Cause.REVOKED:
                     out.append(Change(RowKind.REVOKED, number_key(mark_of(lease_id)), 1))
+            # A region that ends: a fenced one keeps its row, any other becomes a tombstone.
             case LeaseEnded(lease=lease) if lease.parent_id:
                 self._update_region(lease.lease_id, table, out)
                 if lease.state is not LeaseState.FENCED:
                     self._bury_region(lease, out)
             case LeaseEnded(lease=lease) if lease.state is LeaseState.FENCED:
+                # A lease can be fenced before it was granted. Its bytes are missing then too, so it gets a row without
+                # a worker.
                 self._pids.setdefault(lease.lease_id, 0)
                 self._update(lease.lease_id, table, out)
             case LeaseEnded(lease=lease):
                 self._bury(lease.lease_id, lease, out)
             case FenceCleared(lease_ids=lease_ids, warm_ids=warm_ids):
+                # An operator vouched for the bytes: fences become tombstones, and their ids are kept as cleared.
                 for lease_id in lease_ids:
                     self._update_region(lease_id, table, out)
                     self._bury(lease_id, table.get(lease_id), out)
@@ -475,13 +500,16 @@ class JournalProjector:
 
     def _bury(self, lease_id: int, lease: LeaseSnapshot | None, out: list[Change]) -> None:
         """Remove the row of a lease that is torn down, and keep a tombstone if it was a tenant's."""
+        # No row: the lease was never granted, so the next daemon need not know it.
         if self._pids.pop(lease_id, None) is None:
             return
         out.append(Change(RowKind.LEASE, lease_key(lease_id), None))
+        # Regions live inside their lease: their rows go with it.
         out += [Change(RowKind.REGION, lease_key(one), None) for one in self._regions.pop(lease_id, ())]
         if lease is None or not lease.tenant:
             return
         out.append(Change(RowKind.TOMBSTONE, number_key(self._next_tombstone), lease))
+        # A ring: each new tombstone removes the one that is KEPT_TOMBSTONES older.
         if self._next_tombstone >= KEPT_TOMBSTONES:
             out.append(Change(RowKind.TOMBSTONE, number_key(self._next_tombstone - KEPT_TOMBSTONES), None))
         self._next_tombstone += 1
@@ -493,6 +521,7 @@ class JournalProjector:
             self._regions.setdefault(kept.lease_id, set()).add(region_id)
             out.append(Change(RowKind.REGION, lease_key(region_id), kept))
             return
+        # The table has dropped the region. Its row goes too, if it still has one.
         snapshot = table.get(region_id)
         with_rows = set() if snapshot is None else self._regions.get(snapshot.parent_id, set())
         if region_id in with_rows:

@@ -41,7 +41,7 @@ _WITH_OPTION: Final[dict[str, dict[str, object]]] = {
     "name": {"epoch": 0},
     "request_id": {"fleet_bytes": 0},
 }
-"""Members that came after a lease option, with the values that they have where a row lacks them."""
+"""Members that were added together with a lease option, and their values in rows that lack them."""
 
 _LATER_OPTIONS: Final[dict[str, Any]] = {
     name: option.before for name, option in KEPT_OPTIONS.items() if not isinstance(option.before, Row)
@@ -53,6 +53,7 @@ _LATER: Final[dict[str, object]] = {
         for name, value in _LATER_OPTIONS.items()
         for member, before in ({name: value} | _WITH_OPTION.get(name, {})).items()
     },
+    # Members of memberships and other rows that belong to no option.
     "epoch_base": 0,
     "is_restored": False,
     "beat": 0,
@@ -207,6 +208,8 @@ def encode(content: Kept) -> bytes:
 
 def _lease(kept: KeptLease) -> bytes:
     """Encode by hand, because most rows are leases and tombstones, and `json` takes five times as long."""
+    # The members that every version of a row has come first; later ones follow only where they differ from their
+    # defaults.
     terms = kept.terms
     values = _later_values(kept)
     later = "" if values == _BEFORE else "".join(map(_later, _LATER_OF_LEASE, values))
@@ -248,6 +251,8 @@ def _member(member: Enum | None) -> str:
 
 def read_lease(value: bytes) -> KeptLease:
     """Read a lease. Raises ValueError, KeyError or TypeError for bytes that `encode` did not write."""
+    # A row is flat, and `KeptLease` has its terms in an object of their own. Options that the row lacks get their
+    # defaults.
     members = _members(value, _LEASE_NAMES, KeptLease.__name__)
     terms = {name: members.pop(name) for name in _TERMS if name in members}
     return KeptLease(terms=LeaseTerms(**(_LATER_OPTIONS | terms)), **members)
@@ -282,8 +287,10 @@ def _members(
 ) -> dict[str, Any]:
     """Read a row's members by name, with its enumerations. `names`: the members that it may have."""
     members = json.loads(value)
+    # Between the members of the first version and those of this one: anything else was not written by this code.
     if not isinstance(members, dict) or not names - _LATER.keys() <= members.keys() <= names:
         raise ValueError(f"it must be a {shape}")
+    # An unknown state or cause raises ValueError, like any other value that was not written here.
     for name, kind in enums.items():
         if members.get(name) is not None:
             members[name] = kind(members[name])
@@ -309,10 +316,12 @@ def put(connection: sqlite3.Connection, changes: Iterable[Change]) -> int:
 
     Raises sqlite3.Error, or ValueError if an existing row was not written by this code.
     """
+    # Only the last change of a row in this group counts: a lease's row may change several times before a commit.
     latest = {(change.kind, change.key): change for change in changes}
     keys: defaultdict[RowKind, list[bytes]] = defaultdict(list)
     gone: defaultdict[RowKind, list[bytes]] = defaultdict(list)
     there: list[tuple[int, bytes, bytes]] = []
+    # Sort by what to do: delete or write. Both replace the row's old value, so both are in `keys`.
     for (kind, key), change in latest.items():
         keys[kind].append(key)
         if (value := change.value()) is None:
@@ -321,6 +330,7 @@ def put(connection: sqlite3.Connection, changes: Iterable[Change]) -> int:
             there.append((int(kind), key, value))
     # The rows that are replaced leave the sum first, then the new ones join it.
     more = -sum(digest_of(kind, key, value) for kind, key, value in _present(connection, keys))
+    # One statement for many rows of a kind, because each costs a switch between threads.
     for kind, some in gone.items():
         for part in _parts(some):
             connection.execute(_delete(len(part)), (int(kind), *part))
@@ -334,6 +344,7 @@ def _present(
 ) -> Iterator[tuple[int, bytes, bytes]]:
     for kind, some in keys.items():
         for part in _parts(some):
+            # One row of text instead of many rows: sqlite3 would release the interpreter for each row.
             ((text,),) = connection.execute(_select(len(part)), (int(kind), *part))
             found = [bytes.fromhex(piece) for piece in text.split(" ")] if text is not None else []
             for key, value in zip(found[::2], found[1::2], strict=True):
@@ -347,6 +358,7 @@ def _parts(rows: Sequence[_Part]) -> Iterator[Sequence[_Part]]:
     """
     for start in range(0, len(rows), MAX_ROWS):
         part = rows[start : start + MAX_ROWS]
+        # The size is rounded up to a power of two; repeated parameters do not change a statement's result.
         missing = (1 << (len(part) - 1).bit_length()) - len(part)
         yield [*part, *[part[-1]] * missing]
 
@@ -410,6 +422,7 @@ class Contents:
 
     def take(self, kind: int, key: bytes, value: bytes) -> None:
         """Read one row, in the order of kinds and keys. Raises ValueError, KeyError or TypeError for an invalid one."""
+        # ValueError for a kind of a later version: this daemon could not keep such rows up to date.
         match RowKind(kind):
             case RowKind.REVOKED:
                 self.revoked.append(int.from_bytes(key, "big"))
@@ -421,6 +434,7 @@ class Contents:
                 self.warm.append(_read(KeptWarm, value))
             case RowKind.TOMBSTONE:
                 self.tombstones.append(read_tombstone(value))
+                # Rows come in the order of their keys, so the last tombstone has the largest number.
                 self.next_tombstone = int.from_bytes(key, "big") + 1
             case RowKind.REGION:
                 self.regions.append(read_region(value))
@@ -456,10 +470,13 @@ class Contents:
         drain stays too, with nothing left to end. Tokens of another boot fail with every key. It is unknown whether
         this is the host that was a member of the fleet, or one with a copy of its disk, so the membership is forgotten.
         """
+        # Every process of the other boot is gone, so regions end first, while their leases are still known.
         changes = [*self._end_regions(), *self.forget_membership()]
         # A fenced lease keeps its fence, without the times of the other boot; any other lease becomes a tombstone.
         for lease in self.leases:
             changes.append(Change(RowKind.LEASE, lease_key(lease.lease_id), None))
+            # Fenced bytes stay fenced: a restart of the host does not prove that a card's memory is free for all
+            # drivers.
             if lease.state is LeaseState.FENCED:
                 deadline_ns = None if lease.deadline_ns is None else 0
                 fenced = lease._replace(created_ns=0, deadline_ns=deadline_ns, ended_ns=0, worker_pid=0)
@@ -474,9 +491,11 @@ class Contents:
         for kind, tokens in ((RowKind.SPENT, self.spent), (RowKind.REVOKED_TOKEN, self.revoked_tokens)):
             changes += [Change(kind, spent_key(lease_id, nonce), None) for lease_id, nonce, _ in tokens]
             tokens.clear()
+        # 0 is a time that has passed: the node stays drained.
         if self.drain_ns is not None:
             self.drain_ns = 0
             changes.append(Change(RowKind.DRAIN, DRAIN_KEY, self.drain_ns))
+        # What remains are the fenced leases as they were just changed.
         self.leases = [c.content for c in changes if isinstance(c.content, KeptLease)]
         self.cards.clear()
         self.relays.clear()
@@ -486,6 +505,8 @@ class Contents:
         """Forget which member of the fleet the node was, though not the fleet, and return the changes of rows."""
         if self.membership is None:
             return []
+        # The cluster, generation and revision stay, so that the node still recognizes a store that was restored from a
+        # backup.
         self.membership = replace(self.membership, incarnation=0, beat=0, run="", entered="", folder="")
         return [Change(RowKind.MEMBERSHIP, MEMBERSHIP_KEY, self.membership)]
 
@@ -495,6 +516,7 @@ class Contents:
         leases = {lease.lease_id: lease for lease in self.leases}
         for region in self.regions:
             changes.append(Change(RowKind.REGION, lease_key(region.region_id), None))
+            # A returned region's end is known to its tenant already, and has a tombstone.
             if region.state is not RegionState.RETURNED and (lease := leases.get(region.lease_id)) is not None:
                 self.region_tombstones.append(_region_ended_with_host(region, lease))
                 key = number_key(self.next_region_tombstone)
@@ -531,6 +553,7 @@ def _ended_with_host(lease: KeptLease) -> LeaseSnapshot:
 
 
 def _region_ended_with_host(region: KeptRegion, lease: KeptLease) -> LeaseSnapshot:
+    # As its lease ended, with the region's own members in place of the lease's.
     ended = _ended_with_host(lease)._replace(lease_id=region.region_id, tenant=region.tenant, parent_id=lease.lease_id)
     return ended._replace(
         name="",

@@ -2,14 +2,14 @@
 
 `daemon/manual/metrics.md` has this table.
 
-Names follow Prometheus's rules (prometheus.io/docs/practices/naming): base units, and `_total` behind a counter's name,
-which is the family's name and that suffix (OpenMetrics 1.0, Counter). So `gpu_lease_acquired` is read as
+Names follow Prometheus's rules (prometheus.io/docs/practices/naming): base units, and the suffix `_total` for counters,
+which the exposition adds to the family's name (OpenMetrics 1.0, Counter). So `gpu_lease_acquired` is scraped as
 `gpu_lease_acquired_total`. Cards are labelled `UUID`, in capitals, as dcgm-exporter labels them, so that the two can be
-joined. No label names a lease: their number has no bound. So families of sessions sum up all sessions that a tenant has
-on a card. The model server's names (`client/serve/models/model_metrics.py`) are its own: no family here has one.
+joined. No label names a lease, because the number of leases has no bound: families of sessions sum up all sessions that
+a tenant has on a card. The model server has its own names (`client/serve/models/model_metrics.py`), none of them here.
 
-Below the families: cells for their values, and the registry's text, made one family at a time so that the event loop is
-never held for all of it.
+Below the families: cells for their values, and the text for a scrape. The text is made one family at a time, so that it
+never blocks the event loop for long.
 """
 
 from bisect import bisect_left
@@ -110,7 +110,7 @@ SESSION_FAULTS: Final = _counter("gpu_session_fault", "Contexts lost to a fault,
 LEASES_ACQUIRED: Final = _counter("gpu_lease_acquired", "Leases granted.")
 LEASES_ADOPTED: Final = _counter("gpu_lease_adopted", "Leases of an earlier daemon that this one took over.")
 LEASES_RENEWED: Final = _counter("gpu_lease_renewed", "Renewals.")
-SUBMITS: Final = _counter("gpu_lease_submits", "Submits whose context was made.")
+SUBMITS: Final = _counter("gpu_lease_submits", "Submits that got a context.")
 LEASES_DROPPED: Final = _counter("gpu_lease_dropped", "Leases that ended, whatever the cause.")
 LEASES_ACTIVE: Final = _gauge("gpu_lease_active", "Leases that are usable now.", PAIR)
 LEASES_BYTES: Final = _gauge("gpu_lease_slice_bytes", "Bytes leased: the slices of leases that have not ended.", PAIR)
@@ -267,7 +267,6 @@ class Distribution:
 
     @property
     def count(self) -> int:
-        """The number of observations."""
         return sum(self.counts)
 
 
@@ -279,7 +278,6 @@ class Histogram:
         self.of: dict[Labels, Distribution] = {}
 
     def __bool__(self) -> bool:
-        """True if there is any observation."""
         return bool(self.of)
 
     def observe(self, labels: Labels, value: float) -> None:
@@ -288,6 +286,7 @@ class Histogram:
         if found is None:
             found = self.of[labels] = Distribution([0] * (len(self.family.bounds) + 1))
         found.total += max(0.0, value)
+        # The first bound that is not below the value; the cell behind the last bound is for everything above it.
         found.counts[bisect_left(self.family.bounds, value)] += 1
 
 
@@ -301,6 +300,7 @@ class TenantLabels:
     def of(self, tenant: str) -> str:
         """Return a tenant's label, which never changes."""
         label = self._known.get(tenant)
+        # First come, first served: a tenant that once has a label keeps it.
         if label is None:
             if len(self._known) >= self.most:
                 return OTHERS
@@ -342,6 +342,7 @@ class NodeCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield each family that has values, made when its turn comes."""
+        # The values are read once, so that all families of a scrape show the same moment.
         content = self._read()
         for family in self._families:
             values = content.get(family)
@@ -351,6 +352,7 @@ class NodeCollector(Collector):
 
 def chunks(registry: CollectorRegistry) -> Iterator[bytes]:
     """Yield the text of all that is registered, in pieces that take a millisecond or so each."""
+    # The library renders whole families only, so each part of a large one is rendered as if it were a family.
     for metric in registry.collect():
         samples = metric.samples
         for first in range(0, len(samples), SAMPLES_PER_CHUNK):
@@ -383,6 +385,7 @@ def _metric(family: Family, values: Mapping[Labels, float] | Histogram) -> Metri
 
 
 def _add_distribution(metric: Metric, family: Family, labels: dict[str, str], distribution: Distribution) -> None:
+    # Buckets are cumulative: each counts everything up to its bound (Prometheus text format, histogram).
     below = 0
     if family.kind is Kind.HISTOGRAM:
         for bound, count in zip((*map(str, family.bounds), "+Inf"), distribution.counts, strict=True):

@@ -35,12 +35,14 @@ class TenantTotals:
     fenced: Counter[str] = field(default_factory=Counter)
 
     def add(self, pair: Labels, one: LeaseSnapshot, held_bytes: int = 0) -> None:
-        """Add a lease, whose sessions hold so many bytes, or a region."""
+        """Add a lease and the bytes that its sessions hold, or a region."""
+        # A region's bytes are part of its lease's slice, so they are summed up apart from leases.
         if one.parent_id:
             self.open_regions[pair] += one.state is LeaseState.ACTIVE
             self.region_bytes[pair] += one.size_bytes
             return
         self.active[pair] += one.state is LeaseState.ACTIVE
+        # A pending lease has its bytes already, though it is not usable yet.
         if one.state in (LeaseState.PENDING, LeaseState.ACTIVE):
             self.leased_bytes[pair] += one.size_bytes
         self.held_bytes[pair] += held_bytes
@@ -131,6 +133,7 @@ def _of_tenants(facts: NodeFacts) -> dict[Family, Values]:
 
 
 def _of_cards(facts: NodeFacts) -> dict[Family, Values]:
+    # A copy: a second call with the same facts must not count the contexts again.
     fenced = facts.tenants.fenced.copy()
     for context in facts.warm:
         fenced[context.card_uuid] += context.state is WarmState.FENCED
@@ -139,6 +142,7 @@ def _of_cards(facts: NodeFacts) -> dict[Family, Values]:
         families.CARD_INFO: {(card.uuid, str(card.index), card.name): 1 for card in cards},
         families.CARD_CAPACITY_BYTES: {(card.uuid,): card.capacity_bytes for card in cards},
         families.CARD_HELD_BYTES: {(card.uuid,): card.held_bytes for card in cards},
+        # A drained node grants nothing, whatever is free.
         families.CARD_AVAILABLE_BYTES: {
             (card.uuid,): 0 if facts.is_draining else card.available_bytes for card in cards
         },
@@ -149,6 +153,8 @@ def _of_cards(facts: NodeFacts) -> dict[Family, Values]:
         },
         families.FENCED_SLICES: {(card.uuid,): fenced[card.uuid] for card in cards},
         families.FENCED_BYTES: {(card.uuid,): card.fenced_bytes for card in cards},
+        # Two kinds of leak: the card's sum differs from the table's, or bytes are used that no process accounts for.
+        # Cards that gave no answer are left out: no value is better than a wrong 0.
         families.LEAKED_BYTES: {
             (card.uuid,): abs(card.held_bytes - facts.booked_bytes.get(card.uuid, 0)) + facts.stray_bytes[card.uuid]
             for card in cards
@@ -164,6 +170,7 @@ def _state_of(context: WarmSnapshot) -> str:
 
 def _of_pool_and_line(facts: NodeFacts) -> dict[Family, Values]:
     contexts = Counter((context.card_uuid, _state_of(context)) for context in facts.warm)
+    # Every state of every card, zeros included: a series that comes and goes is hard to alert on.
     states = [(card.uuid, state) for card in facts.cards for state in (*(state.value for state in WarmState), RECYCLED)]
     oldest_ns = min((waiter.since_ns for waiter in facts.waiting), default=facts.now_ns)
     return {

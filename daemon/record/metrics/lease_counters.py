@@ -70,7 +70,9 @@ class LeaseCounters:
         self.counters: dict[Family, Counts] = {family: counts() for family in _COUNTED}
         self.histograms: dict[Family, Histogram] = {family: Histogram(family) for family in _MEASURED}
         self.pairs: dict[Labels, None] = {}
+        # Labels are limited to what all cards and tenants together may have.
         self._tenants = tenants or TenantLabels(max(1, min(MAX_TENANT_SERIES, MAX_PAIR_SERIES // max(1, len(cards)))))
+        # Counters of cards exist from the start: their labels are known.
         for uuid in cards:
             for family in _OF_CARDS:
                 self.counters[family][(uuid,)] = 0.0
@@ -84,13 +86,14 @@ class LeaseCounters:
         }
 
     def on_facts(self, facts: Sequence[Fact]) -> None:
-        """Count what an event brought about."""
+        """Count the facts of one event, and measure the durations that they end."""
         for fact in facts:
             row = fact.kind.row
             # A region's bytes are its lease's: what counts leases counts no regions.
             is_region = fact.lease is not None and fact.lease.parent_id != 0
             for family in row.of_regions if is_region else row.counts:
                 self._count(family, fact)
+            # `began_ns`: the lease had been granted, so its end counts as the end of a life.
             if fact.times.began_ns is not None:
                 for family in row.lives_of_regions if is_region else row.counts_lives:
                     self._count(family, fact)
@@ -126,10 +129,11 @@ class LeaseCounters:
         """Add 1 to the series of the fact, if it has the family's labels."""
         if family.labels == families.DENIED:
             asked = None if fact.asked is None else REQUESTS.get(type(fact.asked.request))
-            # The daemon's own requests are no peer's operation.
+            # A denial of the daemon's own request is not counted: the label is a peer's operation.
             if asked is not None:
                 self.refused(asked.opcode.name.lower(), fact.source.denial.reason.value)
         elif family.labels == families.CARD:
+            # A fact about the pool names its card itself.
             card = fact.card if fact.lease is None else fact.lease.card_uuid
             self.counters[family][(card,)] += 1
         elif fact.lease is not None:
@@ -154,6 +158,7 @@ class LeaseCounters:
         lease, times = fact.lease, fact.times
         if lease is None:
             return
+        # A fenced lease has ended without proof: it has no reclaim time, but it has a lifetime.
         is_proved = fact.kind is FactKind.ENDED and times.over_ns is not None
         if is_region:
             if is_proved and times.began_ns is not None and times.cause is not None:
@@ -162,6 +167,8 @@ class LeaseCounters:
         if is_proved:
             self._observe(families.RECLAIM_SECONDS, (lease.card_uuid,), fact.now_ns - (times.over_ns or 0))
         if times.began_ns is not None:
+            # Without a refusal of work, as for a lease of an earlier daemon, the end itself is the last moment of the
+            # lease.
             over_ns = fact.now_ns if times.over_ns is None else times.over_ns
             self._observe(families.LEASE_SECONDS, self.pair(lease), over_ns - times.began_ns)
 

@@ -17,7 +17,7 @@ from helpers.daemon import python_environment
     ("words", "status", "said"),
     [
         (["-h"], 0, "Usage: gpulease audit [OPTIONS] COMMAND"),
-        (["verify", "--head-file", "nowhere", "."], 66, "gpulease audit: there is no head at nowhere"),
+        (["verify", "--head-file", "nowhere", "."], 66, "gpulease audit: the head nowhere does not exist"),
     ],
 )
 def test_words_and_status_are_handed_on(words: list[str], status: int, said: str, tmp_path: Path) -> None:

@@ -63,10 +63,10 @@ def test_a_later_setting_of_tenants_changes_no_earlier_digest() -> None:
     ("settings", "said"),
     [
         ({"audit": "file"}, "setting audit: .*file is no folder"),
-        ({"audit": "no/log"}, "setting audit: there is no folder .*no"),
+        ({"audit": "no/log"}, "setting audit: the folder .*no does not exist"),
         ({"audit": "log", "audit_head": "folder"}, "setting audit_head: .*folder is a folder"),
-        ({"audit": "log", "audit_head": "no/head.json"}, "setting audit_head: there is no folder .*no"),
-        ({"audit": "file/log"}, "setting audit: there is no folder .*file"),
+        ({"audit": "log", "audit_head": "no/head.json"}, "setting audit_head: the folder .*no does not exist"),
+        ({"audit": "file/log"}, "setting audit: the folder .*file does not exist"),
     ],
 )
 def test_a_place_where_no_log_can_be_is_refused_whether_it_is_required_or_not(

@@ -42,7 +42,8 @@ def test_its_own_folder_lets_in_whom_the_socket_does(
 
 def test_no_other_folder_is_made(tmp_path: Path, address: UnixAddress) -> None:
     with pytest.raises(
-        NeverListens, match=r"there is no folder .*/run: correct the path if it is mistyped, or create the folder"
+        NeverListens,
+        match=r"the folder .*/run does not exist: correct the path if it is mistyped, or create the folder",
     ):
         prepare_place(address, 0o660)
     assert not list(tmp_path.iterdir())

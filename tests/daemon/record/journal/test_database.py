@@ -294,7 +294,7 @@ def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path, mode: int) ->
 
 
 def test_a_folder_whose_parent_is_missing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(JournalBroken, match=r"there is no folder .*/no for the state folder") as broken:
+    with pytest.raises(JournalBroken, match=r"the folder .*/no of the state folder .* does not exist") as broken:
         open_journal(tmp_path / "no" / "state", BOOT)
     assert broken.value.status == EX_CONFIG
 
