@@ -293,7 +293,7 @@ def test_what_is_no_log(tmp_path: Path, name: str) -> None:
 
 def test_a_head_that_can_not_be_read(open_log: Open, folder: Path) -> None:
     open_log().append(a_life(), 7)
-    with pytest.raises(CannotRead, match="the head .* does not exist"):
+    with pytest.raises(CannotRead, match=r"the head .* does not exist"):
         find_log([folder], folder / "none")
     (folder / "head.json").write_bytes(b"x")
     with pytest.raises(CannotRead, match="is not a head"):
