@@ -16,7 +16,7 @@ MAX_DIMENSIONS: Final = 8
 """Most dimensions of an array, which is what the copy kernel has room for. Stops data that was passed as a shape."""
 
 MAX_ARRAY_BYTES: Final = 1 << 47
-"""Largest array, more than any card has. Stops a shape whose product is a mistake, and overflows in the copy kernel."""
+"""Largest array, more than any card has. Stops a shape that is a mistake, and overflows in the copy kernel."""
 
 MAX_UNIT_BYTES: Final = 16
 """Most bytes that one thread copies at once: the widest load and store of a card."""
@@ -41,6 +41,7 @@ class ArrayLayout:
     @classmethod
     def contiguous(cls, shape: tuple[int, ...], item_bytes: int) -> Self:
         """A C-contiguous layout that starts at the buffer's first byte."""
+        # From the last dimension to the first: the last one is the innermost.
         strides, step = [], item_bytes
         for length in reversed(shape):
             strides.append(step)
@@ -77,6 +78,7 @@ class ArrayLayout:
         """(first, end): the first byte in the buffer that belongs to an element, and the byte after the last one."""
         if not self.size:
             return self.offset, self.offset
+        # A negative stride reaches below the offset, a positive one above it.
         reaches = [stride * (length - 1) for length, stride in zip(self.shape, self.strides, strict=True)]
         first = self.offset + sum(reach for reach in reaches if reach < 0)
         return first, self.offset + sum(reach for reach in reaches if reach > 0) + self.item_bytes
@@ -112,11 +114,13 @@ class ArrayLayout:
             shape: The target's shape.
             doing: The operation, for messages.
         """
+        # Broadcasting aligns the shapes at their last dimensions.
         more = len(shape) - len(self.shape)
         # As in numpy's assignment, the source may have more dimensions than the target if the leading ones have length
         # 1.
         own = list(zip(self.shape, self.strides, strict=True))[max(0, -more) :]
         own = [(1, 0)] * max(0, more) + own
+        # A length of 1 repeats; any other must be the wanted one.
         fits = all(length in (1, wanted) for (length, _), wanted in zip(own, shape, strict=True))
         if not fits or any(length != 1 for length in self.shape[: max(0, -more)]):
             raise InvalidRequest(f"{doing}: an array of shape {self.shape} does not fit one of shape {shape}")
@@ -152,6 +156,7 @@ def checked_shape(shape: Any, item_bytes: int, doing: str) -> tuple[int, ...]:
 
 def _full_key(key: Any, shape: tuple[int, ...]) -> Iterator[Any]:
     """Complete an index to one item per dimension, plus its Nones. Raises InvalidRequest."""
+    # Count what the index says; the rest is filled up with whole dimensions.
     items = key if isinstance(key, tuple) else (key,)
     taken = sum(item is not None and item is not ... for item in items)
     # `...`, or else the end of the index, stands for all dimensions that were not given.
@@ -213,7 +218,7 @@ class Transfer:
 
     @property
     def count(self) -> int:
-        """Number of units that all loops copy."""
+        """The number of units of one copy: the product of the loops' lengths."""
         return math.prod(self.lengths)
 
 
@@ -268,7 +273,7 @@ class ArrayView:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Number of elements in each dimension."""
+        """The number of elements in each dimension, () for a single element."""
         return self.layout.shape
 
     @property

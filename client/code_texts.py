@@ -20,6 +20,7 @@ _PATH: Final = re.compile(r"[^\n;{}]+\.(?:ptx|cubin|fatbin|cu|cuh|c|cpp|txt)", r
 
 def image_of(image: Any, doing: str) -> bytes:
     """The bytes of PTX text or of a binary. Raises InvalidRequest for a path, for CUDA C, and for other types."""
+    # Three mistakes are common: a path instead of its content, CUDA C, and a str of a binary.
     _check_path(image, doing, 'Give what is in the file: pathlib.Path("...").read_bytes()')
     code = utf8(image, doing) if isinstance(image, str) else bytes(readable_bytes(image, doing))
     if not code.startswith(_BINARY) and _CUDA_C.search(code) and not _PTX.search(code):

@@ -60,6 +60,7 @@ class GpuLeaseError(Exception):
 
     def __init__(self, message: str, hint: str = "", failure: Failure | None = None) -> None:
         super().__init__(message, hint, failure)
+        # The message for people, and the failure for programs; an error found in the client builds its own.
         self.message = message
         self.hint = hint or self.default_hint
         self.failure = failure or Failure(self.default_status, message, hint)
@@ -72,6 +73,7 @@ class GpuLeaseError(Exception):
     def __str__(self) -> str:
         if not self.hint:
             return self.message
+        # One sentence, then the hint as another.
         return f"{self.message.rstrip().rstrip('.')}. {self.hint[:1].upper()}{self.hint[1:]}"
 
 
@@ -82,6 +84,7 @@ def answers(status: Status) -> Callable[[E], E]:
     """Make the decorated class the error of a status. Raises ValueError if the status has a class already."""
 
     def register(kind: E) -> E:
+        # A second class for a status would replace the first one silently.
         if status in _BY_STATUS:
             raise ValueError(f"{status.name} is {_BY_STATUS[status].__name__} already, it can't be {kind.__name__} too")
         _BY_STATUS[status] = kind
@@ -380,6 +383,7 @@ def error_of(failure: Failure, doing: str, own_requests: Container[int] = ()) ->
 
 
 def _earlier(failure: Failure, number: int) -> str:
+    # Launches are named by their kernel: that is what a program knows of them.
     if failure.failed_op in (Opcode.LAUNCH, Opcode.LAUNCH_IN, Opcode.LAUNCH_WITH):
         kernel = f" of kernel {failure.kernel!r}" if failure.kernel else ""
         return f"earlier launch {number}{kernel}"

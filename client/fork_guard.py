@@ -41,4 +41,5 @@ def _disown_all() -> None:
         thing.disown()
 
 
+# Only in the child: the parent's objects stay as they are.
 os.register_at_fork(after_in_child=_disown_all)

@@ -51,6 +51,7 @@ class Handle:
 
     def check(self, session: HandleOwner, what: str) -> None:
         """Raise InvalidHandle, naming the operation `what`, if this object can't be used in `session`."""
+        # The usual case costs one comparison; the reason is found only for the error.
         if self.owner is not session:
             kind = type(self).__name__.lower()
             why = "is freed" if self.owner is None else "belongs to another session"
@@ -95,6 +96,7 @@ class Buffer(Handle):
 
     def lend(self) -> None:
         """Free nothing when the last reference is dropped: the lease holds the memory from now on."""
+        # The class decides what the destructor does, and the object stays the same for all who hold it.
         self.__class__ = BorrowedBuffer
 
     def check_range(self, offset: int, size_bytes: int, what: str) -> None:
@@ -141,6 +143,7 @@ class Module(Handle):
 
     def set_parameter_types(self, types: tuple[bytes, ...]) -> None:
         """Store the parameter types of each kernel, as the reply to MODULE_PARAMETERS has them."""
+        # The reply has the kernels in the module's order; a kernel without type information has no bytes.
         pairs = zip(self.kernels, types, strict=False)
         self.parameter_types = MappingProxyType({name: tuple(map(_type_of, each)) for name, each in pairs if each})
 

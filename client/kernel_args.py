@@ -152,6 +152,7 @@ class KernelArgs:
 
         Raises InvalidHandle if the buffer is freed, or too small for the offset.
         """
+        # An array is its buffer plus the place of its first element.
         if isinstance(buffer, ArrayView):
             offset += buffer.layout.offset
             buffer = buffer.buffer
@@ -159,6 +160,7 @@ class KernelArgs:
             raise self._misfit(buffer, "a Buffer; integers go in with push_u64")
         if buffer.owner is None:
             raise InvalidHandle(f"argument {len(self.kinds)}: buffer {buffer.handle:#x} is freed")
+        # An offset equal to the size is allowed: a pointer to the end, of which the kernel reads nothing.
         if offset:
             buffer.check_range(offset, 0, f"argument {len(self.kinds)}")
         self.data += _PACK_U64(buffer.handle + offset)
@@ -191,6 +193,7 @@ class KernelArgs:
             kind: Its kind: "buffer", "u32", "u64", "i32", "i64", "f32", "f64" or "raw".
             value: Its value in launches that give none. For a buffer: the buffer, or the buffer and an offset.
         """
+        # The name becomes a keyword of `graph.launch`, so it must be one that Python accepts.
         if not isinstance(name, str) or not name.isidentifier() or name in KEYWORDS:
             raise InvalidRequest(f"argument {len(self.kinds)}: {quoted(name)} is not a valid parameter name")
         # Pack it twice: as a parameter with its name, and as an ordinary argument of this launch.
@@ -229,6 +232,7 @@ def pack_parameter(what: str, kind: Kind, value: Any) -> BoundParameter:
         _push(args, kind, value)
     except (InvalidRequest, InvalidHandle) as error:
         raise type(error)(f"{what}: {str(error).removeprefix('argument 0: ')}") from None
+    # A value is its bytes. A buffer is checked at each launch, so it needs more than its address.
     if not args.buffers:
         return BoundParameter(kind, args.data, len(args.data))
     # A graph's launch names the buffer and the offset apart, so that the worker can check the buffer.
@@ -307,6 +311,7 @@ def _scalar(index: int, value: Any) -> tuple[ArgumentKind, bytes] | None:
             f"argument {index}: a kernel can't take an array in the host's memory",
             "Write it to a buffer, or make session.array(it), and give that; a struct by value goes as bytes",
         )
+    # Kernels read little-endian numbers; converting silently would hide where the data came from.
     if view.format.startswith((">", "!")):
         raise InvalidRequest(f"argument {index}: {quoted(value)} is big-endian")
     letter = _SCALAR_LETTERS.get(view.format.lstrip("@=<"))
@@ -332,6 +337,7 @@ def _number(index: int, value: Any, told: ParameterType, why_untold: str) -> tup
             f"argument {index}: {quoted(value)} has no size, and {why}",
             f"Write it as a numpy scalar of the parameter's type: {scalars.format(value)}",
         )
+    # A float would be cut to an integer, which PTX would not report.
     if isinstance(value, float) and not kind.startswith("f"):
         raise LaunchFailed(f"argument {index} is a Python float, the kernel's parameter is {told.text}", MATCH_HINT)
     try:

@@ -36,6 +36,7 @@ def writable_bytes(into: Any, nbytes: int, doing: str) -> memoryview:
         view = memoryview(into)
     except (TypeError, ValueError) as error:
         raise InvalidRequest(f"{doing}: `into` must be a buffer of bytes: {error}") from None
+    # Three conditions, each with its own error: writable, large enough, contiguous.
     if view.readonly:
         raise InvalidRequest(f"{doing}: `into` is read-only")
     if view.nbytes < nbytes:
@@ -61,6 +62,7 @@ def _flat(view: memoryview) -> memoryview | None:
         return view.cast("B")
     except TypeError:
         pass  # no bytes at all, or a format that struct does not know, such as complex numbers or records
+    # ctypes makes a view of any writable memory, whatever its format.
     if view.readonly or not view.nbytes:
         return None
     return memoryview((ctypes.c_ubyte * view.nbytes).from_buffer(view)).cast("B")

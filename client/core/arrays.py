@@ -130,6 +130,7 @@ def read(array: SessionArray, stream: StreamHandle | None) -> Calls[NDArray[Any]
     found = np.empty(array.shape, array.dtype)
     if array.size:
         source = array if array.is_contiguous else (yield from copy(array, stream))
+        # A single copy of the whole: the elements lie next to each other from `offset` on.
         args = (source.buffer, source.layout.offset, array.size_bytes, _bytes_of(found), stream)
         yield Call("mem_read", args)
     return found
@@ -145,7 +146,9 @@ def copy(array: A, stream: StreamHandle | None) -> Calls[A]:
 def fill(array: SessionArray, value: Any, stream: StreamHandle | None) -> Calls[None]:
     """Write one number to every element. Raises InvalidRequest if the value is not one number, or does not fit."""
     number = host_value(value, array.dtype, "fill")
+    # A number fills every element with the same bytes, so no data goes to the card but one unit of it.
     if number.ndim:
+        # The kernel writes whole units: repeat the element's bytes up to the widest unit.
         raise InvalidRequest(f"fill: {quoted(value)} is not one number", "a[...] = values takes several")
     if array.size:
         pattern = number.tobytes() * (MAX_UNIT_BYTES // number.itemsize)
@@ -185,6 +188,7 @@ def _assign_from_card(array: SessionArray, source: SessionArray, stream: StreamH
             "Arrays are not converted on the card: write a kernel that does, or go by .numpy().astype(...)",
         )
     layout = source.layout.broadcast(array.shape, "assign")
+    # The same buffer on both sides: nothing to do for the same elements, a detour for overlapping ones.
     if source.buffer.handle == array.buffer.handle:
         if layout == array.layout:
             return
@@ -215,10 +219,12 @@ def _transfer(to: SessionArray, source: SessionArray, stream: StreamHandle | Non
 
 
 def _launch(to: SessionArray, source: SessionArray | None, pattern: bytes, stream: StreamHandle | None) -> Calls[None]:
+    # Step 1: describe the copy as loops, and pad the lists to the kernel's fixed number of dimensions.
     work = transfer_of(to.layout, None if source is None else source.layout)
     unused = (0,) * (MAX_DIMENSIONS - len(work.lengths))
     lists = (*work.lengths, *unused, *work.to_strides, *unused, *work.from_strides, *unused)
     packed = _LAYOUT.pack(work.count, len(work.lengths) - 1, work.unit_bytes, pattern, *lists)
+    # Step 2: the arguments: target, source (0 to fill with the pattern instead), and the packed loops.
     args = KernelArgs().push_buffer(to.buffer, to.layout.offset)
     if source is None:
         args.push_u64(0)
@@ -228,6 +234,7 @@ def _launch(to: SessionArray, source: SessionArray | None, pattern: bytes, strea
     module = to.session._array_kernels
     if module is None or not module.is_alive:
         module = to.session._array_kernels = yield to.session._session.resources.load_unrecorded(_ptx(), LoadedModule)
+    # Step 3: a thread for each unit; beyond MAX_BLOCKS each thread takes several.
     blocks = min(-(-work.count // BLOCK_THREADS), MAX_BLOCKS)
     launch = (module, "transfer", (blocks,), (BLOCK_THREADS,), args.push_raw(packed), None, 0, stream)
     yield Call("launch", launch)
@@ -270,6 +277,7 @@ def checked_dtype(dtype: Any, doing: str) -> np.dtype[Any]:
         raise InvalidRequest(
             f"{doing}: the dtype must be a numpy dtype, not {quoted(dtype)}: {quoted(str(error))}"
         ) from None
+    # numpy reads None as float64, so it has to be refused by itself.
     if dtype is None or found.name not in PLAIN_TYPES | NARROW_TYPES or not found.isnative:
         raise InvalidRequest(
             f"{doing}: arrays on the card don't support elements of {quoted(dtype)}",
@@ -285,6 +293,7 @@ def host_array(given: Any, dtype: Any) -> NDArray[Any]:
     wanted = None if dtype is None else checked_dtype(dtype, "array")
     try:
         data = np.asarray(given)
+        # Without a wanted dtype the values decide; what numpy made of them must be a type that the card has.
         if wanted is None:
             checked_dtype(data.dtype, "array")
         return np.ascontiguousarray(data, wanted).reshape(data.shape)
@@ -301,6 +310,7 @@ def host_value(value: Any, dtype: np.dtype[Any], doing: str) -> NDArray[Any]:
     """
     if isinstance(value, ArrayView):
         raise InvalidRequest(f"{doing}: {value!r} is on the card, and no number", "Assign it: a[...] = b")
+    # An array is never converted implicitly: that could lose data for a whole buffer unnoticed.
     if isinstance(value, np.ndarray) and value.ndim:
         if value.dtype != dtype:
             raise InvalidRequest(

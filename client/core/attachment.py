@@ -67,6 +67,7 @@ class LentArrays:
 
     def lend(self, stream: int, place: int, view: memoryview) -> None:
         """Hold the array of a copy in a stream until that stream, or the session, was waited for."""
+        # By address and size: the same array lent twice is held once.
         self.is_used = True
         self._by_stream.setdefault(stream, {})[place, len(view)] = view
 
@@ -118,8 +119,9 @@ class HeldBuffers:
         self._most_bytes = min(MAX_HELD_BYTES, slice_bytes // HELD_PART)
 
     def hold(self, buffer: Buffer) -> bool:
-        """Hold a buffer, which becomes freed for its program; False if there is no room for it."""
+        """Hold a buffer, which becomes freed for its program; False if it does not fit."""
         size_bytes = buffer.size_bytes
+        # Two limits: bytes, so that other allocations still find room, and buffers, so that one flush frees all.
         if self._held_bytes + size_bytes > self._most_bytes or self._count >= MAX_HELD_BUFFERS:
             return False
         by_size, handle = self._by_size, buffer.handle
@@ -151,6 +153,8 @@ class HeldBuffers:
 
     def give_back(self, dropped: list[tuple[Opcode, int]]) -> None:
         """Hold none any longer; `dropped` receives the (operation, handle) that free them."""
+        # No call after the list is made: after an interrupt the buffers are either still held, or their frees are in
+        # `dropped`.
         frees = [(Opcode.MEM_FREE, handle) for handles in self._by_size.values() for handle in handles]
         none: dict[int, list[int]] = {}
         self._held_bytes = self._count = 0
@@ -231,6 +235,7 @@ class Attachment:
     @property
     def over(self) -> Failure | None:
         """The end of the session, or else of its lease; None while neither has ended."""
+        # The broker's word is read before the client's own record, because it is the first to know.
         if self.end is None and self.lease_word[0]:
             self.lease.look()
         return self.end or self.lease.over
@@ -264,6 +269,7 @@ class Attachment:
     def attach(self) -> Procedure[None]:
         """Open a connection and make it this session's. Raises the reason if that fails."""
         lease = self.lease
+        # The end is known already: no connection is needed to say so.
         if lease.over is not None:
             raise error_of(lease.over, "attach")
         # Step 1: connect, and send HELLO and ATTACH in one flight.
@@ -336,6 +342,7 @@ class Attachment:
         """
         if self.end is None:
             self.end = OF_PARENT
+        # The child must not write to the arena, which the parent's worker reads.
         # The parent allocates the arena's memory.
         self.arena = None
         self.lock = type(self.lock)()
@@ -343,6 +350,7 @@ class Attachment:
 
     def wake(self) -> None:
         """Begin to close: a thread or task that waits on the connection stops waiting and releases the lock."""
+        # Set the end first: the thread that wakes up finds it, and starts no other operation.
         if self.end is None:
             self.end = _CLOSED
             self.channel.send_rest()
@@ -392,6 +400,7 @@ class Attachment:
         elif not self.channel.link.is_end_explained:
             failure = yield from find_end_reason(self.lease, failure)
         elif self.channel.link.said_goodbye:
+            # A goodbye gives the reason of the lease's end itself.
             failure = self.lease.note_failure(failure)
         self.finish(failure)
         return error_of(failure, doing)

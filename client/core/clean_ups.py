@@ -46,6 +46,7 @@ def _going_on(
     answer: Any = None
     thrown: BaseException | None = None
     while True:
+        # Resume the clean-up with the outcome of its last step, or with the error of that step.
         try:
             step = work.send(answer) if thrown is None else work.throw(thrown)
         except StopIteration as done:
@@ -68,6 +69,8 @@ def _going_on(
                 thrown = interrupts[-1]
                 break
             try:
+                # Without an interrupt the step waits as long as the clean-up wants; after one, only for the time that
+                # is left.
                 answer = yield (_at_most(step, left_s) if interrupts else step)
             except (Exception, GeneratorExit) as failure:
                 thrown = failure  # the wait itself failed: the procedure handles it
@@ -82,6 +85,8 @@ def _going_on(
                     interrupts.append(interrupt)
                     if is_new:
                         continue  # the lock was not acquired yet: wait for it again
+            # The locked procedure ended, and its result was stored, even if the lock's release was interrupted after
+            # that.
             if results:
                 answer = results[0]
             break
@@ -92,6 +97,7 @@ def _into(results: list[Any], work: Procedure[Any]) -> Procedure[None]:
 
 
 def _at_most(step: Step, seconds: float) -> Step:
+    # A wait for a lock has no limit of its own: the loop above decides about it.
     if isinstance(step, Locked):
         return step
     if isinstance(step, Wait):

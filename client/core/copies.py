@@ -87,8 +87,10 @@ class Copies(CopyCommands):
             try:
                 view = memoryview(data).cast("B")
                 if 0 < len(view) <= attachment.quiet_bytes and 0 <= offset <= buffer.size_bytes - len(view):
+                    # The frame is queued; a worker's failure is reported with a later reply.
                     if self._operations.put(self._quiet_prefix(buffer, offset, view), view):
                         return None
+                # Too large for a quiet frame: worth a fast request only if the data is in the arena.
                 elif attachment.arena is not None:
                     return self._write_from_arena(buffer, offset, data)
             except (TypeError, ValueError, struct.error):
@@ -105,6 +107,7 @@ class Copies(CopyCommands):
             yield from self._streams.run_in(stream, begun or self._write(buffer, offset, view))
 
     def _write_from_arena(self, buffer: Buffer, offset: int, data: Any) -> Begun[None]:
+        # Not sent, done, or waiting for a late reply: the three outcomes of a fast request.
         outcome = self._ask_arena(self._arena_write, buffer, offset, data, None)
         if isinstance(outcome, NotSent):
             return self._operations.guarded("mem_write", self._write_checked(buffer, offset, data, None))
@@ -120,6 +123,7 @@ class Copies(CopyCommands):
         elif len(data) >= STAGED_FROM_BYTES and (staging := self._ready_staging()) is not None:
             yield from staging.write(buffer.handle, offset, data)
         elif len(data) <= attachment.quiet_bytes:
+            # Small enough to be copied into the ring or the outbox when this returns.
             parts = (self._quiet_prefix(buffer, offset, data), data)
             yield from send(attachment.channel, parts, self._operations.limit)
         else:
@@ -129,6 +133,7 @@ class Copies(CopyCommands):
         """Send MEM_WRITEs of one chunk each. All but the last are quiet; its reply answers for all of them."""
         attachment, operations = self._attachment, self._operations
         link, limit = attachment.channel.link, operations.limit
+        # Quiet requests of this copy: a failure that names one of them is the copy's own, not an earlier operation's.
         own_requests: list[int] = []
         first_id = link.connection.last_request_id + 1
         for at in range(0, len(data), attachment.chunk_bytes):
@@ -143,6 +148,7 @@ class Copies(CopyCommands):
             numbers = {"request_id": request_id, "session_id": attachment.session_id}
             prefix = mem_write_prefix(buffer.handle, offset + at, len(piece), **numbers, quiet=not is_last)
             yield from send(attachment.channel, (prefix, piece), limit)
+        # One reply for all chunks: it reports the first failure among them.
         operations.settle((yield from receive(attachment.channel, request_id, limit)), "mem_write", own_requests)
         operations.acknowledge(Opcode.MEM_WRITE, request_id, first_id)
 
@@ -175,11 +181,12 @@ class Copies(CopyCommands):
     def read_at_once(self, buffer: Buffer, offset: int, nbytes: int, into: Any) -> Begun[Any]:
         """`read`, tried immediately, under the session's lock; the result is None if `into` was filled."""
         outcome: Outcome[None]
-        # Two requests whose reply is known in advance: a small read, or a copy into the arena.
+        # The reply to a small read, or to a copy into the arena, is known in advance: try that first.
         if type(nbytes) is int and 0 < nbytes <= SMALL_READ_BYTES:
             outcome = self._ask_small(buffer, offset, nbytes, into)
         else:
             outcome = self._ask_arena(self._arena_read, buffer, offset, into, nbytes)
+        # `into` is filled; nothing else to return.
         if isinstance(outcome, Done):
             return None
         if isinstance(outcome, NotSent):
@@ -206,6 +213,7 @@ class Copies(CopyCommands):
         return NotSent()
 
     def _read(self, buffer: Buffer, offset: int, target: memoryview) -> Procedure[None]:
+        # The same choice as for a write: in place in the arena, staged, or chunks through the socket or ring.
         place = self._place_of(target)
         if place is not None:
             copy = ARENA_COPY.pack(buffer.handle, offset, place, len(target))
@@ -218,6 +226,7 @@ class Copies(CopyCommands):
     def _read_chunks(self, buffer: Buffer, offset: int, target: memoryview) -> Procedure[None]:
         """Send MEM_READs of one chunk each, a few in flight at a time, and receive the data in place."""
         attachment, operations = self._attachment, self._operations
+        # Requests in flight, the oldest first, and the failures of those that were answered.
         in_flight: deque[int] = deque()
         failures: list[Failure] = []
         for at in range(0, len(target), attachment.chunk_bytes):
@@ -277,7 +286,7 @@ class Copies(CopyCommands):
         return None if arena is None else arena.offset_of(view)
 
     def _ready_staging(self) -> Staging | None:
-        """The slots in the arena; None if there is no arena or no room for them."""
+        """The slots in the arena; None without an arena, or if they do not fit."""
         arena = self._attachment.arena
         if arena is None:
             return None

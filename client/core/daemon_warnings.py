@@ -14,6 +14,7 @@ _logged: Final = set[str]()
 
 def log_warning(text: str) -> None:
     """Log a daemon's text as a warning, unless it was logged before."""
+    # A daemon sends its warning with each connection; a program should see it once.
     if text not in _logged and len(_logged) < MAX_WARNINGS:
         _logged.add(text)
         # printable(): a terminal would interpret control characters.

@@ -66,8 +66,10 @@ class ElementwiseOperation:
         if not outputs:
             for parameter in source.outputs:
                 outputs.append((yield from new(session, kind, shape, types[parameter.kind], source.name)))
+        # Without elements nothing is compiled: an empty call succeeds even where no compiler is installed.
         count = math.prod(shape)
         if count:
+            # The text depends on dtypes and dimensions, so it is the key of the compiled module.
             text, packed = source.laid_out(types, [*inputs, *outputs], shape)
             module = yield from self._module(text)
             blocks = min(-(-count // BLOCK_THREADS), MAX_BLOCKS)
@@ -77,6 +79,7 @@ class ElementwiseOperation:
     def _module(self, text: str) -> Calls[Any]:
         module = self._modules.get(text)
         if module is None or not module.is_alive:
+            # A program with ever new shapes drops all variants at once; those in use are compiled again.
             if len(self._modules) >= MAX_VARIANTS:
                 self._modules.clear()
             module = self._modules[text] = yield Call("compile", (text,), self._compile)
@@ -87,6 +90,7 @@ class ElementwiseOperation:
         if len(args) not in (inputs, len(self._parameters)):
             takes = f"{counted(inputs, 'argument')}, or {len(self._parameters)} with its outputs"
             raise self._failed(f"it takes {takes}; {len(args)} are given")
+        # Inputs may be numbers; what the kernel writes, or indexes itself, must be an array on the card.
         for number, (parameter, value) in enumerate(zip(self._parameters, args, strict=False)):
             self._check_kind(parameter, value, needs_array=parameter.is_raw or number >= inputs)
         if len(args) == inputs and any(parameter.is_raw for parameter in outputs):
@@ -119,6 +123,7 @@ class ElementwiseOperation:
                 raise self._failed(f"{parameter.name} has elements of {dtype}, the kernel's are {told}")
         for kind, dtypes in untyped.items():
             found.setdefault(kind, np.result_type(*dtypes))
+        # Every letter has a type by now, or no argument determines it.
         for parameter in self._parameters:
             dtype = found.get(parameter.kind)
             if dtype is None:
@@ -140,6 +145,7 @@ class ElementwiseOperation:
             if type(size) is not int or size < 0:
                 raise self._failed(f"size must be a number of elements, not {quoted(size)}")
             return (size,)
+        # numpy's broadcasting rules for the inputs; outputs that were given must have exactly that shape.
         try:
             shape = np.broadcast_shapes(*shaped)
         except ValueError:

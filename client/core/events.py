@@ -93,6 +93,7 @@ class ForwardRevoked:
 
 def event_of(told: Notification) -> LeaseEvent:
     """Convert a notification of a lease's phase."""
+    # A newer daemon may send a phase that this client does not know; it is passed on as a number.
     event = told.event
     phase = _KNOWN_PHASES.get(event.phase, event.phase)
     return LeaseEvent(
@@ -148,6 +149,7 @@ class Subscription(Generic[E]):
             assert channel is not None
             raise disconnected(ended, channel, _DOING) from None
         finally:
+            # Interrupted or refused: no one else has this connection, so close it here.
             if channel is not None and self._channel is not channel:
                 channel.close()
 
@@ -163,6 +165,7 @@ class Subscription(Generic[E]):
         if channel.link.told and not self._is_over:
             event = self._read(channel.link.told.popleft())
             if self._is_last(event):
+                # The lease has ended, so no further event can come; the program's loop ends by itself.
                 self.close()
             return event
         # No event: either this side closed the subscription, or the connection ended.
@@ -182,11 +185,13 @@ class Subscription(Generic[E]):
         """Begin to close: a thread or task that waits for an event stops waiting."""
         self._is_over = True
         if self._channel is not None:
+            # A shutdown of the socket wakes a thread that polls it; a close would not.
             with suppress(OSError):
                 self._channel.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """End the subscription by closing its connection."""
+        # Forget the channel first, so that a second call finds nothing to close.
         channel, self._channel, self._is_over = self._channel, None, True
         if channel is not None:
             channel.close()
@@ -217,12 +222,13 @@ class RefusalStream(Subscription[ForwardRevoked]):
         return refusal_of(told)
 
 
-def warnings(stream: EventStream, tell: Callable[[LeaseEvent], Any]) -> Procedure[None]:
-    """Call `tell` with every warning until the lease has ended. Raises what `open` and `next` raise."""
+def warnings(stream: EventStream, on_warning: Callable[[LeaseEvent], Any]) -> Procedure[None]:
+    """Call `on_warning` with every warning until the lease has ended. Raises what `open` and `next` raise."""
     yield from stream.open()
     try:
+        # Other phases are only passed over: this loop exists for warnings, until the stream ends.
         while (event := (yield from stream.next())) is not None:
             if event.phase == Phase.WARNING:
-                tell(event)
+                on_warning(event)
     finally:
         stream.close()

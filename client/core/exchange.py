@@ -35,7 +35,7 @@ PING_AFTER_S: Final = 2.0
 longer than a grant that need not wait, so that hardly any acquire pings."""
 
 CONNECT_RETRY_S: Final = 0.01
-"""Pause before another connect to a Unix socket whose backlog is full, in seconds."""
+"""Pause before another connect to a Unix socket with a full backlog, in seconds."""
 
 AGENT: Final = "gpulease-python/0.1"
 """Name of this client in HELLO."""
@@ -64,6 +64,7 @@ class TimeLimit:
 
     def __init__(self, seconds: float, doing: str, address: Address, clock: Clock = time.monotonic) -> None:
         self._clock = clock
+        # The end and the texts are made once; `remaining_s` is read before every wait.
         self._end = clock() + seconds
         self._why = f"{doing}: the daemon at {address} did not answer within {seconds:g} s"
         other = "" if isinstance(address, UnixAddress) else ", or another program listens there"
@@ -171,6 +172,7 @@ def _wait(channel: Channel, limit: Limit, *, for_room: bool) -> Procedure[None]:
 
 def answer_to(channel: Channel, op: Opcode, body: Body, limit: Limit, session_id: int = 0) -> Procedure[Any]:
     """Send a request; returns the reply's body, or the Failure of a refusal. Raises what `receive` raises."""
+    # Number the request, send it, then wait: the link keeps the reply if it comes during the send.
     request_id, frame = channel.link.request(op, body, session_id)
     yield from send(channel, (frame,), limit)
     return (yield from receive(channel, request_id, limit))
@@ -181,7 +183,7 @@ Undo = Callable[[Any], "First | None"]
 
 
 def give_up(channel: Channel, request_id: int, undo: Undo) -> Procedure[None]:
-    """End a connection whose request makes something and was interrupted. Raises only a further interrupt.
+    """End a connection after its request, which makes something, was interrupted. Raises only a further interrupt.
 
     This side closes its half. From then on the daemon makes nothing, and closes its half too. If it had made something
     before, its reply arrives first, and what it brings is given back over another connection.
@@ -342,10 +344,12 @@ def _connect(address: Address, limit: Limit) -> Procedure[Channel]:
     for family, where in ways:
         channel, code = start_connecting(family, where, address)
         try:
+            # A full backlog is the daemon's, not the network's: close the socket and try again after a pause.
             while code == errno.EAGAIN and limit.remaining_s() > 0:
                 channel.sock.close()
                 yield Sleep(CONNECT_RETRY_S)
                 channel, code = start_connecting(family, where, address)
+            # The connect is in progress (EINPROGRESS): the socket becomes writable when it has succeeded or failed.
             if code == errno.EINPROGRESS:
                 is_done = False
                 while not is_done and limit.remaining_s() > 0:
@@ -357,6 +361,7 @@ def _connect(address: Address, limit: Limit) -> Procedure[Channel]:
         if not code:
             return channel
         channel.close()
+    # Missing permission has a remedy of its own; every other error leads to the question whether the daemon runs.
     if code == errno.EACCES:
         hint = (
             "Ask the operator to give this user access: the socket's folder, group and mode determine who may "
@@ -382,6 +387,7 @@ def _secure(channel: Channel, address: SecuredAddress, limit: Limit) -> Procedur
     from gpulease.client.transport.tls import TlsChannel, TlsEnded, TlsStream, context_of
 
     try:
+        # The handshake: send and receive records until both sides have finished it, or the time is over.
         stream = TlsStream(channel.sock, context_of(address.files), address)
         through = TlsChannel(stream, address)
         while not stream.shake_hands():

@@ -1,4 +1,4 @@
-"""Requests whose reply is known byte for byte in advance: one frame out, one frame back, nothing parsed.
+"""Requests with a reply that is known byte for byte in advance: one frame out, one frame back, nothing parsed.
 
 A successful reply without a body is known in advance; one with a handle is known except for the handle. If the reply
 comes while this side still spins for it, it is compared instead of parsed, and a round trip takes a few microseconds.
@@ -97,6 +97,7 @@ class _KnownReply:
             more_ns: Time that the operation itself takes, in nanoseconds.
             late_into: Target of a late reply's data; None if a late reply is to be parsed.
         """
+        # Until `ask` returns, assume that the request was sent and not answered: that is the case that needs care.
         operations, channel = self._operations, self._attachment.channel
         asked: Asked = _UNANSWERED
         try:
@@ -109,6 +110,7 @@ class _KnownReply:
                 except BaseException:
                     self._expect(request_id, into, late_into)
                     raise
+        # The reply came and was the expected one: it answers for every quiet request before it.
         if asked is _ANSWERED:
             if operations.freed:
                 operations.settle(None, "")
@@ -120,12 +122,14 @@ class _KnownReply:
     def _expect(self, request_id: int, into: memoryview, late_into: memoryview | None) -> None:
         """Make the link expect the reply to a request that was sent. Calling it twice is harmless."""
         channel = self._attachment.channel
+        # With data in `into` the reply has come after all, and the caller has its handle.
         if self._makes is None or not any(into):
             channel.link.expect_late(self._op, request_id, late_into, self._makes)
             channel.feed()
 
     def _receive(self, request_id: int) -> Procedure[Any]:
         operations = self._operations
+        # The late reply is treated like any other: it may be a failure, and it settles what came before.
         result: Body | Failure = yield from receive(self._attachment.channel, request_id, operations.limit)
         operations.settle(result, doing_of(self._op))
         operations.acknowledge(self._op, request_id)
@@ -155,6 +159,7 @@ class FastRequest(_KnownReply):
         super().__init__(operations, op, makes)
         self._answer_bytes = answer_bytes
         session_id = self._attachment.session_id
+        # Build one frame of each kind by the general code, then cut it around the request id and the payload.
         request = build_frame(op, bytes(payload_bytes), request_id=0, session_id=session_id)
         reply = build_frame(op, bytes(answer_bytes), request_id=0, session_id=session_id, flags=_REPLY)
         self._head, self._middle = request[:REQUEST_ID_OFFSET], request[MIDDLE_AT : len(request) - payload_bytes]
@@ -169,6 +174,7 @@ class FastRequest(_KnownReply):
             into: Receives the reply's body.
         """
         attachment = self._attachment
+        # Only a session at rest: with other replies due, this one would not be the next.
         if not attachment.is_at_rest:
             return NOT_SENT
         request_id = attachment.connection.next_request_id()
@@ -179,6 +185,7 @@ class FastRequest(_KnownReply):
 
     def do(self, payload: bytes = b"", more_ns: int = 0) -> Procedure[None]:
         """Send the request, the fast way if possible, and wait for the reply."""
+        # Three outcomes: nothing was sent, so ask the general way; the reply is late, so wait for it; or it is there.
         match self.ask(payload, more_ns):
             case NotSent():
                 yield from self._operations.ask(self._op, payload)

@@ -7,9 +7,9 @@ for the id before it refuses anything, so its answer is final even if it is a re
 nothing. A client that waits for a name need not stay with such a node: a name is granted once, and a later round asks
 the node again.
 
-A node that hangs, or whose host is gone, is given up after seconds, because it answers no PING during the request. If
-it resumes and grants a lease without a name after all, that lease is an orphan: nobody is connected to it. After the
-grant the fleet is no longer involved: all requests about the lease go to its node.
+A node that hangs, or has lost its host, is given up after seconds, because it answers no PING during the request. If
+it resumes and grants a lease without a name after all, that lease is an orphan: no program is connected to it. The
+fleet's part ends with the grant: all requests about the lease go to its node.
 
 The request id belongs to one call. If a program dies in `acquire()` and calls it again, it asks for another lease; the
 first one, if it was granted, ends at its deadline or as an orphan. A name prevents two leases across all calls.
@@ -197,6 +197,7 @@ class _Search(Generic[T]):
         request_id = REQUEST_ID.parameter(secrets.token_hex(REQUEST_ID_BYTES))
         self._wanted = replace(wanted, parameters=(*wanted.parameters, request_id))
         self._place = _place_of(wanted)
+        # The wait for room is the whole acquire's: each node gets a slice of it.
         self._end = clock() + wanted.wait_ms / 1000
         self._refusals: dict[str, _Refusal] = {}
         self._last = Placement((), None, 0, "")
@@ -242,6 +243,7 @@ class _Search(Generic[T]):
         slice_end = self._clock() + slice_s
         waits = sorted(self._refusals.values(), key=lambda refusal: not refusal.holds_name)
         named = [refusal for refusal in waits if self._place.name and type(refusal.error) is Busy]
+        # A node without room has a queue only for room; one that is BUSY with the name has one for the name.
         full = [refusal for refusal in waits if type(refusal.error) is CapacityExceeded]
         for refusal in (named or full)[:1]:
             granted = yield from self._ask(refusal.candidate, slice_s)
@@ -261,6 +263,7 @@ class _Search(Generic[T]):
         If the serving node is cut off from its fleet, it keeps its waiters waiting. Only another node can fence it.
         """
         place = replace(self._place, tried=(holder.node_id,))
+        # The directory leaves out the serving node, so its first candidate is another one.
         self._last = yield from ask_directories(self._fleet, Opcode.PLACE, place)
         for candidate in self._last.candidates[:1]:
             return (yield from self._ask(candidate, wait_s))
@@ -271,6 +274,7 @@ class _Search(Generic[T]):
 
         It is if the node that serves the name refused, or if NAME_TRIES nodes are BUSY.
         """
+        # The node's own refusal decides, not the directory's answer, which may be old.
         refusal = self._refusals[candidate.node_id]
         if not self._place.name or type(refusal.error) is not Busy:
             return False
@@ -328,6 +332,7 @@ class _Search(Generic[T]):
             else:
                 channel.close()
                 raise error_of(answer, doing_of(Opcode.LEASE_ALLOC))
+            # The first lost answer starts the clock; later failures do not extend it.
             again_until = again_until or self._clock() + LOST_ANSWER_S
             yield Sleep(LOST_PAUSE_S)
             left_s = max(0.0, wait_until - self._clock())
@@ -352,6 +357,7 @@ class _Search(Generic[T]):
         raise error.with_traceback(None)
 
     def _error(self) -> GpuLeaseError:
+        # Name the nodes and their reasons, up to a number that a person can read.
         refused = self._refusals
         told = [f"{node_id}: {_short(refusal.error)}" for node_id, refusal in list(refused.items())[:MAX_TOLD]]
         if len(refused) > MAX_TOLD:
@@ -405,4 +411,5 @@ def _place_of(wanted: LeaseAlloc) -> Place:
     """The request to a directory that corresponds to a request for a lease."""
     exclusivity, name = EXCLUSIVITY.read(wanted.parameters), LEASE_NAME.read(wanted.parameters)
     labels = tuple(f"{key}={value}" for key, value in LABELS.read(wanted.parameters).items())
+    # `tried` is filled in by each round.
     return Place(wanted.size_bytes, exclusivity, name, labels, wanted.device, ())

@@ -70,6 +70,7 @@ class GraphHandle(Handle):
 
     def made(self, graphs: "Graphs", handle: int, record: GraphRecord) -> Self:
         """Store the worker's handle of the graph, and prepare its launch frame; it has no owner yet."""
+        # The arguments' recorded values, in the parameters' order, are what a launch without values sends.
         self._graphs = graphs
         self.handle, self._record = handle, record
         self._args = b"".join(parameter.value for parameter in record.parameters.values())
@@ -109,12 +110,15 @@ class GraphHandle(Handle):
         Raises InvalidHandle, InvalidRequest or RegionFailed, and nothing is sent.
         """
         record = self._record
+        # Step 1: what the graph uses. One comparison per handle; only a mismatch costs a call.
         assert record is not None
         # Whatever the graph uses must still exist in this session.
         for handle in record.handles:
             if handle.owner is not attachment:
                 handle.check(attachment, _LAUNCH)
+        # Step 2: the parameters' values; without any, the recorded bytes are used as they are.
         args = self._bound(attachment, record, values) if values else self._args
+        # Step 3: the frame, with the regions at its end if there are any.
         head, trailer, are_active = self._head, b"", True
         if regions is not None:
             head, trailer = self._head_in, REGIONS.pack(*regions_named(regions, position, attachment, _LAUNCH))
@@ -204,6 +208,7 @@ class Graphs:
         attachment.check_open(_LAUNCH)
         if attachment.recording is not None:
             raise InvalidRequest(f"{_LAUNCH}: the session is recording another", "Launch it before or after the block")
+        # Anything wrong raises here, before the request is sent.
         try:
             number, frame, are_active = graph.frame(attachment, values, regions, position)
         except GpuLeaseError as error:

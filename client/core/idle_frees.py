@@ -32,6 +32,7 @@ class IdleLook:
 
         Then call `free`, under the lock.
         """
+        # The same request id at two polls: the session was idle for the whole time between them.
         last_id, self._last_id = self._last_id, self._operations.attachment.connection.last_request_id
         return last_id == self._last_id and not self.is_over and self._operations.has_leftovers
 

@@ -33,6 +33,7 @@ class KeptBuffers:
         doing = "keep"
         text = self._checked_name(name, doing)
         self._operations.check(buffer, Buffer, doing)
+        # First the worker keeps the buffer under its name; after that the handle no longer frees it.
         yield from self._operations.do(doing, self._ask_to_keep(buffer.handle, text, doing))
         buffer.lend()
 
@@ -88,6 +89,7 @@ class KeptBuffers:
 
     def _taken(self, name: str, doing: str) -> Procedure[Buffer]:
         found = yield from self._named(name, doing)
+        # An empty name makes the buffer this connection's own again.
         yield from self._ask_to_keep(found.handle, "", doing)
         return Buffer(self._attachment, found.handle, found.size_bytes)
 

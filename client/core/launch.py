@@ -23,7 +23,7 @@ from gpulease.protocol.messages import KernelEntry, Launch
 from gpulease.protocol.opcodes import LaunchFlag, ParameterType
 
 MAX_TEMPLATES: Final = 1024
-"""Launch templates kept per module, about half a kilobyte each. Stops a tenant whose grid is never the same twice from
+"""Launch templates kept per module, about half a kilobyte each. Stops a tenant that never uses the same grid twice from
 filling memory: beyond this all are dropped and made again."""
 
 MAX_U32: Final = 2**32 - 1
@@ -142,7 +142,12 @@ class _LatestLaunch:
 
 
 class Launches(LaunchCommands):
-    """The launches of one session."""
+    """A session's launches, each by the cheapest of three ways.
+
+    A launch like the module's last one is sent from a template at once. One with a known template is checked for what
+    may
+    have changed. Any other is checked completely, and leaves a template.
+    """
 
     def __init__(self, operations: Operations, streams: Streams, refused: RefusedRegions) -> None:
         self._attachment = operations.attachment
@@ -191,6 +196,7 @@ class Launches(LaunchCommands):
                     if buffer.owner is not attachment:
                         break
                 else:
+                    # The template's frame needs the request id and the argument bytes alone.
                     template, connection = latest.template, attachment.connection
                     number = connection.last_request_id = connection.last_request_id + 1
                     if attachment.writer.put_packed(
@@ -234,6 +240,7 @@ class Launches(LaunchCommands):
     ) -> Begun[int]:
         """Send a launch in regions immediately, under the session's lock; the result is the launch's number."""
         attachment = self._attachment
+        # The same fast way as in `launch`, for a set with all regions active at the words' present epoch.
         try:
             latest = module.latest_in
             if (
@@ -260,6 +267,7 @@ class Launches(LaunchCommands):
         except (AttributeError, TypeError, ValueError, OSError, FramingError, struct.error):
             pass  # a wrong type or value, the first launch, or the peer is gone: the general way reports it
         try:
+            # The general way: every check by itself, with its error; then the region set against the session's words.
             attachment.check_open("launch")
             doing = f"launch of {quoted(kernel)}"
             named = regions_named(regions, position, attachment, doing)
@@ -272,6 +280,7 @@ class Launches(LaunchCommands):
                 module.latest_in = _LatestLaunch(template, kernel, grid, block, args.kinds, shared_bytes)
             number = attachment.connection.next_request_id()
             begun = self._streams.hand_over(stream, number, template.frame(number, data, *named), "launch")
+            # A region may have ended: the worker has to confirm the launch.
             return begun if are_active else self._refused.confirmed(begun, doing)
         except GpuLeaseError as error:
             raise error.with_traceback(None)  # noqa: B904  # its traceback begins at the caller's line, as a driver's
@@ -320,6 +329,7 @@ class Launches(LaunchCommands):
         """(request id, frame) of a quiet launch, checked. Raises LaunchFailed, InvalidHandle or InvalidRequest."""
         args = in_order(module, kernel, args)
         template, data = self._prepared(Opcode.LAUNCH, module, kernel, grid, block, args, arg_sizes, shared_bytes)
+        # Only KernelArgs can be compared cheaply with the next launch's; raw bytes take this way each time.
         if isinstance(args, KernelArgs):
             module.latest = _LatestLaunch(template, kernel, grid, block, args.kinds, shared_bytes)
         request_id = self._attachment.connection.next_request_id()
@@ -340,6 +350,7 @@ class Launches(LaunchCommands):
         attachment = self._attachment
         buffers: tuple[Buffer, ...]
         kinds: tuple[ArgumentKind, ...]
+        # The arguments in one form: bytes, kinds and buffers.
         if isinstance(args, KernelArgs) and arg_sizes is None:
             data, kinds, buffers = args.data, args.kinds, args.buffers
         else:
@@ -384,6 +395,7 @@ class Launches(LaunchCommands):
             template = LaunchTemplate(launch, self._attachment.session_id, op)
         except ProtocolError as error:
             raise _failed(kernel, str(error)) from None
+        # Like any cache without a use order: a tenant with that many shapes rarely repeats an old one.
         if len(module.templates) >= MAX_TEMPLATES:
             module.templates.clear()
         module.templates[op, kernel, tuple(grid), tuple(block), shared_bytes, kinds] = template
@@ -404,10 +416,12 @@ def _checked(
     shared_bytes: int,
 ) -> Launch:
     """The launch's message, with blank arguments. Raises LaunchFailed or InvalidRequest."""
+    # Step 1: the kernel, and the number, sizes and kinds of its arguments.
     entry = _entry(module, kernel)
     sizes = sizes_of(kinds)
     _check_sizes(entry, sizes)
     _check_kinds(entry, kinds, module.parameter_types.get(kernel, ()))
+    # Step 2: the shape, against the wire's limits and the kernel's own.
     full_grid = dimensions(kernel, "grid", grid)
     full_block = dimensions(kernel, "block", block)
     threads = full_block[0] * full_block[1] * full_block[2]
@@ -415,6 +429,8 @@ def _checked(
         raise _failed(kernel, f"a block of {threads} threads; the kernel takes at most {entry.max_threads_per_block}")
     if not isinstance(shared_bytes, int) or not 0 <= shared_bytes <= MAX_U32:
         raise _failed(kernel, f"shared_bytes of {quoted(shared_bytes)} is not an integer from 0 to {MAX_U32}")
+    # Step 3: the message with blank arguments. A launch fills in its own; one byte too many shows that they exceed the
+    # limit.
     blank = bytes(min(sum(sizes), MAX_ARGUMENT_BYTES + 1))
     return Launch(module.handle, kernel, *full_grid, *full_block, shared_bytes, blank, sizes)
 
@@ -463,6 +479,7 @@ def dimensions(kernel: str, what: str, given: Any) -> tuple[int, int, int]:
     for number in numbers:
         if not 1 <= number <= MAX_U32:
             raise _failed(kernel, f"{what} {given!r}: {number} is not between 1 and {MAX_U32}")
+    # Missing dimensions are 1, as in CUDA.
     x, y, z = (*numbers, 1, 1)[:3]
     return x, y, z
 
@@ -497,6 +514,7 @@ def _check_sizes(entry: KernelEntry, sizes: tuple[int, ...]) -> None:
 
 
 def _check_kinds(entry: KernelEntry, kinds: tuple[ArgumentKind, ...], types: tuple[ParameterType, ...]) -> None:
+    # Types are known for PTX alone; without them the sizes were all that could be compared.
     for index, (kind, declared) in enumerate(zip(kinds, types, strict=False)):
         if mismatch(kind, declared):
             given = "a buffer" if kind == "buffer" else f"{'an' if str(kind)[0] in 'if' else 'a'} {kind}"

@@ -134,7 +134,7 @@ class LeaseReport(TypedDict):
         remaining_ms: Milliseconds until its end, 0 once it has ended.
         ttl_ms: Milliseconds last asked for.
         cause: Why it ended or ends, one word such as `expired`; None while nothing ends it.
-        reason: Why it ends or ended, as a sentence; "" while there is no reason.
+        reason: Why it ends or ended, as a sentence; "" without one.
         fault: The worker's message when the context was lost, "" if it was not.
         tenant: Its tenant.
         age_ms: Milliseconds since it was asked for.
@@ -144,7 +144,7 @@ class LeaseReport(TypedDict):
         orphan_ms: Milliseconds that it may be without a connection; 0: unlimited.
         orphaned_in_ms: Milliseconds until it ends because it has no connection; None while it has one.
         allocated_bytes: Device memory that its session holds. The worker counts this and the members below; they are
-            absent once there is no worker.
+            absent after the worker has ended.
         most_allocated_bytes: The most that its session has held.
         launches: Number of kernels that its session queued.
         syncs: Number of waits for the card that succeeded.
@@ -156,7 +156,7 @@ class LeaseReport(TypedDict):
         connections: The session's connections; absent with a daemon that is too old.
         kept_memory_bytes: Bytes of buffers that the lease keeps by name; absent together with `connections`.
         unheld_bytes: Bytes of buffers that no open session holds: of a session that has ended while its kernels run, or
-            of an older client, whose buffers stay; absent together with `connections`.
+            of an older client, which leaves its buffers; absent together with `connections`.
         submit: The job that is not proved gone; absent if there is none.
         last_submit: The last job that is gone; absent if there was none.
         parent: For a region, the text of its lease's id; absent for a lease.
@@ -262,8 +262,8 @@ ACQUIRE_REPLY_LIMIT_S: Final = 90.0
 workers of those before it. The daemon gives a worker 60 s to start, and then reports that it did not."""
 
 RECONNECT_LIMIT_S: Final = 30.0
-"""Longest time that a request of `REPEATABLE` waits for a daemon whose leases outlive it, in seconds, but never longer
-than the lease lasts. A restart takes seconds; a daemon that is away for longer has another problem."""
+"""Longest time that a request of `REPEATABLE` waits for a daemon that keeps its leases over a restart, in seconds, but
+never longer than the lease lasts. A restart takes seconds; a daemon that is away for longer has another problem."""
 
 END_MARGIN_S: Final = 5.0
 """How much longer than the lease LEASE_QUERY and LEASE_FREE wait, in seconds: they make sense just after its end, too.
@@ -327,6 +327,7 @@ class LeaseState:
         self.regions: weakref.WeakValueDictionary[int, LeaseState] = weakref.WeakValueDictionary()
         self.attached: Callable[[], Any] = lambda: None
         self.words: SessionWords | None = None
+        # The deadline counts from now, a little after the daemon's own: the reply took its time.
         self.extend(grant.generation, grant.ttl_ms, grant.expires_at_unix_s)
         register(self)
 
@@ -404,7 +405,7 @@ class LeaseState:
     def give_up(self) -> Procedure[None]:
         """Free it where the call that asked for it was interrupted. Raises only a further interrupt.
 
-        Over another connection: its own may have a reply that nobody has read, and closing that one then could make
+        Over another connection: its own may have a reply that was not read, and closing that one then could make
         the daemon drop what was sent on it last.
         """
         try:
@@ -415,7 +416,7 @@ class LeaseState:
             self.channel.close()
 
     def free_at_exit(self) -> Procedure[None]:
-        """Free the lease at the end of a `with` block; a lease that has ended already is no error."""
+        """Free the lease at the end of a `with` block; it may have ended already."""
         try:
             if self.over is None:
                 yield from clean_up(self.free())
@@ -491,6 +492,7 @@ class LeaseState:
             For each record None, or why it may not be in the log.
         """
         doing = doing_of(Opcode.LEASE_NOTE)
+        # One send, so the daemon must be able to take all of them at once.
         if len(several) > MAX_NOTES:
             raise InvalidRequest(f"notes: {len(several)} at once; {MAX_NOTES} are the most")
         if self.over is not None:
@@ -544,6 +546,7 @@ class LeaseState:
             made: Receives the reply's body as soon as it comes, even after this call was interrupted.
         """
         doing = doing_of(op)
+        # A freed or ended lease can still be queried: its report says how it ended.
         if self.over is not None and (op is not Opcode.LEASE_QUERY or self.over is OF_PARENT):
             raise error_of(self.over, doing)
         # A repeat after a restart is safe only for some requests, and useful only if the leases outlive the daemon.
@@ -557,6 +560,7 @@ class LeaseState:
 
     def _ask_until(self, op: Opcode, body: Body, doing: str, wait_s: float, made: list[Any] | None) -> Procedure[Any]:
         """Repeat the request for `wait_s`, with growing pauses, if that is safe and the daemon may come back."""
+        # Until the time is over, a failure to connect only leads to the next try, after a longer pause.
         last, failures = self.clock() + wait_s, 0
         while True:
             try:
@@ -607,6 +611,7 @@ class LeaseState:
         A second REGION_OPEN could leave a region that no client knows.
         """
         while True:
+            # At most twice: on the old connection, and if that was dead without an answer, on a new one.
             fresh = yield from self._reconnect_if_stale(doing)
             try:
                 limit = TimeLimit(CONTROL_REPLY_LIMIT_S, doing, self.address, self.clock)
@@ -622,7 +627,7 @@ class LeaseState:
                 is_again = True
                 continue
             is_refused = isinstance(answer, Failure)
-            # The first LEASE_FREE, whose reply was lost, has freed the lease: the refusal of the second is a success.
+            # The first LEASE_FREE has freed the lease, and its reply was lost: the refusal of the second is a success.
             if is_refused and is_again and op is Opcode.LEASE_FREE and answer.status in _GIVEN_BACK:
                 return None
             return answer
@@ -634,6 +639,7 @@ class LeaseState:
         made for a connection that is gone.
         """
         channel = self.channel
+        # The number that `asking` will use: if it is interrupted, its reply is found by this.
         number = channel.link.connection.last_request_id + 1
         answer: Any = None
         try:
@@ -654,6 +660,7 @@ class LeaseState:
 
     def _take_late(self, channel: Channel, number: int, op: Opcode, made: list[Any]) -> Procedure[None]:
         """Wait for the reply to an interrupted request that makes something; `made` receives its body."""
+        # The wait is bounded: a daemon that hangs must not hold up an interrupt.
         try:
             limit = TimeLimit(CLEAN_UP_S, doing_of(op), self.address, self.clock)
             answer = yield from receive(channel, number, limit)
@@ -668,6 +675,7 @@ class LeaseState:
 
 def _note_of(data: Mapping[str, Any]) -> bytes:
     """Encode a note in the audit log's canonical form. Raises InvalidRequest if it is too long, or not JSON."""
+    # Sorted keys and no blanks: two notes with the same content are the same bytes.
     try:
         text = json.dumps(dict(data), ensure_ascii=False, allow_nan=False, sort_keys=True, separators=(",", ":"))
         note = text.encode()
@@ -688,6 +696,7 @@ class Renewed(Protocol):
 def state_of(lease: Any) -> LeaseState:
     """A lease's state, for a session on it. Raises InvalidRequest for what programs mistake for a lease."""
     state = getattr(lease, "_state", None)
+    # A public lease has a state; anything else is a common mistake with a remedy of its own.
     if isinstance(state, LeaseState):
         return state
     if isinstance(lease, LeaseRequest):
@@ -854,6 +863,7 @@ def by_token(address: Address, token: bytes, lock: Any) -> Procedure[LeaseState]
 
     body = CapabilityPresent(token)
     lease = yield from _open(address, lock, Opcode.CAPABILITY_PRESENT, body, CONTROL_REPLY_LIMIT_S, grant_of)
+    # Requests about this lease present the token first, on each new connection.
     lease.token = token
     # A new connection would not have presented the token: after a restart nothing is sent again.
     lease.outlives_daemon = False
@@ -914,6 +924,7 @@ def _open(
     limit = TimeLimit(CONNECT_LIMIT_S, "connect", address)
     channel: Channel | None = None
     try:
+        # Step 1: connect; the request goes out behind HELLO.
         channel, hello, number = yield from dial_for(address, limit, First(op, body, undo=undo))
         limit = TimeLimit(reply_limit_s, doing, address)
         # The grant may take long. PINGs show meanwhile whether the daemon is alive.
@@ -967,7 +978,7 @@ def _granted(lease_id: int, report: Any) -> LeaseGrant:
 def free_silently(state: LeaseState) -> None:
     """Send LEASE_FREE if that needs no waiting. Runs in finalizers and after interrupts: never raises."""
     channel = state.channel
-    # Not if another thread or task uses the connection. The connection's end tells the daemon in any case.
+    # Not if another thread or task uses the connection. In any case the daemon sees that the connection has ended.
     if state.over is None and channel.link.end is None and not is_held(state.lock):
         with suppress(OSError, ProtocolError):
             _, frame = channel.link.request(Opcode.LEASE_FREE, LeaseRef(state.grant.lease_id))
@@ -1015,6 +1026,7 @@ class RenewalSchedule:
 
     def after_failure(self, error: GpuLeaseError, remaining_s: float) -> float | None:
         """Seconds until the next try; None if the lease is lost."""
+        # Renewals of a lease that has ended can't succeed.
         if isinstance(error, PERMANENT_ERRORS) or remaining_s <= 0:
             return None
         pause_s = back_off_s(self._failures, FIRST_BACKOFF_S, MAX_BACKOFF_S)
@@ -1046,6 +1058,7 @@ def keep_renewed(
     Returns:
         Why the lease was lost; None if it was not.
     """
+    # The weak reference is followed for each renewal, and never kept while this waits.
     view = lease()
     if view is None:
         return None
@@ -1071,6 +1084,7 @@ def keep_renewed(
                 )
             delay_s = schedule.after_grant(state.remaining_s)
         except GpuLeaseError as error:
+            # The schedule decides whether another try makes sense.
             pause_s = schedule.after_failure(error, state.remaining_s)
             if pause_s is None:
                 del view  # the error's traceback has this frame, and must not keep the lease
@@ -1086,11 +1100,12 @@ END_REASON_POLL_S: Final = 0.05
 """Pause between two queries for the reason, in seconds."""
 
 _FENCE_MATTERS: Final = frozenset({Status.SESSION_FAILED, Status.DISCONNECTED})
-"""Ends whose status FENCED replaces: any other end matters more to the tenant than its memory."""
+"""Ends that FENCED replaces: any other end matters more to the tenant than its memory."""
 
 
 def end_reason_of(report: Mapping[str, object]) -> Failure | None:
     """The end of the lease in a LEASE_QUERY report; None if it has not ended."""
+    # A fenced lease has ended even if no cause is given.
     cause, state = report.get("cause"), report.get("state")
     if cause is None and state != "fenced":
         return None
@@ -1129,6 +1144,7 @@ def find_end_reason(lease: LeaseState, ended: Failure) -> Procedure[Failure]:
 
 def _unknown_lease(lease: LeaseState, failure: Failure) -> Failure:
     """The end of a lease that the daemon has forgotten, some time after it: after its deadline it expired."""
+    # By its deadline the lease expired; the daemon forgets ended leases after a while.
     if failure.status is Status.NOT_FOUND and lease.clock() >= lease.deadline:
         return Failure(Status.LEASE_EXPIRED, "the lease expired")
     return failure

@@ -67,6 +67,7 @@ def address_of(text: str | None, files: TlsFiles = TlsFiles()) -> Address:  # no
     A tls: address includes the files that it needs, from `files` or the environment.
     """
     try:
+        # A text that UTF-8 can't encode would fail only when the address is used.
         if text is not None:
             utf8(text, "the daemon's address")
         address = parse_address(text or os.environ.get(ADDRESS_VARIABLE) or DEFAULT_ADDRESS)
@@ -77,6 +78,7 @@ def address_of(text: str | None, files: TlsFiles = TlsFiles()) -> Address:  # no
 
 def fleet_of(text: str | None, files: TlsFiles = TlsFiles()) -> Fleet | None:  # noqa: B008  # it can't be changed
     """The fleet that the given address, else GPULEASE_ADDRESS, names; None for a daemon. Raises InvalidRequest."""
+    # The environment variable may name a fleet, too.
     named = text or os.environ.get(ADDRESS_VARIABLE) or ""
     if not isinstance(named, str) or not named.startswith(FLEET_SCHEME):
         return None  # `address_of` refuses anything but a string
@@ -97,9 +99,11 @@ def milliseconds(seconds: float, what: str, *, least_ms: int) -> int:
 
     Raises InvalidRequest for a time that does not fit.
     """
+    # bool is an int in Python, and a string of digits is a mistake that needs another hint.
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not math.isfinite(seconds):
         hint = "Give seconds as a number: 600 for ten minutes" if isinstance(seconds, str) else ""
         raise InvalidRequest(f"{what}: {quoted(seconds)} is not a number of seconds", hint)
+    # Rounded up: a lease of 0.0001 s must not become one of 0 ms.
     value = math.ceil(seconds * 1000)
     if not least_ms <= value <= MAX_WIRE_MS:
         raise InvalidRequest(f"{what}: {seconds!r} s is not between {least_ms / 1000:g} s and {MAX_WIRE_MS // 1000} s")
@@ -250,6 +254,7 @@ class LeaseRequest:
         return fleet_of(self._address, self._tls_files) or address_of(self._address, self._tls_files)
 
     def _request(self) -> LeaseAlloc:
+        # Only the size has no default that makes sense.
         if not self._min_vram_bytes:
             raise InvalidRequest("acquire: the lease's size is missing", 'Set it with GpuBuilder().min_vram("4GiB")')
         size_bytes = self._min_vram_bytes + self._submit_bytes

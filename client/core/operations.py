@@ -60,6 +60,7 @@ class LeaseLimit:
 
     def over(self) -> Procedure[None]:
         """Raise LinkEnded, unless the broker reports that the lease was renewed elsewhere."""
+        # The lease may have been renewed by another program, so this side's deadline may be too early.
         report = yield from self._lease.query()
         remaining_ms = report.get("remaining_ms")
         if report.get("cause") is None and isinstance(remaining_ms, int) and remaining_ms > 0:
@@ -103,7 +104,7 @@ class Operations:
         limit: Bounds the time of an operation.
         freed: (request id, operation, handle) of frees and reuses in flight; any later reply settles them.
         settled_id: Every request up to this one is known to have ended well, or its failure was raised.
-        fences: Operations whose reply settles everything before them.
+        fences: Operations with a reply that settles everything before them.
     """
 
     def __init__(self, attachment: Attachment) -> None:
@@ -133,7 +134,7 @@ class Operations:
         return result
 
     def guarded(self, doing: str, procedure: Procedure[T]) -> Procedure[T]:
-        """Execute an operation whose caller holds the lock.
+        """Execute an operation; the caller holds the lock.
 
         Refuses if the session has ended, then frees dropped handles, then continues with the operation.
         """
@@ -189,6 +190,7 @@ class Operations:
 
         If it finds a failure, it leaves that to the session's next operation.
         """
+        # After the end, or while recording, there is nothing that may be sent.
         attachment = self.attachment
         if attachment.over is not None or attachment.recording is not None:
             return
@@ -209,6 +211,7 @@ class Operations:
 
     def give_back(self) -> Procedure[None]:
         """Have the worker free what the tenant has freed, before another session asks for the lease's memory."""
+        # An operation that does nothing: what every operation does first frees the held buffers.
         if self.attachment.held and self.attachment.over is None:
             yield from self.do("mem_free", _nothing())
 
@@ -232,6 +235,7 @@ class Operations:
             own_requests: Ids of the quiet requests that are parts of this operation (`error_of`).
         """
         attachment, limit = self.attachment, limit or self.limit
+        # The reply is expected before the request is sent, so that it can't come first.
         request_id = attachment.channel.link.expect(op)
         frame = build_frame(op, payload, request_id=request_id, session_id=attachment.session_id)
         yield from send(attachment.channel, (frame,), limit)
@@ -265,7 +269,7 @@ class Operations:
         self.settle(result, doing_of(op))
         self.acknowledge(op, request_id)
         # The object passes from the link to its handle. An interrupt before the claim leaves it with the link, which
-        # `forget` empties; there is no call between the claim and the owner.
+        # `forget` empties; no call comes between the claim and the owner.
         made = handle_of(result)
         link.claim(request_id)
         made.owner = attachment
@@ -273,6 +277,7 @@ class Operations:
 
     def acknowledge(self, op: Opcode, last_id: int, first_id: int = 0) -> None:
         """Record that the requests `first_id` to `last_id` (by default `last_id` alone) were answered."""
+        # The reply settles everything before it only if its operation waits for that, or if nothing else was left.
         if op in self.fences or self.settled_id >= (first_id or last_id) - 1:
             self.settled_id = last_id
 
@@ -283,6 +288,7 @@ class Operations:
         """
         if not self.freed and not isinstance(result, Failure):
             return
+        # The frees in flight are taken out first: whatever the reply says, it says it about all of them.
         freed, self.freed = self.freed, deque()
         if not isinstance(result, Failure):
             return
@@ -302,6 +308,7 @@ class Operations:
 
     def fence_limit(self) -> FenceLimit | None:
         """The limit for waiting at the end of a `with` block; None if there is nothing to wait for."""
+        # Nothing to wait for: the session is over, or its last request is known to have ended well.
         attachment = self.attachment
         is_settled = attachment.end is not None or self.settled_id == attachment.connection.last_request_id
         over = attachment.lease.over
@@ -376,6 +383,8 @@ class Operations:
         attachment = self.attachment
         request_id = attachment.connection.next_request_id()
         frame = mem_reuse_frame(handle, request_id=request_id, session_id=attachment.session_id)
+        # Listed before it is sent: if an earlier request failed, the worker skipped this reuse, and the memory must be
+        # freed.
         self.freed.append((request_id, Opcode.MEM_REUSE, handle))
         return None if self.put(frame) else self.go_on("mem_alloc", send(attachment.channel, (frame,), self.limit))
 
@@ -439,6 +448,7 @@ class Operations:
     def check(self, handle: Handle, kind: type[Handle], doing: str) -> None:
         """Raise InvalidHandle unless this is a handle of that kind in this session."""
         if not isinstance(handle, kind):
+            # The kind first: any other object has no owner to compare.
             raise InvalidHandle(f"{doing}: {quoted(handle)} is not a {kind.__name__}")
         handle.check(self.attachment, doing)
 

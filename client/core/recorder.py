@@ -49,8 +49,10 @@ class Recording(LaunchCommands, CopyCommands):
         """
         self._session = session
         self._attachment = session.attachment
+        # The thread or task that records; operations of any other are refused while the recording lasts.
         self._caller = caller
         self._owner = caller()
+        # What the graph consists of, in the form of its message, and what it must keep from being dropped.
         self._nodes: list[GraphNode] = []
         self._buffers: dict[int, Buffer] = {}
         self._used: set[int] = set()
@@ -79,6 +81,7 @@ class Recording(LaunchCommands, CopyCommands):
 
     def record(self) -> GraphRecord:
         """The finished recording. Raises InvalidRequest if it can't become a graph."""
+        # Limits of the whole graph. Each node was checked when it was recorded.
         if not self._nodes:
             raise InvalidRequest("record: nothing was recorded", "Launch or copy something in the block")
         if len(self._used) > MAX_GRAPH_HANDLES:
@@ -94,6 +97,7 @@ class Recording(LaunchCommands, CopyCommands):
             for name, found in self._parameters.items()
         )
         body = GraphCreate(tuple(self._nodes), tuple(sorted(self._used)), parameters, tuple(self._places))
+        # The graph holds buffers and modules as long as it lives; `kernel` names it in errors if it has only one.
         handles = (*self._buffers.values(), *self._modules.values())
         kernel = self._kernels[0] if len(self._kernels) == 1 else ""
         return GraphRecord(body, self._parameters, handles, tuple(self._arrays), kernel)
@@ -159,7 +163,7 @@ class Recording(LaunchCommands, CopyCommands):
         elif len(view) > MAX_WRITE_BYTES:
             raise InvalidRequest(
                 f"mem_write: {len(view)} bytes can't be recorded; at most {MAX_WRITE_BYTES}",
-                "Copy from an array of session.empty(), whose bytes are taken at each launch of the graph",
+                "Copy from an array of session.empty(): each launch of the graph takes its bytes then",
             )
         else:
             head = mem_write_prefix(buffer.handle, offset, len(view), request_id=1, session_id=0, quiet=True)
@@ -190,6 +194,7 @@ class Recording(LaunchCommands, CopyCommands):
 
     def _check_caller(self, doing: str) -> None:
         """Raise the error of the session's end, or InvalidRequest if another thread or task owns the recording."""
+        # The session may have ended since `begin`, and that error is the better one.
         self._attachment.check_open(doing)
         if self._caller() != self._owner:
             raise InvalidRequest(
@@ -223,6 +228,7 @@ class Recording(LaunchCommands, CopyCommands):
         self._arrays.append(data)
 
     def _add_parameters(self, kernel: str, node: int, args: KernelArgs) -> None:
+        # A copy: a refused launch must leave the recording as it was.
         added = dict(self._parameters)
         for name, _, bound in args.parameters:
             if len(name.encode()) > MAX_PARAMETER_NAME_BYTES:
@@ -241,6 +247,7 @@ class Recording(LaunchCommands, CopyCommands):
                 f"in {MAX_GRAPH_PLACES} places"
             )
         self._parameters = added
+        # A place is where an argument's bytes lie in its node, in bytes from the first argument.
         numbers = {name: number for number, name in enumerate(added)}
         self._places += [GraphPlace(numbers[name], node, sum(args.sizes[:index])) for name, index, _ in args.parameters]
 

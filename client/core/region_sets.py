@@ -52,11 +52,13 @@ class RegionSets:
     def granule_bytes(self) -> int:
         """Sizes of regions are multiples of this many bytes; 0 if the session's worker has no regions."""
         told = self._attachment.told(SessionOption.REGIONS)
+        # An option of another length comes from a daemon of another version: no regions then.
         return int.from_bytes(told) if told is not None and len(told) == 4 else 0
 
     def make(self, regions: Iterable[RegionView]) -> Procedure[RegionSet]:
         """Name regions. Raises Unsupported, InvalidHandle, or InvalidRequest, also while the session records."""
         self._operations.check_recording("region_set")
+        # A region named twice counts once; the order of the others stays.
         return self._make(tuple(dict.fromkeys(regions)))
 
     def _make(self, regions: tuple[RegionView, ...]) -> Procedure[RegionSet]:

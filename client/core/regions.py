@@ -68,6 +68,7 @@ class RegionState(LeaseState):
             parent.grant.exclusivity,
             parent.grant.card_uuid,
         )
+        # Both use the lease's connection and lock: requests about a region are requests of its lease's program.
         super().__init__(parent.channel, parent.lock, grant, parent.clock)
         self.outlives_daemon = parent.outlives_daemon
         parent.regions[granted.lease_id] = self
@@ -103,10 +104,12 @@ class RegionState(LeaseState):
 
     def note_failure(self, said: Failure, over: Container[Status] = LEASE_OVER) -> Failure:
         """Record a failure that concerns it; its lease continues."""
+        # Step 1: a failure that is not about this region.
         if said.status not in over and said.region is None:
             return said
         if said.region is None:
             said = replace(said, region=self.grant.lease_id)
+        # Step 2: remember the end, and whether an error has said it: later errors say FENCED.
         if said.status in over and said.flipped_ns is not None:
             self.is_end_raised = True
         if said.status in over and self.over is None:
@@ -164,6 +167,7 @@ class RegionState(LeaseState):
                 raise
 
     def _returned(self) -> Procedure[None]:
+        # The launches that named it end by themselves or by the daemon's grace; poll with growing pauses.
         last, pause_s = self.clock() + RETURN_WAIT_S, FIRST_RETURN_POLL_S
         while (yield from self.query()).get("state") in _HAS_MEMORY and self.clock() < last:
             yield Sleep(pause_s)
@@ -172,6 +176,7 @@ class RegionState(LeaseState):
     def _control(
         self, op: Opcode, body: Body, *, waits_for_daemon: bool = True, made: list[Any] | None = None
     ) -> Procedure[Any]:
+        # A lease's end is its regions' end, even if no failure has named the region.
         if self.over is None:
             self.over = self.parent.over
         return (yield from super()._control(op, body, waits_for_daemon=waits_for_daemon, made=made))
@@ -223,7 +228,7 @@ class RegionView(BorrowedBuffer):
 
     @property
     def generation(self) -> int:
-        """Incremented by every renewal, from 1."""
+        """The number of its grant: 1 at first, incremented by every renewal."""
         return self._state.generation
 
     @property

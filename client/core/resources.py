@@ -135,6 +135,7 @@ class Resources:
         """Load code that a recording will launch, even while the session records: the worker knows of no recording."""
         code = image_of(image, "module_load")
         most = self.attachment.max_payload_bytes - MODULE_LOAD_FIXED_BYTES
+        # The whole image goes in one frame.
         if not 0 < len(code) <= most:
             raise InvalidRequest(f"module_load: an image of {len(code)} bytes; 1 to {most} are taken")
         return (yield from self._operations.do("module_load", self._load_code(code, kind)))
@@ -170,6 +171,7 @@ class Resources:
         self._check_details(Opcode.MODULE_FIGURES, module, doing)
         asking = self._operations.ask(Opcode.MODULE_FIGURES, HANDLE.pack(module.handle), doing=doing)
         reply = yield from self._operations.do(doing, asking)
+        # In the order of the module's kernels, as the reply to MODULE_LOAD had them.
         return MappingProxyType(dict(zip(module.kernels, reply.kernels, strict=False)))
 
     def _check_details(self, op: Opcode, module: Module, doing: str) -> None:

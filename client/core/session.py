@@ -73,6 +73,7 @@ class Session:
             raise InvalidRequest(f"attach: the grant is of lease {grant.lease_id}, not of this one")
         token = lease.token if grant is None else grant.token
         spin = spin_policy_of(lease.waiting, spin_ns)
+        # The parts in the order of their dependence: each knows only those before it.
         self.attachment = Attachment(lease, lock, token=token, wanted=wanted, spin=spin)
         self.operations = Operations(self.attachment)
         self.streams = Streams(self.operations)
@@ -203,6 +204,7 @@ class SessionView:
     def slice_bytes(self) -> int:
         """Total device memory that the session may allocate, in bytes."""
         attachment = self._session.attachment
+        # The worker reported the slice once; since then the lease may have grown or shrunk.
         return attachment.reply.slice_bytes + attachment.lease.grant.size_bytes - attachment.lease_bytes
 
     @property

@@ -1,6 +1,6 @@
 """Copies of ordinary memory through slots in the session's arena, by threads where the host has cores for them.
 
-Theory of operation. One core copies 9 to 13 GB/s on a host whose bus transfers 55. So a copy is cut into pieces, and a
+Theory of operation. One core copies 9 to 13 GB/s on a host with a bus of 55. So a copy is cut into pieces, and a
 part of the arena into slots. While the worker's card copies one slot, threads here fill the next ones (a write) or
 empty them (a read). No data goes through ring or socket, and the slots are pinned once. Pieces are requested in groups,
 quiet except for the last of each group: a reply costs both sides as much as a piece.
@@ -126,11 +126,13 @@ class Staging:
         yield from self._run(copy, copy.read(), "mem_read")
 
     def _settle(self) -> Procedure[None]:
+        # The SYNC waits for everything that the worker still has to do with the slots.
         if self._is_unsettled:
             yield from self.operations.ask(Opcode.SYNC)
             self._is_unsettled = False
 
     def _run(self, copy: "_StagedCopy", pieces: Procedure[None], doing: str) -> Procedure[None]:
+        # Until all replies have come, the next copy must not reuse the slots unasked.
         self._is_unsettled = True
         try:
             yield from pieces
@@ -153,7 +155,12 @@ class Staging:
 
 
 class _StagedCopy:
-    """A copy of several pieces in progress."""
+    """A copy of several pieces in progress.
+
+    A piece is begun (it has a slot), copied by a thread, and requested; its slot is free once the worker has answered
+    for
+    it. A read requests first and copies then.
+    """
 
     def __init__(self, staging: Staging, handle: int, offset: int, address: int, nbytes: int) -> None:
         self._staging = staging
@@ -165,6 +172,7 @@ class _StagedCopy:
         self._nbytes = nbytes
         self._piece_bytes = min(SLOT_BYTES, max(MIN_PIECE_BYTES, -(-nbytes // MIN_PIECES)))
         self._begun = 0
+        # Slots that neither a thread nor the worker uses.
         self._free = deque(range(SLOTS))
         self._copying = 0
         # Quiet pieces, which a later piece's reply answers for; then the requests with a reply, each with all its
@@ -273,6 +281,7 @@ class _StagedCopy:
 
     def _ask_piece(self, op: Opcode, piece: _Piece, group: int, *, is_last: bool) -> Procedure[None]:
         self._quiet.append(piece)
+        # Place and length of the slot's bytes, for the card.
         payload = self._staging.request(self._handle, self._offset, piece)
         # This request has a reply, which also answers for the quiet pieces before it.
         if is_last or len(self._quiet) >= group:

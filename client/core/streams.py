@@ -126,6 +126,7 @@ class Streams:
         return self._create(kind)
 
     def _create(self, kind: type[S]) -> Procedure[S]:
+        # With a second stream, the reply to a read no longer shows that all other work has ended.
         def created(reply: Any) -> S:
             self.operations.fences = STREAMS_FENCES
             return kind(self, reply.handle)
@@ -151,6 +152,7 @@ class Streams:
         """Make later launches and copies of a stream wait for all that another has queued now."""
         self._check_recording("wait_for")
         operations = self.operations
+        # A quiet request: the order is the worker's business, and its failure is reported with a later reply.
         pair = STREAM_WAIT.pack(self.number(stream, "wait_for"), self.number(other, "wait_for"))
         frame = operations.quiet_frame(Opcode.STREAM_WAIT, pair)
         yield from operations.do("wait_for", send(self.attachment.channel, (frame,), operations.limit))
@@ -218,16 +220,19 @@ class Streams:
                 self._note_end()
                 return None
         outcome = self._sync.ask()
+        # The reply that came at once: everything before it has ended.
         if outcome is DONE:
             self._note_end()
             return None
         if isinstance(outcome, Pending):
+            # The reply is late; wait for it, then take the lent arrays back.
             return self.operations.go_on("sync", self._taking_back(outcome.rest))
         return self.sync()
 
     def _note_end(self) -> None:
         """Record that the work of all requests so far has ended without failure."""
         operations, attachment = self.operations, self.attachment
+        # The next sync without any request in between needs nothing but this.
         self._ended_id = operations.settled_id = attachment.connection.last_request_id
         self._ended_until_ns = monotonic_ns() + TRUSTED_NS
         if operations.freed:
@@ -260,6 +265,7 @@ class Streams:
         A session by token that loaded no module waits for its own requests only: kernels, and their failures, are
         others'.
         """
+        # A failure that was raised already is not raised again at the end of the block.
         operations, raised = self.operations, self.attachment.last_raised
         # A PING is answered in order, so its reply shows that this connection's own requests are done.
         if self.attachment.token and not self.attachment.has_loaded:
@@ -301,6 +307,7 @@ class Streams:
         self, op: Opcode, stream: StreamHandle | None, buffer: Buffer, offset: int, view: memoryview
     ) -> Procedure[None] | None:
         """Start a copy between a buffer and the arena without waiting; None without a stream, or for other memory."""
+        # Only a copy of the arena can be left to run in a stream: other memory is the caller's again at once.
         number, arena = self.number(stream, "mem_write or mem_read"), self.attachment.arena
         place = None if number == DEFAULT or arena is None else arena.offset_of(view)
         if place is None:
@@ -321,10 +328,12 @@ class Streams:
             frame: The request.
             doing: The operation, for messages.
         """
+        # Another stream, or one that is unknown, has to be selected first.
         if stream is not None or self.selected != DEFAULT:
             rest = self._put_in(stream, frame, doing)
         else:
             rest = b"" if self.operations.put(frame) else frame
+        # The launch went first; frees that are due follow it.
         if self.attachment.dropped and not rest:
             self.operations.put_frees()
         return self.operations.go_on(doing, self._send_rest(number, rest)) if rest else number

@@ -93,6 +93,7 @@ class SubmissionBase:
         Raises InvalidRequest for a Python number, which has no size.
         """
         try:
+            # A scalar has the buffer protocol with no dimension; everything else with it is a sequence of bytes.
             is_value = memoryview(data).ndim == 0
         except TypeError:
             hint = "Numbers need a size: np.uint32(n), or .args(KernelArgs().push_u32(n))"
@@ -132,6 +133,7 @@ class SubmissionBase:
         return self
 
     def _push(self, kind: ArgumentKind, data: Any) -> Self:
+        # The bytes are copied now: the program may change them before the job runs.
         raw = bytes(readable_bytes(data, "arg"))
         if not raw:
             raise InvalidRequest(f"argument {len(self._arguments)}: it has no bytes")
@@ -163,6 +165,7 @@ class SubmissionBase:
         """Run the job; returns the outputs in the order of their arguments."""
         if lease.over is not None:
             raise error_of(lease.over, "submit")
+        # Without a time of its own, the job may take as long as the lease lasts.
         limit_s = lease.remaining_s if self._timeout_ms is None else self._timeout_ms / 1000
         # Check before sending anything: what does not fit is this program's mistake.
         body = self._body()
@@ -206,6 +209,7 @@ def _run(
         opening: The request that opens the job.
         limit_s: How long the job may take, in seconds.
     """
+    # A connection of its own: it becomes the job, and ends with it.
     channel, _ = yield from dial(lease.address, TimeLimit(CONNECT_LIMIT_S, "connect", lease.address))
     number: int | None = None
     try:
@@ -241,7 +245,7 @@ def _number_of(opened: AttachReply) -> int:
 def _end_error(
     lease: LeaseState, failure: Failure, number: int | None, *, is_explained: bool
 ) -> Procedure[GpuLeaseError]:
-    """The error of a job whose connection ended without a reply.
+    """The error of a job after its connection ended without a reply.
 
     Args:
         lease: The lease.

@@ -91,6 +91,7 @@ def issue_request(
     lease_id: int, permissions: Permission, audience: bytes | None, ttl_secs: float, nonce: int
 ) -> CapabilityIssue:
     """The request that issues a token; arguments as of `GpuLease.issue`. Raises InvalidRequest."""
+    # Anything but a Permission, such as a string or a number, would be a guess about what to permit.
     if not isinstance(permissions, Permission) or not permissions or permissions & ~ALL_PERMISSIONS:
         raise InvalidRequest(f"issue: permissions must be Permission members, not {quoted(permissions)}")
     if audience is not None and (not isinstance(audience, bytes | bytearray) or len(audience) != AUDIENCE_BYTES):

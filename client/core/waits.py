@@ -56,9 +56,11 @@ procedure that the caller must drive to get it. Creating a generator alone costs
 
 def is_held(lock: Any) -> bool:
     """True if another thread or task holds the lock. A threading.RLock can only be tested by acquiring it."""
+    # A threading.Lock and an asyncio.Lock say whether they are held.
     locked = getattr(lock, "locked", None)
     if locked is not None:
         return bool(locked())
+    # For an RLock the answer is only a hint: it may change as soon as this returns.
     if not lock.acquire(blocking=False):
         return True
     lock.release()
