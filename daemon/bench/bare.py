@@ -46,9 +46,11 @@ def _round(driver: Driver, card: str, ptx: bytes) -> tuple[float, float]:
         _spin(driver, card, ptx, theirs)
     os.close(theirs)
     try:
+        # The first byte: the context answers. The second: the kernel runs.
         _await_byte(ours)
         open_ms = (time.perf_counter() - started) * 1e3
         _await_byte(ours)
+        # Killed while the kernel runs, as a revoked worker is.
         time.sleep(SPINNING_S)
         started = time.perf_counter()
     finally:
@@ -64,7 +66,7 @@ def _await_byte(pipe: int) -> None:
 
 
 def _spin(driver: Driver, card: str, ptx: bytes, pipe: int) -> NoReturn:
-    """Run in the forked process until SIGKILL."""
+    """Open a context and run the kernel `spin` until SIGKILL; report each of the two steps by a byte in `pipe`."""
     try:
         context = driver.open_context(card, SLICE_BYTES)
         context.sync()

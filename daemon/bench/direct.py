@@ -46,6 +46,7 @@ def measure(driver_name: str, ptx: bytes, launches: int, samples: int, copy_size
         launch()
         sync()
 
+    # Warm up: the first launches load code and grow the driver's queues.
     _timed_us(launch_and_sync, 50)
     round_trips = _timed_us(launch_and_sync, samples)
     started = time.perf_counter()
@@ -61,6 +62,7 @@ def measure(driver_name: str, ptx: bytes, launches: int, samples: int, copy_size
     }
     figures |= _graph_figures(context, kernel, (THREADS, 1, 1), params, samples)
     figures |= _small_copies(context, samples)
+    # Pinned memory, as a session's arena is.
     pinned = memoryview(mmap.mmap(-1, max(copy_sizes)))
     context.pin(pinned)
     for size in copy_sizes:
@@ -92,6 +94,7 @@ CALLS: Final = 200
 def _graph_figures(context: Context, kernel: Kernel, block: Dim3, params: bytes, samples: int) -> dict[str, float]:
     """Return the microseconds of twenty launches, as calls and as one graph. `params` ends with a float."""
     graph = context.graph([KernelStep(kernel, ONE, block, 0, params)] * LAUNCHES, admit_any)
+    # Each call of `rebind` gives every step a value that it did not have, so that nothing can be skipped.
     values = _values(params)
 
     def launch() -> None:
@@ -129,6 +132,7 @@ def _graph_figures(context: Context, kernel: Kernel, block: Dim3, params: bytes,
         "calls_20_us": pipelined(launch),
         "graph_20_us": pipelined(replay),
     }
+    # A synchronization after CALLS graphs keeps the driver's queue from filling up, which would make calls wait.
     calls = []
     for _ in range(samples // CALLS + 1):
         calls += _timed_us(replay, CALLS)

@@ -105,7 +105,7 @@ class Measured:
 
 
 class SimulatedNode:
-    """A member of the fleet, and its leases. It measures once it is told to."""
+    """A member of the fleet, and its leases. It measures while `measured` is set."""
 
     def __init__(self, node_id: str, terms: FleetTerms, client: EtcdClient, draw: Random) -> None:
         self.measured: Measured | None = None
@@ -119,18 +119,15 @@ class SimulatedNode:
         self._wanted_s: dict[int, float] = {}
 
     def start(self) -> None:
-        """Join the fleet."""
         self._change()
         self._post(Started())
         self._post(LiveClaims())
 
     def claim(self, number: int) -> None:
-        """Claim a name of that number."""
         self._wanted_s[number] = time.monotonic()
         self._post(ClaimWanted(number, f"name-{number}", f"{number:032x}", "tenant"))
 
     async def stop(self) -> None:
-        """Do no more."""
         if self._timer is not None:
             self._timer.cancel()
         for task in self._tasks:
@@ -142,6 +139,7 @@ class SimulatedNode:
         self._post(RecordChanged(record.addresses, record.labels or {}, record.cards, version=record.version))
 
     def _post(self, event: Event) -> None:
+        # The rules are the fleet's own; only their effects are carried out here, without a daemon.
         for effect in self._member.handle(event, boot_ns()):
             match effect:
                 case Ask(number, transaction):
@@ -242,8 +240,10 @@ async def _run_nodes(
 
     measured = Measured()
     try:
+        # Step 1: all nodes of this process join. Step 2: wait for the other processes.
         await asyncio.gather(*(join(at, node) for at, node in enumerate(found)))
         await asyncio.to_thread(_barrier.wait)
+        # Step 3: measure. Claims go round the nodes at a steady rate; beats come by the nodes' own timers.
         for node in found:
             node.measured = measured
         cpu_s = time.process_time()
@@ -272,6 +272,7 @@ async def measure(
     """Run the load on etcd's members, which have those endpoints and process ids; return its figures."""
     client = EtcdClient(EtcdSettings(tuple(endpoints), timeout_s=TIMEOUT_S))
     try:
+        # Step 1: etcd at rest, and what a plain write costs.
         await _wait_for(client)
         # A new etcd is known to be new: no node waits for leases of before.
         await client.do(Transaction((CreateRevisionIs(GENERATION, 0),), (Put(GENERATION, b"a benchmark"),)))
@@ -279,6 +280,7 @@ async def measure(
         await asyncio.sleep(REST_S)
         resting = [(_cpu_s(pid) - cpu_s) / REST_S for pid, cpu_s in zip(pids, before, strict=True)]
         plain_s = await _plain_puts(client)
+        # Step 2: processes of nodes, which start to measure together at the barrier.
         parts = list(_parts(nodes))
         # Fresh processes: gRPC's threads do not survive a fork.
         context = multiprocessing.get_context("spawn")
@@ -293,6 +295,7 @@ async def measure(
                 barrier.abort()
                 raise
             joined_s = time.monotonic() - began_s
+            # Step 3: the load. etcd's processor time and size are read before and after it.
             changes = Changes()
             watch = asyncio.create_task(changes.follow(client))
             before, sizes = [_cpu_s(pid) for pid in pids], await client.sizes()
@@ -305,6 +308,7 @@ async def measure(
             await asyncio.gather(watch, return_exceptions=True)
     finally:
         await client.close()
+    # Step 4: the figures of all processes together.
     beat_s = [each for measured in done for each in measured.beat_s]
     claim_s = [each for measured in done for each in measured.claim_s]
     writes_per_s = (len(beat_s) + len(claim_s)) / took_s
@@ -335,13 +339,13 @@ async def measure(
 
 
 class Changes:
-    """Changes of nodes' records that a directory's watch was told of."""
+    """Counts the changes of nodes' records that a directory's watch reports."""
 
     def __init__(self) -> None:
         self.seen = 0
 
     async def follow(self, client: EtcdClient) -> None:
-        """Count until this is cancelled."""
+        """Follow all records below PREFIX from now on, until this is cancelled."""
         async for batch in client.watch(PREFIX, 0):
             self.seen += sum(change.key.startswith(NODES) for change in batch.changes)
 

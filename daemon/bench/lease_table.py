@@ -91,17 +91,14 @@ class SimulatedWorkers(Workers):
         self._changed = asyncio.Event()
 
     async def refused(self, count: int) -> None:
-        """Wait until `count` leases have expired."""
         while len(self.late_ms) < count:
             self._changed.clear()
             await self._changed.wait()
 
     def spawn(self, spec: WorkerSpec) -> None:
-        """Post that the worker is ready."""
         asyncio.get_running_loop().call_soon(self._post, WorkerReady(spec.lease_id))
 
     def kill(self, lease_id: int) -> None:
-        """Post that the worker was reaped."""
         asyncio.get_running_loop().call_soon(self._post, WorkerExited(lease_id, ENDED_BY_DAEMON, True))
 
     def set_deadline(self, lease_id: int, deadline_ns: int, generation: int) -> None:
@@ -133,6 +130,7 @@ class Load:
 
     async def ask(self, events: Iterator[Callable[[int], Event]], until_ns: int = 0) -> int:
         """Post all events, or as many as fit until `until_ns`; returns how many were answered."""
+        # At most `_at_a_time` requests wait for their answers, as with so many connections.
         asked = 0
         for make in events:
             while self._open >= self._at_a_time:
@@ -151,7 +149,6 @@ class Load:
         return asked
 
     def acquire(self, ttl_ms: int) -> Callable[[int], Event]:
-        """Return a request for a new lease."""
         self._last_id += 1
         lease_id, tenant = self._last_id, f"tenant-{self._last_id % TENANTS}"
         return lambda request: AcquireRequested(request, tenant, lease_id, LeaseTerms(SIZE_BYTES, ttl_ms))
@@ -181,9 +178,10 @@ async def measure(leases: int, kept: frozenset[str]) -> dict[str, float]:
         ValueError: `kept` has a name that is not in KEPT.
     """
     if unknown := kept - set(KEPT):
-        raise ValueError(f"there is no {', '.join(sorted(unknown))} to keep; the choices are {', '.join(KEPT)}")
+        raise ValueError(f"the records to keep must be some of {', '.join(KEPT)}, not {', '.join(sorted(unknown))}")
     figures: dict[str, float] = {}
     async with _runtime(leases, kept) as (runtime, workers):
+        # Each load starts from the leases that the one before it left.
         load = Load(runtime, leases)
         grants = (load.acquire(LONG_MS) for _ in range(leases))
         figures |= await _rate("grants", load, grants, None)
@@ -224,6 +222,7 @@ def _churn(load: Load) -> Iterator[Callable[[int], Event]]:
 
 async def _expire_evenly(load: Load, workers: SimulatedWorkers, leases: int) -> list[float]:
     """Have half of the leases expire one after the other while the others are renewed; returns the delays."""
+    # Free half of the leases, then acquire as many again, with deadlines spread over EXPIRY_S.
     half = leases // 2
     gone, load.live = load.live[half:], load.live[:half]
     await load.ask(map(release, gone))
@@ -232,6 +231,7 @@ async def _expire_evenly(load: Load, workers: SimulatedWorkers, leases: int) -> 
     await load.ask(load.acquire(SETTLE_MS + int(EXPIRY_S * 1000 * number / half)) for number in range(half))
     began = time.monotonic()
     renewed = 0
+    # The other half is renewed meanwhile, at a steady rate: expiry must be on time under load.
     while len(workers.late_ms) < half:
         await asyncio.sleep(0.005)
         due = int((time.monotonic() - began) * RENEWALS_PER_S) - renewed
@@ -254,6 +254,7 @@ async def _runtime(leases: int, kept: frozenset[str]) -> AsyncIterator[tuple[Run
         journal = Journal()
         if "journal" in kept:
             journal = await asyncio.to_thread(open_journal, Path(folder) / "state", boot_id())
+        # Room for all loads: no request may be refused or queued for lack of memory.
         most = leases + AT_A_TIME + BURST
         source = EmbeddedCards([most * SIZE_BYTES // CARDS + SIZE_BYTES] * CARDS)
         cards = [Card(one.uuid, one.index, one.name, one.capacity_bytes, 0) for one in source.discover({})]
@@ -263,6 +264,7 @@ async def _runtime(leases: int, kept: frozenset[str]) -> AsyncIterator[tuple[Run
             tokens = TokenService(table, frozenset(), None, None, journal.spent)
             runtime = Runtime(table, source, workers, tokens, recorder, config.max_load_s, journal)
             yield runtime, workers
+            # End as a daemon does: every lease is torn down before the records are closed.
             runtime.post(ShutdownRequested())
             await runtime.drained()
             await runtime.stop()

@@ -63,7 +63,6 @@ class SimulatedFleet:
 
     @property
     def total_gib(self) -> int:
-        """All memory of the fleet."""
         return self.nodes * CARDS * CARD_GIB
 
     def publish(self, node: int) -> None:
@@ -91,7 +90,6 @@ class SimulatedFleet:
         return True
 
     def end_until(self, now_s: float) -> None:
-        """End the leases whose time is up."""
         while self.ends and self.ends[0][0] <= now_s:
             _, node, card, size_gib = heapq.heappop(self.ends)
             self.free_gib[node][card] += size_gib
@@ -130,8 +128,10 @@ def simulate(nodes: int, used: float, order: PlacementOrder, seed: int = 7) -> d
     draw = Random(seed)
     fleet = SimulatedFleet(nodes, order, draw)
     began_s = time.perf_counter()
+    # Start with the memory in use that the arrivals will sustain; filling up by arrivals would take many lives.
     fleet.fill(used * fleet.total_gib)
     mean_gib = sum(SIZES_GIB) / len(SIZES_GIB)
+    # Little's law: arrivals a second times the mean life are the leases that exist.
     rate = used * fleet.total_gib / (mean_gib * HOLD_S)
     now_s, published = 0.0, 0
     asked = refused = again = 0
@@ -139,6 +139,7 @@ def simulate(nodes: int, used: float, order: PlacementOrder, seed: int = 7) -> d
     while now_s < HOLDS * HOLD_S:
         now_s += draw.expovariate(rate)
         fleet.end_until(now_s)
+        # The nodes publish one after the other, so that each is seen every VIEW_S seconds.
         while published * VIEW_S / nodes < now_s:
             fleet.publish(published % nodes)
             published += 1

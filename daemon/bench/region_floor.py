@@ -23,6 +23,7 @@ def measure(driver_name: str, card_uuid: str, size_bytes: int, samples: int) -> 
     for _ in range(samples):
         times = [time.perf_counter()]
         address = context.region_open(size_bytes)
+        # A region is open once its memory is zero.
         while not context.region_is_zeroed():
             pass
         times.append(time.perf_counter())

@@ -84,12 +84,10 @@ class StampedContext:
     stamps: Stamps = field(default_factory=Stamps)
 
     def launch(self, kernel: Kernel, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int) -> None:
-        """Call the context, and note the time."""
         self.by_python_ns.append(time.monotonic_ns())
         self.context.launch(kernel, grid, block, shared_bytes, params, tag)
 
     def native(self) -> NativeLaunch | None:
-        """Call the context, and note the time."""
         own = self.context.native()
         if own is None:
             return None
@@ -100,7 +98,6 @@ class StampedContext:
         return replace(own, state=state, launch=launch, query=query, copy_in=copy, copy_out=copy, zero=copy, chain=None)
 
     def forget(self) -> None:
-        """Forget all times."""
         self.by_python_ns.clear()
         self.stamps.count = 0
 
@@ -127,6 +124,7 @@ class Revoker:
     def start(self) -> None:
         """Fork the process; it ends with this one, or when all words are set."""
         parent_pid = os.getpid()
+        # The last core for the process that revokes, and the others for the session.
         cores = sorted(os.sched_getaffinity(0))
         if os.fork() == 0:
             try:
@@ -139,7 +137,6 @@ class Revoker:
         os.sched_setaffinity(0, cores[: max(1, len(cores) - 1)])
 
     def ask(self) -> None:
-        """Have the process set the next word soon."""
         os.write(self._theirs, b"f")
 
     def revoked_ns(self, number: int) -> tuple[int, int]:
@@ -162,6 +159,7 @@ def measure(driver_name: str, card: str, ptx: bytes, count: int) -> dict[str, fl
     """Return microseconds to the refusal, and launches begun too late. Raises NotRefused."""
     driver = driver_named(driver_name)
     driver.preload()
+    # Forked before a context exists: an initialised driver does not survive a fork.
     revoker = Revoker(count)
     revoker.start()
     context = StampedContext(driver.open_context(card, SLICE_BYTES))
@@ -177,6 +175,7 @@ def measure(driver_name: str, card: str, ptx: bytes, count: int) -> dict[str, fl
 
 def _sample(revoker: Revoker, number: int, context: StampedContext, module: Module) -> tuple[int, int]:
     """Return nanoseconds from the word to the refusal, and launches that began after the word."""
+    # Step 1: a session whose lease lives, warmed up by one launch.
     page = revoker.pages[number]
     page.set_deadline(FAR_NS, 1)
     with _session(page, context, module) as (session, launch):
@@ -184,6 +183,7 @@ def _sample(revoker: Revoker, number: int, context: StampedContext, module: Modu
         reader = FrameReader(MAX_PAYLOAD_BYTES)
         reader.receive_data(launch)
         session.handle(cast(Frame, reader.next_frame()))
+        # Step 2: launches without a pause, until the session answers one: the refusal.
         revoker.ask()
         until_ns = time.monotonic_ns() + 10**9
         while reader.start == reader.end:
@@ -192,6 +192,7 @@ def _sample(revoker: Revoker, number: int, context: StampedContext, module: Modu
             session.take_launches(reader)
             if time.monotonic_ns() > until_ns:
                 raise NotRefused("launches are still taken a second after the word was to be set")
+        # Step 3: the SYNC behind them is what a client would wait for.
         reply = session.handle(Frame(Opcode.SYNC, 0, 0, 2, LEASE, memoryview(b"")))
         refused_ns = time.monotonic_ns()
         answers = FrameReader(MAX_PAYLOAD_BYTES)

@@ -30,8 +30,8 @@ MAX_NONCES_PER_LEASE: Final = 256
 loop. The count is per lease, so such a tenant locks out itself alone."""
 
 MAX_STALE: Final = 64
-"""Entries of returned nonces in the heap, besides as many as there are used ones. Bounds memory against a guest that
-attaches again and again in vain: each attempt uses its token and returns it."""
+"""Entries of returned nonces in the heap, in addition to as many as there are used ones. Bounds memory against a guest
+whose attach fails again and again: each attempt uses its token and returns it."""
 
 
 class NonceStore:
@@ -65,6 +65,8 @@ class NonceStore:
     def give_back(self, lease_id: int, nonce: bytes) -> None:
         """Forget a nonce that was not used after all."""
         used = self._used.get(lease_id, {})
+        # The heap keeps the entry: removing it there would cost a search. It is rebuilt once such entries are the
+        # majority.
         if used.pop(nonce, None) is not None:
             self._count -= 1
         if not used:
@@ -136,7 +138,7 @@ class CapabilityAuthority:
         self._revoked = NonceStore() if revoked is None else revoked
 
     def audience_of(self, tenant: str) -> bytes:
-        """Return a tenant's audience on this node."""
+        """Return the bytes by which tokens of this node name a tenant as their holder."""
         return audience_of(self._ring.node_id, tenant)
 
     def issue(self, request: CapabilityRequest) -> Grant:
@@ -144,14 +146,18 @@ class CapabilityAuthority:
 
         Raises CapabilityDenied: REQUEST, LEASE, or REPLAYED for a nonce that was used.
         """
+        # Step 1: the request itself, and the lease, which must be active.
         request.check()
         now_ns = self._clock_ns()
         lease = self._lease(request.lease_id)
         # A token never outlives its lease.
         ends_ns = min(now_ns + int(request.ttl_s * NS_PER_S), lease.deadline_ns)
+        # Step 2: a nonce that no token of the lease has been used or revoked with: a token with it could never be
+        # valid.
         nonce = request.nonce_bytes or self._draw(NONCE_BYTES)
         if self._nonces.is_used(request.lease_id, nonce) or self._revoked.is_used(request.lease_id, nonce):
             raise _replayed()
+        # Step 3: the claims, with the lease's own tenant and generation, and an end that is not after the lease's.
         claims = Claims(
             request.lease_id,
             lease.tenant,
@@ -164,6 +170,7 @@ class CapabilityAuthority:
         # Rotate before signing, not on a timer: a node that issues no tokens keeps its key.
         if self._ring.age_ns(now_ns) > KEY_LIFE_S * NS_PER_S:
             self.rotate()
+        # Step 4: sign. The wall clock is only for holders that narrow the token offline.
         key = self._ring.signing
         token = tokens.mint(key, claims, now_ns // NS_PER_MS, int(self._unix_s() * 1000))
         return Grant(token, claims, bytes(tokens.public_key(key).to_bytes()))
@@ -176,6 +183,7 @@ class CapabilityAuthority:
         """
         now_ns = self._clock_ns()
         now_ms = now_ns // NS_PER_MS
+        # The signatures first: nothing in an unsigned token means anything.
         opened = tokens.open_token(token, self._ring, now_ns)
         claims = opened.claims
         # The holder first: a stolen token reveals nothing about the lease to a thief.
@@ -188,9 +196,11 @@ class CapabilityAuthority:
         # A token from before the host's restart may seem to live too long; refuse it too.
         if not now_ms < claims.expires_ms <= now_ms + MAX_TOKEN_TTL_S * 1000:
             raise CapabilityDenied(Check.EXPIRED, "the token has expired", "Get a new one.")
+        # What only the node knows: the lease as it is, and the tokens that were revoked.
         self._check_lease(claims)
         if self._revoked.is_used(claims.lease_id, claims.nonce):
             raise CapabilityDenied(Check.REVOKED, "the token was revoked", "Ask who gave it for another.")
+        # The claims and the appended blocks must both permit it: `agrees` evaluates the blocks.
         permitted = claims.permissions & permission
         if not permitted or not tokens.agrees(opened, now_ms, next(iter(permitted))):
             raise CapabilityDenied(
@@ -198,6 +208,7 @@ class CapabilityAuthority:
                 f"the token permits {_list(claims.permissions)}, and {_list(permission)} is needed",
                 "Get a token that permits it.",
             )
+        # Last, because it is the only check whose result changes by use: a token that fails another one stays unused.
         if self._nonces.is_used(claims.lease_id, claims.nonce):
             raise _replayed()
         if not self._nonces.has_room(claims.lease_id, now_ms):
@@ -235,6 +246,7 @@ class CapabilityAuthority:
     def revoke(self, lease_id: int, nonce: bytes) -> int | None:
         """Refuse every token of a lease with that nonce. Returns until when, in monotonic ms; None without room."""
         now_ms = self._clock_ns() // NS_PER_MS
+        # A nonce that is revoked already needs no more room.
         if not self._revoked.has_room(lease_id, now_ms) and not self._revoked.is_used(lease_id, nonce):
             return None
         latest_ms = now_ms + MAX_TOKEN_TTL_S * 1000
@@ -243,11 +255,13 @@ class CapabilityAuthority:
 
     def rotate(self) -> None:
         """Sign with a new key from now on. Tokens of the old key stay valid until they expire."""
+        # Saved before the new key signs anything, or a restart would lose the key of tokens that were given out.
         self._ring.rotate(self._clock_ns(), self._draw)
         self._save(self._ring)
 
     def _check_lease(self, claims: Claims) -> None:
         lease = self._lease(claims.lease_id)
+        # An id of another tenant's lease is answered like an unknown id.
         if lease.tenant != claims.tenant:
             raise _no_lease(claims.lease_id)
         if lease.generation != claims.generation:
@@ -258,6 +272,7 @@ class CapabilityAuthority:
             )
 
     def _lease(self, lease_id: int) -> LeaseFacts:
+        # A token about the node has no lease that could end before it.
         if lease_id == NODE_LEASE:
             return LeaseFacts("", 0, self._clock_ns() + MAX_TOKEN_TTL_S * NS_PER_S)
         lease = self._find_lease(lease_id)
@@ -272,7 +287,7 @@ def _list(permissions: Permission) -> str:
 
 def _no_lease(lease_id: int) -> CapabilityDenied:
     return CapabilityDenied(
-        Check.LEASE, f"there is no active lease {lease_id:032x} here", "It may have ended: get a token for another."
+        Check.LEASE, f"no active lease {lease_id:032x} exists here", "It may have ended: get a token for another."
     )
 
 

@@ -30,7 +30,7 @@ _AUDIENCE_DOMAIN: Final = b"gpulease audience 1\0"
 
 
 class Check(Enum):
-    """The check that a token failed."""
+    """The checks of a token, in no order. The value is the name in messages; REQUEST is about issuing one."""
 
     MALFORMED = "malformed"
     UNKNOWN_KEY = "unknown key"

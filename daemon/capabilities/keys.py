@@ -94,7 +94,7 @@ class KeyRing:
         return None if number is None else self._keys.get(number)
 
     def rotate(self, now_ns: int, draw: Draw = secrets.token_bytes) -> None:
-        """Sign with a new key from now on."""
+        """Sign with a new key from now on. The old one verifies until its last token has expired. Raises ValueError."""
         self._drop_old(now_ns)
         if len(self._keys) >= MAX_KEYS:
             raise ValueError(f"{MAX_KEYS} keys are in use already")
@@ -137,6 +137,7 @@ def load_or_make(path: Path, now_ns: int) -> KeyRing:
         return ring
     except OSError as error:
         raise KeyFileBroken(f"the key file {path} can't be read: {error.strerror}") from None
+    # Checked on the descriptor and not on the path, which could name another file by now.
     status = os.fstat(fd)
     if stat.S_ISDIR(status.st_mode):
         os.close(fd)
@@ -145,6 +146,7 @@ def load_or_make(path: Path, now_ns: int) -> KeyRing:
         if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077 or status.st_uid != os.geteuid():
             raise KeyFileBroken(f"the key file {path} must be a file of the daemon's user with mode 0600")
         data = file.read(MAX_FILE_BYTES + 1)
+    # Tokens carry monotonic times, which start again with the host: old keys would accept tokens from before.
     boot_id, ring = _parse(path, data, now_ns)
     if boot_id != BOOT_ID.read_text().strip():
         ring.replace_all()
@@ -154,6 +156,8 @@ def load_or_make(path: Path, now_ns: int) -> KeyRing:
 
 def save(path: Path, ring: KeyRing, now_ns: int) -> None:
     """Replace the file with the ring's present keys. Raises KeyFileBroken."""
+    # A new file takes the old one's place in one step, so that a crash leaves one of the two: write, sync, rename, sync
+    # the folder.
     lines = [f"node {ring.node_id.hex()}", f"boot {BOOT_ID.read_text().strip()}"]
     lines += [f"key {key.number} {key.private.hex()}" for key in ring.all(now_ns)]
     new = path.with_name(f"{path.name}.new")
@@ -177,6 +181,7 @@ def save(path: Path, ring: KeyRing, now_ns: int) -> None:
 
 def _parse(path: Path, data: bytes, now_ns: int) -> tuple[str, KeyRing]:
     try:
+        # Two fixed lines, then one for each key; anything else was not written here.
         if len(data) > MAX_FILE_BYTES:
             raise ValueError(f"it has more than {MAX_FILE_BYTES} bytes")
         (node, node_id), (boot, boot_id), *lines = [line.split() for line in data.decode("ascii").splitlines()]

@@ -56,7 +56,7 @@ class Opened:
 
 
 def mint(key: Key, claims: Claims, issued_ms: int, issued_unix_ms: int) -> bytes:
-    """Return a signed token with these claims."""
+    """Return a signed token with these claims. The times are its issue, by the monotonic and the wall clock."""
     source = _SOURCE + "".join(f'permit("{name}");' for name in names_of(claims.permissions))
     builder = BiscuitBuilder(
         source,
@@ -84,6 +84,7 @@ def open_token(token: bytes, ring: KeyRing, now_ns: int) -> Opened:
     """Check a token's signatures and read it. Raises CapabilityDenied: MALFORMED or UNKNOWN_KEY."""
     if len(token) > MAX_TOKEN_BYTES:
         raise _malformed(f"a token has at most {MAX_TOKEN_BYTES} bytes, this one {len(token)}")
+    # The library hides what the callback raised, so an unknown key is noted here.
     unknown: list[int | None] = []
 
     def verify_with(number: int | None = None) -> PublicKey:
@@ -123,19 +124,23 @@ def agrees(opened: Opened, now_ms: int, permission: Permission) -> bool:
 
 
 def _read(biscuit: Biscuit) -> Claims:
+    # Block 0 is the daemon's. Every other block may only narrow: fewer permissions, an earlier end.
     count = biscuit.block_count()
     if count > MAX_BLOCKS:
         raise _malformed(f"a token has at most {MAX_BLOCKS} blocks, this one {count}")
     left, narrowed_ms = None, None
     for number in range(1, count):
+        # A third party's block would be evaluated with facts of its own.
         if biscuit.block_external_key(number) is not None:
             raise _malformed(f"block {number} has a foreign signature")
         try:
+            # The source must be exactly what `narrowing_source` writes; see the module's docstring.
             expires_ms, permissions = parse_narrowing(biscuit.block_source(number))
         except ValueError as error:
             raise _malformed(f"block {number}: {error}") from None
         left = permissions if left is None else left & permissions
         narrowed_ms = expires_ms if narrowed_ms is None else min(narrowed_ms, expires_ms)
+    # The effective claims: the daemon's, cut by every block.
     claims = _authority(biscuit)
     return Claims(
         claims.lease_id,
@@ -170,7 +175,7 @@ def _limited(source: str, parameters: dict[str, Any]) -> AuthorizerBuilder:
 
 
 def _private(key: Key) -> PrivateKey:
-    # The stubs also lack the algorithm, without which bytes are no key.
+    # The stubs also lack the algorithm, without which bytes can't be read as a key.
     from_bytes: Any = PrivateKey.from_bytes
     algorithm: Any = Algorithm
     result: PrivateKey = from_bytes(key.private, algorithm.Ed25519)

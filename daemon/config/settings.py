@@ -113,7 +113,7 @@ def _read_architecture(value: Any) -> Architecture:
 
 
 def _read_cards(value: Any) -> tuple[int, ...]:
-    """Return the sizes of cards in bytes."""
+    """Return the sizes of cards in bytes. Raises BadSetting for one too small to lease, or for too many cards."""
     sizes = tuple(read_size(text) for text in read_texts(value))
     if len(sizes) > MAX_EMBEDDED_CARDS:
         raise BadSetting(f"{{}} must be at most {MAX_EMBEDDED_CARDS} cards, not {len(sizes)}")
@@ -141,7 +141,7 @@ def _read_measures(value: Any) -> frozenset[Measure]:
 
 
 def _read_user(value: Any) -> str:
-    """Return a local user's name; `check_worker_user` finds out whether there is one."""
+    """Return a local user's name; `check_worker_user` finds out whether that user exists."""
     if not isinstance(value, str) or not value:
         raise must_be("the name of a user", value)
     return value
@@ -167,7 +167,7 @@ def parse_rules(tables: Any) -> TenantRules:
     if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
         raise must_be('a table of tables, such as [tenants.default] and [tenants."uid:1000"]', tables)
     for name in tables:
-        # A table for a name that nobody can have would be limits that never apply.
+        # Limits for a name that no tenant can have would never apply.
         if name not in (DEFAULT, OVER_TCP) and _LOCAL.fullmatch(name) is None:
             check_tenant(name)
 
@@ -177,6 +177,7 @@ def parse_rules(tables: Any) -> TenantRules:
         except BadSetting as error:
             raise error.within(name) from None
 
+    # The default first: each other table inherits from it what it leaves out.
     default = limits_of(DEFAULT, TenantLimits()) if DEFAULT in tables else TenantLimits()
     by_name = {name: limits_of(name, default) for name in tables if name != DEFAULT}
     return TenantRules(default, MappingProxyType(by_name))
@@ -469,17 +470,14 @@ class Config:
 
     @property
     def of_http(self) -> HttpSettings | None:
-        """The settings of the web page."""
         return None if self.http is None else HttpSettings(self.http, self.http_hosts, self.http_token_file)
 
     @property
     def of_log(self) -> LogStyle:
-        """The settings of the log."""
         return LogStyle(self.log_format, self.log_level)
 
     @property
     def of_sandbox(self) -> SandboxSettings:
-        """The settings of the workers' sandbox."""
         return SandboxSettings(self.sandbox == "required", self.worker_user, self.sandbox_without)
 
     @property
@@ -492,7 +490,7 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class SettingsFile(Config):
-    """What a settings file may have."""
+    """The settings of a file: all of `Config`, and the `[tenants]` table, which becomes a part of `limits`."""
 
     tenants: Annotated[
         TenantRules,
@@ -513,6 +511,7 @@ def load_config(path: Path | None, overrides: dict[str, Any]) -> Config:
         path: A TOML file.
         overrides: Settings of the command line, by the names that the file uses; None and [] override nothing.
     """
+    # Step 1: the file, then the command line over it. --fleet gives only etcd's addresses; the rest of [fleet] stays.
     settings: dict[str, Any] = {} if path is None else _read_file(path)
     settings |= {key: value for key, value in overrides.items() if value not in (None, []) and key != "fleet"}
     if (etcd := overrides.get("fleet")) is not None:
@@ -522,15 +521,19 @@ def load_config(path: Path | None, overrides: dict[str, Any]) -> Config:
         # An operator mends the node's own settings first.
         settings["tenants"] = settings.pop("tenants")
     try:
+        # Step 2: read every setting on its own. The first that is wrong is reported.
         values = read_values(SettingsFile, settings)
     except BadSetting as error:
         raise ConfigError(str(error)) from None
+    # Step 3: put them together. `[tenants]` belongs to the limits, though the file has it at the top.
     tenants = values.pop("tenants", None)
     config = replace(Config(), **values)
     if tenants is not None:
         config = replace(config, limits=replace(config.limits, tenants=tenants))
+    # A default must not contradict a smaller max_connections that the operator set.
     if "max_connections_per_tenant" not in values:
         config = fitting_connections(config)
+    # Step 4: settings that are fine each on its own and contradict each other.
     _check(config)
     return config
 
@@ -601,16 +604,19 @@ def _check_audit(config: Config) -> None:
 def check_tenants(
     rules: TenantRules, of_uid: Mapping[int, str], of_certificate: Mapping[str, str], tls: TlsSettings | None
 ) -> None:
-    """Check that each tenant whom the settings name can come. Raises ValueError with a sentence about one who can't.
+    """Check that every name of a tenant in the settings can occur. Raises ValueError with a sentence about one.
 
-    An operator who writes limits for a name that nobody has believes that they hold, so the daemon does not start.
+    Limits for a name that no tenant has would never apply, and their operator would believe that they do. So the daemon
+    does not start.
     """
     if of_certificate and tls is None:
         raise ValueError("tenant_of_certificate needs a [tls] table: without it no tenant presents a certificate")
+    # Three kinds of names: all tenants over TCP, a local user by number, and a name that a user or certificate gets.
     for name in rules.by_name:
         if name == OVER_TCP:
             continue
         if name.startswith(_LOCAL_PREFIX):
+            # [tenant_of_uid] renames the user, so the number is no tenant's name any more.
             named = of_uid.get(int(name.removeprefix(_LOCAL_PREFIX)))
             if named is not None:
                 raise ValueError(
@@ -669,7 +675,7 @@ def check_worker_user(name: str) -> None:
         user = pwd.getpwnam(name)
     except KeyError:
         raise ValueError(
-            f"worker_user: there is no user {name!r}; create it, as systemd-sysusers creates that of "
+            f"worker_user: the user {name!r} does not exist; create it, as systemd-sysusers creates that of "
             "install-service, or name another"
         ) from None
     if user.pw_uid == 0:
@@ -689,5 +695,6 @@ def changed_hands(
     tables = (*of_uid, *of_certificate)
     if bool(of_certificate[0]) != bool(of_certificate[1]):
         return frozenset(name for table in tables for name in table.values())
+    # Pairs that are in only one of the two tables: a name that was given, taken away, or given to another person.
     moved = (of_uid[0].items() ^ of_uid[1].items()) | (of_certificate[0].items() ^ of_certificate[1].items())
     return frozenset(name for _, name in moved)

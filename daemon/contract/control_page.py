@@ -1,11 +1,10 @@
 """The control pages: memory that a worker shares with the broker and the zygote, for use without system calls.
 
 There are two sealed memfds of a page each for every worker (memfd_create(2)). The lease's page has the state of the
-lease. The broker writes it, or the zygote while there is no broker; a worker has no means of writing it (see
-`for_worker`). The worker writes the claims page, and its tenant may have compromised it. So that page has no deadline
-and
-no generation, and every reader of a claim must allow for a lie. Each field is one aligned native u64: a reader sees an
-old or a new value, never half of one.
+lease. The broker writes it, or the zygote while no broker runs; a worker has no means of writing it (see `for_worker`).
+The worker writes the claims page, and its tenant may have compromised it. So that page has no deadline and no
+generation, and every reader of a claim must allow for a lie. Each field is one aligned native u64: a reader sees an old
+or a new value, never half of one.
 
     the lease's page                    the claims page
       0  revocation word                  0  launches
@@ -21,13 +20,13 @@ old or a new value, never half of one.
          lease: 512 bytes of UTF-8       64  since when an image compiles, monotonic ns; 0 for none
    3752  when the worker is to be        72  syncs that were answered with a failure
          gone, monotonic ns; 0 if        80  copies
-         nobody has written it           88  bytes copied
+         it was not written              88  bytes copied
    3760  the same once the word is       96  connections that are attached
          not 0                          104  the most bytes that were allocated
    3768  whether a connection was       112  bytes of allocations that are kept by name
          sent to the session: 1 none,   120  bytes of allocations that no connection holds
-         2 one; 0 if nobody has         512  for each of 16 connections: its number in the
-         written it                          session, 0 for none; its process's id, 0 if that
+         2 one; 0 if it was not         512  for each of 16 connections: its number in the
+         written                             session, 0 for none; its process's id, 0 if that
    3776  the lease's cause of end, for       is not known; and the bytes of its allocations
          the next broker: 32 bytes,
          filled up with zeros
@@ -82,6 +81,7 @@ def published_memory(name: str, size_bytes: int) -> tuple[mmap.mmap, int]:
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size_bytes)
+        # Map before sealing: F_SEAL_FUTURE_WRITE keeps the mappings that exist, and forbids all later ones.
         writable = mmap.mmap(fd, size_bytes)
         try:
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS | _FUTURE_WRITE)
@@ -204,6 +204,7 @@ def for_worker(fds: PageFds) -> PageFds:
 
 def for_reading(lease_fd: int) -> int:
     """Return another, read-only descriptor of a lease's page; see `for_worker`. Raises OSError."""
+    # The mode first: the descriptor opened after it is the first that may leave this process.
     os.fchmod(lease_fd, stat.S_IRUSR)
     return os.open(f"/proc/self/fd/{lease_fd}", os.O_RDONLY | os.O_CLOEXEC)
 
@@ -230,10 +231,12 @@ class PageState(NamedTuple):
 
 def state_of(lease_fd: int) -> PageState:
     """Return the state on a lease's page, which need not be mapped."""
+    # One read of the whole page: the zygote and the next broker have the descriptor, but no mapping.
     page = os.pread(lease_fd, PAGE_BYTES, 0)
     word, deadline_ns, generation = _STATE.unpack_from(page)
     (session,) = struct.unpack_from("=Q", page, 8 * _SESSION)
     try:
+        # Statuses are negative; the word is the positive number, so that 0 can mean "alive".
         status = Status(-word) if word else None
     except ValueError:
         # No broker writes such a word. Whatever wrote it, the lease is over.
@@ -267,6 +270,7 @@ def boot_ns() -> int:
 
 def flip_word(lease_fd: int, status: Status, cause: str = "") -> None:
     """Set the revocation word of a lease's page, which need not be mapped; with `cause`, for the next broker."""
+    # The cause before the word: a broker that reads the word must find the cause.
     if cause:
         os.pwrite(lease_fd, _cause_field(cause), _CAUSE_AT)
     os.pwrite(lease_fd, struct.pack("=Q", -status), 8 * _WORD)
@@ -290,12 +294,14 @@ class BrokerPage:
         self.fds = _make() if fds is None else fds
         try:
             self._map = mmap.mmap(self.fds.lease, PAGE_BYTES)
+            # For reading only: the claims are the worker's.
             self._claims_map = mmap.mmap(self.fds.claims, PAGE_BYTES, prot=mmap.PROT_READ)
         except BaseException:
             self.let_go()
             raise
         self._words = memoryview(self._map).cast("Q")
         self._claims = memoryview(self._claims_map).cast("Q")
+        # A page that was taken over keeps its session field: an older broker may have attached a connection.
         if fds is None:
             self._words[_SESSION] = _NEVER_OPENED
         else:
@@ -303,13 +309,13 @@ class BrokerPage:
 
     def set_deadline(self, deadline_ns: int, generation: int, gone_by_ns: int = 0) -> None:
         """Write when the lease ends, and for the zygote, when the worker must be gone. `gone_by_ns`: 0 for never."""
+        # The zygote's limit before the deadline: a renewed lease must never be killed by the limit of the old deadline.
         self._words[_GONE_BY] = gone_by_ns
         self._words[_DEADLINE] = deadline_ns
         self._words[_GENERATION] = generation
 
     @property
     def generation(self) -> int:
-        """The number of the last grant or renewal."""
         return self._words[_GENERATION]
 
     def set_horizon(self, horizon_boot_ns: int) -> None:
@@ -329,6 +335,7 @@ class BrokerPage:
             gone_by_ns: When the zygote ends the worker if the broker does not, on the monotonic clock.
             cause: The name of the cause of the end, for the next broker: several causes share one status.
         """
+        # Everything that explains the word is written before the word: a reader that sees the word may use the rest.
         self._words[_REFUSED_GONE_BY] = gone_by_ns
         self._map[_CAUSE_AT : _CAUSE_AT + _CAUSE_BYTES] = _cause_field(cause)
         text = reason.encode(errors="replace")[:MAX_REASON_BYTES]
@@ -383,6 +390,7 @@ class BrokerPage:
 
     def let_go(self) -> None:
         """Close the descriptors, once the worker and its zygote have theirs."""
+        # Taken out first, so that a second call closes nothing.
         fds, self.fds = self.fds, NO_FDS
         for fd in fds:
             if fd >= 0:
@@ -424,12 +432,17 @@ class WorkerPage:
 
     def refusal(self) -> Status | None:
         """Return the status that answers every operation now; None while the lease lives. Makes no system call."""
+        # Checked in the order of what is most certain: the broker's word, the deadlines on the page, the guest's token.
+        # Each of these refuses even if broker and zygote hang.
         word = self._state[_WORD]
         if word:
             return Status(-word)
         now_ns = time.monotonic_ns()
+        # A page without a grant has deadline 0, which is always over.
         if now_ns >= self._state[_DEADLINE]:
             return Status.LEASE_EXPIRED
+        # On CLOCK_BOOTTIME: another node may serve the name while this host is suspended, when CLOCK_MONOTONIC stands
+        # still.
         if (horizon_boot_ns := self._state[_HORIZON]) and boot_ns() >= horizon_boot_ns:
             return Status.REVOKED
         if self.guest is not None and not self._holds(self.guest, now_ns):
@@ -438,6 +451,7 @@ class WorkerPage:
 
     def reason(self, status: Status) -> str:
         """Return why the lease ended with that status: the reason of the broker or of the page, or "" for none."""
+        # No word of the broker: the worker found the end by itself, by a deadline on the page.
         if self._state[_WORD] != -status:
             return BEYOND_HORIZON if status is Status.REVOKED and self._state[_HORIZON] else ""
         length = min(self._state[_REASON_LENGTH], MAX_REASON_BYTES)
@@ -445,8 +459,10 @@ class WorkerPage:
 
     def show_connection(self, number: int, pid: int) -> int:
         """Show an attached connection; return the index in `counters` of the bytes that it holds."""
+        # A free place has number 0. The broker admits at most MAX_CONNECTIONS, so one is free.
         places = range(_FIRST_CONNECTION, _FIRST_CONNECTION + MAX_CONNECTIONS * _CONNECTION_WORDS, _CONNECTION_WORDS)
         place = next(at for at in places if not self.counters[at])
+        # The number last: a reader that sees it finds the pid and the bytes of this connection, not of the one before.
         self.counters[place + 1], self.counters[place + 2] = pid, 0
         self.counters[place] = number
         return place + 2
@@ -456,10 +472,10 @@ class WorkerPage:
         self.counters[held_at - 2] = 0
 
     def is_held_by(self, guest: "Lapsing") -> bool:
-        """Return whether a token is valid now."""
         return self._holds(guest, time.monotonic_ns())
 
     def _holds(self, guest: "Lapsing", now_ns: int) -> bool:
+        # Renewing or regranting the lease changes its generation, which ends all tokens of the old one.
         if not guest.holds(now_ns, self._state[_GENERATION]):
             return False
         count = self._state[_MARKS]
@@ -479,16 +495,16 @@ _U64: Final = struct.Struct("=Q")
 def overran(looked_ns: int, since_ns: int, bound_ms: int) -> str:
     """Return, in words, that a kernel has run for too long according to its worker; "" if none has.
 
-    The broker calls this, and the zygote while there is no broker. A compromised worker may report that no kernel runs.
-    It gains no more time than its lease's deadline allows anyway.
+    The broker calls this, and the zygote while no broker runs. A compromised worker may report that no kernel runs. It
+    gains no more time than its lease's deadline allows anyway.
 
     Args:
         looked_ns: `Counter.LOOKED_NS`. The present time would be wrong: a worker that compiles gives no sign of life,
-          and
-          its kernel may have ended meanwhile.
+          and its kernel may have ended meanwhile.
         since_ns: `Counter.KERNEL_SINCE_NS`.
         bound_ms: How long a kernel may run; 0 for no bound.
     """
+    # Both times are the worker's own, so their difference is right even if the worker was stopped meanwhile.
     if not bound_ms or not since_ns or looked_ns - since_ns < bound_ms * NS_PER_MS:
         return ""
     return f"a kernel ran for more than {bound_ms / 1000:g} s"

@@ -50,11 +50,13 @@ class Guest:
 
         Raises FramingError for a quiet request: the session would keep its failure for the next connection that syncs.
         """
+        # Frames without a request id get no reply, and unknown flags are refused elsewhere.
         if frame.request_id == 0 or frame.flags not in (0, Flag.QUIET):
             return None
         missing = missing_permission(frame.op, self.permissions)
         if not missing:
             return None
+        # The message names the operation and what the token does permit, which its holder may know.
         name = _NAMES.get(frame.op, f"operation {frame.op:#06x}")
         allowed = ", ".join(names_of(self.permissions & SESSION_PERMISSIONS))
         failure = Failure(
@@ -62,6 +64,8 @@ class Guest:
             f"the token this connection attached with does not permit {name}, only {allowed}",
             hint="Attach with a token that permits it.",
         )
+        # A quiet request has no reply of its own. Its failure would be reported at the next sync, which may be another
+        # connection's.
         if frame.flags:
             raise FramingError(
                 f"{failure.message}; because the request was quiet, it ended the connection", failure.status

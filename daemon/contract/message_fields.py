@@ -55,7 +55,7 @@ class Kind:
     is_optional: bool = False
 
     def named(self, key: str) -> Self:
-        """Return the same kind under another key."""
+        """Return this kind with `key` in place of the field's name in the map."""
         return replace(self, key=key)
 
     def or_nil(self) -> Self:
@@ -76,6 +76,7 @@ def integer(least: int, most: int) -> Kind:
     """Return the kind of an integer between two bounds, both included."""
 
     def parse(value: Any) -> int:
+        # Not isinstance: a bool is an int, and True must not pass as 1.
         if type(value) is not int or not least <= value <= most:
             raise ValueError(f"{value!r} must be an integer from {least} to {most}")
         return value
@@ -164,10 +165,12 @@ class Message:
 
     def to_map(self) -> dict[str, Any]:
         """Return the map to be packed and sent; its keys are in the order of the fields."""
+        # "op" comes first, so that a dump of the channel is readable.
         message: dict[str, Any] = {"op": self.OP}
         for name, key, kind, _ in _fields_of(type(self)):
             value = getattr(self, name)
             if kind.is_inline:
+                # The inline message brings its own "op", which must not replace this one's.
                 message |= kind.pack(value)
                 message["op"] = self.OP
             elif value is not None or not kind.is_optional:
@@ -180,13 +183,16 @@ class Message:
         values = {}
         key = ""
         try:
+            # Keys that no field has are ignored: a newer process may send them.
             for name, key, kind, default in _fields_of(cls):
                 if kind.is_inline:
                     values[name] = kind.parse(message)
                 elif key in message:
                     values[name] = kind.parse(message[key])
+                # A missing field with a default is one that an older process does not know.
                 elif default is MISSING:
                     raise ValueError("it is missing")
+        # `key` is still the field's that failed.
         except ValueError as error:
             raise MalformedMessage(cls.OP, f"{key}: {error}") from None
         return cls(**values)
@@ -196,9 +202,11 @@ _FIELDS: Final[dict[type[Any], tuple[_Field, ...]]] = {}
 
 
 def _fields_of(message: type[Any]) -> tuple[_Field, ...]:
+    # Resolving annotations is slow, so it is done once for each class.
     if (known := _FIELDS.get(message)) is not None:
         return known
     hints = get_type_hints(message, include_extras=True)
+    # ORDER puts fields first without moving them in the class, where defaults must come last.
     found = {field.name: _field_of(field.name, hints[field.name], field.default) for field in fields(message)}
     _FIELDS[message] = tuple(found[name] for name in dict.fromkeys((*message.ORDER, *found)))
     return _FIELDS[message]

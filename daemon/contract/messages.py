@@ -1,6 +1,6 @@
 """The messages between broker, zygote and workers.
 
-    from      to           messages                                             descriptors beside them
+    from      to           messages                                             descriptors that go with them
     broker    zygote       WorkerSpec: fork a worker                            its channel, its two pages; of a zygote
                                                                                 that outlives its broker also the
                                                                                 broker's end of the channel
@@ -122,7 +122,7 @@ class Ping(Message):
 
 @dataclass(frozen=True, slots=True)
 class Preloaded(Message):
-    """The zygote can fork workers from now on."""
+    """The zygote has loaded the driver and can fork workers. `findings`: the measures of the workers' sandbox."""
 
     OP: ClassVar[str] = "preloaded"
     findings: Annotated[list[dict[str, Any]], Kind(_findings, key="sandbox")]
@@ -188,7 +188,7 @@ class WorkerReaped(Message):
 
 @dataclass(frozen=True, slots=True)
 class ZygoteTaken(Message):
-    """The zygote has a broker already."""
+    """The zygote has a broker already, so this connection is refused."""
 
     OP: ClassVar[str] = "taken"
 
@@ -267,7 +267,7 @@ class EndedWorker(Message):
 
 @dataclass(frozen=True, slots=True)
 class HandoverDone(Message):
-    """The zygote has reported all its workers."""
+    """The zygote has reported all its workers: what follows on the channel are ordinary messages."""
 
     OP: ClassVar[str] = "told"
 
@@ -284,7 +284,7 @@ class Attach(Message):
         rest: Bytes that the tenant sent after that request.
         ring: Whether the tenant asks for a ring.
         arena_bytes: Size of the arena that the tenant asks for; 0 for none.
-        is_stranger: Whether the tenant may be another than the lease's; an older broker does not say.
+        is_stranger: Whether the tenant may be another than the lease's; True from a broker that does not send it.
         guest: The terms of the guest's token; None for the lease's own tenant.
         owns: What the connection makes in the session must end with it.
         client_pid: The client's process on this host; 0 if that is not known.
@@ -540,6 +540,7 @@ def parse_message(ops: Mapping[str, type[Message]], message: Mapping[str, Any]) 
     Raises:
         MalformedMessage: A field is missing, has the wrong type, or is out of bounds.
     """
+    # A map without a text as op is treated like an unknown op: only a bug or a compromised worker sends one.
     op = message.get("op")
     kind = ops.get(op) if isinstance(op, str) else None
     return None if kind is None else kind.from_map(message)

@@ -49,11 +49,13 @@ class BrokerRegionsPage:
 
     def __init__(self) -> None:
         self._map, self.reading_fd = published_memory("gpulease-regions", SESSION_WORDS_BYTES)
+        # Views of the four columns, by slot, so that a change of a word is one store.
         words = memoryview(self._map).cast("Q")
         self._all = words
         self._words = words[WORDS_AT // 8 : WORDS_AT // 8 + MAX_REGIONS]
         self._flipped = words[FLIPPED_AT // 8 : FLIPPED_AT // 8 + MAX_REGIONS]
         self._deadlines = words[DEADLINES_AT // 8 : DEADLINES_AT // 8 + MAX_REGIONS]
+        # Epochs count changes, at most one each nanosecond, so a page that is made later starts above all earlier ones.
         words[EPOCH_AT // 8] = time.monotonic_ns()
 
     def set(self, slot: int, number: int, word: RegionWord, deadline_ns: int, now_ns: int) -> None:
@@ -64,13 +66,16 @@ class BrokerRegionsPage:
             number: Its number, from 1 to MAX_NUMBER, so that no word of a region is 0.
             word: Its state.
             deadline_ns: When launches are refused without a further word, on the monotonic clock.
-            now_ns: The present time, which is told with a change of the word.
+            now_ns: The present time, which is written with a change of the word.
 
         Raises:
             ValueError: The slot or the number is out of bounds.
         """
         if not (0 <= slot < MAX_REGIONS and 0 < number <= MAX_NUMBER):
-            raise ValueError(f"there is no place {slot} for a region's number {number}")
+            raise ValueError(
+                f"a region's slot must be below {MAX_REGIONS} and its number positive, not {slot}, {number}"
+            )
+        # A reader that caches the page checks the epoch first, so the epoch is raised after everything else is written.
         value = word_of(number, word)
         if self._words[slot] != value:
             self._flipped[slot] = now_ns
@@ -84,6 +89,7 @@ class BrokerRegionsPage:
 
     def end_lease(self, status: Status, cause: str, reason: str = "") -> None:
         """Write that the lease is over: clients refuse launches from their next check on. The word is written last."""
+        # The first end counts: a worker that dies after the lease was revoked does not change the reason.
         if self._all[LEASE_WORD_AT // 8]:
             return
         self._map[CAUSE_AT : CAUSE_AT + CAUSE_BYTES] = cause.encode()[:CAUSE_BYTES].ljust(CAUSE_BYTES, b"\0")
@@ -127,6 +133,7 @@ class WorkerRegions:
 
     def __init__(self, fd: int) -> None:
         self._map = mmap.mmap(fd, SESSION_WORDS_BYTES, prot=mmap.PROT_READ)
+        # Only the columns are kept as views; the whole-page views must be released before `close` can unmap.
         with memoryview(self._map) as page, page.cast("Q") as fields:
             self.epoch_word = fields[EPOCH_AT // 8 : EPOCH_AT // 8 + 1]
             self.words = fields[WORDS_AT // 8 : WORDS_AT // 8 + MAX_REGIONS]

@@ -24,8 +24,7 @@ class WorkerSpec(WorkerOptions, Message):
 
     Attributes:
         lease_id: The lease, and the session's id; the number of a warm context for a worker made ahead of its lease;
-          the
-          submit's number for a submit's worker.
+          the submit's number for a submit's worker.
         card_uuid: The only card that the worker may see.
         size_bytes: The lease's slice; 0 for a worker made ahead of its lease, which gets the lease later.
         is_shared: Whether several connections may be attached at a time.
@@ -50,7 +49,7 @@ class WorkerSpec(WorkerOptions, Message):
 
     @property
     def is_warm(self) -> bool:
-        """Return whether the worker has no lease yet: every lease has a slice."""
+        """Whether the worker has no lease yet: every lease has a slice, so a slice of 0 bytes means none."""
         return self.size_bytes == 0
 
     @property

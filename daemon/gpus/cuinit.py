@@ -34,11 +34,13 @@ def ask() -> Answer:
     """Call cuInit in a child process, and wait for it."""
     command = [sys.executable, "-P", "-m", "gpulease.daemon.gpus.cuinit"]
     try:
+        # -P: the daemon's working folder must not be on the child's import path.
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
         return Answer(None, f"it did not return within {TIMEOUT_S:g} s")
     except OSError as error:
         return Answer(None, f"no process can be started: {error.strerror}")
+    # A crash in the driver is a result too: the sentence says by which signal.
     if done.returncode < 0:
         return Answer(None, f"it died of signal {-done.returncode}")
     try:
@@ -53,6 +55,8 @@ def _call() -> Answer:
         library = ctypes.CDLL(LIBRARY)
         function = library.cuInit
     except (OSError, AttributeError) as error:
+        # A missing library has its own diagnosis; a library that is there and can't be loaded is reported with the
+        # loader's words.
         text = str(error)
         return Answer(None, "" if f"{LIBRARY}: cannot open shared object file: No such file" in text else text)
     function.argtypes, function.restype = [ctypes.c_uint], ctypes.c_int

@@ -40,6 +40,7 @@ class Host:
 
 def look(root: Path = ROOT) -> Host:
     """Return the host's state. Opens the device nodes: nothing else shows that a control group denies them."""
+    # Without any card's node, the first card's is what is missing.
     dev = root / "dev"
     cards = sorted(node.name for node in _entries_of(dev) if _CARD_NODE.fullmatch(node.name)) or ["nvidia0"]
     missing: list[str] = []
@@ -75,6 +76,7 @@ def _module_version(path: Path) -> str:
 
 
 def _has_cards(folder: Path) -> bool | None:
+    # In a container the bus may be invisible: then nothing is known about cards.
     devices = _entries_of(folder)
     if not devices:
         return None
@@ -100,7 +102,7 @@ OTHERWISE: Final = "or start with --driver cpu."
 
 
 class Library(Enum):
-    """The library that returned the number."""
+    """The libraries that return error numbers. The value is the name in sentences."""
 
     NVML = "NVML"
     CUDA = "cuInit"
@@ -123,7 +125,6 @@ class Diagnosis:
     may_pass: bool = False
 
     def as_error(self) -> CardsUnavailable:
-        """Return the exception to raise."""
         return CardsUnavailable(self.message, hint=self.hint, status=self.status, may_pass=self.may_pass)
 
 
@@ -231,6 +232,7 @@ _BY_HOST: Final = frozenset(
 
 def diagnose(library: Library, number: int, host: Host) -> Diagnosis:
     """Return the diagnosis of a library's error number on a host in that state."""
+    # The number alone is ambiguous; what is wrong on the host is the better diagnosis, if something is.
     if (library, number) in _BY_HOST and (shown := _shown(library, host)) is not None:
         return shown
     found = BY_NUMBER.get((library, number))
@@ -258,6 +260,7 @@ def no_cards(host: Host) -> Diagnosis:
 
 
 def _shown(library: Library, host: Host) -> Diagnosis | None:
+    # From the bottom up: the card, the kernel module, the device nodes, the right to open them.
     if not host.module_version:
         if host.has_cards is False:
             return _no_such_card()
@@ -289,4 +292,4 @@ def _listed(names: list[str]) -> str:
 
 
 def _no_such_card() -> Diagnosis:
-    return Diagnosis("there is no NVIDIA card on this host's PCI bus", f"Start on another host, {OTHERWISE}", EX_OSERR)
+    return Diagnosis("this host has no NVIDIA card on its PCI bus", f"Start on another host, {OTHERWISE}", EX_OSERR)

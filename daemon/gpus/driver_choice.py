@@ -28,8 +28,11 @@ def choose_cards(driver: str, vram_bytes: tuple[int, ...]) -> CardSource:
 
     Raises CardsUnavailable. An operator with a broken driver wants an error, not computation on the host.
     """
+    # "auto" falls back to emulated cards only where no NVIDIA driver is present, and warns then. A broken driver is an
+    # error.
     if driver == "cpu" or (driver == "auto" and not has_nvidia_driver()):
         return EmbeddedCards(vram_bytes or (DEFAULT_VRAM_BYTES,), "" if driver == "cpu" else PRETENDED)
+    # Several sizes describe emulated cards. Real cards share one bound.
     if len(vram_bytes) > 1:
         raise CardsUnavailable(
             "several vram sizes were given for real cards",
@@ -37,6 +40,7 @@ def choose_cards(driver: str, vram_bytes: tuple[int, ...]) -> CardSource:
             status=EX_CONFIG,
         )
     try:
+        # Imported here, because the package of NVML is an extra that only hosts with cards install.
         from gpulease.daemon.gpus.nvidia import NvidiaCards
     except ImportError as error:
         raise CardsUnavailable(

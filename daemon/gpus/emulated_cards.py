@@ -15,12 +15,12 @@ MAX_CARD_BYTES: Final = 512 << 30
 
 
 ALLOWANCE_BYTES: Final = 1 << 20
-"""For modules' variables, mostly assertions' texts, in sessions with a full slice. They lie in host memory, so no
+"""For modules' variables, mostly texts of assertions, in sessions with a full slice. They are in host memory, so no
 emulated card is charged for them."""
 
 
 CONTEXT_BYTES: Final = 0
-"""The card memory of a context besides its slice: none, since that is host memory too."""
+"""The card memory of a context in addition to its slice: none, because a context is in host memory too."""
 
 
 class EmbeddedCards:

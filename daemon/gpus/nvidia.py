@@ -25,9 +25,9 @@ daemon may hide as much again; the reserve covers both."""
 
 
 ALLOWANCE_BYTES: Final = 176 << 20
-"""For the driver's own use of a card, in pages of 2 MiB, besides a tenant's bytes. Nearly all of it is for modules with
-assertions or the device's heap: an H100 took 150 MiB of local memory and heap, once. Without the allowance a tenant
-with a full lease could not load a kernel with an assertion."""
+"""For the driver's own use of a card, in pages of 2 MiB, in addition to a tenant's bytes. Nearly all of it is for
+modules with assertions or the device's heap: an H100 took 150 MiB of local memory and heap, once. Without the allowance
+a tenant with a full lease could not load a kernel with an assertion."""
 
 SLACK_BYTES: Final = 16 << 20
 """For use that the rules miss, such as gaps between small modules. A session that exceeds it is ended."""
@@ -69,6 +69,7 @@ class NvidiaCards:
 
     def why_no_context(self) -> CardsUnavailable | None:
         """Return the reason why CUDA can't use the cards that NVML lists; None without one."""
+        # NVML works here, or the daemon would not have started. What fails is CUDA, which a child process can ask.
         answer = cuinit.ask()
         if answer.number == 0:
             return None
@@ -110,6 +111,7 @@ class NvidiaCards:
             raise CardsUnavailable(
                 f"NVML can't report the card's memory: {error}", hint="Check it with nvidia-smi."
             ) from None
+        # The smaller of the two figures of each process: bytes that it held in only one listing may not be in the sum.
         owned = sum(min(held, after.get(pid, 0)) for pid, held in before.items())
         unowned = used - owned - self._unattributed_bytes[card_uuid]
         return CardReading(unowned, after, self._earlier_bytes[card_uuid])
@@ -140,6 +142,8 @@ class NvidiaCards:
         self._listings[uuid] = SharedCall(lambda: _list_processes(handle))
         name = str(pynvml.nvmlDeviceGetName(handle))
         total = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+        # Measured once in each boot, before the first lease: afterwards the bytes of leases can't be distinguished from
+        # those of others.
         if (measured := known.get(uuid)) is not None:
             # Present use belongs to leases that live on, and to others that are just ending.
             found_bytes, unattributed_bytes = measured.capacity_bytes, measured.unattributed_bytes
@@ -148,6 +152,8 @@ class NvidiaCards:
             unattributed_bytes = used - sum(self._processes(uuid).values())
             found_bytes = max(0, total - used - RESERVE_BYTES)
         self._unattributed_bytes[uuid] = unattributed_bytes
+        # What processes outside the daemon held then. It reduced the capacity, so it must not count as outside use
+        # again.
         self._earlier_bytes[uuid] = max(0, total - RESERVE_BYTES - found_bytes - unattributed_bytes)
         capacity = found_bytes if self._limit_bytes is None else min(found_bytes, self._limit_bytes)
         return CardFacts(
@@ -170,6 +176,7 @@ class NvidiaCards:
 
 def _list_processes(handle: Any) -> dict[int, int]:
     listed = [
+        # Programs that draw hold memory too. A process in both lists has the same figure in each.
         *pynvml.nvmlDeviceGetComputeRunningProcesses(handle),
         *pynvml.nvmlDeviceGetGraphicsRunningProcesses(handle),
     ]

@@ -109,11 +109,11 @@ class CardSource(Protocol):
 
     @property
     def allowance_bytes(self) -> int:
-        """The bytes that a session may take besides its context and its slice: rounding, code, local memory."""
+        """The bytes that a session may take in addition to its context and slice: rounding, code, local memory."""
 
     @property
     def reserve_bytes(self) -> int:
-        """The bytes that the node reserves for each session besides its slice. A session that takes more is ended."""
+        """The bytes that the node reserves for each session in addition to its slice. One that takes more is ended."""
 
     def discover(self, known: Mapping[str, KeptCard]) -> list[CardFacts]:
         """Return all cards. `known` has measurements of cards from before they had leases. Raises CardsUnavailable."""
@@ -160,9 +160,11 @@ async def retry(attempt: Callable[[], Awaitable[T]]) -> T:
         try:
             return await attempt()
         except CardsUnavailable as error:
+            # A fault that can't pass is raised at once; one that may pass is raised when the time for retries is over.
             wait_s = pause_s(tried, time.monotonic() - started) if error.may_pass else None
             if wait_s is None:
                 raise
+            # Logged once, so that an operator who watches the start knows what it waits for.
             if tried == 1:
                 said = f"{error}; it is tried again for {RETRY_S:g} s. {error.hint}"
                 log_event(LogEvent.CARDS_AWAITED, said, reason=str(error), hint=error.hint, patience_s=RETRY_S)
@@ -184,13 +186,17 @@ class SharedCall(Generic[T]):
 
     def get(self) -> T:
         """Return the result of a call that begins after this one; raises the call's exception."""
+        # The first thread that asks makes the call for all who ask before it begins.
         with self._lock:
             wanted, is_first = self._next, self._next is None
             if wanted is None:
                 wanted = self._next = Future()
         if is_first:
+            # One call at a time. While this thread waits here, others may still join the call that is about to begin.
             with self._calling:
                 with self._lock:
+                    # From here on the call has begun: a thread that asks now could get a result from before its
+                    # question.
                     self._next = None
                 self._answer(wanted)
         return wanted.result()

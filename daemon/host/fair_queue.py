@@ -44,6 +44,7 @@ class FairQueue:
 
         A connection must not be enqueued again before it was served.
         """
+        # A queue exists for each tenant that was served in this round, even an empty one: its other connections wait.
         queue = self._queues.get(tenant)
         if queue is not None:
             queue.append(serve)
@@ -58,6 +59,7 @@ class FairQueue:
             asyncio.get_running_loop().call_soon(self._begin_round)
 
     def _begin_round(self) -> None:
+        # Every tenant once: without a waiting connection it leaves the round, and its next request is served at once.
         self._is_round_scheduled = False
         for tenant, queue in list(self._queues.items()):
             if not queue:

@@ -66,6 +66,7 @@ def _is_left(size_bytes: int) -> bool:
         return True
     ctypes.memset(block, _MARK[0], size_bytes)
     libc.free(block)
+    # Read after free(3): the test is whether malloc overwrote the block, and nothing else could have reused it.
     is_left = _MARK in ctypes.string_at(block + _HEAD_BYTES, size_bytes - _HEAD_BYTES)
     libc.free(guard)
     return is_left

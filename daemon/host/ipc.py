@@ -79,6 +79,7 @@ class Outbox:
 
         Raises ChannelClosed, or OSError if descriptors can't be duplicated for a message that has to wait.
         """
+        # Sent directly only if nothing waits, or messages would overtake each other.
         if not self._waiting:
             try:
                 send_message(self._sock, message, fds)
@@ -87,6 +88,7 @@ class Outbox:
             else:
                 then()
                 return
+        # A message that waits needs descriptors of its own: the caller may close its own at once.
         kept: list[int] = []
         try:
             for fd in fds:
@@ -100,6 +102,7 @@ class Outbox:
         """Send the messages that fit. Returns whether it sent any. Raises ChannelClosed."""
         was = len(self._waiting)
         while self._waiting:
+            # Removed only after it was sent.
             message, fds, then = self._waiting[0]
             try:
                 send_message(self._sock, message, tuple(fds))
@@ -133,6 +136,7 @@ def receive_message(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
     except OSError as error:
         raise ChannelClosed(f"the other process is gone: {error.strerror}") from None
     fds = array.array("i")
+    # A truncated control message may end within an integer: only whole descriptors are taken.
     for level, kind, payload in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])

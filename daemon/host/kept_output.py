@@ -32,18 +32,22 @@ class KeptOutput:
 
     def __init__(self) -> None:
         """Raises OSError if the host has no memory for it."""
+        # A sealed size: output beyond it fails at once and can't use up the host's memory.
         fd = sealed_memory("gpulease-output", MAX_PRINTED_BYTES)
         os.dup2(fd, _STDOUT, inheritable=False)
         os.close(fd)
 
     def take(self) -> tuple[bytes, bool]:
         """Return and discard what was written since the last call, and whether some output found no room."""
+        # Flush first, so that everything printed so far is in the memory. A write without room sets the stream's error
+        # flag.
         stream = _stream()
         _LIBC.fflush(stream)
         is_lost = bool(_LIBC.ferror(stream))
         _LIBC.clearerr(stream)
         size_bytes = os.lseek(_STDOUT, 0, os.SEEK_CUR)
         data = os.pread(_STDOUT, size_bytes, 0)
+        # Overwritten, because the next lease's output starts at the same place.
         os.pwrite(_STDOUT, bytes(size_bytes), 0)
         os.lseek(_STDOUT, 0, os.SEEK_SET)
         return data, is_lost

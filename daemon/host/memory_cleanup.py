@@ -56,6 +56,7 @@ def trim() -> None:
 
 def collect_rarely() -> None:
     """Make full collections rare, and exempt the objects that exist now, at the end of the start."""
+    # Collect the garbage of the start, then freeze the rest: modules and tables live until the end of the process.
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG, MIDDLE, FULL)

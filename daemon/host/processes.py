@@ -36,12 +36,13 @@ def _prctl(option: int, argument: int | bytes) -> None:
 def die_with_parent(parent_pid: int) -> None:
     """Have the kernel kill this process when its parent dies. Exits at once if the parent is dead already."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The parent may have died before the call, and then no signal comes.
     if os.getppid() != parent_pid:
         os._exit(1)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent dies, so that this process can reap them."""
+    """Become the parent of descendants when their own parent dies, so that this process can reap them."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -67,7 +68,7 @@ def set_name(name: str) -> None:
 
 
 def exit_text(status: int) -> str:
-    """Return a wait(2) status in words."""
+    """Return how a process ended, by its wait(2) status, as a clause after its name: "was killed by SIGKILL"."""
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:
         return f"exited with status {code}"
@@ -85,7 +86,7 @@ def has_ended(pidfd: int, within_s: float = 0.0) -> bool:
 
 
 def name_of(pid: int) -> str:
-    """Return a process's name, as ps(1) shows it; "" if there is no such process."""
+    """Return a process's name, as ps(1) shows it; "" if no such process exists."""
     try:
         with open(f"/proc/{pid}/comm") as file:
             return file.read().rstrip("\n")
@@ -96,7 +97,7 @@ def name_of(pid: int) -> str:
 def started_ticks(pid: int) -> int:
     """Return when a process was started, in clock ticks since the host's boot (proc_pid_stat(5), field 22).
 
-    Process id and start together identify one process of a boot. Returns 0 if there is no such process.
+    Process id and start together identify one process of a boot. Returns 0 if no such process exists.
     """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
@@ -158,7 +159,7 @@ class NoThread(Exception):
 
 
 def start_thread(thread: threading.Thread) -> None:
-    """Start a thread. Raises NoThread."""
+    """Start a thread; the host's refusal (RuntimeError or MemoryError) becomes NoThread, with a hint."""
     try:
         thread.start()
     except (RuntimeError, MemoryError):
@@ -166,7 +167,7 @@ def start_thread(thread: threading.Thread) -> None:
 
 
 def thread_pool(size: int = POOL_THREADS) -> ThreadPoolExecutor:
-    """Return a pool whose threads all run already, so that it never starts another. Raises NoThread."""
+    """Return a pool in which all threads run already, so that it never starts another. Raises NoThread."""
     pool = ThreadPoolExecutor(size, "gpulease-look")
     barrier = threading.Barrier(size)
     usual_bytes = threading.stack_size(STACK_BYTES)
@@ -174,6 +175,7 @@ def thread_pool(size: int = POOL_THREADS) -> ThreadPoolExecutor:
         # A thread that waits at the barrier is not idle, so the pool starts another one for each.
         wait([pool.submit(barrier.wait) for _ in range(size)])
     except (RuntimeError, MemoryError):
+        # Threads that were started wait at the barrier; aborting it lets them end.
         barrier.abort()
         pool.shutdown(wait=False)
         raise NoThread from None

@@ -54,7 +54,7 @@ class GivenSocket:
 
     @property
     def was_kept(self) -> bool:
-        """Whether an earlier daemon created it."""
+        """Whether an earlier daemon created the socket and left it with the service manager, by its name."""
         return self.name.startswith(KEPT_PREFIX)
 
     def __str__(self) -> str:
@@ -83,12 +83,14 @@ def take_sockets(environment: MutableMapping[str, str], pid: int) -> list[GivenS
     if not (count.isascii() and count.isdigit() and len(count) <= MAX_DIGITS) or int(count) > MAX_HANDED_OVER:
         raise BadHandover(f"{_COUNT} is {count[:40]!r}: it must be a number of descriptors, {MAX_HANDED_OVER} at most")
     fds = range(FIRST_FD, FIRST_FD + int(count))
+    # Names are optional. A list of another length can't be matched, so no socket gets a name.
     known = names.split(":") if names else []
     if len(known) != len(fds):
         known = [""] * len(fds)
     given = []
     for fd, name in zip(fds, known, strict=True):
         try:
+            # The service manager passes descriptors without close-on-exec; no child of the daemon may inherit them.
             os.set_inheritable(fd, False)
             given.append(GivenSocket(_listening(fd), name))
         except OSError:
@@ -102,6 +104,7 @@ def take_sockets(environment: MutableMapping[str, str], pid: int) -> list[GivenS
 
 def _listening(fd: int) -> socket.socket:
     sock = socket.socket(fileno=fd)
+    # SO_ACCEPTCONN: whether it listens. A connected socket, as Accept=yes passes it, can't be served here.
     is_stream = sock.type == socket.SOCK_STREAM and sock.family in (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
     if not is_stream or not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
         sock.detach()
@@ -149,6 +152,8 @@ def assign(given: Iterable[GivenSocket], listen: Mapping[Address, Sequence[tuple
     # Units' sockets first: a stored socket of the same address gives way.
     for one in sorted(given, key=lambda one: one.was_kept):
         if one.was_kept:
+            # A stored socket is dropped if its address left the settings, if a unit serves the address now, or if its
+            # file is gone.
             owner = by_kept_name.get(one.name)
             units = owner is not None and assigned.is_units(owner)
             if owner is None or units or not _is_there(one, owner):
@@ -185,6 +190,7 @@ def _answers_for(sock: socket.socket, address: Address, hosts: Sequence[tuple[st
         return is_path and os.path.realpath(where) == os.path.realpath(str(getattr(address, "path", "")))
     if isinstance(address, UnixAddress):
         return False
+    # A name of the settings was resolved to addresses; the socket is bound to one of them, or to any.
     names = [where[0]]
     is_any = sock.family == socket.AF_INET6 and where[0] == "::"
     if is_any and not sock.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY):

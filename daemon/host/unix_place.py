@@ -30,7 +30,7 @@ that keeps removing it."""
 
 
 class PlaceChange(Enum):
-    """What happened to a place's files."""
+    """The changes at a place: a file was made again after it was removed, or clients can't be served there any more."""
 
     SOCKET_ANEW = auto()
     LOCK_ANEW = auto()
@@ -61,6 +61,7 @@ class UnixPlace:
         self.address = address
         self.problem = ""
         self._mode, self._report = mode, report
+        # The lock comes first: everything else at the path may only be done by its holder.
         self._lock = PlaceLock(address)
         self._file: os.stat_result | None = None
         self._is_made_here = False
@@ -72,6 +73,7 @@ class UnixPlace:
             CannotListen: A process listens, or may listen.
             OSError: The socket can't be created.
         """
+        # A socket's file outlives its process. Only connecting shows whether a process still listens.
         if Path(self.address.path).is_socket():
             try:
                 is_taken = listener_at(self.address.path) is not None
@@ -99,6 +101,7 @@ class UnixPlace:
         except PermissionError:
             # A unit's socket may be for others than the daemon's user. Nothing suggests that it was removed.
             listener = 0
+        # Another process has put its own file there, or the file is gone: the socket that was passed can't be reached.
         if listener not in (0, os.getpid()):
             made = self.bind()
             self._report_made_anew()
@@ -115,6 +118,7 @@ class UnixPlace:
         Reports what it restores, and once what it can't restore. Call it again after LOOK_S, for as long as the place
         is held.
         """
+        # The lock file first: without it another daemon could take the place while the socket is made.
         is_there = self._is_there()
         try:
             if self._lock.renew():
@@ -133,6 +137,7 @@ class UnixPlace:
 
     def release(self, *, keep_file: bool = False) -> None:
         """Release the place. Removes the socket's file, unless it belongs to another process or is to be kept."""
+        # Only a file that this process made, and that is still at the path: it could be another daemon's by now.
         if self._is_made_here and not keep_file and self._is_there():
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.address.path)
@@ -165,6 +170,7 @@ class PlaceLock:
         """Take the lock again if its file was removed. Returns whether that was so. Raises as the class does."""
         if self._is_at_path(self._fd):
             return False
+        # Taken before the old one is closed, so that the place is locked at every moment.
         fd = self._taken()
         os.close(self._fd)
         self._fd = fd
@@ -232,6 +238,7 @@ def listener_at(path: str) -> int | None:
         OSError: Undecidable: this user may not connect, or it is a socket of another kind.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as tried:
+        # Nonblocking: a full backlog must not block the daemon's start.
         tried.setblocking(False)
         try:
             tried.connect(path)

@@ -36,6 +36,7 @@ def interrupting_closes() -> Iterator[None]:
 
     A signal ends the wait, and the waits for the other descriptors of the same message.
     """
+    # Kernels with SO_PASSRIGHTS need none of this.
     with socket.socket(socket.AF_UNIX) as tried:
         if refuse_descriptors(tried):
             yield

@@ -1,6 +1,6 @@
 """The daemon's version, and its build: a digest of the code that runs here.
 
-Builds of one version differ. So does one build beside other versions of the libraries that it needs.
+Builds of one version differ. So do two installations of the same code with different versions of its libraries.
 """
 
 import os
@@ -33,6 +33,7 @@ def build_of(sources: Iterable[Path], installed: Iterable[Path]) -> str:
     for folder in sources:
         for path in sorted(glob("**/*.py", root_dir=folder, recursive=True)):
             content = (folder / path).read_bytes()
+            # The path and the length separate the files, so that no text can move from one file to the next unnoticed.
             digest.update(f"\0{path}\0{len(content)}\0".encode())
             digest.update(content)
     for folder in sorted(set(installed)):

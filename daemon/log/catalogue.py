@@ -16,7 +16,7 @@ ERROR: Final = logging.ERROR
 
 _LEASE: Final = ("lease_id", "tenant", "card", "size_bytes", "name", "epoch")
 _OR_REGION: Final = (*_LEASE, "parent")
-"""A region is a lease whose parent is the lease that it lies in."""
+"""A region's events also have `parent`: the lease that the region is part of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Kind:
         name: The subject, a dot, and what happened.
         level: One of the levels of `logging`.
         message: What happened, in words; no text of a tenant is in it.
-        fields: Fields that its records may have, beside those that every record has. `_s`, `_ms` and `_bytes` are
+        fields: Fields that its records may have, in addition to those of every record. `_s`, `_ms` and `_bytes` are
             units.
     """
 
@@ -38,8 +38,6 @@ class Kind:
 
 
 class LogEvent(Enum):
-    """The events, by constant names."""
-
     LEASE_REQUESTED = Kind(
         "lease.requested",
         INFO,

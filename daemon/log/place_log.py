@@ -1,4 +1,4 @@
-"""Logs what becomes of the places of Unix sockets."""
+"""Logs changes at the paths of Unix sockets: a socket or lock file that was removed, and made again."""
 
 from typing import Final
 
@@ -13,7 +13,6 @@ _EVENTS: Final = {
 
 
 def log_place_change(change: PlaceChange, path: str, reason: str) -> None:
-    """Log a change that a UnixPlace reports."""
     if change is PlaceChange.LOST:
         log_event(LogEvent.SOCKET_LOST, path=path, reason=reason)
     else:

@@ -41,7 +41,7 @@ class RateLimitedLog:
         self._limit = RateLimit(LINE_EVERY_S, clock)
 
     def add(self, peer: str, reason: str) -> None:
-        """Log the event about a peer, or count it."""
+        """Log the event about a peer, or count it if a line was logged in the last LINE_EVERY_S."""
         suppressed = self._limit.admit()
         if suppressed is not None:
             log_event(self._event, peer=peer, reason=reason[:MAX_REASON_CHARS], suppressed=suppressed or None)

@@ -1,8 +1,8 @@
 """The log: events to records, records to lines, lines to standard error without waiting for their reader.
 
-**Lines.** A record is a line of JSON for programs, or a line for people. Text of a tenant, a kernel or a driver stands
-in a field. It is cut, and no character stays that a terminal would obey or that would begin another line. Other
-processes write to the same pipe, so a line fits one write that the kernel does not tear (pipe(7), PIPE_BUF).
+**Lines.** A record is a line of JSON for programs, or a line for people. Text of a tenant, a kernel or a driver is
+always in a field. It is cut, and characters that a terminal would obey or that would begin another line are escaped.
+Other processes write to the same pipe, so a line fits one write that the kernel does not tear (pipe(7), PIPE_BUF).
 
 **Writing.** No caller ever waits for the reader. In the broker a thread writes a bounded queue. Processes that fork
 have no threads: they write at once if there is room. Lines without room are dropped and counted, and the count is
@@ -81,7 +81,7 @@ def _record(event: LogEvent, fields: dict[str, Value]) -> "_EventRecord":
 
 
 class _EventRecord(logging.LogRecord):
-    """A record whose constant members are copied: `LogRecord` works each out anew, which takes as long as the line."""
+    """A record with copied constant members: `LogRecord` computes all for each record, which is as slow as the line."""
 
     def __init__(self, event: LogEvent, fields: dict[str, Value]) -> None:
         created_s = time.time()
@@ -125,7 +125,7 @@ _encode_plain: Final = compact_encoder()
 
 
 class Shape(Protocol):
-    """Turns records into lines."""
+    """The form of the log's lines: `JsonShape` for programs, `HumanShape` for people."""
 
     def line(self, record: logging.LogRecord) -> bytes:
         """Return a record's line, with its newline."""
@@ -144,7 +144,7 @@ class JsonShape:
         self._for_journal = for_journal
 
     def line(self, record: logging.LogRecord) -> bytes:
-        """Implement `Shape.line`."""
+        # Most records need no cutting or escaping; their lines are made the fast way.
         event, fields = _event_and_fields(record)
         return self._plain_line(record, event, fields) or self._cut_line(record, event, fields)
 
@@ -181,6 +181,7 @@ class JsonShape:
         prefix = _prefix(record) if self._for_journal else ""
         message = record.getMessage()
         text = ""
+        # Cut all texts to ever shorter lengths until the line fits; a line with the message alone always does.
         for limit in TEXT_LIMITS:
             members["message"] = shown(message, limit)
             shown_fields = {name: _shown_value(value, limit) for name, value in fields.items() if value is not None}
@@ -217,7 +218,6 @@ class HumanShape:
         self._for_journal = for_journal
 
     def line(self, record: logging.LogRecord) -> bytes:
-        """Implement `Shape.line`."""
         _, fields = _event_and_fields(record)
         prefix = _prefix(record) if self._for_journal else ""
         at = datetime.fromtimestamp(record.created).isoformat(" ", "milliseconds")
@@ -331,7 +331,6 @@ class QueueingHandler(logging.Handler):
         self.lock = self._lock
 
     def take_shape(self, shape: Shape) -> None:
-        """Replace the shape of lines."""
         self._shape = shape
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -355,6 +354,7 @@ class QueueingHandler(logging.Handler):
         """Wait until all lines are written, at most FLUSH_S. After one wait that was too short, wait no more."""
         until = time.monotonic() + FLUSH_S
         with self._changed:
+            # Lines that were taken are not written yet, so the queue alone does not show that all is out.
             while (self._lines or self._is_writing) and not self._is_given_up:
                 self._is_given_up = not self._changed.wait(max(0.0, until - time.monotonic()))
 
@@ -364,6 +364,7 @@ class QueueingHandler(logging.Handler):
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
+        # A thread that hangs in write(2) would make the join hang too.
         if not self._is_given_up:
             self._thread.join(FLUSH_S)
         super().close()
@@ -380,8 +381,9 @@ class QueueingHandler(logging.Handler):
                 self._lose(lines, max(0, written - len(end_of_torn)))
 
     def _write(self, data: bytes) -> int:
-        """Return how many bytes were written: not all if the reader is gone or the disk is full. Nobody can be told."""
+        """Return how many bytes were written: not all if the reader is gone or the disk is full. No log can say so."""
         written = 0
+        # A write may take a part of the data, for example at a signal: continue with the rest.
         with contextlib.suppress(OSError):
             while written < len(data):
                 written += os.write(self._fd, data[written:])
@@ -389,6 +391,7 @@ class QueueingHandler(logging.Handler):
 
     def _lose(self, lines: bytes, written: int) -> None:
         with self._changed:
+            # Count whole lines that were not written: the newlines after the last written byte.
             self._dropped += lines.count(b"\n", written)
             if self._dropped_in_write and lines.find(b"\n") >= written:
                 # The first lost line is the one that counts earlier losses.
@@ -397,6 +400,7 @@ class QueueingHandler(logging.Handler):
     def _take(self) -> bytes | None:
         """Wait for lines, and return those of the next write; None once the handler is closed."""
         with self._changed:
+            # The lines of the last call are out, so `flush` may return.
             self._is_writing = False
             self._changed.notify_all()
             while not self._lines and not self._is_closed:
@@ -404,10 +408,12 @@ class QueueingHandler(logging.Handler):
             if not self._lines:
                 return None
             self._is_writing = True
+            # The count of dropped lines goes first: a reader then knows that lines are missing before the next one.
             chunk = bytearray()
             self._dropped_in_write, self._dropped = self._dropped, 0
             if self._dropped_in_write:
                 chunk += self._shape.line(_dropped_record(self._dropped_in_write))
+            # As many whole lines as the kernel writes in one piece; a single line always fits.
             while self._lines and (not chunk or len(chunk) + len(self._lines[0]) <= WRITE_BYTES):
                 line = self._lines.popleft()
                 self._waiting_bytes -= len(line)
@@ -416,7 +422,7 @@ class QueueingHandler(logging.Handler):
 
 
 class NonblockingHandler(logging.Handler):
-    """Writes each line at once, or drops it if there is no room."""
+    """Writes each line at once, or drops it if its reader is too slow."""
 
     def __init__(self, shape: Shape, fd: int = 2, *, opens_own: bool = True) -> None:
         super().__init__()
@@ -440,7 +446,6 @@ class NonblockingHandler(logging.Handler):
             self._dropped += 1
 
     def close(self) -> None:
-        """Implement `logging.Handler.close`."""
         self._end.close()
         super().close()
 
@@ -461,6 +466,8 @@ class NonblockingEnd:
         if not opens_own:
             return
         with contextlib.suppress(OSError):
+            # Three kinds of ends: a socket has a flag for each send; a pipe or a terminal is opened once more, with
+            # O_NONBLOCK; anything else is polled before each write.
             mode = os.fstat(fd).st_mode
             if stat.S_ISSOCK(mode):
                 self._sock = socket.socket(fileno=os.dup(fd))
@@ -469,11 +476,13 @@ class NonblockingEnd:
 
     def write(self, line: bytes) -> bool:
         """Write a line and return whether there was room. The rest of a torn line goes before the next one."""
+        # The rest of a torn line goes first, or the next line would be appended to half of it.
         data = self._rest + line
         try:
             written = self._write(data)
         except OSError:
             return False
+        # Not even the rest fitted: the new line was not begun, so it counts as dropped.
         if written < len(self._rest):
             self._rest = self._rest[written:]
             return False
@@ -530,10 +539,12 @@ class LogStyle:
 
 def begin_logging(settings: LogStyle) -> None:
     """Begin to log in this process, the broker, and in those that it starts. Call it again to change the settings."""
+    # Processes that are started from now on read their style here; those that run keep theirs.
     os.environ[VARIABLE] = f"{settings.form},{settings.level}"
     _set_level(settings)
     shape = settings.shape("broker")
     root = logging.getLogger()
+    # A reload changes the handler that exists: a second one would log every line twice.
     for handler in root.handlers:
         if isinstance(handler, QueueingHandler):
             handler.take_shape(shape)
@@ -557,7 +568,7 @@ def go_on_logging(process: str, *, opens_own: bool = True) -> None:
 
 
 def stop_logging() -> None:
-    """Stop to log in a process that was just forked, which then writes to its standard error alone."""
+    """Stop logging in a process that was just forked. It then writes to its standard error directly."""
     root = logging.getLogger()
     for handler in list(root.handlers):
         root.removeHandler(handler)
@@ -586,7 +597,7 @@ def _set_level(settings: LogStyle) -> None:
 
 
 def _log_uncaught() -> None:
-    """Log warnings and uncaught exceptions, whose plain text would tear the log."""
+    """Log warnings and uncaught exceptions as events: Python's plain text would break the log's format."""
     logging.captureWarnings(True)
 
     def on_uncaught(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
@@ -604,6 +615,7 @@ def _log_uncaught() -> None:
 def _log_fault(doing: str, error: BaseException | None) -> None:
     try:
         if error is not None:
+            # Raised again, because the traceback of a line is that of the exception being handled.
             raise error
     except BaseException:
         log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=doing)

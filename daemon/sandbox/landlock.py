@@ -112,6 +112,8 @@ class Reach:
         """Return the rights on files that an ABI of that version forbids for this."""
         handled = Access(0)
         if self.files:
+            # All rights of the first ABI, which are the bits below REFER, and of the later ones those that this kernel
+            # knows.
             handled = Access((1 << Access.REFER.bit_length() - 1) - 1)
             handled |= Access.REFER if version >= REFER_SINCE else Access(0)
             handled |= Access.TRUNCATE if version >= TRUNCATE_SINCE else Access(0)
@@ -125,9 +127,11 @@ def restrict(reach: Reach, needs: Needs) -> None:
     version = abi()
     handled = reach.handled(version)
     attributes = _Ruleset(handled, (_BIND_TCP | _CONNECT_TCP) * reach.network, _ALL_SCOPES * reach.scope)
+    # An older kernel refuses a structure that is longer than its own, so the fields that it lacks are left out.
     size = ctypes.sizeof(_Ruleset) if reach.scope else 16 if reach.network else 8
     ruleset = system_call(_CREATE_RULESET, ctypes.addressof(attributes), size, 0)
     try:
+        # The exceptions. A rule may name only rights that the ruleset handles.
         for folder in needs.kept:
             _allow(ruleset, folder, _KEEP & handled)
         for path, access in _rules(needs):
@@ -154,6 +158,7 @@ def _rules(needs: Needs) -> Iterator[tuple[Path, Access]]:
 @contextmanager
 def _opened(path: Path) -> Iterator[int | None]:
     try:
+        # O_PATH: a rule needs a place in the file system, not the right to read it.
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         # A path that is missing, or that this user can't reach, needs no rule.

@@ -22,6 +22,7 @@ def system_call(number: int, *arguments: int) -> int:
 
 def prctl(option: int, *arguments: int) -> int:
     """Change or query this process's attributes (prctl(2)). Raises OSError."""
+    # prctl(2) demands zeros for the arguments that an option does not use.
     values = [*arguments, 0, 0, 0, 0][:4]
     result: int = _LIBC.prctl(option, *map(ctypes.c_ulong, values))
     if result < 0:
@@ -57,7 +58,7 @@ class Needs:
 
     @property
     def writes_files(self) -> bool:
-        """True if there is a folder that workers may write to."""
+        """Whether workers may write to any folder."""
         return bool(self.kept or self.writable)
 
 
@@ -149,6 +150,5 @@ class SandboxSettings:
 
     @classmethod
     def from_text(cls, text: str) -> "SandboxSettings":
-        """Return the settings of such an argument."""
         found = json.loads(text)
         return cls(found["required"], found["user"], frozenset(map(Measure, found["without"])))

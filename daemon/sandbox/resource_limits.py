@@ -33,15 +33,12 @@ the daemon."""
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A resource and its bound."""
-
     name: str
     resource: int
     most: int
 
 
 def limits_for(needs: Needs) -> tuple[Limit, ...]:
-    """Return the limits of a driver's workers."""
     limits = [
         # Stops a core file, which puts the session's memory on the host's disk.
         Limit("core", resource.RLIMIT_CORE, 0),
@@ -49,7 +46,7 @@ def limits_for(needs: Needs) -> tuple[Limit, ...]:
         Limit("file bytes", resource.RLIMIT_FSIZE, MAX_FILE_BYTES),
         Limit("locked bytes", resource.RLIMIT_MEMLOCK, MAX_LOCKED_BYTES),
         Limit("threads of the user", resource.RLIMIT_NPROC, MAX_THREADS_OF_USER),
-        # Stops queues, whose kernel memory outlives the process, and threads that never yield their core.
+        # Stops message queues, because their kernel memory outlives the process, and threads that never yield a core.
         Limit("message queues", resource.RLIMIT_MSGQUEUE, 0),
         Limit("real-time priority", resource.RLIMIT_RTPRIO, 0),
         Limit("raised priority", resource.RLIMIT_NICE, 0),
@@ -63,6 +60,7 @@ def limits_for(needs: Needs) -> tuple[Limit, ...]:
 def impose(limits: tuple[Limit, ...]) -> None:
     """Set the limits, none above this process's present hard limit. Raises OSError and ValueError."""
     for limit in limits:
+        # An unprivileged process can't raise its hard limit, so the smaller of the two is set.
         _, hard = resource.getrlimit(limit.resource)
         most = limit.most if hard == resource.RLIM_INFINITY else min(limit.most, hard)
         resource.setrlimit(limit.resource, (most, most))
@@ -70,6 +68,7 @@ def impose(limits: tuple[Limit, ...]) -> None:
 
 def be_first_to_go() -> None:
     """Make the kernel kill this process before others when memory runs out. Raises OSError."""
+    # Never lowered: an operator may have set a higher score.
     score = Path("/proc/self/oom_score_adj")
     if int(score.read_text()) < OUT_OF_MEMORY_SCORE:
         score.write_text(str(OUT_OF_MEMORY_SCORE))

@@ -73,10 +73,14 @@ class Plan:
 
     def _before(self, kept: tuple[int, ...]) -> Iterator[tuple[Measure, Step]]:
         identity = self.identity
+        # The descriptors first: /proc, which lists them, is out of reach later.
         if Measure.DESCRIPTORS in self.measures:
             yield Measure.DESCRIPTORS, partial(keep_only, (*kept, *self.needs.kept))
+        # Root's file, so before the change of user. The other limits come later, because they also bind what is done
+        # here.
         if Measure.LIMITS in self.measures:
             yield Measure.LIMITS, be_first_to_go
+        # The bounding set can be changed only with CAP_SETPCAP, which the change of user takes away.
         if Measure.CAPABILITIES in self.measures:
             yield Measure.PRIVILEGES, bound_capabilities
         if Measure.USER in self.measures and identity is not None:
@@ -85,10 +89,12 @@ class Plan:
             yield Measure.CAPABILITIES, drop_capabilities
 
     def _after(self) -> Iterator[tuple[Measure, Step]]:
+        # After the change of user, which resets the attribute (prctl(2), PR_SET_DUMPABLE).
         if Measure.INSPECTION in self.measures:
             yield Measure.INSPECTION, be_undumpable
         if Measure.LIMITS in self.measures:
             yield Measure.LIMITS, partial(impose, limits_for(self.needs))
+        # One ruleset for all four: each further ruleset would count towards Landlock's limit of 16 layers.
         reach = Reach(
             files=Measure.FILES in self.measures,
             devices=Measure.DEVICES in self.measures,
@@ -97,6 +103,7 @@ class Plan:
         )
         if reach != Reach():
             yield Measure.FILES, partial(restrict, reach, self.needs)
+        # Last: the filter forbids what the other measures need.
         if Measure.SYSCALLS in self.measures:
             yield (
                 Measure.SYSCALLS,

@@ -59,6 +59,7 @@ def result(action: int) -> Code:
 def head(architecture: int) -> Code:
     """Return instructions that kill calls of another ABI, and then load the call's number."""
     return [
+        # The numbers mean something within one ABI only, so calls of another one are killed before any comparison.
         (_LOAD, 0, 0, _ARCHITECTURE_AT),
         (_IF_EQUAL, 1, 0, architecture),
         *result(KILL),
@@ -82,6 +83,7 @@ def if_argument(place: int, values: Iterable[int], then: int, otherwise: int, ma
     """Return a branch on the low half of an argument. The kernel reads no more of an int."""
     code: Code = [(_LOAD, 0, 0, _ARGUMENTS_AT + 8 * place), (_AND, 0, 0, mask)]
     for value in values:
+        # Each comparison jumps over its own result if it fails.
         code += [(_IF_EQUAL, 0, 1, value & 0xFFFFFFFF), *result(then)]
     return code + result(otherwise)
 
@@ -89,12 +91,14 @@ def if_argument(place: int, values: Iterable[int], then: int, otherwise: int, ma
 def unless_argument(place: int, values: tuple[int, ...], then: int, mask: int = 0xFFFFFFFF) -> Code:
     """Return instructions that continue if the low half of an argument is one of these values."""
     code: Code = [(_LOAD, 0, 0, _ARGUMENTS_AT + 8 * place), (_AND, 0, 0, mask)]
+    # A hit jumps behind the last instruction of this part, a miss goes to the next comparison.
     code += [(_IF_EQUAL, len(values) - number, 0, value) for number, value in enumerate(values)]
     return code + result(then)
 
 
 def unless_null(place: int, then: int) -> Code:
     """Return instructions that continue if an argument is a null pointer: both halves are zero."""
+    # Classic BPF loads 32 bits at a time, and a pointer has 64.
     halves = (_ARGUMENTS_AT + 8 * place, _ARGUMENTS_AT + 8 * place + 4)
     return [step for at in halves for step in ((_LOAD, 0, 0, at), (_IF_EQUAL, 1, 0, 0), *result(then))]
 
@@ -477,6 +481,7 @@ class NoFilter(Exception):
 def install(*, writes_files: bool, connects: bool = False) -> None:
     """Install the filter in this process; no_new_privs must be set. Raises NoFilter and OSError."""
     program = filter_for(os.getpid(), writes_files=writes_files, connects=connects)
+    # Both buffers must live until the call returns: the kernel copies the program from them.
     code = ctypes.create_string_buffer(program, len(program))
     # struct sock_fprog.
     head_of_it = ctypes.create_string_buffer(struct.pack("@HP", len(program) // 8, ctypes.addressof(code)))
@@ -493,7 +498,7 @@ def filter_for(pid: int, *, writes_files: bool, connects: bool = False) -> bytes
     """
     machine = platform.machine()
     if machine != MACHINE:
-        raise NoFilter(f"there is no filter for {machine}, only for {MACHINE}")
+        raise NoFilter(f"the machine must be {MACHINE} for a filter, not {machine}")
     # The order matters: calls of another ABI first, then calls that depend on their arguments, because some of these
     # are the most frequent, then the lists, and at the end everything that is newer or unknown.
     code = head(_X86_64)

@@ -62,9 +62,12 @@ def prepare(
     settings: SandboxSettings, needs: Needs, keep_for: Callable[[int], tuple[int, ...]]
 ) -> tuple[Plan, list[Finding]]:
     """Test the sandbox. Returns the plan for workers and the findings. Raises SandboxBroken if that is not enough."""
+    # Step 1: the workers' user, and the folders that this user must be able to write to.
     identity, reason = _identity(settings, needs)
     needs = replace(needs, kept=keep_for(os.geteuid() if identity is None else identity.uid))
+    # Step 2: try every measure in a process of its own, because none of them can be undone.
     findings = _try_out(settings, needs, identity, reason)
+    # Step 3: judge what is missing. A user that the operator named must work even if the sandbox is not required.
     off = [finding for finding in findings if not finding.is_on and finding.measure not in settings.without]
     for finding in off:
         if finding.measure is Measure.USER and settings.user is not None and identity is not None:
@@ -87,6 +90,7 @@ def _identity(settings: SandboxSettings, needs: Needs) -> tuple[Identity | None,
         if identity.uid == os.geteuid():
             return None, "worker_user is the daemon's own"
         return identity, ""
+    # Only root can change to another user.
     if os.geteuid() != 0:
         return None, f"the daemon is not root, so its workers are its own user, {os.geteuid()}"
     try:
@@ -96,6 +100,7 @@ def _identity(settings: SandboxSettings, needs: Needs) -> tuple[Identity | None,
 
 
 def _try_out(settings: SandboxSettings, needs: Needs, identity: Identity | None, reason: str) -> list[Finding]:
+    # The child reports through a pipe; its exit status shows whether it got that far.
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -114,9 +119,11 @@ def _run_trial(
 ) -> NoReturn:
     status = 1
     try:
+        # The parent's event loop must not be woken by this process's signals.
         signal.set_wakeup_fd(-1)
         trials = _Trials(needs, identity, reason, writing)
         found: list[tuple[str, bool, str]] = []
+        # In a worker's own order: each trial runs under the measures before it.
         for measure, attempt in trials.by_measure().items():
             if measure in settings.without:
                 found.append((measure.value, False, reason if measure is Measure.USER else _LEFT_OUT))
@@ -202,6 +209,7 @@ class _Trials:
     def _landlock(self, measure: Measure) -> str:
         wanted = _ABI_OF[measure]
         try:
+            # Landlock may be missing from the kernel, or built in and not enabled; both fail here.
             version = abi()
         except OSError as error:
             if error.errno in (errno.ENOSYS, errno.EOPNOTSUPP):
@@ -214,6 +222,7 @@ class _Trials:
 
     def _files(self) -> str:
         detail = self._landlock(Measure.FILES)
+        # The attempt shows that the rule holds: a measure that the kernel accepts and ignores counts as off.
         _must_fail(lambda: os.listdir("/"))
         count = len(self._needs.readable) + len(self._needs.devices)
         return f"{detail}; the driver's {count} paths" if count else detail
@@ -228,6 +237,7 @@ class _Trials:
 
     def _scope(self) -> str:
         detail = self._landlock(Measure.SCOPE)
+        # Signal 0 only checks the permission. The parent is outside the scope.
         _must_fail(lambda: os.kill(os.getppid(), 0))
         return detail
 

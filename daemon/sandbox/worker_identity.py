@@ -23,6 +23,7 @@ STANDARD = (0, 1, 2)
 def keep_only(kept: Iterable[int]) -> None:
     """Close every descriptor of this process except these and the standard ones."""
     spared = {*STANDARD, *kept}
+    # The list and not close_range(2): the descriptors to keep lie anywhere among the others.
     for entry in os.listdir("/proc/self/fd"):
         if int(entry) not in spared:
             try:
@@ -46,7 +47,7 @@ _MAX_CAPABILITIES: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The user and groups of workers."""
+    """The workers' user. `groups`: the groups that it needs for the devices, in addition to its own."""
 
     name: str
     uid: int
@@ -59,7 +60,7 @@ def identity_of(name: str, devices: tuple[Path, ...]) -> Identity:
     try:
         user = pwd.getpwnam(name)
     except KeyError:
-        raise SandboxBroken(f"there is no user {name!r}", hint="Set worker_user to one that is there.") from None
+        raise SandboxBroken(f"the user {name!r} does not exist", hint="Set worker_user to one that is there.") from None
     if user.pw_uid == 0:
         raise SandboxBroken("worker_user is root", hint="Set it to a user who may do nothing.")
     return Identity(name, user.pw_uid, user.pw_gid, _groups_for(user.pw_uid, user.pw_gid, devices))
@@ -77,6 +78,7 @@ def _groups_for(uid: int, gid: int, devices: tuple[Path, ...]) -> tuple[int, ...
         except FileNotFoundError:
             continue
         mode = found.st_mode
+        # No group is needed for a device that all users, or this one, can open.
         if not stat.S_ISCHR(mode) or mode & 0o006 == 0o006 or found.st_uid == uid:
             continue
         if mode & 0o060 != 0o060 or found.st_gid == 0:
@@ -90,9 +92,11 @@ def _groups_for(uid: int, gid: int, devices: tuple[Path, ...]) -> tuple[int, ...
 
 def become(identity: Identity) -> None:
     """Change to that user permanently. Clears the signal for the parent's death (prctl(2)). Raises OSError."""
+    # From the groups to the user: once the user is changed, the groups can't be.
     os.setgroups(identity.groups)
     os.setresgid(identity.gid, identity.gid, identity.gid)
     os.setresuid(identity.uid, identity.uid, identity.uid)
+    # The effective, real and saved ids: with any of them left, the process could change back.
     if os.getresuid() != (identity.uid,) * 3 or os.getresgid() != (identity.gid,) * 3:
         raise PermissionError("the user was not changed")
 

@@ -56,6 +56,7 @@ class Reloader:
         self._load = load
         self._started_with = config
         self._task: asyncio.Task[None] | None = None
+        # Cleared before the file is read: a signal from here on asks for another round.
         self._is_wanted = False
 
     def ask(self) -> None:
@@ -65,7 +66,7 @@ class Reloader:
             self._task = asyncio.get_running_loop().create_task(self._reload_while_wanted())
 
     async def stop(self) -> None:
-        """Wait for a reload that is under way."""
+        """Wait for the reload that is under way, and drop the one that would follow it."""
         self._is_wanted = False
         if self._task is not None:
             await self._task
@@ -88,6 +89,7 @@ class Reloader:
 
     async def _reload(self) -> str:
         try:
+            # All or nothing: settings with an error change nothing.
             config, token_digest = await asyncio.to_thread(self._read)
             self._service.take_settings(config, token_digest)
         except ConfigError as error:
@@ -97,6 +99,7 @@ class Reloader:
                 reason=str(error),
             )
             return f"Settings not reloaded, the old ones stay in effect: {error}"
+        # Compared with the settings of the start, because those are still in effect.
         waiting = settings_that_wait(self._started_with, config)
         if waiting:
             said = f"settings reloaded; taking effect at the next start: {', '.join(waiting)}"
@@ -123,6 +126,7 @@ class Supervised:
     @classmethod
     def taken_from(cls, environment: MutableMapping[str, str], pid: int) -> "Supervised":
         """Take everything out of the environment, so that no child inherits it. Raises BadHandover."""
+        # The notifier first: it reports to the operator why the sockets are wrong.
         notifier, every_s = Notifier.taken_from(environment), watchdog.interval_s(environment, pid)
         try:
             return cls(notifier, every_s, take_sockets(environment, pid))
@@ -192,6 +196,7 @@ class Supervised:
         """Have the service manager store this daemon's own listening sockets, and drop the unused ones."""
         if not self._notifier.is_heard:
             return
+        # Stored sockets that no setting names would keep clients waiting for ever.
         for name in {given.name for given in service.stale}:
             await self._drop_stored(name)
         for address, fd in service.bound:

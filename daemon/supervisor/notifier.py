@@ -38,6 +38,7 @@ class Notifier:
     """
 
     def __init__(self, address: str = "") -> None:
+        # "@" stands for an abstract socket: its name begins with a zero byte (unix(7)).
         self._address = f"\0{address[1:]}" if address.startswith("@") else address
         self._socket: socket.socket | None = None
         if address:
@@ -48,8 +49,9 @@ class Notifier:
     def taken_from(cls, environment: MutableMapping[str, str]) -> "Notifier":
         """Return the notifier of the environment, and remove its variable: children must not notify."""
         address = environment.pop(ADDRESS_VARIABLE, "")
+        # Other kinds of sockets (vsock:) are for machines, not for processes of this host.
         if address and address[0] not in "/@":
-            why = f"{ADDRESS_VARIABLE} is {address!r}, no local socket"
+            why = f"{ADDRESS_VARIABLE} is {address!r}, which is not a local socket"
             log_event(LogEvent.MANAGER_DEAF, f"the service manager is not notified: {why}", reason=why)
             address = ""
         return cls(address)
@@ -65,6 +67,7 @@ class Notifier:
         """
         if self._socket is None:
             return True
+        # In one datagram: the text says what the descriptors are for (FDSTORE=1).
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
             self._socket.sendmsg(["\n".join(assignments).encode()], rights, 0, self._address)
@@ -101,6 +104,7 @@ class Notifier:
                 await task
 
     async def _ask_for_time(self) -> None:
+        # Three times in each extension, so that one lost datagram does no harm.
         while self.is_heard:
             self.tell(f"EXTEND_TIMEOUT_USEC={int(EXTENSION_S * US_PER_S)}")
             await asyncio.sleep(EXTENSION_S / 3)
@@ -128,6 +132,7 @@ def interval_s(environment: MutableMapping[str, str], pid: int) -> float | None:
 
     Removes the variables from the environment: they are meant for one process, not for its children.
     """
+    # Both are removed even if they are for another process.
     text, process = environment.pop(_INTERVAL, ""), environment.pop(_PROCESS, "")
     if process and process != str(pid):
         return None

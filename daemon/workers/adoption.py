@@ -50,7 +50,6 @@ class LeftWorker:
 
     @property
     def is_alive(self) -> bool:
-        """Return whether the worker has not ended."""
         return self.worker.reason is None
 
     @property
@@ -107,8 +106,8 @@ def reconcile(
         number = draw() if is_one_more else spec.lease_id
         taken.add(number)
         charge_bytes = spec.size_bytes + overheads.get(spec.card_uuid, 0)
-        beside = (spec.submit_of or spec.lease_id) if is_one_more else 0
-        adoptions.append(Adoption(WorkerFound(number, spec.card_uuid, charge_bytes, beside), one.worker))
+        of_lease = (spec.submit_of or spec.lease_id) if is_one_more else 0
+        adoptions.append(Adoption(WorkerFound(number, spec.card_uuid, charge_bytes, of_lease), one.worker))
     return adoptions
 
 
@@ -122,6 +121,7 @@ def _restore(
         own = [one for one in others if one.worker.spec.lease_id == lease.lease_id]
         # While a hung context is being replaced, a lease has two workers; the second one has no deadline yet.
         best = max(own, key=lambda one: (one.is_leased, one.is_alive), default=None)
+        # No zygote has its worker: it died with its zygote, or `end_stray` kills it.
         if best is None:
             adoptions.append(Adoption(LeaseRestored(lease, has_worker=False), None))
             continue

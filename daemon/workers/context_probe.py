@@ -56,13 +56,18 @@ class _Probe:
 
     async def measure(self) -> int:
         """Return the bytes that the worker's context costs, after ending the worker. Raises CardsUnavailable."""
+        # A slice of 1 byte: not 0, which would make it a warm worker.
         self.workers.spawn(WorkerSpec(self.number, self.card.uuid, 1, is_shared=False))
+        # Step 1: the worker has its context, or reports why not.
         started = await self._next()
         pid = self.workers.pid(self.number)
         if not isinstance(started, WorkerReady):
             await self._end(started)
             raise await self._failure(started)
+        # Step 2: measure while it lives. The card's figure for the process is the cost of its context.
         overhead = await asyncio.to_thread(self.source.process_bytes, self.card.uuid, pid)
+        # Step 3: end it, and prove that its bytes come back. A card that keeps them could never prove a lease's bytes
+        # free.
         await self._end(started)
         await _wait_for_proof(self.source, self.card, pid)
         self.workers.settle(self.number)
@@ -77,6 +82,7 @@ class _Probe:
     async def _failure(self, started: Event) -> CardsUnavailable:
         """Return why no context could be made: the driver's own reason, if it has one."""
         self.workers.settle(self.number)
+        # The driver's own reason (no device, a wrong version) is more helpful than what the worker reports.
         driver_says = await asyncio.to_thread(self.source.why_no_context)
         if driver_says is not None:
             return driver_says
@@ -91,6 +97,7 @@ class _Probe:
     async def _next(self) -> Event:
         """Return the next event of this worker. Late events of the previous worker are skipped."""
         with contextlib.suppress(TimeoutError):
+            # Each event gets the whole time: loading a driver is slow, reaping a process is not.
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 while True:
                     event = await self.events.get()

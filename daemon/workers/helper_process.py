@@ -136,7 +136,7 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """The process id; 0 if no process runs."""
+        """The process id; 0 while no process runs, for example between an end and the next start."""
         return 0 if self._child is None else self._child.pid
 
     @property
@@ -148,11 +148,15 @@ class ChildProcess:
         """Start a process and wait until it serves; from then on one is always kept running. Raises CannotListen."""
         kind = self._kind
         try:
+            # Step 1: the process and its channel.
             self._launch()
             async with asyncio.timeout(self._timeouts.start_s):
+                # Step 2: the owner sends it what it needs, and waits for the message that it serves.
                 await self._on_start()
+            # It may have died after that message.
             if self._channel is None:
                 raise ChannelClosed("it is gone")
+        # Every failure ends the process: a half-started one would answer pings and serve nothing.
         except TimeoutError:
             await self._end()
             raise CannotListen(f"{kind.name} was not ready after {self._timeouts.start_s:g} s") from None
@@ -165,11 +169,13 @@ class ChildProcess:
         except BaseException:
             await self._end()
             raise
+        # Step 3: from now on its end is noticed, and another one is started.
         self._is_up, self._began_s = True, time.monotonic()
         self._heartbeat.begin()
 
     async def stop(self) -> None:
-        """End the process, and start no other."""
+        """End the process for good: a restart that is due is cancelled."""
+        # The restart first: it would start the next process while this one is ended.
         if self._restarting is not None:
             self._restarting.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -179,6 +185,7 @@ class ChildProcess:
 
     def give_up(self, reason: str) -> None:
         """Kill the process, which hangs, and start another. `reason`: a clause for the log."""
+        # SIGKILL, because a process that hangs does not notice that its channel is closed.
         if self._child is not None:
             self._child.kill()
         self._lose(self._kind.hung, reason)
@@ -188,6 +195,7 @@ class ChildProcess:
 
         It fails with CannotListen if the process sends "broken" instead, and with ChannelClosed if it ends.
         """
+        # Registered before the caller sends its request: the answer may come at once.
         self._awaited = asyncio.get_running_loop().create_future()
         self._awaited_op = op
         if self._channel is None:
@@ -218,6 +226,7 @@ class ChildProcess:
 
     def to_this_one(self) -> Callable[[dict[str, Any]], None]:
         """Return a function that sends to the present process; messages are lost once it is gone or does not read."""
+        # Remembered, so that an answer that takes long is not sent to the successor of the process that asked.
         channel = self._channel
 
         def send(message: dict[str, Any]) -> None:
@@ -256,6 +265,7 @@ class ChildProcess:
 
     def _lose(self, event: LogEvent, reason: str) -> None:
         """Close the channel of a process that is dead or about to be killed; start another if this one has served."""
+        # The channel first: nothing is sent to a process that is given up, and no message of it is read any more.
         self._close_channel()
         if self._is_up:
             self._is_up = False
@@ -334,6 +344,7 @@ class ChildProcess:
             close_all(fds)
 
     def _take(self, message: dict[str, Any], fds: list[int]) -> None:
+        # While `start` waits for an op, that op, or "broken", is its answer. Anything else goes to the owner.
         awaited = None if self._awaited is None or self._awaited.done() else self._awaited
         match message:
             case {"op": Pong.OP}:
@@ -375,7 +386,6 @@ class Heartbeat:
         self._beat()
 
     def on_answer(self) -> None:
-        """Record an answer: the process lives."""
         self._unanswered = 0
 
     def end(self) -> None:
@@ -384,6 +394,7 @@ class Heartbeat:
             self._next = None
 
     def _beat(self) -> None:
+        # Counted before the next ping: each ping had a whole beat for its answer.
         if self._unanswered >= self._most_unanswered:
             self._next = None
             self._on_silence(f"it gave no sign of life for {self._unanswered * self._beat_s:g} s")
@@ -405,6 +416,8 @@ class _Child:
         self._process = process
         self._ended = asyncio.Event()
         try:
+            # The pidfd is readable when the process has ended (pidfd_open(2)), so the loop notices the end without a
+            # thread.
             self._pidfd = os.pidfd_open(process.pid)
         except OSError:
             process.kill()
@@ -427,6 +440,8 @@ class _Child:
                 await self._ended.wait()
         except TimeoutError:
             return None
+        # Popen has -signal for a signal; wait(2) statuses have the exit code in the high byte and the signal in the low
+        # one.
         status = self._process.returncode
         return exit_text(status << 8 if status >= 0 else -status)
 
@@ -445,6 +460,7 @@ def reap_later(pid: int, on_end: Callable[[int], None]) -> None:
     """
     loop = asyncio.get_running_loop()
     try:
+        # No such process: it has been reaped already.
         pidfd = os.pidfd_open(pid)
     except OSError:
         on_end(pid)

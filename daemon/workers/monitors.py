@@ -100,6 +100,7 @@ class KernelWatchdog:
 
     def look_at_all(self, now_ns: int) -> None:
         """Check every worker once, and condemn the sessions that must end."""
+        # Drop the entries of workers that have ended; otherwise they would accumulate.
         serving = {worker.spec.lease_id: worker for worker in self._workers.serving()}
         for lease_id in self._looks.keys() - serving.keys():
             del self._looks[lease_id]
@@ -114,6 +115,7 @@ class KernelWatchdog:
             self.look_at_all(time.monotonic_ns())
 
     def _pause_s(self) -> float:
+        # Eight rounds within the shortest bound: a kernel is found at most an eighth too late.
         bounds = [worker.spec.max_kernel_ms / 1000 for worker in self._workers.serving() if worker.spec.max_kernel_ms]
         return max(MIN_ROUND_S, min([ROUND_S, *(bound / _ROUNDS_PER_BOUND for bound in bounds)]))
 
@@ -174,6 +176,7 @@ class MemoryMonitor:
 
     def look(self, lease_id: int) -> None:
         """Poll a session; once more if this is called again during the poll."""
+        # One poll of a session at a time. The growth that was just reported may have come after the card was read.
         if lease_id in self._tasks:
             self._again.add(lease_id)
             return
@@ -193,6 +196,7 @@ class MemoryMonitor:
         for lease in self._table.snapshots():
             if lease.state is LeaseState.ACTIVE:
                 self.look(lease.lease_id)
+        # Submits and recycled contexts have processes of their own, and ran a tenant's kernels too.
         for submit in self._table.submits.snapshots():
             self.look(submit.submit_id)
         for context in self._table.warming():
@@ -211,11 +215,13 @@ class MemoryMonitor:
         await asyncio.sleep(PAUSE_S)
 
     async def _look(self, lease_id: int) -> None:
+        # It may have ended since the poll was ordered.
         place, pid = self._table.submits.may_hold(lease_id), self._workers.pid(lease_id)
         if place is None or not pid:
             return
         card_uuid, allowed = place
         try:
+            # A thread, because the driver's library blocks; it is slowest when the card is busy.
             held = await asyncio.to_thread(self._source.process_bytes, card_uuid, pid)
         except CardsUnavailable as error:
             reason = str(error)
@@ -225,7 +231,7 @@ class MemoryMonitor:
             reason = (
                 f"the card shows {held} bytes for its process; {allowed} were admitted, the context's share included"
             )
-        # A worker that ended meanwhile is no longer on the card; `WorkerExited` follows.
+        # A worker that has ended during the poll is no longer on the card; `WorkerExited` follows.
         if self._workers.is_alive(lease_id):
             owner_id = self._table.submits.lease_of(lease_id) or lease_id
             log_event(
@@ -258,11 +264,13 @@ class UnlistedSince:
 
     def missing(self, reading: CardReading, looked_ns: int) -> str:
         """Record a poll. Returns in words what prevents the proof; "" if the card does not list the process."""
+        # While the card lists it, no earlier poll without it counts: the proof starts again.
         if (held := reading.processes.get(self._pid)) is not None:
             self._since_ns = None
             return f"NVML still lists process {self._pid} with {held} bytes"
         if self._since_ns is None:
             self._since_ns, self._least_bytes = looked_ns, reading.unowned_bytes
+        # The least that was seen: others may take bytes during the polls, which must not look like the worker's.
         self._least_bytes = min(self._least_bytes, reading.unowned_bytes)
         return ""
 
@@ -308,7 +316,7 @@ class Reclaimer:
             try:
                 reading = await asyncio.to_thread(self._source.read, card_uuid)
             except (CardsUnavailable, MemoryError, RuntimeError) as error:
-                # If no thread can be started, that is no reason to fence: there may be memory again in time.
+                # If no thread can be started, try again: memory may be free again before the slice must be fenced.
                 missing = f"the card can't be looked at: {error}"
             else:
                 missing = unlisted.missing(reading, looked_ns)
@@ -330,8 +338,7 @@ class RegionProver:
 
     Args:
         allowed_bytes: Returns the bytes that the session of a lease may hold now. They can exceed the order's figure:
-          once
-          another region is proved, the session may have taken its bytes, and the lease may have grown.
+          once another region is proved, the session may have taken its bytes, and the lease may have grown.
     """
 
     def __init__(
@@ -425,6 +432,7 @@ class CardWatch:
                 log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"looking at card {card_uuid}")
 
     async def _look(self, card_uuid: str) -> None:
+        # Before the poll: a worker that ends during it was still the daemon's own when the card was read.
         own, looked_ns = self._workers.pids(), time.monotonic_ns()
         reading = await asyncio.to_thread(self._source.read, card_uuid)
         # A worker that started, or was forgotten, during the poll is the daemon's own, too.
@@ -459,11 +467,13 @@ class Recycler:
 
     def holds_back(self, event: Event) -> bool:
         """Return whether to delay an event: a warm context's memory is measured before a lease can have the context."""
+        # Only fresh warm contexts are measured: only they have run nothing, so only their figure is a baseline.
         if not isinstance(event, WorkerReady) or kind_of(event.worker_id) is not WorkerKind.WARM:
             return False
         worker = self._workers.worker(event.worker_id)
         if not self._workers.wipes_heap or worker is None or worker.is_weighed:
             return False
+        # Set before the poll, so that a second Ready does not start a second one.
         worker.is_weighed = True
         self._start(self._weigh(worker, event))
         return True
@@ -476,6 +486,7 @@ class Recycler:
         try:
             # The worker maps the next lease's page during the scrub; the present one still shows the lease that ends.
             worker.next_page = page = BrokerPage()
+            # Read-only, as every page that a worker gets.
             lease_fd = for_reading(page.fds.lease)
             try:
                 send_message(worker.channel, Scrub().to_map(), (lease_fd, page.fds.claims))
@@ -490,6 +501,7 @@ class Recycler:
         if worker.next_page is None or worker.has_answered:
             return  # No scrub was ordered, or the worker has answered before.
         worker.has_answered = True
+        # A connection that waits in the channel belongs to the old lease, and would be served after the scrub.
         if not doubt and (held_bytes or worker.hand_overs):
             doubt = f"it still has {held_bytes} bytes and {counted(worker.hand_overs, 'connection')}"
         self._start(self._prove(worker, worker.spec.lease_id, doubt))

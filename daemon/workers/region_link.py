@@ -17,7 +17,7 @@ class RegionLink:
 
     Args:
         channel: The broker's end of the worker's channel, which must not block.
-        is_held: Whether orders wait for `release`: a worker that was taken over gets the page once its words are there.
+        is_held: Whether orders wait for `release`: a worker that was taken over gets its page once all words are on it.
 
     Attributes:
         page: The page.
@@ -37,9 +37,11 @@ class RegionLink:
             OSError: No descriptor is left for a page that has to wait for room.
         """
         if self._held is not None:
+            # The worker must not act on an order before it can read the region's word.
             self._held.append(message)
             return
         try:
+            # The page goes first: an order names a slot of it.
             self._send_page()
             self._outbox.send(message.to_map())
         except ChannelClosed:
@@ -63,6 +65,7 @@ class RegionLink:
 
     def release(self) -> None:
         """Send a worker that was taken over its page, then the orders that were held. Raises OSError as `order`."""
+        # None from here on: `order` sends at once again, and keeps the order of what was held.
         held, self._held = self._held or [], None
         try:
             self._send_page()
@@ -85,6 +88,7 @@ class RegionLink:
 
     def _flush(self) -> None:
         try:
+            # A worker that is gone needs no orders; the registry reads its end from the zygote.
             self._outbox.flush()
         except ChannelClosed:
             self._outbox.close()

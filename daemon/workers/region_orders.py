@@ -69,8 +69,8 @@ class RegionOrders:
         self._is_adopting = False
         # By lease: the size that its worker was ordered to have, until it has answered.
         self._asked_bytes: dict[int, int] = {}
-        # For cancelled regions, the cancel that a refused launch has reported; later launches meet the same one.
-        self._told_cancels: dict[int, int] = {}
+        # By cancelled region, the time of the last cancel that a refused launch has reported.
+        self._reported_cancels: dict[int, int] = {}
 
     # --- orders ---
 
@@ -96,13 +96,14 @@ class RegionOrders:
 
     def resize(self, order: ResizeSlice) -> None:
         """Order a worker to change the size of its slice."""
+        # Noted before it is sent: an answer without an order is ignored.
         self._asked_bytes[order.lease_id] = order.size_bytes
         self._send(order.lease_id, messages.ResizeSlice(order.size_bytes))
 
     def forget(self, lease_id: int) -> None:
-        """Forget a lease or region that has ended."""
+        """Forget what was ordered from, and reported by, a lease or region that has ended."""
         self._asked_bytes.pop(lease_id, None)
-        self._told_cancels.pop(lease_id, None)
+        self._reported_cancels.pop(lease_id, None)
 
     # --- adoption ---
 
@@ -132,7 +133,7 @@ class RegionOrders:
         return None if worker is None else worker.open_regions(is_held=self._is_adopting)
 
     def _send(self, lease_id: int, message: Message) -> str | None:
-        """Send an order. Returns what prevents it; None if it is on its way, or there is no worker."""
+        """Send an order. Returns what prevents it; None if it is on its way, or if the lease has no worker."""
         try:
             if (link := self._link(lease_id)) is not None:
                 link.order(message)
@@ -143,7 +144,6 @@ class RegionOrders:
     # --- answers ---
 
     def on_message(self, lease_id: int, message: Message) -> None:
-        """Process a message of a lease's worker."""
         if isinstance(message, messages.SliceResized):
             self._on_resized(lease_id, message)
             return
@@ -153,6 +153,8 @@ class RegionOrders:
             return
         match message:
             case messages.RegionOpened(region_id, address):
+                # The worker chose the address, which goes to its tenant: one that overflows would make the tenant's
+                # sums wrong.
                 is_possible = 0 < address <= U64_MAX + 1 - region.size_bytes
                 impossible = RegionRefused(region_id, "The session gave an address that can't be.")
                 self._post(RegionOpened(region_id, address) if is_possible else impossible)
@@ -165,6 +167,7 @@ class RegionOrders:
             case messages.RegionReleased(region_id):
                 self._post(RegionReleased(region_id))
             case messages.ForwardRevoked() if _is_possible(region, message):
+                # The kernel's name is a tenant's text, and is cut in bytes without leaving half a character.
                 kernel = clean_text(message.kernel, MAX_KERNEL_NAME_BYTES).encode()[:MAX_KERNEL_NAME_BYTES]
                 message = replace(message, kernel=kernel.decode(errors="ignore"))
                 self._on_forward_revoked(region, message, self._is_first_look(region, message))
@@ -176,10 +179,14 @@ class RegionOrders:
         """
         if message.status != -Status.CANCELLED or region.state is not LeaseState.ACTIVE:
             return message.status != -Status.FENCED
-        was_ns, self._told_cancels[region.lease_id] = self._told_cancels.get(region.lease_id), message.flipped_ns
+        was_ns, self._reported_cancels[region.lease_id] = (
+            self._reported_cancels.get(region.lease_id),
+            message.flipped_ns,
+        )
         return was_ns != message.flipped_ns
 
     def _on_resized(self, lease_id: int, message: messages.SliceResized) -> None:
+        # A worker may answer only once, and only what it was ordered.
         asked_bytes = self._asked_bytes.pop(lease_id, None)
         if asked_bytes is None:
             return
@@ -198,11 +205,13 @@ def _end_of(region: LeaseSnapshot, message: messages.RegionEnded) -> Event:
     if message.freed_bytes + message.kept_bytes != region.size_bytes:
         figures = f"{message.freed_bytes} bytes freed and {message.kept_bytes} kept"
         return RegionStuck(region.lease_id, f"its session reports {figures} of {region.size_bytes}")
+    # If the driver's free figure grew by as much, no poll of the card is needed for the proof.
     is_shown = message.shown_bytes >= message.freed_bytes
     return RegionEnded(region.lease_id, message.freed_bytes, message.kept_bytes, is_shown)
 
 
 def _is_possible(region: LeaseSnapshot, message: messages.ForwardRevoked) -> bool:
+    # A compromised worker could distort the metrics and the audit log: a refusal must fit the table's own times.
     now_ns = time.monotonic_ns()
     if message.status not in _REFUSALS or message.site > U32_MAX or not message.flipped_ns <= message.seen_ns <= now_ns:
         return False

@@ -189,6 +189,7 @@ class Workers:
         """Take over an earlier daemon's worker under the number of a lease, or of a warm context."""
         ((zygote, serial),) = [key for key, worker in self._found.items() if worker is found]
         del self._found[zygote, serial]
+        # It ended before it was adopted: only its process id is needed, for the proof that its bytes are free.
         if found.fds is None or found.reason is not None:
             close_all(list(found.fds or ()))
             self._reaped[lease_id] = ReapedWorker(lease_id, found.pid, zygote, serial)
@@ -197,6 +198,7 @@ class Workers:
         worker = Worker.adopt(spec, found.pid, found.fds, zygote, serial)
         self._workers[lease_id] = self._by_serial[zygote, serial] = worker
         asyncio.get_running_loop().add_reader(worker.channel, self._on_worker_message, worker)
+        # Its zygote died during the hand-over, so only the pidfd reports the worker's end.
         if not zygote.is_running:
             self._watch_orphan(worker)
 
@@ -267,6 +269,7 @@ class Workers:
 
     def rename(self, from_id: int, to_id: int) -> None:
         """Give a worker another number, whether it lives or was reaped."""
+        # A worker that dies during a renaming is in `_reaped`: its end is posted under its new number.
         if (worker := self._workers.pop(from_id, None)) is not None:
             worker.spec = replace(worker.spec, lease_id=to_id)
             self._workers[to_id] = worker
@@ -296,6 +299,7 @@ class Workers:
             # The warm worker has just died; `WorkerExited` is about to be posted.
             return
         try:
+            # Step 1: its pages and its channel.
             worker, theirs = Worker.create(spec, self._zygotes.now)
         except OSError as error:
             self._not_started(spec, error)
@@ -305,11 +309,14 @@ class Workers:
         with theirs:
             try:
                 self._zygotes.now.spawn(spec, theirs.fileno(), worker.page.fds, worker.channel.fileno())
+                # The zygote has the pages now, and this process its mappings.
                 worker.page.let_go()
             except ChannelClosed as error:
                 self._on_ended(worker, f"could not be started: {error}")
                 return
             except OSError as error:
+                # `is_busy`: no descriptor or no room for a message is a lack of resources, so the tenant may try again
+                # soon.
                 self._on_ended(worker, f"could not be started: {error.strerror}", is_busy=True)
                 return
         asyncio.get_running_loop().add_reader(worker.channel, self._on_worker_message, worker)
@@ -346,8 +353,9 @@ class Workers:
             worker.page.give_grace(until_ns)
 
     def kill(self, lease_id: int) -> None:
+        # The lease table waits for WorkerExited after every kill, so there must be one.
         if (worker := self._workers.get(lease_id)) is None:
-            exited = WorkerExited(lease_id, "there was no process", is_by_daemon=True)
+            exited = WorkerExited(lease_id, "it had no process", is_by_daemon=True)
             asyncio.get_running_loop().call_soon(self._post, exited)
             return
         worker.is_killed = True
@@ -365,6 +373,7 @@ class Workers:
 
     def _on_zygote_message(self, zygote: Zygote, message: Message, fds: list[int]) -> None:
         match message:
+            # The pidfd may be missing, because this process had no descriptor left when the message arrived.
             case WorkerForked(lease_id, pid, serial) if len(fds) <= 1:
                 self._on_forked(zygote, self._unforked.pop(lease_id), pid, serial, fds)
                 return
@@ -385,6 +394,7 @@ class Workers:
 
     def _on_reaped(self, zygote: Zygote, reaped: WorkerReaped) -> None:
         overran = reaped.overran or ""
+        # A worker that was not adopted yet only has its end noted; `adopt` posts it.
         if (worker := self._by_serial.get((zygote, reaped.serial))) is not None:
             if reaped.is_overdue:
                 # The zygote killed the worker while this process hung. If the deadline was the reason, the lease table
@@ -445,6 +455,7 @@ class Workers:
                 self._post(SessionFaulted(lease_id, clean_text(reason, MAX_REASON_CHARS)))
 
     def _on_zygote_exit(self, zygote: Zygote) -> None:
+        # The kernel kills workers with their zygote (PR_SET_PDEATHSIG), but no zygote is left to report that.
         for worker in [worker for worker in self._workers.values() if worker.zygote is zygote]:
             if worker.pidfd < 0:
                 self._on_ended(worker, "the zygote died before it could start the worker")
@@ -478,6 +489,7 @@ class Workers:
         lease_id = worker.spec.lease_id
         reaped = ReapedWorker(lease_id, worker.pid, worker.zygote if worker.serial else None, worker.serial)
         self._reaped[lease_id] = reaped
+        # Posted in a later turn: the caller may be in the middle of handling an effect of the lease table.
         asyncio.get_running_loop().call_soon(self._post_end, reaped, *worker.end_reason(reason), is_busy)
 
     def _read_last_messages(self, worker: Worker) -> None:

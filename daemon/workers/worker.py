@@ -87,6 +87,7 @@ class Worker:
     @classmethod
     def create(cls, spec: WorkerSpec, zygote: Zygote) -> tuple[Self, socket.socket]:
         """Return a worker that a zygote is about to fork, and the worker's end of its channel. Raises OSError."""
+        # Both may fail for lack of descriptors; nothing of a failed start may stay open.
         page = BrokerPage()
         try:
             ours, theirs = channel_pair()
@@ -109,13 +110,14 @@ class Worker:
     # --- its lease ---
 
     def take_lease(self, spec: WorkerSpec) -> None:
-        """Give a warm worker a lease, or a submit."""
+        """Give a warm worker a lease, or a submit. The zygote learns of it before the worker does."""
         self.spec, self.has_faulted = spec, False
         with contextlib.suppress(ChannelClosed, BlockingIOError):
             # The zygote first: it must not take a worker that has a lease for a warm one.
             self.zygote.change(self.serial, spec, lambda: self._send_lease(spec))
 
     def _send_lease(self, spec: WorkerSpec) -> None:
+        # The worker may have another lease by the time the zygote has read the message.
         if self.spec is spec:
             self._send_or_drop(spec)
 
@@ -156,6 +158,7 @@ class Worker:
         if self.hand_overs >= MAX_HAND_OVERS:
             return False
         attach = replace(attach, is_stranger=self.is_stranger)
+        # Before the socket is sent: if this process dies in between, the next broker assumes a session and not none.
         self.page.open_session()
         if attach.words and not self.spec.submit_of:
             # Without a descriptor for the page, the client learns of the lease's end from the worker alone.
@@ -165,6 +168,7 @@ class Worker:
             send_message(self.channel, attach.to_map(), (sock_fd,))
         except (ChannelClosed, BlockingIOError):
             return False
+        # Counted until the worker reports Attached.
         self.hand_overs += 1
         return True
 
@@ -180,11 +184,13 @@ class Worker:
         """After a scrub, use the next page and keep only the number. False if the zygote can't be notified."""
         if self.next_page is None:
             return False
+        # The old lease's pages go; counters start again at zero on the new page.
         self.close_regions()
         self.page.close()
         self.page, self.next_page, self.has_answered, self.counted = self.next_page, None, False, ()
         self.spec = WorkerSpec(self.spec.lease_id, self.spec.card_uuid, 0, is_shared=False)
         try:
+            # The zygote needs the new pages for its own watch, and for the next broker.
             self.zygote.renew(self.serial, self.spec, self.page.fds)
         except (ChannelClosed, OSError):
             return False
@@ -204,6 +210,7 @@ class Worker:
         Args:
             is_held: Whether a new link's orders wait, see RegionLink.
         """
+        # A link that is made late shows the generation of the lease as it is.
         if self.regions is None:
             self.regions = RegionLink(self.channel, is_held=is_held)
             self.regions.page.set_generation(self.page.generation)
@@ -222,7 +229,7 @@ class Worker:
     # --- its end ---
 
     def kill(self) -> None:
-        """Kill the process, if there is one."""
+        """Send the process SIGKILL. Without a process, or after its end, this has no effect."""
         with contextlib.suppress(ProcessLookupError):
             if self.pidfd >= 0:
                 signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)

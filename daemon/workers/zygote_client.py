@@ -95,6 +95,7 @@ class Zygotes:
     def take_over(self, found: FoundZygote) -> "Zygote":
         """Take over a zygote of an earlier daemon. It forks workers from now on if it can here and no other does."""
         zygote = self._new()
+        # One zygote forks for this broker. All others keep their workers and end with the last of them.
         if zygote.take_over(found) and not self.now.is_running:
             self.now = zygote
         else:
@@ -114,7 +115,7 @@ class Zygotes:
             zygote.stop()
 
     async def leave(self) -> None:
-        """Leave all zygotes to the next broker."""
+        """Close the channels to all zygotes, which keep their workers and wait for the next broker."""
         await self._stop_restarting()
         for zygote in (self.now, *self._earlier):
             zygote.leave()
@@ -129,6 +130,7 @@ class Zygotes:
         return Zygote(self._driver, self._on_message, self._on_gone, self._sandbox, self._folder, self._wipes_heap)
 
     def _on_gone(self, zygote: "Zygote") -> None:
+        # Its workers are reported first; the next zygote starts without them.
         self._on_exit(zygote)
         if zygote is not self.now:
             log_event(LogEvent.ZYGOTE_LEFT)
@@ -221,13 +223,16 @@ class Zygote:
         """Start the process and wait until it can fork workers. Raises ZygoteBroken."""
         loop = asyncio.get_running_loop()
         try:
+            # Step 1: the process. It imports the driver and then reports Preloaded or Broken.
             self._channel = self._launch()
         except OSError as error:
             raise ZygoteBroken(f"no process can be started: {error.strerror or error}") from None
         self._outbox = Outbox(self._channel)
+        # Step 2: the future before the reader, so that the first message finds it.
         self._preloaded = loop.create_future()
         loop.add_reader(self._channel, self._read)
         try:
+            # Step 3: wait. No worker is requested before that.
             await asyncio.wait_for(self._preloaded, START_TIMEOUT_S)
         except TimeoutError:
             self.stop()
@@ -247,6 +252,7 @@ class Zygote:
         environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         if self._wipes_heap:
             environment |= WIPING_HEAP
+        # `undo` closes our ends after a failure; `handed_over` closes the zygote's ends here in any case.
         with contextlib.ExitStack() as undo, contextlib.ExitStack() as handed_over:
             ours, theirs = channel_pair()
             undo.callback(ours.close)
@@ -274,6 +280,8 @@ class Zygote:
 
     def take_over(self, found: FoundZygote) -> bool:
         """Take over a zygote that an earlier broker left. Returns whether it can fork workers for this one."""
+        # From here on as if this broker had started it, but it is not our child: its end shows on the channel and the
+        # pidfd.
         self._channel, self._pidfd, self._path = found.channel, found.pidfd, found.path
         self._channel.setblocking(False)
         self._outbox = Outbox(self._channel)
@@ -288,6 +296,7 @@ class Zygote:
     def stop(self) -> None:
         """End the zygote, and with it all its workers. Nothing is called back."""
         self._close_channel()
+        # A child is reaped here; a zygote of an earlier daemon is some other process's child and is only awaited.
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -340,6 +349,7 @@ class Zygote:
 
     def spawn(self, spec: WorkerSpec, channel_fd: int, page_fds: PageFds, broker_end_fd: int) -> None:
         """Request a worker. Raises ChannelClosed, or OSError if the zygote can't be reached now or soon."""
+        # A zygote that outlives its broker keeps the broker's end of each channel for the next one.
         kept = (broker_end_fd,) if self.outlives_its_broker else ()
         self._send(spec, (channel_fd, *page_fds, *kept))
 
@@ -398,6 +408,7 @@ class Zygote:
     # --- from the zygote ---
 
     def _read(self) -> None:
+        # All messages that are there: the zygote is trusted, and what waits in its channel are workers' ends.
         while self._channel is not None:
             try:
                 message, fds = receive_message(self._channel)
@@ -412,6 +423,7 @@ class Zygote:
         message: Message | None = None
         with contextlib.suppress(MalformedMessage):
             message = parse_message(FROM_ZYGOTE, received)
+        # The first message of a new zygote is the answer that `start` waits for.
         if self._preloaded is not None and not self._preloaded.done():
             close_all(fds)
             self._on_first_message(message, self._preloaded)

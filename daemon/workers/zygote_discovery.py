@@ -136,10 +136,12 @@ def find_zygotes(folder: Path) -> list[FoundZygote]:
     """Return all zygotes that listen in a folder, and remove the sockets of dead ones. Raises CannotAdopt."""
     found: list[FoundZygote] = []
     try:
+        # Each zygote listens at a socket of its own, and sends its workers when a broker connects.
         for path in sorted(folder.glob("*.sock")):
             zygote = _find(path)
             if zygote is not None:
                 found.append(zygote)
+    # A start that fails leaves every zygote to the next try.
     except BaseException:
         for zygote in found:
             zygote.close()
@@ -165,6 +167,7 @@ def _find(path: Path) -> FoundZygote | None:
 def _connect(path: Path) -> FoundZygote:
     channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
+        # connect(2) waits while the backlog is full, so it has a time limit too.
         channel.settimeout(ANSWER_TIMEOUT_S)
         try:
             channel.connect(str(path))
@@ -178,6 +181,7 @@ def _connect(path: Path) -> FoundZygote:
             ) from None
         channel.settimeout(None)
         try:
+            # A zygote that accepts and then sends nothing hangs: its leases could not be ended, so it is killed.
             return _take_over(channel, path)
         except _ZygoteHangs:
             _kill_listener(channel, path)
@@ -191,6 +195,7 @@ def _take_over(channel: socket.socket, path: Path) -> FoundZygote:
     """Read a zygote's introduction, and then all its workers."""
     zygote = _introduced(channel, path)
     try:
+        # Its workers follow, one message each, with their descriptors.
         while not _add_worker(zygote):
             pass
     except BaseException:
@@ -227,7 +232,7 @@ def _introduced(channel: socket.socket, path: Path) -> FoundZygote:
 
 
 def _add_worker(zygote: FoundZygote) -> bool:
-    """Read one message about a worker; True if there are no more."""
+    """Read one message of the hand-over; return True after the last one."""
     answer, fds = _receive(zygote.channel)
     match _parsed(answer):
         case LivingWorker() as living if len(fds) == 4:
@@ -245,6 +250,8 @@ def _add_worker(zygote: FoundZygote) -> bool:
         case HandoverDone():
             close_all(fds)
             return True
+        # Fewer than four descriptors arrived: the kernel drops those that this process has no room for (unix(7),
+        # SCM_RIGHTS).
         case _:
             close_all(fds)
             raise CannotAdopt(
@@ -262,6 +269,7 @@ def _parsed(answer: dict[str, Any]) -> Message | None:
 
 
 def _receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    # A time limit for each message: a zygote that hangs in the middle of its report must not block the start.
     poll = select.poll()
     poll.register(channel, select.POLLIN)
     if not poll.poll(ANSWER_TIMEOUT_S * 1000):
@@ -274,9 +282,11 @@ def _receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 def _kill_listener(channel: socket.socket, path: Path) -> None:
     """Kill a zygote that hangs, and with it its workers, because no process could end their leases."""
+    # The peer's credentials are those of the process that called listen(2) last (unix(7), SO_PEERCRED): the zygote.
     pid = parse_ucred(channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED_BYTES)).pid
     hint = "Find out who listens there, end it, and start again."
     try:
+        # The pidfd before the name: the process that is killed is the one whose name was checked.
         pidfd = os.pidfd_open(pid)
     except OSError:
         raise CannotAdopt(f"the zygote behind {path} does not answer", hint=hint) from None

@@ -143,7 +143,7 @@ def test_workers_who_are_nobody_that_is_there(tmp_path: Path) -> None:
     settings.write_text('worker_user = "no-such-user"\n')
     status, said = start_in_vain("--listen", f"unix:{tmp_path}/d.sock", "--driver", "cpu", "--config", str(settings))
     assert status == EXIT_CONFIG
-    check_sentence(said, "there is no user 'no-such-user'")
+    check_sentence(said, "the user 'no-such-user' does not exist")
     assert "zygote died" not in said, "no session ended with it, and it will not be started again"
 
 

@@ -159,7 +159,7 @@ class SimulatedWorkers(Workers):
         worker = self._names.get(lease_id)
         if worker is None:
             loop = asyncio.get_running_loop()
-            loop.call_soon(self._post, WorkerExited(lease_id, "there was no process"))
+            loop.call_soon(self._post, WorkerExited(lease_id, "it had no process"))
         elif self._luck() % 8 != 7:
             self._say_later(0.1, worker, lambda number: WorkerExited(number, "killed"))
 

@@ -64,7 +64,7 @@ def test_cards_are_named_as_tenants_name_them() -> None:
 def test_workers_are_a_user_who_is_there_and_not_root() -> None:
     check_worker_user("nobody")
     for name, said in (
-        ("gpulease-nobody", "there is no user 'gpulease-nobody'; create it"),
+        ("gpulease-nobody", "the user 'gpulease-nobody' does not exist; create it"),
         ("root", "'root' is root"),
     ):
         with pytest.raises(ValueError, match=f"worker_user: {said}"):

@@ -79,9 +79,11 @@ def test_a_later_page_begins_above_every_epoch_of_an_earlier_one(page: BrokerReg
 
 
 @pytest.mark.parametrize(("slot", "number"), [(-1, 1), (MAX_REGIONS, 1), (0, 0), (0, MAX_NUMBER + 1)])
-def test_what_is_no_place_is_refused_and_changes_nothing(page: BrokerRegionsPage, slot: int, number: int) -> None:
+def test_a_slot_or_number_out_of_bounds_is_refused_and_changes_nothing(
+    page: BrokerRegionsPage, slot: int, number: int
+) -> None:
     before = os.pread(page.reading_fd, SESSION_WORDS_BYTES, 0)
-    with pytest.raises(ValueError, match="no place"):
+    with pytest.raises(ValueError, match="slot must be below"):
         page.set(slot, number, RegionWord.ACTIVE, 55, now_ns=44)
     assert os.pread(page.reading_fd, SESSION_WORDS_BYTES, 0) == before
 

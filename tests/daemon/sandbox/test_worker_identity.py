@@ -45,7 +45,7 @@ def test_devices_that_only_root_can_open(node: Path) -> None:
     assert "NVreg_DeviceFileGID" in caught.value.hint
 
 
-@pytest.mark.parametrize(("name", "why"), [("no-such-user", "there is no user"), ("root", "worker_user is root")])
+@pytest.mark.parametrize(("name", "why"), [("no-such-user", "does not exist"), ("root", "worker_user is root")])
 def test_users_that_workers_can_not_be(name: str, why: str) -> None:
     with pytest.raises(SandboxBroken, match=why):
         identity_of(name, ())
