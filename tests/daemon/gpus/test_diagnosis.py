@@ -22,7 +22,7 @@ NO_CARD = Host(missing=("/dev/nvidiactl",), has_cards=False)
     ("library", "number", "host", "told", "status", "may_pass"),
     [
         (NVML, 9, NOT_LOADED, r"kernel module is not loaded.*modprobe nvidia", EX_UNAVAILABLE, True),
-        (NVML, 9, NO_CARD, r"no NVIDIA card on this host's PCI bus.*--driver cpu", EX_OSERR, False),
+        (NVML, 9, NO_CARD, r"this host has no NVIDIA card on its PCI bus.*--driver cpu", EX_OSERR, False),
         (NVML, 9, NO_NODES, r"/dev/nvidiactl and /dev/nvidia0 are not there.*nvidia-modprobe", EX_UNAVAILABLE, True),
         (NVML, 999, NO_MEMORY_NODE, r"NVML fails with error 999.*nvidia-smi", EX_UNAVAILABLE, False),
         (NVML, 9, WELL, r"driver is not loaded.*dmesg", EX_UNAVAILABLE, True),
