@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from gpulease.daemon.broker.audit_setup import boot_id, open_recorder
-from gpulease.daemon.broker.runtime import Runtime
+from gpulease.daemon.broker.runtime import Result, Runtime
 from gpulease.daemon.broker.service import loop_factory
 from gpulease.daemon.broker.token_service import TokenService
 from gpulease.daemon.config.settings import Config
@@ -34,7 +34,6 @@ from gpulease.daemon.leases import (
     Granted,
     LeaseTable,
     LeaseTerms,
-    Outcome,
     RenewRequested,
     ShutdownRequested,
     WorkerExited,
@@ -153,7 +152,7 @@ class Load:
         lease_id, tenant = self._last_id, f"tenant-{self._last_id % TENANTS}"
         return lambda request: AcquireRequested(request, tenant, lease_id, LeaseTerms(SIZE_BYTES, ttl_ms))
 
-    def _answered(self, outcome: Outcome) -> None:
+    def _answered(self, outcome: Result) -> None:
         self._open -= 1
         self._changed.set()
         if isinstance(outcome, Granted):

@@ -1,15 +1,14 @@
 """The caller of a control request: its connection, with that connection's peer, tokens and leases."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from gpulease.daemon.broker.connection_tracker import ConnectionTracker
 from gpulease.daemon.broker.peer import Peer
 from gpulease.daemon.broker.refusal import Refused, failure_of
-from gpulease.daemon.broker.runtime import Runtime
+from gpulease.daemon.broker.runtime import OnResult, Result, Runtime
 from gpulease.daemon.broker.token_service import ConnectionTokens
-from gpulease.daemon.leases import Denied, Outcome
+from gpulease.daemon.leases import Denied
 from gpulease.protocol.connection import Request
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.messages import Body, LeaseEvent, RegionEvent
@@ -31,7 +30,7 @@ class ClientConnection(Protocol):
         """Return whether the peer can still read an answer."""
 
     def answer(self, request: Request, result: Body | Failure) -> None:
-        """Answer a request. Does nothing once the connection is closed."""
+        """Result a request. Does nothing once the connection is closed."""
 
     def send_event(self, subscription: int, event: LeaseEvent | RegionEvent) -> bool:
         """Send an event to a subscriber. Returns False if the connection has no room for it."""
@@ -59,14 +58,16 @@ class Caller:
     def answer(self, request: Request, result: Body | Failure) -> None:
         self.connection.answer(request, result)
 
-    def answer_denied(self, request: Request, outcome: Outcome) -> None:
-        """Answer a request that the lease table denied."""
-        if isinstance(outcome, Denied):
-            self.answer(request, failure_of(outcome.denial))
+    def answer_denied(self, request: Request, answer: Result) -> None:
+        """Result a request that the lease table denied, or that was refused on its way there."""
+        if isinstance(answer, Denied):
+            self.answer(request, failure_of(answer.denial))
+        elif isinstance(answer, Failure):
+            self.answer(request, answer)
 
-    def expect(self, on_outcome: Callable[[Outcome], None]) -> int:
+    def expect(self, on_result: OnResult) -> int:
         """Return a number for a request to the lease table. The audit log records the peer as the one that made it."""
-        number = self.runtime.expect(on_outcome)
+        number = self.runtime.expect(on_result)
         self.runtime.history.asked_by(number, self.peer.tenant)
         return number
 

@@ -3,16 +3,14 @@
 A named LEASE_ALLOC is claimed first. The claim's epoch goes into the lease's terms, and the lease is granted only
 before the membership deadline. The claim ends once the lease's memory is proved free, or an operator vouches for that.
 Bytes of a quota are claimed in the same way, for tenants that have one according to the settings
-(`TenantLimits.fleet_quota`). `Runtime.claims` is the node's claims: `NoFleet`, until the node joins a fleet.
+(`TenantLimits.fleet_quota`). `Runtime.claims` is the node's claims: None, unless the node is in a fleet.
 """
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import Final, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from gpulease.daemon.leases import LeaseSnapshot, LeaseTerms
 from gpulease.protocol.failures import Failure
-from gpulease.protocol.opcodes import Status
 
 
 class ClaimWant(NamedTuple):
@@ -102,46 +100,14 @@ class Claims(Protocol):
         """Return a lease's bytes to the quota, because nothing of the lease is left. Without any, nothing happens."""
 
 
-def release_all(claims: Claims, tenant: str, lease_id: int, held: LeaseTerms | LeaseSnapshot) -> None:
-    """End everything that a lease has claimed, because nothing of it is left or it was never granted."""
+def release_all(claims: Claims | None, tenant: str, lease_id: int, held: LeaseTerms | LeaseSnapshot) -> None:
+    """End everything that a lease has claimed, because nothing of it is left or it was never granted.
+
+    A node that has left its fleet has no claims to end, even if its leases still carry some.
+    """
+    if claims is None:
+        return
     if held.epoch:
         claims.release(held.name, held.epoch)
     if held.fleet_bytes:
         claims.give_back(tenant, lease_id)
-
-
-class NoFleet:
-    """The claims of a node without a fleet: every name is refused."""
-
-    labels: Mapping[str, str] = MappingProxyType({})
-
-    def refusal(self) -> Failure | None:
-        return None
-
-    def claim(self, want: ClaimWant, on_answer: Callable[[ClaimAnswer], None]) -> Callable[[], None]:
-        on_answer(
-            Failure(
-                Status.UNSUPPORTED,
-                f"this node is in no fleet, so no lease can have the name {want.name!r} here",
-                hint="Leave the name out, or ask a node of a fleet: its operator starts it with --fleet.",
-            )
-        )
-        return _nothing
-
-    def release(self, name: str, epoch: int) -> None: ...
-
-    def keep(self) -> None: ...
-
-    def count(self, want: BytesWant, on_answer: Callable[[BytesAnswer], None]) -> Callable[[], None]:
-        """Refuse the bytes. Without a fleet the settings define no quota; if they did, it would count as used up."""
-        text = f"tenant {want.tenant!r} has a quota in the fleet, and this node is in no fleet"
-        on_answer(Failure(Status.DENIED, text, hint="The node's operator gives it a [fleet] table."))
-        return _nothing
-
-    def give_back(self, tenant: str, lease_id: int) -> None: ...
-
-
-def _nothing() -> None: ...
-
-
-NO_FLEET: Final = NoFleet()

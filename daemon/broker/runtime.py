@@ -14,10 +14,11 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, Final
 
+from gpulease.daemon.broker.claimed_acquires import ClaimedAcquires
 from gpulease.daemon.broker.connection_tracker import ConnectionTracker
 from gpulease.daemon.broker.health import Health
 from gpulease.daemon.broker.memory_reserve import MemoryReserve
-from gpulease.daemon.broker.name_claims import NO_FLEET, Claims, release_all
+from gpulease.daemon.broker.name_claims import Claims, release_all
 from gpulease.daemon.broker.node_metrics import NodeMetrics
 from gpulease.daemon.broker.subscriptions import Publisher
 from gpulease.daemon.broker.timers import Timers
@@ -27,10 +28,12 @@ from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.gpus.source import CardSource
 from gpulease.daemon.host.fair_queue import FairQueue
 from gpulease.daemon.leases import (
+    AcquireRequested,
     ArmTimer,
     CapacityChanged,
     Card,
     Cause,
+    Checked,
     Denied,
     DrainTimerFired,
     Effect,
@@ -53,6 +56,7 @@ from gpulease.daemon.leases import (
     RegionGranted,
     RenameWorker,
     Renewed,
+    RequesterGone,
     ResizeSlice,
     ScrubWorker,
     SetDeadline,
@@ -83,13 +87,27 @@ from gpulease.daemon.workers.monitors import CardWatch, KernelWatchdog, MemoryMo
 from gpulease.daemon.workers.region_orders import RegionOrders
 from gpulease.daemon.workers.registry import Workers
 from gpulease.daemon.workers.revocation_word import submit_word_for, word_for
+from gpulease.protocol.failures import Failure
 from gpulease.protocol.lease_options import options_for_worker
 from gpulease.protocol.messages import RegionEvent
 from gpulease.protocol.opcodes import Exclusivity, Status
 
 _TIMER_KINDS: Final = tuple(TimerKind)
 
-OnOutcome = Callable[[Outcome], None]
+Result = Outcome | Failure
+"""The answer to a request: the lease table's outcome, or why the request does not get one."""
+
+OnResult = Callable[[Result], None]
+
+RequestKey = tuple[str, str]
+"""A tenant and the request id that its client chose for an acquire."""
+
+TAKEN_OVER: Final = Failure(
+    Status.CANCELLED,
+    "another connection asked with the same request id, and gets the answer",
+    hint="Wait for the answer there.",
+)
+"""Answer to the earlier of two requests with the same request id."""
 
 
 class Runtime:
@@ -104,8 +122,8 @@ class Runtime:
         recorder: The log of leases, which passes everything on to the audit log.
         connections: Which leases are connected.
         fair_queue: Which control connection is served next.
-        open_acquires: Acquires that are not answered yet, by tenant and request id (`acquires.Acquire`).
-        claims: The node's claims of names. The service sets it before the first request if the node joins a fleet.
+        claimed_acquires: The acquires that are checked, claimed and placed one after the other.
+        claims: The node's claims in its fleet. The service sets it before the first request if the node joins one.
     """
 
     def __init__(
@@ -126,8 +144,7 @@ class Runtime:
         self.recorder = LeaseLog(recorder, table.get, workers.pid)
         self.publisher = Publisher(table, self._on_warning)
         self.fair_queue = FairQueue()
-        self.claims: Claims = NO_FLEET
-        self.open_acquires: dict[tuple[str, str], Any] = {}
+        self.claims: Claims | None = None
         self.memory_reserve = MemoryReserve()
         self.timers = Timers(self.post, self.memory_reserve.secure)
         self.health = Health(table, workers, self.journal, recorder, self.memory_reserve)
@@ -143,6 +160,7 @@ class Runtime:
         self._watchdog = KernelWatchdog(workers, self.post, max_load_s)
         self._one_settled = asyncio.Event()
         self._pending = PendingRequests(self.journal, self.recorder, self.metrics, self._one_settled.set)
+        self.claimed_acquires = ClaimedAcquires(table, lambda: self.claims, self.post, self._refuse)
         self._events: deque[Event] = deque()
         self._is_executing = False
         self._executors = self._executors_by_effect()
@@ -217,18 +235,41 @@ class Runtime:
 
     # --- requests ---
 
-    def expect(self, on_outcome: OnOutcome) -> int:
-        """Return a number for a request to the lease table. `on_outcome` gets the request's outcome, exactly once."""
-        return self._pending.add(on_outcome)
+    def expect(self, on_result: OnResult, key: RequestKey | None = None) -> int:
+        """Return a number for a request to the lease table.
 
-    def is_awaited(self, request: int) -> bool:
-        """Return whether the table has yet to decide a request. Its outcome may still have to become durable."""
-        return request in self._pending
+        Args:
+            on_result: Gets the request's answer, exactly once, unless the request is abandoned or taken over.
+            key: By which `take_over` finds the request until it is answered.
+        """
+        return self._pending.add(on_result, key)
 
-    def forget(self, request: int) -> None:
-        """Drop a request of a client that has disconnected. Its outcome is discarded."""
-        self._pending.remove(request)
-        self.timers.cancel((WaitTimerFired, request))
+    def take_over(self, key: RequestKey, on_result: OnResult) -> int:
+        """Have `on_result` get the answer to the open request with that key; the one before it gets TAKEN_OVER.
+
+        Returns:
+            The request's number; 0 if no request with that key is open.
+        """
+        return self._pending.take_over(key, on_result)
+
+    def abandon(self, number: int) -> None:
+        """Abandon a request without an answer, because its client has disconnected.
+
+        An outcome that waits to be durable is still answered: until then a later request may take it over.
+        """
+        if not self._pending.remove(number):
+            return
+        # It waits for the fleet's claims, or for the lease table.
+        if not self.claimed_acquires.cancel(number):
+            self.post(RequesterGone(number))
+            self.timers.cancel((WaitTimerFired, number))
+        self.claimed_acquires.forget(number)
+
+    def _refuse(self, event: AcquireRequested, failure: Failure) -> None:
+        """Answer that the fleet refused a claim, and log and count it, because the table never sees it."""
+        self.recorder.refused("LEASE_ALLOC", event.tenant, event.lease_id, failure.message)
+        self.metrics.refused("LEASE_ALLOC", failure.status)
+        self._pending.refuse(event.request, failure)
 
     # --- events in ---
 
@@ -321,6 +362,7 @@ class Runtime:
             EndRegion: self._regions.end,
             ProveRegion: self._region_prover.prove,
             ResizeSlice: self._regions.resize,
+            Checked: self.claimed_acquires.on_checked,
             # Only subscribers and the log use these two.
             Warned: lambda _: None,
             CapacityChanged: lambda _: None,
@@ -328,6 +370,8 @@ class Runtime:
 
     def _answer(self, outcome: Outcome) -> None:
         self.timers.cancel((WaitTimerFired, outcome.request))
+        if outcome.request in self.claimed_acquires.by_number:
+            self.claimed_acquires.forget(outcome.request)
         self._pending.resolve(outcome)
 
     # Timers.
@@ -413,7 +457,7 @@ class Runtime:
         # The claim ends with the proof of the memory; a fenced lease keeps its name until an operator clears the fence.
         if lease.state is not LeaseState.FENCED:
             release_all(self.claims, lease.tenant, lease.lease_id, lease)
-        elif lease.name or lease.fleet_bytes:
+        elif self.claims is not None and (lease.name or lease.fleet_bytes):
             self.claims.keep()
 
     def _end_submit(self, effect: SubmitEnded) -> None:
@@ -450,13 +494,13 @@ class Runtime:
 
 
 class PendingRequests:
-    """Requests that wait for an outcome of the lease table.
+    """Requests that are not answered yet: who gets the answer of which.
 
-    An outcome is answered only once the journal, and for a grant the audit log, hold it durably. If they can't, they
-    revoke the grant and replace the outcome by a denial (`Journal.answer`, `Recorder.answer`).
+    An outcome of the lease table is answered only once the journal, and for a grant the audit log, hold it durably. If
+    they can't, they revoke the grant and replace the outcome by a denial (`Journal.answer`, `Recorder.answer`).
 
     Args:
-        on_answered: Called after each answer.
+        on_answered: Called after each outcome's answer.
 
     Attributes:
         unanswered: Number of outcomes that are held until they are durable.
@@ -471,42 +515,69 @@ class PendingRequests:
         self._metrics = metrics
         self._on_answered = on_answered
         self._last_number = 0
-        self._waiting: dict[int, OnOutcome] = {}
+        self._answers: dict[int, OnResult] = {}
+        # Numbers that the table has decided, and whose outcome is held.
+        self._decided: set[int] = set()
+        self._numbers: dict[RequestKey, int] = {}
+        self._keys: dict[int, RequestKey] = {}
 
-    def add(self, on_outcome: OnOutcome) -> int:
-        """Return the number of a new request; `on_outcome` gets its outcome exactly once."""
+    def add(self, on_result: OnResult, key: RequestKey | None = None) -> int:
+        """Return the number of a new request; `on_result` gets its answer exactly once."""
         self._last_number += 1
-        self._waiting[self._last_number] = on_outcome
+        self._answers[self._last_number] = on_result
+        if key is not None:
+            self._numbers[key] = self._last_number
+            self._keys[self._last_number] = key
         return self._last_number
 
-    def __contains__(self, number: int) -> bool:
-        return number in self._waiting
+    def take_over(self, key: RequestKey, on_result: OnResult) -> int:
+        """Replace who gets the answer of the request with that key. Returns its number; 0 if there is none."""
+        number = self._numbers.get(key, 0)
+        if number:
+            earlier, self._answers[number] = self._answers[number], on_result
+            earlier(TAKEN_OVER)
+        return number
 
-    def remove(self, number: int) -> None:
-        self._waiting.pop(number, None)
+    def remove(self, number: int) -> bool:
+        """Drop a request that the table has not decided. Returns False for any other, which keeps its answer."""
+        if number not in self._answers or number in self._decided:
+            return False
+        self._pop(number)
+        return True
+
+    def refuse(self, number: int, failure: Failure) -> None:
+        """Result a request that the table does not decide."""
+        if number in self._answers:
+            self._pop(number)(failure)
 
     def resolve(self, outcome: Outcome) -> None:
-        """Answer the request of an outcome once that is durable. The outcome of a dropped request is discarded."""
-        on_outcome = self._waiting.pop(outcome.request, None)
-        if on_outcome is not None:
+        """Result the request of an outcome once that is durable. The outcome of a dropped request is discarded."""
+        if outcome.request in self._answers and outcome.request not in self._decided:
             self.unanswered += 1
-            self._journal.answer(outcome, partial(self._on_journal_done, outcome, on_outcome))
+            self._decided.add(outcome.request)
+            self._journal.answer(outcome, partial(self._on_journal_done, outcome))
 
-    def _on_journal_done(self, outcome: Outcome, on_outcome: OnOutcome, answered: Outcome) -> None:
+    def _on_journal_done(self, outcome: Outcome, answered: Outcome) -> None:
         # A grant needs the audit log too. Other outcomes have happened already and are only reported.
         if isinstance(answered, Granted | RegionGranted):
-            self._recorder.answer(answered, partial(self._answer, on_outcome))
+            self._recorder.answer(answered, self._answer)
             return
         if isinstance(answered, Denied) and (withheld := withheld_lease(outcome)) is not None:
             operation, lease = withheld
             self._recorder.refused(operation, lease.tenant, lease.lease_id, answered.denial.message)
             self._metrics.refused(operation, Status.BUSY)
-        self._answer(on_outcome, answered)
+        self._answer(answered)
 
-    def _answer(self, on_outcome: OnOutcome, answered: Outcome) -> None:
+    def _answer(self, answered: Outcome) -> None:
         self.unanswered -= 1
         self._on_answered()
-        on_outcome(answered)
+        self._decided.discard(answered.request)
+        self._pop(answered.request)(answered)
+
+    def _pop(self, number: int) -> OnResult:
+        if (key := self._keys.pop(number, None)) is not None:
+            del self._numbers[key]
+        return self._answers.pop(number)
 
 
 def withheld_lease(outcome: Outcome) -> tuple[str, LeaseSnapshot] | None:

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from gpulease.daemon.broker.handlers.admin_requests import shown_reason
 from gpulease.daemon.broker.reports import drain_status
-from gpulease.daemon.broker.runtime import OnOutcome, Runtime
+from gpulease.daemon.broker.runtime import OnResult, Result, Runtime
 from gpulease.daemon.leases import (
     Denied,
     DrainCancelled,
@@ -22,7 +22,6 @@ from gpulease.daemon.leases import (
     Event,
     FenceCleared,
     FenceClearRequested,
-    Outcome,
     RevokeDone,
     RevokeRequested,
 )
@@ -59,12 +58,12 @@ Answer = Callable[[dict[str, Any]], None]
 class WebActions(Protocol):
     """Performs the actions. Each calls `on_outcome` once with its result."""
 
-    def revoke(self, lease_id: int, reason: str, on_outcome: OnOutcome) -> None: ...
+    def revoke(self, lease_id: int, reason: str, on_outcome: OnResult) -> None: ...
 
-    def drain(self, within_ms: int | None, on_outcome: OnOutcome) -> None:
+    def drain(self, within_ms: int | None, on_outcome: OnResult) -> None:
         """Drain the node, or end the drain for None."""
 
-    def clear_fences(self, card_uuid: str, on_outcome: OnOutcome) -> None:
+    def clear_fences(self, card_uuid: str, on_outcome: OnResult) -> None:
         """Make a card's fenced memory grantable again."""
 
     def refused(self, operation: str, lease_id: int, message: str) -> None:
@@ -77,23 +76,23 @@ class WebActionRunner:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
 
-    def revoke(self, lease_id: int, reason: str, on_outcome: OnOutcome) -> None:
+    def revoke(self, lease_id: int, reason: str, on_outcome: OnResult) -> None:
         self._post(lambda number: RevokeRequested(number, lease_id, shown_reason(reason)), on_outcome)
 
-    def drain(self, within_ms: int | None, on_outcome: OnOutcome) -> None:
+    def drain(self, within_ms: int | None, on_outcome: OnResult) -> None:
         if within_ms is None:
             self._post(DrainCancelled, on_outcome)
         else:
             self._post(lambda number: DrainRequested(number, within_ms), on_outcome)
 
-    def clear_fences(self, card_uuid: str, on_outcome: OnOutcome) -> None:
+    def clear_fences(self, card_uuid: str, on_outcome: OnResult) -> None:
         self._post(lambda number: FenceClearRequested(number, card_uuid), on_outcome)
 
     def refused(self, operation: str, lease_id: int, message: str) -> None:
         self._runtime.recorder.refused(operation, BY_PAGE, lease_id, message)
         self._runtime.metrics.refused(operation, Status.DENIED)
 
-    def _post(self, event_for: Callable[[int], Event], on_outcome: OnOutcome) -> None:
+    def _post(self, event_for: Callable[[int], Event], on_outcome: OnResult) -> None:
         number = self._runtime.expect(on_outcome)
         self._runtime.history.asked_by(number, BY_PAGE)
         self._runtime.post(event_for(number))
@@ -143,7 +142,7 @@ class WebActionHandler:
         def refuse(why: WebRefusal, message: str) -> None:
             answer({"op": "refused", "number": number, "why": why.value, "message": message})
 
-        def on_outcome(outcome: Outcome) -> None:
+        def on_outcome(outcome: Result) -> None:
             self._pending -= 1
             if isinstance(outcome, Denied):
                 refuse(WebRefusal.DENIED, f"{outcome.denial.message} {outcome.denial.hint}")
@@ -194,10 +193,10 @@ class _Action(NamedTuple):
 
     operation: str
     lease_id: int
-    begin: Callable[[OnOutcome], None]
+    begin: Callable[[OnResult], None]
 
 
-def _reply(outcome: Outcome) -> dict[str, Any] | None:
+def _reply(outcome: Result) -> dict[str, Any] | None:
     match outcome:
         case RevokeDone():
             return {"op": "revoked", "outcome": int(outcome.outcome)}

@@ -60,12 +60,10 @@ class Horizons:
                 self._teardown.begin(lease, Cause.ISOLATED, event.reason, now_ns, out, denials.isolated(event.reason))
 
     def may_grant(self, lease: Lease, now_ns: int, out: list[Effect]) -> bool:
-        """Set the membership deadline of a lease that is about to be granted, and return True.
+        """Set the membership deadline of a claimed lease that is about to be granted, and return True.
 
-        If the lease is claimed and that time has passed, end the lease instead and return False.
+        If that time has passed, end the lease instead and return False.
         """
-        if not lease.terms.is_claimed:
-            return True
         if self._store.is_isolated(now_ns):
             reason = denials.NO_HORIZON
             self._teardown.begin(lease, Cause.ISOLATED, reason, now_ns, out, denials.isolated(reason))

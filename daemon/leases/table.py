@@ -526,7 +526,7 @@ class LeaseTable:
         # A late answer for a lease that has ended, or one of a worker that was ordered before the lease had room.
         if lease.state is not LeaseState.PENDING or lease.awaited_bytes:
             return
-        if not self._horizons.may_grant(lease, now_ns, out):
+        if lease.terms.is_claimed and not self._horizons.may_grant(lease, now_ns, out):
             return
         lease.move(Trigger.WORKER_READY, now_ns)
         self._store.leave_pending(lease)
@@ -626,8 +626,9 @@ class LeaseTable:
     def _set_deadline(self, lease: Lease, deadline_ns: int, out: list[Effect]) -> None:
         lease.deadline_ns = deadline_ns
         out.append(SetDeadline(lease.lease_id, lease.generation, deadline_ns))
-        # The submit obeys its lease's deadline as well as its own.
-        self.submits.on_deadline(lease, out)
+        if lease.submit_id:
+            # The submit obeys its lease's deadline as well as its own.
+            self.submits.on_deadline(lease, out)
         out.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.EXPIRY), deadline_ns))
         if lease.horizon is not None:
             due_ns = lease.horizon.at_ns

@@ -214,7 +214,7 @@ async def settle(scene: Scene) -> None:
     scene.table.validate()
     for peer in scene.peers:
         assert not peer.is_open or peer.is_raw or not peer.asked, f"{peer.name} was never answered: {peer.asked}"
-    assert not scene.runtime._pending._waiting, "outcomes nobody will ever have"
+    assert not scene.runtime._pending._answers, "outcomes nobody will ever have"
     scene.runtime.post(ShutdownRequested())
     async with asyncio.timeout(DRAIN_S):
         await scene.runtime.drained()

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from gpulease.daemon.broker.caller import Caller
 from gpulease.daemon.broker.reports import drain_status
+from gpulease.daemon.broker.runtime import Result
 from gpulease.daemon.leases import (
     DrainCancelled,
     DrainRequested,
@@ -11,7 +12,6 @@ from gpulease.daemon.leases import (
     Event,
     FenceCleared,
     FenceClearRequested,
-    Outcome,
     RevokeDone,
     RevokeRequested,
 )
@@ -42,7 +42,7 @@ class AdminHandler:
         if not is_operator and (parent is None or parent.tenant != peer.tenant):
             self._caller.need_operator("LEASE_REVOKE")
 
-        def on_outcome(outcome: Outcome) -> None:
+        def on_outcome(outcome: Result) -> None:
             if isinstance(outcome, RevokeDone):
                 self._caller.answer(request, messages.LeaseRevoked(int(outcome.outcome)))
             else:
@@ -57,7 +57,7 @@ class AdminHandler:
         return self._tokens.may_revoke(lease_id) or bool(parent_id and self._tokens.may_revoke(parent_id))
 
     def fence_clear(self, request: Request, body: messages.FenceClear) -> None:
-        def on_outcome(outcome: Outcome) -> None:
+        def on_outcome(outcome: Result) -> None:
             if isinstance(outcome, FenceCleared):
                 self._caller.answer(request, messages.FenceCleared(outcome.count))
             else:
@@ -73,7 +73,7 @@ class AdminHandler:
         self._change_drain(request, DrainCancelled)
 
     def _change_drain(self, request: Request, event_for: Callable[[int], Event]) -> None:
-        def on_outcome(outcome: Outcome) -> None:
+        def on_outcome(outcome: Result) -> None:
             if isinstance(outcome, DrainSet):
                 self._caller.answer(request, drain_status(outcome))
             else:

@@ -13,13 +13,12 @@ from typing import Final, Protocol
 
 from gpulease.daemon.broker.caller import Caller, ClientConnection
 from gpulease.daemon.broker.refusal import Refused, failure_of
+from gpulease.daemon.broker.runtime import Result
 from gpulease.daemon.contract import messages
 from gpulease.daemon.contract.guests import Guest
 from gpulease.daemon.leases import (
     Denied,
     GuestAttached,
-    Outcome,
-    RequesterGone,
     SessionOpened,
     SubmitAbandoned,
     SubmitReady,
@@ -104,10 +103,9 @@ class AttachHandler:
 
     def leave(self) -> None:
         """Abandon the submits that wait, because the client has disconnected."""
-        for number in list(self._open_submits):
-            self._runtime.post(RequesterGone(number))
-            self._runtime.forget(number)
-        self._open_submits.clear()
+        open_submits, self._open_submits = self._open_submits, {}
+        for number in open_submits:
+            self._runtime.abandon(number)
 
     def give_up(self, failure: Failure) -> None:
         for request in self._open_submits.values():
@@ -161,9 +159,9 @@ class AttachHandler:
         self._tokens.check_attach_demand()
 
     def _request_submit(self, request: Request, on_ready: Callable[[SubmitReady | Failure], None]) -> None:
-        def on_outcome(outcome: Outcome) -> None:
+        def on_outcome(outcome: Result) -> None:
             self._open_submits.pop(number, None)
-            if isinstance(outcome, SubmitReady):
+            if isinstance(outcome, SubmitReady | Failure):
                 on_ready(outcome)
             elif isinstance(outcome, Denied):
                 on_ready(failure_of(outcome.denial))

@@ -1,13 +1,19 @@
-"""LEASE_ALLOC, LEASE_RENEW, LEASE_FREE and LEASE_NOTE: tenants' requests about their leases and regions."""
+"""LEASE_ALLOC, LEASE_RENEW, LEASE_FREE and LEASE_NOTE: tenants' requests about their leases and regions.
+
+A client that asks again with the request id of an acquire that is still open takes it over: the later connection gets
+the answer, and nothing is requested twice. An acquire is open until its grant is durable, even if its client has
+disconnected by then. If the grant was answered, by this daemon or an earlier one, the client gets the lease again.
+"""
 
 import secrets
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 from gpulease.daemon.broker.caller import Caller
-from gpulease.daemon.broker.handlers.acquires import OpenAcquires
 from gpulease.daemon.broker.refusal import Refused, failure_of
 from gpulease.daemon.broker.reports import expires_at_unix_s, remaining_ms
+from gpulease.daemon.broker.runtime import Result
 from gpulease.daemon.capabilities.claims import Demand
 from gpulease.daemon.leases import (
     AcquireRequested,
@@ -18,7 +24,6 @@ from gpulease.daemon.leases import (
     GuestAttached,
     LeaseSnapshot,
     LeaseTerms,
-    Outcome,
     Renewed,
     RenewRequested,
 )
@@ -40,14 +45,18 @@ class LeaseHandler:
         self._runtime = caller.runtime
         self._peer = caller.peer
         self._tokens = caller.tokens
-        self._acquires = OpenAcquires(caller.runtime, caller.runtime.open_acquires)
+        self._open_acquires: dict[int, Request] = {}
 
     def leave(self) -> None:
         """Abandon the acquires that wait, because the client has disconnected."""
-        self._acquires.leave()
+        open_acquires, self._open_acquires = self._open_acquires, {}
+        for number in open_acquires:
+            self._runtime.abandon(number)
 
     def give_up(self, failure: Failure) -> None:
-        self._acquires.answer_all(failure)
+        """Result all acquires with a failure; they stay open until `leave`."""
+        for request in self._open_acquires.values():
+            self._caller.answer(request, failure)
 
     def lease_alloc(self, request: Request, body: messages.LeaseAlloc) -> None:
         if body.resource_type != GPU_RESOURCE_TYPE:
@@ -60,26 +69,44 @@ class LeaseHandler:
             )
         self._tokens.check_demand(Demand.ALLOC, NODE_LEASE, SPECS[request.op].needs.permissions)
         event = self._acquire_event(body)
+        number = 0
 
-        def on_answer(result: Granted | Failure) -> None:
-            if isinstance(result, Granted):
-                self._answer_granted(request, result.lease)
+        def on_answer(answer: Result) -> None:
+            self._open_acquires.pop(number, None)
+            if isinstance(answer, Granted):
+                self._answer_granted(request, answer.lease)
             else:
-                self._caller.answer(request, result)
+                self._caller.answer_denied(request, answer)
 
         # Before every refusal: a client that asks again takes a refusal to mean that no lease has its request id.
-        if not self._acquires.answer_known(event.tenant, event.terms.request_id, on_answer):
-            self._check_alloc(body)
-            self._acquires.ask(event, on_answer)
+        key = (event.tenant, event.terms.request_id) if event.terms.request_id else None
+        if key is not None:
+            if number := self._runtime.take_over(key, on_answer):
+                self._open_acquires[number] = request
+                return
+            if (lease := self._runtime.table.lease_of_request(*key)) is not None:
+                # Its acquire is no longer open, so the journal and the audit log have the grant.
+                self._answer_granted(request, lease)
+                return
+        self._check_alloc(body)
+        number = self._runtime.expect(on_answer, key)
+        self._open_acquires[number] = request
+        event = replace(event, request=number)
+        if event.terms.name or self._runtime.table.counts_in_fleet(event.tenant):
+            self._runtime.claimed_acquires.begin(event)
+        else:
+            self._runtime.post(event)
 
     def _check_alloc(self, body: messages.LeaseAlloc) -> None:
         """Raise Refused if the node grants nothing now, or lacks a label that the request asks for."""
         self._caller.need_memory()
         if (denial := self._runtime.journal.denial() or self._runtime.recorder.denial()) is not None:
             raise Refused(failure_of(denial))
-        if (refusal := self._runtime.claims.refusal()) is not None:
+        claims = self._runtime.claims
+        if claims is not None and (refusal := claims.refusal()) is not None:
             raise Refused(refusal)
-        check_labels(LABELS.read(body.parameters), self._runtime.claims.labels)
+        # A node has its labels from its fleet.
+        check_labels(LABELS.read(body.parameters), {} if claims is None else claims.labels)
 
     def lease_renew(self, request: Request, body: messages.LeaseRenew) -> None:
         """Serve LEASE_RENEW: of a lease by its tenant, of a region by its tenant or its lease's tenant.
@@ -87,7 +114,7 @@ class LeaseHandler:
         Operators may renew both, and so may the bearer of a token of the lease that permits it.
         """
 
-        def on_outcome(outcome: Outcome) -> None:
+        def on_outcome(outcome: Result) -> None:
             if not isinstance(outcome, Renewed):
                 self._caller.answer_denied(request, outcome)
                 return
@@ -114,7 +141,7 @@ class LeaseHandler:
         self._runtime.post(RenewRequested(number, body.lease_id, tenant, body.ttl_ms, self._peer.is_operator))
 
     def lease_free(self, request: Request, body: messages.LeaseRef) -> None:
-        def on_outcome(outcome: Outcome) -> None:
+        def on_outcome(outcome: Result) -> None:
             if isinstance(outcome, Freed):
                 self._caller.answer(request, messages.Empty())
             else:

@@ -9,11 +9,11 @@ import time
 from gpulease.daemon.broker.caller import Caller
 from gpulease.daemon.broker.refusal import Refused, failure_of
 from gpulease.daemon.broker.reports import expires_at_unix_s, remaining_ms
+from gpulease.daemon.broker.runtime import Result
 from gpulease.daemon.capabilities.claims import Demand
 from gpulease.daemon.contract.regions_page import REGION_GRANULE_BYTES
 from gpulease.daemon.leases import (
     FreeRequested,
-    Outcome,
     RegionCancelRequested,
     RegionCancelSet,
     RegionGranted,
@@ -42,7 +42,7 @@ class RegionHandler:
     def region_open(self, request: Request, body: messages.RegionOpen) -> None:
         """Serve REGION_OPEN of the lease's tenant, an operator, or a peer with a token that permits it."""
 
-        def on_outcome(outcome: Outcome) -> None:
+        def on_outcome(outcome: Result) -> None:
             if isinstance(outcome, RegionGranted):
                 self._answer_granted(request, outcome)
             else:
@@ -72,7 +72,7 @@ class RegionHandler:
     def region_cancel(self, request: Request, body: messages.RegionCancel) -> None:
         """Serve REGION_CANCEL of the tenant of the region or of its lease, an operator, or a token's bearer."""
 
-        def on_outcome(outcome: Outcome) -> None:
+        def on_outcome(outcome: Result) -> None:
             if isinstance(outcome, RegionCancelSet):
                 self._caller.answer(request, messages.Empty())
             else:
@@ -93,7 +93,7 @@ class RegionHandler:
     def lease_resize(self, request: Request, body: messages.LeaseResize) -> None:
         """Serve LEASE_RESIZE of the tenant or an operator. More memory needs what a new lease needs."""
 
-        def on_outcome(outcome: Outcome) -> None:
+        def on_outcome(outcome: Result) -> None:
             if isinstance(outcome, Resized):
                 self._caller.answer(request, messages.LeaseResize(outcome.lease.lease_id, outcome.lease.size_bytes))
             else:

@@ -8,28 +8,31 @@ from pathlib import Path
 import pytest
 
 from gpulease.daemon.bench.lease_table import SimulatedWorkers
-from gpulease.daemon.broker.handlers.acquires import TAKEN_OVER, OpenAcquires
-from gpulease.daemon.broker.runtime import Runtime
-from gpulease.daemon.broker.token_service import TokenService
+from gpulease.daemon.broker.caller import Caller
+from gpulease.daemon.broker.handlers.lease_requests import LeaseHandler
+from gpulease.daemon.broker.peer import Peer
+from gpulease.daemon.broker.runtime import TAKEN_OVER, Runtime
+from gpulease.daemon.broker.token_service import ConnectionTokens, TokenService
 from gpulease.daemon.contract.control_page import boot_ns
 from gpulease.daemon.gpus.emulated_cards import EmbeddedCards
 from gpulease.daemon.leases import (
-    AcquireRequested,
     Card,
     CoreLimits,
-    FreeRequested,
-    Granted,
     HorizonMoved,
     LeaseState,
     LeaseTable,
-    LeaseTerms,
     Outcome,
     WorkerReady,
 )
 from gpulease.daemon.leases.quotas import TenantLimits, TenantRules
 from gpulease.daemon.record.audit.recorder import Recorder
 from gpulease.daemon.record.journal import Journal
+from gpulease.protocol.connection import Request
 from gpulease.protocol.failures import Failure
+from gpulease.protocol.lease_options import LEASE_NAME
+from gpulease.protocol.lease_options import REQUEST_ID as REQUEST_ID_OPTION
+from gpulease.protocol.messages import Body, LeaseAlloc, LeaseEvent, LeaseGrant, RegionEvent
+from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, Opcode
 from helpers.local_claims import LocalClaims
 
 REQUEST_ID = "ab" * 16
@@ -51,7 +54,7 @@ class SlowJournal(Journal):
 
 
 class Node:
-    """A node with one card, and the lease that it places."""
+    """A node with one card, whose journal is slow."""
 
     def __init__(self) -> None:
         self.table = LeaseTable([Card("GPU-a", 0, "a", 1000, 10)])
@@ -60,36 +63,48 @@ class Node:
         workers = SimulatedWorkers()
         self.runtime = Runtime(self.table, EmbeddedCards([1000]), workers, tokens, Recorder(), 1, self.journal)
 
-    def place(self, connection: "Connection") -> None:
-        """Have a connection ask, and the lease's worker start."""
-        connection.ask(5)
-        self.runtime.post(WorkerReady(5))
-        assert self.table.snapshots()[0].state is LeaseState.ACTIVE
+    def connection(self) -> "Connection":
+        return Connection(self.runtime)
+
+    def place(self, connection: "Connection") -> int:
+        """Have a connection ask for a lease, and its worker start. Returns the lease's id."""
+        connection.ask(request_id=REQUEST_ID)
+        (lease,) = [lease for lease in self.table.snapshots() if lease.state is LeaseState.PENDING]
+        self.runtime.post(WorkerReady(lease.lease_id))
+        assert LeaseState.ACTIVE in [one.state for one in self.table.snapshots() if one.lease_id == lease.lease_id]
+        return lease.lease_id
 
 
 class Connection:
-    """A connection that asks for one lease, as LEASE_ALLOC does."""
+    """A tenant's connection, and what its requests for a lease are answered."""
 
-    def __init__(self, node: Node) -> None:
-        self.answers: list[Granted | Failure] = []
-        self._node = node
-        self._is_open = True
-        self._acquires = OpenAcquires(node.runtime, node.runtime.open_acquires)
+    def __init__(self, runtime: Runtime) -> None:
+        self.peer = Peer("ann", is_operator=False, is_known=True)
+        self.answers: list[Body | Failure] = []
+        self.is_open = True
+        self._handler = LeaseHandler(
+            Caller(runtime, self, ConnectionTokens(runtime.tokens, self.peer), runtime.connections)
+        )
 
-    def ask(self, lease_id: int) -> None:
-        if not self._acquires.answer_known("ann", REQUEST_ID, self._answer):
-            terms = LeaseTerms(100, 60_000, request_id=REQUEST_ID)
-            self._acquires.ask(AcquireRequested(0, "ann", lease_id, terms), self._answer)
+    def ask(self, size_bytes: int = 100, wait_ms: int = 0, name: str = "", request_id: str = "") -> None:
+        """Ask for a lease. Raises Refused."""
+        chosen = [
+            *([LEASE_NAME.parameter(name)] if name else []),
+            *([REQUEST_ID_OPTION.parameter(request_id)] if request_id else []),
+        ]
+        body = LeaseAlloc(GPU_RESOURCE_TYPE, size_bytes, 60_000, wait_ms, None, tuple(chosen))
+        self._handler.lease_alloc(Request(Opcode.LEASE_ALLOC, 1, 0, is_quiet=False, body=body), body)
 
     def close(self) -> None:
-        self._is_open = False
-        self._acquires.leave()
+        self.is_open = False
+        self._handler.leave()
 
-    def _answer(self, result: Granted | Failure) -> None:
-        if self._is_open:
+    def answer(self, request: Request, result: Body | Failure) -> None:
+        if self.is_open:
             self.answers.append(result)
-        elif isinstance(result, Granted):
-            self._node.runtime.post(FreeRequested(0, result.lease.lease_id, result.lease.tenant))
+
+    def send_event(self, subscription: int, event: LeaseEvent | RegionEvent) -> bool:
+        raise AssertionError("nothing was subscribed to")
 
 
 def run(story: Callable[[Node], None]) -> None:
@@ -101,21 +116,21 @@ def run(story: Callable[[Node], None]) -> None:
     asyncio.run(whole())
 
 
-def granted(answers: list[Granted | Failure]) -> list[int]:
-    return [answer.lease.lease_id for answer in answers if isinstance(answer, Granted)]
+def granted(answers: list[Body | Failure]) -> list[int]:
+    return [answer.lease_id for answer in answers if isinstance(answer, LeaseGrant)]
 
 
 def test_a_retry_takes_over_a_grant_that_is_not_durable_yet() -> None:
     """The first connection is lost after the grant and before its commit; the retry comes within that time."""
 
     def story(node: Node) -> None:
-        first, retry = Connection(node), Connection(node)
-        node.place(first)
+        first, retry = node.connection(), node.connection()
+        lease_id = node.place(first)
         first.close()
-        retry.ask(6)
+        retry.ask(request_id=REQUEST_ID)
         assert retry.answers == []
         node.journal.become_durable()
-        assert granted(retry.answers) == [5]
+        assert granted(retry.answers) == [lease_id]
         assert [lease.state for lease in node.table.snapshots()] == [LeaseState.ACTIVE]
 
     run(story)
@@ -123,27 +138,28 @@ def test_a_retry_takes_over_a_grant_that_is_not_durable_yet() -> None:
 
 def test_a_grant_that_nobody_waits_for_any_more_is_given_back() -> None:
     def story(node: Node) -> None:
-        first, retry = Connection(node), Connection(node)
-        node.place(first)
+        first, retry = node.connection(), node.connection()
+        lease_id = node.place(first)
         first.close()
-        retry.ask(6)
+        retry.ask(request_id=REQUEST_ID)
         retry.close()
         node.journal.become_durable()
         assert [lease.state for lease in node.table.snapshots()] != [LeaseState.ACTIVE]
-        assert node.runtime.open_acquires == {}
+        # Its request id is free: the next acquire with it is a new one.
+        assert node.place(node.connection()) != lease_id
 
     run(story)
 
 
 def test_a_retry_beside_a_connection_that_is_still_there_gets_the_answer() -> None:
     def story(node: Node) -> None:
-        first, retry = Connection(node), Connection(node)
-        node.place(first)
-        retry.ask(6)
+        first, retry = node.connection(), node.connection()
+        lease_id = node.place(first)
+        retry.ask(request_id=REQUEST_ID)
         assert first.answers == [TAKEN_OVER]
         first.close()
         node.journal.become_durable()
-        assert granted(retry.answers) == [5]
+        assert granted(retry.answers) == [lease_id]
         assert [lease.state for lease in node.table.snapshots()] == [LeaseState.ACTIVE]
 
     run(story)
@@ -151,12 +167,12 @@ def test_a_retry_beside_a_connection_that_is_still_there_gets_the_answer() -> No
 
 def test_a_granted_lease_is_told_again_though_nothing_can_be_written_now() -> None:
     def story(node: Node) -> None:
-        first, retry = Connection(node), Connection(node)
-        node.place(first)
+        first, retry = node.connection(), node.connection()
+        lease_id = node.place(first)
         node.journal.become_durable()
         # From here on the journal's disk answers nobody.
-        retry.ask(6)
-        assert granted(first.answers) == granted(retry.answers) == [5]
+        retry.ask(request_id=REQUEST_ID)
+        assert granted(first.answers) == granted(retry.answers) == [lease_id]
 
     run(story)
 
@@ -175,20 +191,22 @@ class NamedNode:
         self.runtime = Runtime(self.table, EmbeddedCards([1000]), SimulatedWorkers(), tokens, Recorder(), 1)
         self.runtime.claims = LocalClaims(folder)
         self.runtime.post(HorizonMoved(time.monotonic_ns() + 10**12, boot_ns() + 10**12))
-        self._acquires = OpenAcquires(self.runtime, self.runtime.open_acquires)
-        self._last_id = 0
 
-    async def acquire(self, name: str, size_bytes: int = 100, wait_ms: int = 0) -> Granted | Failure:
-        """Ask for a lease, and have its worker start."""
-        self._last_id += 1
-        answer: asyncio.Future[Granted | Failure] = asyncio.get_running_loop().create_future()
-        terms = LeaseTerms(size_bytes, 60_000, name=name)
-        event = AcquireRequested(0, "ann", self._last_id, terms, None, wait_ms)
-        self._acquires.ask(event, answer.set_result)
-        while not answer.done():
+    def connection(self) -> Connection:
+        return Connection(self.runtime)
+
+    async def acquire(self, name: str, size_bytes: int = 100, wait_ms: int = 0) -> Body | Failure:
+        """Ask for a lease over a connection of its own, and have its worker start."""
+        connection = self.connection()
+        connection.ask(size_bytes, wait_ms, name)
+        return await self.answer_of(connection)
+
+    async def answer_of(self, connection: Connection) -> Body | Failure:
+        while not connection.answers:
             await asyncio.sleep(0)
-            self.runtime.post(WorkerReady(self._last_id))
-        return answer.result()
+            for lease in self.table.snapshots():
+                self.runtime.post(WorkerReady(lease.lease_id))
+        return connection.answers[0]
 
     @property
     def claims_made(self) -> int:
@@ -222,7 +240,7 @@ def test_what_is_refused_in_any_case_is_not_claimed(tmp_path: Path, size_bytes: 
 
 def test_a_named_acquire_counts_once_against_the_rate_also_if_its_name_is_taken(tmp_path: Path) -> None:
     async def story(node: NamedNode) -> None:
-        assert isinstance(await node.acquire("alpha"), Granted)
+        assert isinstance(await node.acquire("alpha"), LeaseGrant)
         taken = await node.acquire("alpha")
         assert isinstance(taken, Failure)
         assert "taken" in taken.message
@@ -230,5 +248,45 @@ def test_a_named_acquire_counts_once_against_the_rate_also_if_its_name_is_taken(
         assert isinstance(too_fast, Failure)
         assert "a minute" in too_fast.message
         assert node.claims_made == 1
+
+    with_names(tmp_path, story)
+
+
+def test_a_retry_takes_over_an_acquire_that_waits_for_its_name(tmp_path: Path) -> None:
+    async def story(node: NamedNode) -> None:
+        first, retry = node.connection(), node.connection()
+        first.ask(name="alpha", request_id=REQUEST_ID)
+        retry.ask(name="alpha", request_id=REQUEST_ID)
+        assert first.answers == [TAKEN_OVER]
+        first.close()
+        assert isinstance(await node.answer_of(retry), LeaseGrant)
+        assert node.claims_made == 1
+
+    with_names(tmp_path, story)
+
+
+def test_nothing_is_left_of_an_acquire_whose_client_left_while_it_waited_for_its_name(tmp_path: Path) -> None:
+    async def story(node: NamedNode) -> None:
+        first, next_one = node.connection(), node.connection()
+        first.ask(name="alpha", request_id=REQUEST_ID)
+        first.close()
+        await asyncio.sleep(0)
+        assert node.claims_made == 0
+        assert node.runtime.history.is_at_rest
+        next_one.ask(name="alpha", request_id=REQUEST_ID)
+        assert isinstance(await node.answer_of(next_one), LeaseGrant)
+
+    with_names(tmp_path, story)
+
+
+def test_a_client_that_left_while_its_claimed_acquire_waited_for_room_keeps_no_claim(tmp_path: Path) -> None:
+    async def story(node: NamedNode) -> None:
+        assert isinstance(await node.acquire("alpha", 900), LeaseGrant)
+        waiting = node.connection()
+        waiting.ask(900, 30_000, "beta")
+        await asyncio.sleep(0)
+        assert node.claims_made == 2
+        waiting.close()
+        assert (tmp_path / "released").read_text() == "beta 2\n"
 
     with_names(tmp_path, story)

@@ -8,7 +8,7 @@ import pytest
 
 from gpulease.daemon.bench.lease_table import SimulatedWorkers
 from gpulease.daemon.broker.node_metrics import NodeMetrics
-from gpulease.daemon.broker.runtime import PendingRequests, Runtime, withheld_lease
+from gpulease.daemon.broker.runtime import PendingRequests, Result, Runtime, withheld_lease
 from gpulease.daemon.broker.token_service import TokenService
 from gpulease.daemon.gpus.emulated_cards import EmbeddedCards
 from gpulease.daemon.gpus.source import CardReading
@@ -23,12 +23,10 @@ from gpulease.daemon.leases import (
     Granted,
     LeaseTable,
     LeaseTerms,
-    Outcome,
     PoolTimerFired,
     ReclaimFailed,
     ReclaimProved,
     Renewed,
-    RequesterGone,
     RevokeRequested,
     SubmitRequested,
     WaitTimerFired,
@@ -64,8 +62,7 @@ def test_nothing_is_left_of_a_client_that_waited_and_left(what: str) -> None:
             else:
                 runtime.post(SubmitRequested(request, 5, "ann", 1000))
             assert (WaitTimerFired, request) in runtime.timers
-            runtime.post(RequesterGone(request))
-            runtime.forget(request)
+            runtime.abandon(request)
             assert (WaitTimerFired, request) not in runtime.timers
         await runtime.stop()
 
@@ -166,11 +163,11 @@ def test_only_a_withheld_grant_or_renewal_counts_as_refused(
 
 
 def test_an_outcome_of_a_dropped_request_goes_nowhere() -> None:
-    answered: list[Outcome] = []
+    answered: list[Result] = []
     pending = PendingRequests(Journal(), Recorder(), cast(NodeMetrics, None), lambda: None)
     kept, dropped = pending.add(answered.append), pending.add(answered.append)
     pending.remove(dropped)
     for number in (dropped, kept, kept):
         pending.resolve(Denied(number, not_found(5)))
-    assert [outcome.request for outcome in answered] == [kept]
+    assert answered == [Denied(kept, not_found(5))]
     assert pending.unanswered == 0

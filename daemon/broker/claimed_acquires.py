@@ -1,0 +1,167 @@
+"""Acquires with claims in the fleet: of a name, or of bytes of the tenant's quota.
+
+A claim costs all nodes of the fleet a write to the store. So the lease table checks such an acquire first, and denies
+what this node would deny anyway. Then the node asks the fleet for the claims, and the table places the lease. The
+request keeps its number through all steps. An acquire without a claim has a single step and does not come here.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from gpulease.daemon.broker.name_claims import BytesAnswer, BytesWant, ClaimAnswer, Claims, ClaimWant, release_all
+from gpulease.daemon.leases import AcquireRequested, AcquireStep, Checked, Event, LeaseTable
+from gpulease.protocol.failures import Failure
+from gpulease.protocol.opcodes import Status
+from gpulease.protocol.time_units import NS_PER_MS
+
+
+class ClaimedAcquires:
+    """The node's acquires with claims, by the number of their request, until the lease table has decided them.
+
+    Args:
+        claims: Returns the node's claims; None if it is in no fleet.
+        post: Posts an event to the lease table.
+        refuse: Answers an acquire that the fleet refused.
+
+    Attributes:
+        by_number: The acquires.
+    """
+
+    def __init__(
+        self,
+        table: LeaseTable,
+        claims: Callable[[], Claims | None],
+        post: Callable[[Event], None],
+        refuse: Callable[[AcquireRequested, Failure], None],
+    ) -> None:
+        self._table = table
+        self._claims = claims
+        self._post = post
+        self._refuse = refuse
+        self.by_number: dict[int, _ClaimedAcquire] = {}
+
+    def begin(self, event: AcquireRequested) -> None:
+        """Have an acquire checked, then claimed, then placed. Its answer comes like that of any other request."""
+        acquire = _ClaimedAcquire(self._table, self._claims(), self._post, self._on_refused, event)
+        self.by_number[event.request] = acquire
+        acquire.check()
+
+    def on_checked(self, effect: Checked) -> None:
+        """Claim an acquire that has passed its check, unless it was abandoned during the check."""
+        if (acquire := self.by_number.get(effect.request)) is not None:
+            acquire.claim()
+
+    def cancel(self, number: int) -> bool:
+        """Stop waiting for the fleet on behalf of an acquire. Returns False if it did not wait for the fleet."""
+        acquire = self.by_number.get(number)
+        return acquire is not None and acquire.cancel()
+
+    def forget(self, number: int) -> None:
+        """Forget an acquire that is decided or abandoned, and end its claims if no lease has them."""
+        if (acquire := self.by_number.pop(number, None)) is not None:
+            acquire.release_unused()
+
+    def _on_refused(self, event: AcquireRequested, failure: Failure) -> None:
+        self.forget(event.request)
+        self._refuse(event, failure)
+
+
+class _ClaimedAcquire:
+    """One such acquire. Its event holds what is claimed so far."""
+
+    def __init__(
+        self,
+        table: LeaseTable,
+        claims: Claims | None,
+        post: Callable[[Event], None],
+        refuse: Callable[[AcquireRequested, Failure], None],
+        event: AcquireRequested,
+    ) -> None:
+        self._table = table
+        self._claims = claims
+        self._post = post
+        self._refuse = refuse
+        self._event = event
+        self._began_ns = time.monotonic_ns()
+        self._answers = 0
+        self._cancel: Callable[[], None] | None = None
+
+    def check(self) -> None:
+        """Step 1: the lease table checks the request, and counts it against the tenant's rate."""
+        self._post(replace(self._event, step=AcquireStep.CHECK))
+
+    def claim(self) -> None:
+        """Step 2: claim the name, if there is one."""
+        event, name = self._event, self._event.terms.name
+        if not name:
+            self._claim_quota()
+            return
+        if self._claims is None:
+            text = f"this node is in no fleet, so no lease can have the name {name!r} here"
+            hint = "Leave the name out, or ask a node of a fleet: its operator starts it with --fleet."
+            self._refuse(event, Failure(Status.UNSUPPORTED, text, hint=hint))
+            return
+        claim, want = self._claims.claim, ClaimWant(name, event.lease_id, event.tenant, self._left_ms())
+        self._wait(lambda: claim(want, self._on_claim))
+
+    def cancel(self) -> bool:
+        """Cancel the claim that is on its way. Returns False if none is."""
+        cancel, self._cancel = self._cancel, None
+        if cancel is not None:
+            cancel()
+        return cancel is not None
+
+    def release_unused(self) -> None:
+        """End the claims if the lease table knows no such lease. If it does, the lease's end will end them."""
+        event = self._event
+        if event.terms.is_claimed and self._table.get(event.lease_id) is None:
+            release_all(self._claims, event.tenant, event.lease_id, event.terms)
+
+    def _wait(self, ask: Callable[[], Callable[[], None]]) -> None:
+        """Request a claim, and keep the function that cancels it, unless the answer came during the request."""
+        answers = self._answers
+        cancel = ask()
+        # The fleet may answer before `ask` returns; then nothing is left to cancel.
+        if answers == self._answers:
+            self._cancel = cancel
+
+    def _on_claim(self, answer: ClaimAnswer) -> None:
+        self._answers, self._cancel = self._answers + 1, None
+        if isinstance(answer, Failure):
+            self._refuse(self._event, answer)
+            return
+        self._event = replace(self._event, terms=replace(self._event.terms, epoch=answer.epoch))
+        self._claim_quota()
+
+    def _claim_quota(self) -> None:
+        """Step 3: claim bytes of the tenant's quota in the fleet, if it has one."""
+        event = self._event
+        if not self._table.counts_in_fleet(event.tenant):
+            self._place()
+            return
+        if self._claims is None:
+            # The settings define no quota in a fleet without a fleet; if they did, it would count as used up.
+            text = f"tenant {event.tenant!r} has a quota in the fleet, and this node is in no fleet"
+            self._refuse(event, Failure(Status.DENIED, text, hint="The node's operator gives it a [fleet] table."))
+            return
+        want = BytesWant(event.tenant, event.lease_id, event.terms.size_bytes, self._left_ms())
+        count = self._claims.count
+        self._wait(lambda: count(want, self._on_counted))
+
+    def _on_counted(self, answer: BytesAnswer) -> None:
+        self._answers, self._cancel = self._answers + 1, None
+        if isinstance(answer, Failure):
+            self._refuse(self._event, answer)
+            return
+        terms = self._event.terms
+        self._event = replace(self._event, terms=replace(terms, fleet_bytes=terms.size_bytes))
+        self._place()
+
+    def _place(self) -> None:
+        """Step 4: the lease table places the lease with its claims."""
+        self._post(replace(self._event, wait_ms=self._left_ms(), step=AcquireStep.PLACE))
+
+    def _left_ms(self) -> int:
+        """Return how long the tenant is still willing to wait."""
+        return max(0, self._event.wait_ms - (time.monotonic_ns() - self._began_ns) // NS_PER_MS)
