@@ -52,9 +52,9 @@ def json_object(data: bytes, path: Path) -> dict[str, Any]:
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise ModelRejected(f"{path}: no JSON: {error}") from None
+        raise ModelRejected(f"{path}: must be JSON: {error}") from None
     if not isinstance(value, dict):
-        raise ModelRejected(f"{path}: no JSON object")
+        raise ModelRejected(f"{path}: must be a JSON object")
     return value
 
 
@@ -70,28 +70,28 @@ class Members:
         """An integer. Raises ModelRejected for another value, or for none where there is no default."""
         value = self._value(key, default)
         if not isinstance(value, int) or isinstance(value, bool):
-            raise self._wrong(key, value, "integer")
+            raise self._wrong(key, value, "an integer")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         """A finite number."""
         value = self._value(key, default)
         if not isinstance(value, int | float) or isinstance(value, bool) or not _is_finite(value):
-            raise self._wrong(key, value, "number")
+            raise self._wrong(key, value, "a number")
         return float(value)
 
     def text(self, key: str, default: str | None = None) -> str:
         """A text."""
         value = self._value(key, default)
         if not isinstance(value, str):
-            raise self._wrong(key, value, "text")
+            raise self._wrong(key, value, "a string")
         return value
 
     def flag(self, key: str, default: bool) -> bool:
         """True or false."""
         value = self._value(key, default)
         if not isinstance(value, bool):
-            raise self._wrong(key, value, "boolean")
+            raise self._wrong(key, value, "true or false")
         return value
 
     def object(self, key: str) -> "Members | None":
@@ -100,7 +100,7 @@ class Members:
         if value is None:
             return None
         if not isinstance(value, dict):
-            raise self._wrong(key, value, "object")
+            raise self._wrong(key, value, "an object")
         return Members(value, f"{self.where}: {key}")
 
     def tokens(self, key: str) -> tuple[int, ...]:
@@ -108,14 +108,14 @@ class Members:
         value = self.values.get(key)
         found = value if isinstance(value, list) else [] if value is None else [value]
         if not all(isinstance(token, int) and not isinstance(token, bool) for token in found):
-            raise self._wrong(key, value, "token")
+            raise self._wrong(key, value, "a token id")
         return tuple(found)
 
     def items(self, key: str) -> list[Any]:
         """A list; an empty one where there is none."""
         value = self.values.get(key)
         if value is not None and not isinstance(value, list):
-            raise self._wrong(key, value, "list")
+            raise self._wrong(key, value, "a list")
         return value or []
 
     def _value(self, key: str, default: Any) -> Any:
@@ -127,7 +127,7 @@ class Members:
         return value
 
     def _wrong(self, key: str, value: Any, kind: str) -> ModelRejected:
-        return ModelRejected(f"{self.where}: {key} is {quoted_value(value)}, no {kind}")
+        return ModelRejected(f"{self.where}: {key} must be {kind}, not {quoted_value(value)}")
 
 
 def _is_finite(value: float) -> bool:

@@ -57,12 +57,12 @@ class SamplingParameters:
 
     def __post_init__(self) -> None:
         if not _is_number(self.temperature):
-            raise RequestRejected(f"temperature is {self.temperature!r}; give a number")
+            raise RequestRejected(f"temperature must be a number, not {self.temperature!r}")
         if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE:
             most = f"{MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
-            raise RequestRejected(f"temperature is {self.temperature!r}; give 0 (the likeliest token) or {most}")
+            raise RequestRejected(f"temperature must be 0 (the likeliest token) or {most}, not {self.temperature!r}")
         if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
-            raise RequestRejected(f"top_p is {self.top_p!r}; give a number above 0, up to 1 (all tokens)")
+            raise RequestRejected(f"top_p must be a number above 0, up to 1 (all tokens), not {self.top_p!r}")
         _check_integer("top_k", self.top_k, 0, MAX_TOP_K)
         _check_integer("seed", self.seed, 0, MAX_SEED)
 
@@ -94,13 +94,13 @@ class TenantConfig:
         if not self.id:
             raise ValueError("a tenant must have an id")
         if self.max_concurrent < 1 or self.max_waiting < 0:
-            raise ValueError(f"tenant {self.id}: max_concurrent is 1 or more, max_waiting 0 or more")
+            raise ValueError(f"tenant {self.id}: max_concurrent must be at least 1, and max_waiting at least 0")
         if not 1 <= self.max_blocks <= MAX_BLOCKS_PER_TENANT:
             raise ValueError(
                 f"tenant {self.id}: max_blocks must be 1 to {MAX_BLOCKS_PER_TENANT}, not {self.max_blocks}"
             )
         if not (math.isfinite(self.weight) and self.weight > 0):
-            raise ValueError(f"tenant {self.id}: weight is {self.weight}; give a number above 0")
+            raise ValueError(f"tenant {self.id}: weight must be a number above 0, not {self.weight}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +132,12 @@ class PromptRequest:
     def __post_init__(self) -> None:
         if not self.continues and not 1 <= len(self.request_id) <= MAX_REQUEST_ID_CHARACTERS:
             most = f"1 to {MAX_REQUEST_ID_CHARACTERS} characters"
-            raise RequestRejected(f"the request's id has {len(self.request_id)} characters; give {most}")
+            raise RequestRejected(f"the request's id must have {most}, not {len(self.request_id)} of them")
         if not self.token_ids:
-            raise RequestRejected("the prompt has no token; give one at least")
+            raise RequestRejected("the prompt must have at least one token")
         _check_integer("max_emitted_tokens", self.max_emitted_tokens, 1, MAX_POSITIONS)
         if not _is_number(self.wait_s) or not 0 <= self.wait_s <= MAX_WAIT_S:
-            raise RequestRejected(f"wait_s is {self.wait_s!r}; give 0 to {MAX_WAIT_S:g} seconds")
+            raise RequestRejected(f"wait_s must be 0 to {MAX_WAIT_S:g} seconds, not {self.wait_s!r}")
 
     @property
     def positions(self) -> int:
@@ -238,4 +238,4 @@ def _is_number(value: object) -> bool:
 
 def _check_integer(name: str, value: object, least: int, most: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise RequestRejected(f"{name} is {value!r}; give an integer from {least} to {most}")
+        raise RequestRejected(f"{name} must be an integer from {least} to {most}, not {value!r}")

@@ -107,9 +107,10 @@ def check_config(config: ModelConfig, where: str) -> None:
     }
     for name, (value, most) in sizes.items():
         if not 1 <= value <= most:
-            raise ModelRejected(f"{where}: {name} is {value}; there must be 1 to {most}")
+            raise ModelRejected(f"{where}: {name} must be 1 to {most}, not {value}")
     if config.head_width not in HEAD_WIDTHS:
-        raise ModelRejected(f"{where}: heads are {config.head_width} wide; the kernels know {HEAD_WIDTHS}")
+        widths = ", ".join(map(str, HEAD_WIDTHS))
+        raise ModelRejected(f"{where}: heads must be {widths} wide, not {config.head_width}")
     if config.heads % config.key_heads or config.heads // config.key_heads > MAX_SHARE:
         shares = f"{config.heads} query heads on {config.key_heads} key heads"
         raise ModelRejected(f"{where}: {shares}; each key head must have as many, {MAX_SHARE} at most")
@@ -117,12 +118,14 @@ def check_config(config: ModelConfig, where: str) -> None:
         if columns % COLUMNS_STEP:
             raise ModelRejected(f"{where}: {name} must be a multiple of {COLUMNS_STEP}, not {columns}")
     if not 0 < config.rope_theta < math.inf:
-        raise ModelRejected(f"{where}: rotary embeddings to the base {config.rope_theta}")
+        raise ModelRejected(
+            f"{where}: the rotary embeddings' base must be positive and finite, not {config.rope_theta}"
+        )
     if not 0 < config.norm_epsilon < 1:
-        raise ModelRejected(f"{where}: {config.norm_epsilon} under the norms' root")
+        raise ModelRejected(f"{where}: the norms' epsilon must be between 0 and 1, not {config.norm_epsilon}")
     tokens = [*config.end_tokens, *([] if config.begin_token is None else [config.begin_token])]
     if beyond := [token for token in tokens if not 0 <= token < config.vocabulary]:
-        raise ModelRejected(f"{where}: token {beyond[0]} is none of the vocabulary's {config.vocabulary}")
+        raise ModelRejected(f"{where}: token {beyond[0]} is not in the vocabulary of {config.vocabulary}")
 
 
 def check_positions(config: ModelConfig, positions: int) -> None:

@@ -1,4 +1,4 @@
-"""A model's files: safetensors in a folder, or GGUF; and how their weights get into a session's memory."""
+"""A model's files, safetensors in a folder or GGUF, and the loading of their weights into a session's memory."""
 
 from gpulease.client.decode.checkpoint.contract import Checkpoint
 from gpulease.client.decode.checkpoint.model_files import open_model

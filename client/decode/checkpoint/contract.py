@@ -1,4 +1,4 @@
-"""The protocol of checkpoints, for the loader and the engine."""
+"""The interface of checkpoints that the loader and the engine use."""
 
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,26 +15,29 @@ if TYPE_CHECKING:
 class Checkpoint(Protocol):
     """A model's files, opened and checked: its shape, and every tensor that `model_tensors` names.
 
-    A checkpoint maps its files. Rows of a file that became shorter raise ModelRejected; one that becomes shorter in the
-    very moment of a copy ends the process with SIGBUS.
+    A checkpoint maps its files. Reading rows of a file that has become shorter raises ModelRejected. If a file becomes
+    shorter during a copy, SIGBUS ends the process.
     """
 
     @property
     def name(self) -> str:
-        """The path, for errors and reports."""
+        """The path of the file or folder, for errors and reports."""
 
     @property
     def config(self) -> ModelConfig:
-        """The shape, checked."""
+        """The model's shape, which the kernels can compute."""
 
     def tensor(self, name: str) -> Tensor:
-        """Return one of the config's tensors, by its name in Hugging Face's checkpoints."""
+        """Return a tensor of the model, by its name in Hugging Face's checkpoints."""
 
     def rotary_divisors(self) -> NDArray[np.float64]:
-        """Divisors [head_width / 2] of the rotary embeddings' frequencies; ones where they are not stretched."""
+        """Return the divisors [head_width / 2] of the rotary embeddings' frequencies; ones if they are not scaled."""
 
     def sha256(self) -> str:
-        """Digest of the weights' files and the config, in hexadecimal. Reads all of them: call it in a thread."""
+        """Return the digest of the weights' files and the config, in hexadecimal.
+
+        Reads all files: call it in a thread.
+        """
 
     def tokenizer(self) -> "Tokenizer":
-        """Make its tokenizer. Raises ModelRejected where there is none, or one that is broken or of another kind."""
+        """Return the model's tokenizer. Raises ModelRejected if it is missing, broken or of an unsupported kind."""

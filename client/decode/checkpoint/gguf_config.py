@@ -1,4 +1,4 @@
-"""The shape of a model by a GGUF file's metadata, as llama.cpp reads it (load_hparams in llama-model.cpp)."""
+"""The shape of a model from a GGUF file's metadata, read like llama.cpp does (load_hparams in llama-model.cpp)."""
 
 from typing import Final
 
@@ -14,24 +14,25 @@ DEFAULT_ROPE_THETA: Final = 10_000.0
 
 
 def gguf_config(said: Members, vocabulary: int, is_tied: bool) -> ModelConfig:
-    """Read the metadata. Raises ModelRejected for a model that the engine does not compute.
+    """Return the shape that the metadata describes. Raises ModelRejected for a model that the engine can't compute.
 
     Args:
         said: The metadata.
         vocabulary: Rows of the embedding.
-        is_tied: Whether the file has no weights of a head.
+        is_tied: Whether the file has no separate weights for the head.
     """
     name = said.text("general.architecture")
     try:
         family = Family(name)
     except ValueError:
-        where = f"{said.where}: general.architecture {quoted(name)}"
-        raise ModelRejected(f"{where} is none of {', '.join(Family)}") from None
+        must = f"general.architecture must be one of {', '.join(Family)}"
+        raise ModelRejected(f"{said.where}: {must}, not {quoted(name)}") from None
     said = judged(said, GGUF_KEYS[family])
     at = f"{family}."
     width, heads = said.whole(f"{at}embedding_length"), said.whole(f"{at}attention.head_count")
     if f"{at}attention.key_length" not in said.values and (heads < 1 or width % heads):
         raise ModelRejected(f"{said.where}: embedding_length {width} must be a multiple of {heads} heads")
+    # The engine has one width for keys, values and rotation; a file that names others is refused.
     head_width = said.whole(f"{at}attention.key_length", width // max(heads, 1))
     for key in ("attention.value_length", "rope.dimension_count"):
         if (found := said.whole(f"{at}{key}", head_width)) != head_width:
@@ -49,6 +50,7 @@ def gguf_config(said: Members, vocabulary: int, is_tied: bool) -> ModelConfig:
         rope_theta=said.number(f"{at}rope.freq_base", DEFAULT_ROPE_THETA),
         norm_epsilon=said.number(f"{at}attention.layer_norm_rms_epsilon"),
         is_tied=is_tied,
+        # GGUF has no keys for these two: they follow from the family.
         has_bias=family is Family.QWEN2,
         has_head_norm=family is Family.QWEN3,
         begin_token=begin_token(said),

@@ -42,19 +42,19 @@ LAYER: Final = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-"""GGUF's names, within a layer behind `blk.N.`, and Hugging Face's."""
+"""GGUF's names and Hugging Face's: of the model's own tensors, and of a layer's, after `blk.N.`."""
 
 PERMUTED: Final = ("self_attn.q_proj.weight", "self_attn.k_proj.weight")
-"""Suffixes of tensors' names: the converter reorders the rows of these, in a llama's file."""
+"""Suffixes of the tensors whose rows llama.cpp's converter reorders in Llama models."""
 
 ROTARY_DIVISORS: Final = "rope_freqs.weight"
 
 
 class GgufFile:
-    """A model in a file."""
+    """A model in one GGUF file, as a Checkpoint."""
 
     def __init__(self, path: Path) -> None:
-        """Open and check all of it but the weights' values. Raises ModelRejected."""
+        """Map the file, and check everything except the weights' values. Raises ModelRejected."""
         self.name = str(path)
         self._file = TensorFile(path)
         header = gguf_header(self._file.mapped, path)
@@ -62,28 +62,30 @@ class GgufFile:
         if len(entries) < len(header.tensors):
             raise ModelRejected(f"{path}: a layer's tensor is in it twice")
         if EMBEDDING not in entries or len(entries[EMBEDDING].shape) != 2:
-            raise ModelRejected(f"{path}: tensor token_embd.weight is missing, or no matrix")
+            raise ModelRejected(f"{path}: tensor token_embd.weight must be there, and a matrix")
+        # The metadata need not say the vocabulary's size or whether the head is tied; the tensors do.
         self._said = Members(header.metadata, self.name)
         self.config = gguf_config(self._said, entries[EMBEDDING].shape[0], HEAD not in entries)
+        # Llama 3's scaling comes as a tensor, not as metadata. It is not one of the model's weights.
         divisors = entries.pop(ROTARY_DIVISORS, None)
         check_names(self.config, entries, self.name)
         self._tensors = {name: self._tensor(name, entries[name], shape) for name, shape in model_tensors(self.config)}
         self._divisors = self._divisors_of(divisors)
 
     def tensor(self, name: str) -> Tensor:
-        """Return one of the config's tensors. Raises KeyError for a name that is none of theirs."""
+        """Return a tensor of the model. Raises KeyError for a name that it does not have."""
         return self._tensors[name]
 
     def rotary_divisors(self) -> NDArray[np.float64]:
-        """Divisors [head_width / 2] of the rotary embeddings' frequencies: the file's own, or ones."""
+        """Return the divisors [head_width / 2] of the rotary embeddings' frequencies: the file's, or ones."""
         return self._divisors
 
     def sha256(self) -> str:
-        """Digest of the file."""
+        """Return the file's SHA-256 in hexadecimal. Reads the whole file."""
         return file_sha256(Path(self.name))
 
     def tokenizer(self) -> Tokenizer:
-        """Make its tokenizer. Raises ModelRejected where there is none, or one of an unknown kind."""
+        """Return the model's tokenizer. Raises ModelRejected if it is missing or of an unsupported kind."""
         return gguf_tokenizer(judged(self._said, GGUF_KEYS[self.config.family]), self.config.begin_token)
 
     def _divisors_of(self, entry: GgufTensor | None) -> NDArray[np.float64]:
@@ -98,6 +100,7 @@ class GgufFile:
     def _tensor(self, name: str, entry: GgufTensor, wanted: tuple[int, ...]) -> Tensor:
         check_shape(self.config, name, entry.shape, wanted, self.name)
         if entry.kind is None:
+            # The header check accepts unknown types, so that the error names the tensor that has one.
             kinds = {kind.value: kind.name for kind in GGMLQuantizationType}
             what = f"tensor {name} is of type {kinds.get(entry.kind_number, entry.kind_number)}"
             raise ModelRejected(f"{self.name}: {what}; the engine reads {', '.join(TYPES.values())}")
@@ -108,7 +111,7 @@ class GgufFile:
 
 
 def _canonical(name: str) -> str:
-    """A tensor's name in Hugging Face's checkpoints; GGUF's own where there is none."""
+    """Return a tensor's name in Hugging Face's checkpoints; its GGUF name if it has no other."""
     if name in TOP:
         return TOP[name]
     block, _, rest = name.removeprefix("blk.").partition(".")
@@ -119,17 +122,18 @@ def _canonical(name: str) -> str:
 
 
 def _paired_rows(rows: FileRows, half: int) -> RowReader:
-    """Give q's or k's rows in Hugging Face's order.
+    """Return a reader of q's or k's rows in Hugging Face's order.
 
-    The converter writes a llama's rows i and i + half of each head one behind the other, because ggml turns pairs of
-    neighbours (LlamaModel.permute).
+    In each head of a Llama model, the converter writes rows i and i + half next to each other, because ggml rotates
+    adjacent pairs (LlamaModel.permute).
     """
 
     def read(begin: int, end: int) -> NDArray[np.uint8]:
         wanted = np.arange(begin, end)
         place = wanted % (2 * half)
-        # Rows change places within a head, so those of whole heads are read.
+        # Rows change places only within a head, so read the whole heads that contain the wanted rows.
         first, last = begin // (2 * half) * 2 * half, -(-end // (2 * half)) * 2 * half
+        # Row i of a head's first half is at 2 i in the file, and row i of its second half at 2 i + 1.
         ordered: NDArray[np.uint8] = rows(first, last)[wanted - place + place % half * 2 + place // half - first]
         return ordered
 

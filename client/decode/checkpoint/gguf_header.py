@@ -1,8 +1,8 @@
-"""The header of a GGUF file: its metadata, and where its tensors lie.
+"""The header of a GGUF file: its metadata, and the places of its tensors.
 
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The `gguf` library's own reader takes seconds for
-a vocabulary, and does not end on a list that says it is longer than the file. Here every count is compared with the
-bytes that are left before anything is made of it.
+a vocabulary, and does not end on a list whose length exceeds the file. Here every count is compared with the remaining
+bytes before memory is allocated for it.
 """
 
 import mmap
@@ -19,26 +19,26 @@ from gpulease.client.texts import quoted
 
 MAGIC: Final = b"GGUF"
 VERSIONS: Final = (2, 3)
-"""Versions that are read; 1 had other counts, and big-endian files say another number here."""
+"""Versions that are read. Version 1 had 32-bit counts, and big-endian files have another number here."""
 
 MAX_ITEMS: Final = 4 << 20
-"""Most items in all of a file's lists. Stops a file of empty texts from filling the host's memory as Python objects;
-the largest vocabularies have some 700,000 tokens and merges."""
+"""Most items in all of a file's lists together, so that a file of empty texts can't fill the host's memory with Python
+objects. The largest vocabularies have some 700,000 tokens and merges."""
 
 MAX_PAIRS: Final = 4096
-"""Most keys of metadata."""
+"""Most keys of metadata that a file may have."""
 
 MAX_TENSORS: Final = 1 << 16
 """Most tensors; a model of 1,024 layers has some 12,000."""
 
 MAX_DIMENSIONS: Final = 4
-"""GGML's most dimensions of a tensor."""
+"""The most dimensions that GGML's tensors have."""
 
 STRING: Final = 8
 LIST: Final = 9
 SCALARS: Final = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8",
                   12: "<f8"}  # fmt: skip
-"""Types of metadata by their numbers, but texts and lists."""
+"""Types of metadata values by GGUF's numbers, except texts and lists."""
 
 TYPES: Final = {
     0: TensorType.F32,
@@ -51,7 +51,7 @@ TYPES: Final = {
     14: TensorType.Q6_K,
     30: TensorType.BF16,
 }
-"""Tensors' types that are read, by GGML's numbers."""
+"""The types of tensors that are read, by GGML's numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +59,10 @@ class GgufTensor:
     """A tensor's place.
 
     Attributes:
-        shape: Rows, then columns; the file has them the other way round.
-        kind: Its type, None for one that is not read.
+        shape: Rows, then columns; the file has them in reverse order.
+        kind: Its type; None for one that is not supported.
         kind_number: GGML's number of its type.
-        offset: Its first byte's, in the file.
+        offset: Where its first byte is in the file.
     """
 
     shape: tuple[int, ...]
@@ -85,7 +85,7 @@ class GgufHeader:
 
 
 def gguf_header(mapped: mmap.mmap, path: Path) -> GgufHeader:
-    """Read the header, and check that all that it names is inside the file. Raises ModelRejected."""
+    """Return the header, after a check that all tensors are inside the file. Raises ModelRejected."""
     try:
         return _Reader(mapped, path).header()
     except UnicodeDecodeError as error:
@@ -100,32 +100,36 @@ class _Reader:
         self._items = 0
 
     def header(self) -> GgufHeader:
+        # Step 1: magic, version and counts, which are bounded before anything is read by them.
         magic = self._take(4, "its first bytes")
         if magic != MAGIC:
-            raise ModelRejected(f"{self._path}: no GGUF file: it begins with {magic!r}")
+            raise ModelRejected(f"{self._path}: a GGUF file must begin with {MAGIC!r}, not {magic!r}")
         (version,) = self._numbers("<I")
         if version not in VERSIONS:
             raise ModelRejected(f"{self._path}: GGUF of version {version}; the engine reads {VERSIONS}")
         tensors, pairs = self._numbers("<QQ")
         if pairs > MAX_PAIRS or tensors > MAX_TENSORS:
             raise ModelRejected(
-                f"{self._path}: broken: {pairs} keys and {tensors} tensors; there may be {MAX_PAIRS} and {MAX_TENSORS}"
+                f"{self._path}: broken: {pairs} keys and {tensors} tensors; at most {MAX_PAIRS} and {MAX_TENSORS}"
             )
+        # Step 2: metadata, then the tensors' entries. A duplicate would let two readers see different models.
         metadata = dict(self._pair() for _ in range(pairs))
         if len(metadata) < pairs:
             raise ModelRejected(f"{self._path}: broken: a key is in its metadata twice")
         entries = dict(self._tensor() for _ in range(tensors))
         if len(entries) < tensors:
             raise ModelRejected(f"{self._path}: broken: a tensor is in it twice")
+        # Step 3: tensors' offsets count from the end of the header, rounded up to the alignment.
         step = metadata.get("general.alignment", 32)
         if not isinstance(step, int) or step < 1 or step & (step - 1) or step > len(self._mapped):
-            raise ModelRejected(f"{self._path}: general.alignment is {quoted(str(step))}, no power of two")
+            raise ModelRejected(f"{self._path}: general.alignment must be a power of two, not {quoted(str(step))}")
         begin = -(-self._at // step) * step
         return GgufHeader(metadata, {name: self._placed(name, entry, begin) for name, entry in entries.items()})
 
     def _placed(self, name: str, entry: GgufTensor, begin: int) -> GgufTensor:
         offset = begin + entry.offset
         if entry.kind is not None:
+            # Python's integers do not overflow, so a hostile shape can't wrap around to a small size.
             rows = 1
             for size in entry.shape[:-1]:
                 rows *= size
@@ -143,12 +147,14 @@ class _Reader:
         if kind != LIST:
             return key, self._value(kind, key)
         kind, count = self._numbers("<IQ")
+        # Count before the items are read: each empty text costs 8 bytes of the file, but far more as a Python object.
         self._items += count
         if self._items > MAX_ITEMS:
             raise ModelRejected(f"{self._path}: broken: lists of more than {MAX_ITEMS:,} items, at {quoted(key)}")
         if kind == STRING:
             return key, [self._text(key) for _ in range(count)]
         dtype = self._dtype(kind, key)
+        # Numbers in one piece: `_take` compares their bytes with the rest of the file first.
         return key, np.frombuffer(self._take(count * dtype.itemsize, key), dtype).tolist()
 
     def _tensor(self) -> tuple[str, GgufTensor]:
@@ -181,6 +187,7 @@ class _Reader:
         return struct.unpack(form, self._take(struct.calcsize(form), "a number"))
 
     def _take(self, size: int, what: str) -> bytes:
+        # Every read goes through here, so no count or length reaches beyond the file.
         if size > len(self._mapped) - self._at:
             raise ModelRejected(
                 f"{self._path}: truncated: {size:,} bytes of {quoted(what)} from byte {self._at:,} on; the file ends"

@@ -1,7 +1,7 @@
-"""The keys of a GGUF file's metadata, and what becomes of each.
+"""The keys of a GGUF file's metadata, and the effect of each.
 
-The list is llama.cpp's (LLM_KV_NAMES in llama-arch.cpp): what load_hparams and llama-vocab.cpp read for these families,
-and keys by which other architectures compute otherwise.
+The list is llama.cpp's (LLM_KV_NAMES in llama-arch.cpp): the keys that load_hparams and llama-vocab.cpp read for these
+families, and those that make other architectures compute differently.
 """
 
 from typing import Final
@@ -47,10 +47,10 @@ _TOKENIZER: Final[KeyTable] = {
         "the engine lets every token come by the model's own probability", {"tokenizer.ggml.suppress_tokens": ()}
     ),
     **no_effect(
-        # Templates by name; a plain chat has the one without.
+        # Named templates. A plain chat uses the one without a name.
         "tokenizer.chat_template.*",
         "tokenizer.chat_templates",
-        # Ids for requests of other kinds.
+        # Ids for requests that the engine does not serve.
         "tokenizer.ggml.seperator_token_id",
         "tokenizer.ggml.cls_token_id",
         "tokenizer.ggml.mask_token_id",
@@ -60,7 +60,7 @@ _TOKENIZER: Final[KeyTable] = {
         "tokenizer.ggml.prefix_token_id",
         "tokenizer.ggml.suffix_token_id",
         "tokenizer.ggml.middle_token_id",
-        # Read for kinds of vocabularies that are refused.
+        # Read only for kinds of vocabularies that are refused.
         "tokenizer.ggml.token_type_count",
         "tokenizer.ggml.remove_extra_whitespaces",
         "tokenizer.ggml.precompiled_charsmap",
@@ -89,7 +89,7 @@ _ARCHITECTURE: Final[KeyTable] = {
         "of stretched rotary embeddings the engine computes Llama 3's alone",
         {
             "rope.scaling.type": ("none", "linear"),
-            # 0 is how a converter writes that there is none.
+            # Converters write 0 for "no scaling".
             "rope.scaling.factor": (1.0, 0.0),
             "rope.scale_linear": (1.0, 0.0),
             "rope.scaling.alpha": (1.0, 0.0),
@@ -129,13 +129,14 @@ _ARCHITECTURE: Final[KeyTable] = {
         },
     ),
     **no_effect(
-        # What the tensors say themselves, and what llama.cpp reads no more.
+        # Facts that the tensors show, and keys that llama.cpp no longer reads.
         "vocab_size",
         "tensor_data_layout",
-        # Embeddings of texts.
+        # For models that embed texts.
         "pooling_type",
         "embedding_length_out",
-        # Of norms, windows, experts and stretching that are not there.
+        # Details of norms, windows, experts and scaling, each of which has effect only with a key that is refused
+        # above.
         "attention.layer_norm_epsilon",
         "attention.sliding_window_pattern",
         "rope.dimension_count_swa",
@@ -153,10 +154,10 @@ _ARCHITECTURE: Final[KeyTable] = {
         "leading_dense_block_count",
     ),
 }
-"""Behind the architecture's name and a dot."""
+"""Keys that come after the architecture's name and a dot."""
 
 GGUF_KEYS: Final[dict[Family, KeyTable]] = {
     family: {**_GENERAL, **_TOKENIZER, **{f"{family}.{name}": key for name, key in _ARCHITECTURE.items()}}
     for family in Family
 }
-"""Keys of metadata, by family."""
+"""All keys of metadata with their effects, by family."""

@@ -1,4 +1,4 @@
-"""The shape of a model by its config.json, as transformers' LlamaConfig, Qwen2Config and Qwen3Config read it."""
+"""The shape of a model from its config.json, read like transformers' LlamaConfig, Qwen2Config and Qwen3Config do."""
 
 from typing import Final
 
@@ -14,25 +14,26 @@ ARCHITECTURES: Final = {
     Family.QWEN2: "Qwen2ForCausalLM",
     Family.QWEN3: "Qwen3ForCausalLM",
 }
-"""Families by what config.json says of its class."""
+"""The class that config.json names for each family."""
 
 DEFAULT_ROPE_THETA: Final = 10_000.0
 DEFAULT_NORM_EPSILON: Final = 1e-6
 QWEN3_HEAD_WIDTH: Final = 128
 QWEN_KEY_HEADS: Final = 32
-"""What the classes take for members that a file leaves out."""
+"""The classes' defaults for members that a file leaves out."""
 
 
 def hugging_face_config(said: Members, generation: Members | None, begin_token: int | None) -> ModelConfig:
-    """Read config.json. Raises ModelRejected for a model that the engine does not compute.
+    """Return the shape that config.json describes. Raises ModelRejected for a model that the engine can't compute.
 
     Args:
-        said: Its members.
-        generation: Those of generation_config.json, which names more end tokens; None where there is no such file.
+        said: The members of config.json.
+        generation: Those of generation_config.json, which names more end tokens; None without such a file.
         begin_token: The token that the tokenizer puts before a prompt.
     """
     family = _family(said)
     said = judged(said, CONFIG_KEYS[family])
+    # The head width: named, or else the class's default, which for Llama and Qwen2 is the width over the heads.
     width, heads = said.whole("hidden_size"), said.whole("num_attention_heads")
     head_width = said.whole("head_dim", QWEN3_HEAD_WIDTH if family is Family.QWEN3 else width // max(heads, 1))
     is_shared = said.values.get("head_dim") is None and family is not Family.QWEN3
@@ -40,11 +41,11 @@ def hugging_face_config(said: Members, generation: Members | None, begin_token: 
         raise ModelRejected(
             f"{said.where}: hidden_size {width} must be a multiple of {heads} heads if head_dim is missing"
         )
-    # A Qwen has 32 if its file leaves them out; null means as many as query heads in every family.
+    # A missing member means 32 in Qwen models. null means as many as query heads, in every family.
     is_left_out = family is not Family.LLAMA and "num_key_value_heads" not in said.values
     key_heads = QWEN_KEY_HEADS if is_left_out else said.whole("num_key_value_heads", heads)
     theta, scaling = _rotary(said)
-    # As in generate(): generation_config.json's where there is one, else config.json's.
+    # The precedence of transformers' generate(): the end tokens of generation_config.json, if any, else config.json's.
     ends = judged(generation, GENERATION_KEYS).tokens("eos_token_id") if generation else ()
     ends = ends or said.tokens("eos_token_id")
     config = ModelConfig(
@@ -75,7 +76,9 @@ def _family(said: Members) -> Family:
     try:
         family = Family(name)
     except ValueError:
-        raise ModelRejected(f"{said.where}: model_type {quoted(name)} is none of {', '.join(Family)}") from None
+        raise ModelRejected(
+            f"{said.where}: model_type must be one of {', '.join(Family)}, not {quoted(name)}"
+        ) from None
     architectures = said.values.get("architectures")
     if architectures is not None and architectures != [ARCHITECTURES[family]]:
         raise ModelRejected(
@@ -85,7 +88,7 @@ def _family(said: Members) -> Family:
 
 
 def _rotary(said: Members) -> tuple[float, RopeScaling | None]:
-    """The base, and how it is stretched.
+    """Return the base of the rotary embeddings, and their scaling; None if they are not scaled.
 
     The rule is transformers 5's (convert_rope_params_to_dict, standardize_rope_params): `rope_scaling`, or else
     `rope_parameters`, which takes precedence over members next to it.
@@ -106,12 +109,12 @@ def _rotary(said: Members) -> tuple[float, RopeScaling | None]:
     if kind == "default":
         return theta, None
     if kind != "llama3":
-        raise ModelRejected(f"{scaling.where}: rope_type {quoted(kind)} is neither default nor llama3")
+        raise ModelRejected(f"{scaling.where}: rope_type must be default or llama3, not {quoted(kind)}")
     found = RopeScaling(
         scaling.number("factor"),
         scaling.number("low_freq_factor"),
         scaling.number("high_freq_factor"),
-        # Here the member next to it takes precedence, as in transformers; without either, the model was made so long.
+        # For this one the outer member takes precedence, as in transformers. Without either, it is the context.
         said.whole(
             "original_max_position_embeddings",
             scaling.whole("original_max_position_embeddings", said.whole("max_position_embeddings")),
@@ -120,7 +123,7 @@ def _rotary(said: Members) -> tuple[float, RopeScaling | None]:
     if not (found.factor >= 1 and 0 < found.low_frequency_factor < found.high_frequency_factor):
         raise ModelRejected(
             f"{scaling.where}: factor {found.factor}, from {found.low_frequency_factor} to"
-            f" {found.high_frequency_factor}, stretches nothing"
+            f" {found.high_frequency_factor}, scales nothing"
         )
     if found.original_context < 1:
         raise ModelRejected(f"{scaling.where}: original_max_position_embeddings is {found.original_context}")

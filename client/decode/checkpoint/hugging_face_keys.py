@@ -1,8 +1,8 @@
-"""The keys of config.json and generation_config.json, and what becomes of each.
+"""The keys of config.json and generation_config.json, and the effect of each.
 
-The lists are those of transformers 5 and of 4.57, which wrote most of the files that there are: PreTrainedConfig,
-LlamaConfig, Qwen2Config, Qwen3Config, RopeParameters, GenerationConfig; and the keys by which near relatives of these
-families compute otherwise.
+The lists are those of transformers 5 and of 4.57, which wrote most of the existing files: PreTrainedConfig,
+LlamaConfig, Qwen2Config, Qwen3Config, RopeParameters, GenerationConfig; and the keys that make close relatives of these
+families compute differently.
 """
 
 from typing import Final
@@ -59,15 +59,15 @@ GENERATION_KEYS: Final[KeyTable] = {
     **refused("the engine ends a sequence at tokens, and at the texts of a request", {"stop_strings": ()}),
     **refused("the engine takes a prompt as it is", {"token_healing": (False,)}),
     **no_effect(
-        # Ids that transformers pads with, and the begin of an encoder's answer. A prompt's begin is the tokenizer's.
+        # Ids for padding, and for the start of an encoder's answer. The tokenizer decides a prompt's begin token.
         "bos_token_id",
         "pad_token_id",
         "decoder_start_token_id",
         "encoder_no_repeat_ngram_size",
-        # Beams alone.
+        # For beam search only.
         "early_stopping",
         "length_penalty",
-        # How it computes, and not what.
+        # How the computation is done, with the same result.
         "use_cache",
         "cache_implementation",
         "cache_config",
@@ -92,7 +92,7 @@ GENERATION_KEYS: Final[KeyTable] = {
         "prompt_lookup_num_tokens",
         "max_matching_ngram_size",
         "speculation_type",
-        # What it reports besides.
+        # Additional outputs, and where the file comes from.
         "output_attentions",
         "output_hidden_states",
         "output_scores",
@@ -174,7 +174,7 @@ _COMMON: Final[KeyTable] = {
         "resid_pdrop",
         "gradient_checkpointing",
         "output_router_logits",
-        # How it computes. Slices of linears (pretraining_tp) are put together to the same sums.
+        # How the computation is done. The slices of linears (pretraining_tp) add up to the same sums.
         "pretraining_tp",
         "chunk_size_feed_forward",
         "torch_dtype",
@@ -203,7 +203,7 @@ _COMMON: Final[KeyTable] = {
         "sep_token_id",
         "prefix",
         "tokenizer_class",
-        # Who made it. Code of its own (auto_map) is run by those alone who trust it.
+        # Its origin. transformers runs its own code (auto_map) only if the caller trusts it.
         "auto_map",
         "name_or_path",
         "_name_or_path",
@@ -217,7 +217,7 @@ _COMMON: Final[KeyTable] = {
 _WINDOW: Final = ("sliding_window", "max_window_layers")
 
 _QWEN: Final[KeyTable] = {
-    # Without this flag transformers' Qwen2Config and Qwen3Config make no use of the other two.
+    # Without this flag, transformers' Qwen2Config and Qwen3Config ignore the other two.
     **refused("the engine attends to all positions", {"use_sliding_window": (False,)}),
     **no_effect(*_WINDOW),
 }
@@ -225,9 +225,9 @@ _QWEN: Final[KeyTable] = {
 _WITH_BIASES: Final = refused("the engine computes no such biases", {"attention_bias": (False,)})
 
 CONFIG_KEYS: Final[dict[Family, KeyTable]] = {
-    # LlamaConfig has no window, whatever the file says of one.
+    # LlamaConfig ignores windows, even if the file has these keys.
     Family.LLAMA: {**_COMMON, **_WITH_BIASES, **no_effect("use_sliding_window", *_WINDOW)},
-    # Qwen2 has biases of q, k and v without saying so, and no others.
+    # Qwen2 always has biases of q, k and v, and no others; no key says so.
     Family.QWEN2: {**_COMMON, **_QWEN, **no_effect("attention_bias")},
     Family.QWEN3: {**_COMMON, **_QWEN, **_WITH_BIASES},
 }
@@ -244,7 +244,7 @@ ROPE_KEYS: Final[KeyTable] = {
         "original_max_position_embeddings",
     ),
     **refused("the engine turns whole heads", {"partial_rotary_factor": (1.0,)}),
-    # Those of types of stretching that are refused; the types that are taken make no use of them.
+    # For types of scaling that are refused; the accepted types ignore them.
     **no_effect(
         "attention_factor",
         "beta_fast",
@@ -255,7 +255,7 @@ ROPE_KEYS: Final[KeyTable] = {
         "mscale_all_dim",
         "truncate",
         "finetuned",
-        # Parts of a head for the axes of an image: a text's position is the same on each.
+        # Parts of a head for the axes of an image. A text's position is the same on each axis.
         "mrope_section",
     ),
 }

@@ -1,4 +1,4 @@
-"""Finds out what a path holds, and opens it."""
+"""Opens a model's files, in whichever of the supported formats they are."""
 
 from pathlib import Path
 
@@ -10,24 +10,26 @@ from gpulease.client.errors import Unsupported
 def open_model(path: str | Path) -> Checkpoint:
     """Open a model's files: a folder with config.json and safetensors, or a `.gguf` file.
 
-    Everything but the weights' values is read and checked; those are mapped.
+    Everything except the weights' values is read and checked; the weights are mapped.
 
-    Raises ModelRejected with a sentence that names the file, and the tensor and its shape where one is at fault.
-    Raises Unsupported where the libraries are not installed.
+    Raises ModelRejected with a message that names the file and, if a tensor is at fault, the tensor and its shape.
+    Raises Unsupported if the libraries for the format are not installed.
     """
     path = Path(path)
     try:
         if path.is_dir():
+            # Imported late: both formats need the extra `decode`, which clients without a model need not install.
             from gpulease.client.decode.checkpoint.safetensors_folder import SafetensorsFolder
 
             return SafetensorsFolder(path)
         from gpulease.client.decode.checkpoint.gguf_file import GgufFile
     except ImportError as error:
         raise Unsupported(
-            f"no model can be read: {error}", "Install it: pip install '.[decode]' in gpulease's repository"
+            f"the libraries that read models are missing: {error}",
+            "Install them: pip install '.[decode]' in gpulease's repository",
         ) from None
     if not path.exists():
-        raise ModelRejected(f"{path}: there is no such file or folder")
+        raise ModelRejected(f"{path}: the file or folder does not exist")
     if path.suffix != ".gguf":
         raise ModelRejected(f"{path}: neither a folder with config.json and safetensors nor a .gguf file")
     return GgufFile(path)

@@ -1,4 +1,4 @@
-"""The tensors of a model by its config: their names in Hugging Face's checkpoints, and their shapes."""
+"""The tensors that a model of a given config has: their names in Hugging Face's checkpoints, and their shapes."""
 
 from collections.abc import Iterable, Iterator
 from typing import Final
@@ -12,17 +12,17 @@ NORM: Final = "model.norm.weight"
 HEAD: Final = "lm_head.weight"
 
 IGNORED: Final = "rotary_emb.inv_freq"
-"""Suffix of tensors that old checkpoints hold and transformers computes again. The head's is in some whose
-head is the embedding; transformers leaves it out, too."""
+"""Suffix of tensors in old checkpoints that transformers ignores, and computes itself. It also ignores the weights of a
+head that is tied to the embedding, which some files contain."""
 
 
 def layer_prefix(layer: int) -> str:
-    """The beginning of the names of a layer's tensors."""
+    """Return the prefix of the names of a layer's tensors."""
     return f"model.layers.{layer}."
 
 
 def model_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of each tensor that the engine reads."""
+    """Yield the name and shape of each tensor that the engine reads."""
     width, inner = config.width, config.inner_width
     queries, keys = config.heads * config.head_width, config.key_heads * config.head_width
     yield EMBEDDING, (config.vocabulary, width)
@@ -47,9 +47,9 @@ def model_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def check_names(config: ModelConfig, names: Iterable[str], where: str) -> None:
-    """Raise ModelRejected where a tensor is missing, or one is there that the engine would leave out.
+    """Raise ModelRejected if a tensor is missing, or if there is one that the engine would ignore.
 
-    A tensor left out, such as a bias that the family does not have, would make another model of it.
+    Ignoring a tensor, such as a bias that the family does not have, would compute a different model.
     """
     there, wanted = set(names), {HEAD}
     for name, _ in model_tensors(config):
@@ -63,7 +63,7 @@ def check_names(config: ModelConfig, names: Iterable[str], where: str) -> None:
 
 
 def check_shape(config: ModelConfig, name: str, shape: tuple[int, ...], wanted: tuple[int, ...], where: str) -> None:
-    """Raise ModelRejected unless a tensor has the shape that the config says."""
+    """Raise ModelRejected unless a tensor has the shape that the config requires."""
     if shape != wanted:
         raise ModelRejected(
             f"{where}: tensor {name} must have the shape {list(wanted)}, as in the config, not {list(shape)}"

@@ -1,4 +1,4 @@
-"""A model of random weights, for benchmarks and tests: any shape, no file."""
+"""A model with random weights, for benchmarks and tests: of any shape, without files."""
 
 import hashlib
 import zlib
@@ -14,18 +14,21 @@ from gpulease.client.decode.decode_errors import ModelRejected
 from gpulease.client.decode.model_config import ModelConfig, check_config
 
 PERIOD: Final = (4 << 20) + 3
-"""Values after which random weights repeat. Odd, so that no two rows of a matrix are equal; a model of billions of
-values takes a moment to make."""
+"""Values after which the random weights repeat, so that a model of billions of values is made in a moment. Odd, so that
+no two rows of a matrix are equal."""
 
 NORM_SPREAD: Final = 0.1
 """Standard deviation of the norms' weights around 1, and of biases around 0."""
 
 
 class RandomCheckpoint:
-    """Weights ~ N(0, 1 / columns), norms near 1, all bf16; equal for equal configs and seeds."""
+    """A Checkpoint with weights ~ N(0, 1 / columns) and norms near 1, all bf16.
+
+    Equal configs and seeds give equal weights.
+    """
 
     def __init__(self, config: ModelConfig, seed: int) -> None:
-        """Raise ModelRejected for a shape that the engine does not compute."""
+        """Generate the values. Raises ModelRejected for a shape that the engine can't compute."""
         self.name = f"random weights of seed {seed}"
         check_config(config, self.name)
         self.config = config
@@ -36,7 +39,7 @@ class RandomCheckpoint:
         self._scaled: dict[tuple[float, float], NDArray[np.uint16]] = {}
 
     def tensor(self, name: str) -> Tensor:
-        """Return one of the config's tensors. Raises KeyError for a name that is none of theirs."""
+        """Return a tensor of the model. Raises KeyError for a name that it does not have."""
         shape = self._shapes[name]
         if len(shape) > 1:
             mean, spread = 0.0, shape[-1] ** -0.5
@@ -44,21 +47,22 @@ class RandomCheckpoint:
             mean, spread = float(name.endswith("norm.weight")), NORM_SPREAD
         if (mean, spread) not in self._scaled:
             values = rounded_to_bf16(self._normal * np.float32(spread) + np.float32(mean))
-            # Twice, so that a chunk is a view wherever it begins.
+            # Doubled, so that most chunks are a contiguous view, wherever they start.
             self._scaled[mean, spread] = np.concatenate([values, values])
+        # Each tensor starts at its own place of the period, so that no two are equal.
         start = zlib.crc32(f"{self._seed} {name}".encode())
         return Tensor(name, shape, TensorType.BF16, _reader(self._scaled[mean, spread], start, shape[-1]))
 
     def rotary_divisors(self) -> NDArray[np.float64]:
-        """Divisors [head_width / 2] of the rotary embeddings' frequencies."""
+        """Return the divisors [head_width / 2] of the rotary embeddings' frequencies."""
         return divisors_of(self.config)
 
     def sha256(self) -> str:
-        """Digest of the shape and the seed, of which the weights are made."""
+        """Return the digest of the config and the seed, which determine the weights."""
         return hashlib.sha256(repr((self.config, self._seed)).encode()).hexdigest()
 
     def tokenizer(self) -> NoReturn:
-        """Raise ModelRejected: random weights know no text."""
+        """Raise ModelRejected: random weights have no vocabulary of texts."""
         raise ModelRejected(f"{self.name} have no tokenizer", "Use token ids as prompts")
 
 

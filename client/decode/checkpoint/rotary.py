@@ -1,7 +1,7 @@
-"""Rotary embeddings: frequencies, how Llama 3 stretches them, and the tables of cosines and sines.
+"""Rotary embeddings: frequencies, Llama 3's scaling of them, and the tables of cosines and sines.
 
-The tables have the same bits on every host: they are made of decimal arithmetic and of IEEE sums and products. A host's
-own powers and cosines differ in their last bits, and at position 8,192 that is seen in f32.
+The tables have the same bits on every host, because only decimal arithmetic and IEEE sums and products compute them.
+Hosts' own powers and cosines differ in their last bits, which shows in f32 at position 8,192.
 """
 
 import math
@@ -17,21 +17,21 @@ DIGITS: Final = Context(prec=50)
 HALF_PI: Final = Decimal("1.5707963267948966192313216916397514420985846996875529")
 
 PART_BITS: Final = 27
-"""Bits of each part of pi / 2: times a number of quarter turns up to 2^26 a part is exact in f64."""
+"""Bits of each part of pi / 2. The product of a part and up to 2^26 quarter turns is exact in f64."""
 
 SINE: Final = [(-1) ** k / math.factorial(2 * k + 1) for k in range(9)]
 COSINE: Final = [(-1) ** k / math.factorial(2 * k) for k in range(10)]
-"""Taylor's coefficients, to 2^-53 within an eighth of a turn."""
+"""Taylor coefficients, exact to 2^-53 within an eighth of a turn."""
 
 Floats = NDArray[np.float64]
 
 
 def divisors_of(config: ModelConfig) -> Floats:
-    """Divisors: what the config divides each of the head_width / 2 frequencies by.
+    """Return the divisors of the head_width / 2 frequencies; ones if the config has no scaling.
 
-    Llama 3's rule, as in transformers' _compute_llama3_parameters: wavelengths over original_context /
-    low_frequency_factor are stretched by the factor. Those under original_context / high_frequency_factor are not, and
-    those between in part.
+    Llama 3's rule, as in transformers' _compute_llama3_parameters: wavelengths above original_context /
+    low_frequency_factor are scaled by the factor, those below original_context / high_frequency_factor are not, and
+    those in between are scaled partly.
     """
     scaling = config.rope_scaling
     frequencies = frequencies_of(config)
@@ -39,12 +39,13 @@ def divisors_of(config: ModelConfig) -> Floats:
         return np.ones_like(frequencies)
     turns = scaling.original_context * frequencies / (2 * math.pi)
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    # 1 where a frequency stays as it is, 0 where it is divided by the whole factor.
     share = np.clip((turns - low) / (high - low), 0.0, 1.0)
     return np.asarray(1.0 / ((1.0 - share) / scaling.factor + share))
 
 
 def frequencies_of(config: ModelConfig) -> Floats:
-    """The head_width / 2 frequencies, in radians a position, before any stretching."""
+    """Return the head_width / 2 frequencies, in radians per position, before any scaling."""
     base, width = Decimal(config.rope_theta), config.head_width
     with localcontext(DIGITS):
         return np.array([float(base ** (Decimal(-i) / width)) for i in range(0, width, 2)])
@@ -53,14 +54,17 @@ def frequencies_of(config: ModelConfig) -> Floats:
 def rotary_tables(
     config: ModelConfig, divisors: Floats, begin: int, end: int
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Cosines and sines [end - begin, head_width / 2] of positions [begin, end), computed in f64."""
+    """Return cosines and sines [end - begin, head_width / 2] of positions [begin, end), computed in f64."""
     angles = np.outer(np.arange(begin, end), frequencies_of(config) / divisors)
+    # Cody and Waite's reduction: subtract the nearest number of quarter turns, in parts of pi / 2 whose products are
+    # exact, so that the rest keeps its precision at large positions.
     quarters = np.rint(angles * (2 / math.pi))
     rest = angles
     for part in PARTS:
         rest = rest - quarters * part
     square = rest * rest
     sine, cosine = rest * _polynomial(SINE, square), _polynomial(COSINE, square)
+    # By the quarter that the angle is in, the two are swapped and negated.
     quarter = quarters.astype(np.int64) & 3
     cosines = np.choose(quarter, [cosine, -sine, -cosine, sine])
     sines = np.choose(quarter, [sine, cosine, -sine, -cosine])
@@ -68,7 +72,7 @@ def rotary_tables(
 
 
 def _parts_of(value: Decimal) -> list[float]:
-    """A number as a sum of three, the first two of `PART_BITS` bits."""
+    """Return a number as a sum of three floats, the first two of which have at most `PART_BITS` bits."""
     parts = []
     with localcontext(DIGITS):
         for bits in (PART_BITS - 1, 2 * PART_BITS - 1):

@@ -1,6 +1,6 @@
-"""A folder as Hugging Face's transformers writes it: config.json and safetensors, in one file or in several.
+"""A folder as Hugging Face's transformers writes it: config.json and safetensors, in one or several files.
 
-The library checks a file's header against the file: types, shapes, no holes, no overlaps, nothing missing at the end.
+The `safetensors` library checks a file's header: types, shapes, no holes, no overlaps, and that the file is complete.
 Rows are then views of the mapped file.
 """
 
@@ -34,22 +34,23 @@ WEIGHTS: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 
 MAX_FILES: Final = 512
-"""Most files of one model. Stops an index from opening more files than a process may."""
+"""Most files of one model, so that a hostile index can't open more files than a process may have."""
 
 TYPES: Final = {"F32": TensorType.F32, "F16": TensorType.F16, "BF16": TensorType.BF16}
 """The types that are read, by safetensors' names."""
 
 
 class SafetensorsFolder:
-    """A model in a folder."""
+    """A model in a folder of safetensors files, as a Checkpoint."""
 
     def __init__(self, folder: Path) -> None:
-        """Open and check all of it but the weights' values. Raises ModelRejected."""
+        """Map the files, and check everything except the weights' values. Raises ModelRejected."""
         self.name = str(folder)
         self._folder = folder
         said = self._members("config.json")
         generation = self._members("generation_config.json") if self._has("generation_config.json") else None
         self.config = hugging_face_config(said, generation, folder_begin_token(folder))
+        # Step 1: collect the tensors of all files. The index's assignment of tensors to files is not needed.
         found: dict[str, tuple[TensorFile, tuple[int, ...], str, int]] = {}
         for path in self._files():
             file = TensorFile(path)
@@ -57,6 +58,7 @@ class SafetensorsFolder:
                 if name in found:
                     raise ModelRejected(f"{path}: tensor {quoted(name)} is in {found[name][0].path.name} too")
                 found[name] = (file, shape, kind, offset)
+        # Step 2: compare names, shapes and types with what a model of this config has.
         check_names(self.config, found, self.name)
         self._tensors = {}
         for name, wanted in model_tensors(self.config):
@@ -69,20 +71,20 @@ class SafetensorsFolder:
             self._tensors[name] = _tensor(name, shape, TYPES[kind], file, offset)
 
     def tensor(self, name: str) -> Tensor:
-        """Return one of the config's tensors. Raises KeyError for a name that is none of theirs."""
+        """Return a tensor of the model. Raises KeyError for a name that it does not have."""
         return self._tensors[name]
 
     def rotary_divisors(self) -> NDArray[np.float64]:
-        """Divisors [head_width / 2] of the rotary embeddings' frequencies."""
+        """Return the divisors [head_width / 2] of the rotary embeddings' frequencies."""
         return divisors_of(self.config)
 
     def sha256(self) -> str:
-        """Digest of config.json, generation_config.json and the weights' files: of their sorted names and digests."""
+        """Return the digest of config.json, generation_config.json and the weights' files, by their sorted names."""
         names = ("config.json", "generation_config.json", INDEX)
         return files_sha256([*(self._folder / name for name in names if self._has(name)), *self._files()])
 
     def tokenizer(self) -> Tokenizer:
-        """Make its tokenizer. Raises ModelRejected where there is none, or a broken one."""
+        """Return the model's tokenizer. Raises ModelRejected if it is missing or broken."""
         return folder_tokenizer(self._folder, self.config.begin_token)
 
     def _has(self, name: str) -> bool:
@@ -99,9 +101,9 @@ class SafetensorsFolder:
         places = index.object("weight_map")
         names = sorted(set(map(str, places.values.values()))) if places else []
         if not 1 <= len(names) <= MAX_FILES:
-            raise ModelRejected(f"{index.where}: weight_map names {len(names)} files; there must be 1 to {MAX_FILES}")
+            raise ModelRejected(f"{index.where}: weight_map must name 1 to {MAX_FILES} files, not {len(names)}")
         for name in names:
-            # A name with a folder in it could be any file of the host.
+            # A name with a folder in it could point to any file of the host.
             if Path(name).name != name or not name.endswith(".safetensors"):
                 raise ModelRejected(
                     f"{index.where}: {quoted(name)} must be the name of a safetensors file in the same folder"
@@ -110,12 +112,13 @@ class SafetensorsFolder:
 
 
 def _entries(file: TensorFile) -> Iterator[tuple[str, tuple[int, ...], str, int]]:
-    """Each tensor of a file: name, shape, type, place. Raises ModelRejected."""
+    """Yield name, shape, type and offset of each tensor of a file. Raises ModelRejected."""
     path, mapped = file.path, file.mapped
+    # A file begins with the length of its JSON header, 8 bytes. Tensors' offsets count from the header's end.
     begin = 8 + int.from_bytes(mapped[:8], "little")
     if begin > MAX_JSON_BYTES:
         raise ModelRejected(f"{path}: broken: its header has {begin:,} bytes; it may have {MAX_JSON_BYTES:,}")
-    # The library reads the header alone, and compares it with the file's length.
+    # The library checks the header against the file's length, so entries can be trusted below.
     with rejected(ModelRejected, f"{path}: broken or truncated"), safe_open(path, framework="numpy"):
         pass
     for name, entry in json_object(mapped[8:begin], path).items():

@@ -1,8 +1,8 @@
-"""A file of tensors that is read at any place, by several threads at a time.
+"""A file of tensors that several threads read at any place.
 
-The file is mapped: a core copies what the page cache has by vector instructions, in less time than read(2) takes on
-some hosts. Pages come by faults, so a large tensor wants several threads. Before each access the file's length is
-asked for, because touching what a file does not have any more ends the process by SIGBUS.
+The file is mapped, because copying from the page cache with vector instructions is faster than read(2) on some hosts.
+Pages are loaded by faults, so a large tensor needs several threads. Before each access the file's length is checked,
+because touching a page that the file has lost ends the process with SIGBUS.
 """
 
 import mmap
@@ -16,22 +16,23 @@ from gpulease.client.decode.decode_errors import ModelRejected
 from gpulease.client.http.settings_file import open_regular
 
 AHEAD_BYTES: Final = 64 << 20
-"""How far ahead of a copy the kernel is asked to read: so that a disk has always something to do."""
+"""How far ahead of a copy the kernel is requested to read, so that the disk is never idle."""
 
 
 class TensorFile:
-    """A mapped file.
+    """A mapped file, which stays mapped for as long as any view of it exists.
 
     Attributes:
         path: Its path, for errors.
-        mapped: Its bytes, as long as they are looked at.
+        mapped: Its bytes.
     """
 
     def __init__(self, path: Path) -> None:
-        """Map it. Raises ModelRejected where there is none, or an empty one."""
+        """Map the file. Raises ModelRejected if it is missing or empty."""
         self.path = path
         try:
             with open_regular(path) as file:
+                # The map outlives the descriptor.
                 self.mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
             raise ModelRejected(f"{path}: {error.strerror}") from None
@@ -39,7 +40,8 @@ class TensorFile:
             raise ModelRejected(f"{path}: truncated: it is empty") from None
 
     def view(self, offset: int, size: int) -> NDArray[np.uint8]:
-        """Look at bytes of the file. Raises ModelRejected if it does not have them any more."""
+        """Return bytes of the file without copying. Raises ModelRejected if the file has become too short."""
+        # The file's current length, by fstat; the map itself keeps its first length.
         have = self.mapped.size()
         if have < offset + size:
             raise ModelRejected(
@@ -49,7 +51,7 @@ class TensorFile:
         return np.frombuffer(self.mapped, np.uint8, size, offset)
 
     def fill(self, offset: int, into: NDArray[np.uint8]) -> None:
-        """Copy the bytes from `offset` on. Raises ModelRejected if the file does not have them any more."""
+        """Copy the bytes from `offset` on to `into`. Raises ModelRejected if the file has become too short."""
         ahead = (offset + AHEAD_BYTES) // mmap.PAGESIZE * mmap.PAGESIZE
         if ahead < len(self.mapped):
             self.mapped.madvise(mmap.MADV_WILLNEED, ahead, into.nbytes)
@@ -57,21 +59,21 @@ class TensorFile:
 
 
 class FileRows:
-    """Rows of a tensor, one after the other in a file. Callable as a RowReader."""
+    """The rows of a tensor, which are contiguous in a file. Callable as a RowReader."""
 
     __slots__ = ("_file", "_offset", "_row_bytes")
 
     def __init__(self, file: TensorFile, offset: int, row_bytes: int) -> None:
-        """Args: offset: The first row's place in the file."""
+        """Args: offset: Where the first row begins in the file, in bytes."""
         self._file = file
         self._offset = offset
         self._row_bytes = row_bytes
 
     def __call__(self, begin: int, end: int) -> NDArray[np.uint8]:
-        """Look at rows [begin, end) as [end - begin, bytes of a row]. Raises ModelRejected."""
+        """Return a view of rows [begin, end) as [end - begin, bytes of a row]. Raises ModelRejected."""
         size = (end - begin) * self._row_bytes
         return self._file.view(self._offset + begin * self._row_bytes, size).reshape(end - begin, -1)
 
     def fill(self, begin: int, into: NDArray[np.uint8]) -> None:
-        """Copy the rows from `begin` on to memory of some rows' size. Raises ModelRejected."""
+        """Copy the rows from `begin` on until `into` is full. Raises ModelRejected."""
         self._file.fill(self._offset + begin * self._row_bytes, into)

@@ -16,7 +16,7 @@ from gpulease.client.decode.decode_errors import ModelRejected
 
 
 class TensorType(StrEnum):
-    """Types of tensors: how their values lie in a file, by GGML's and safetensors' names."""
+    """The encodings of tensors' values in files, by GGML's and safetensors' names."""
 
     F32 = "F32"
     F16 = "F16"
@@ -40,18 +40,18 @@ BLOCKS: Final = {
     TensorType.Q4_K: (256, 144),
     TensorType.Q6_K: (256, 210),
 }
-"""By type: values of a block, and its bytes."""
+"""For each type, the number of values in a block and the block's bytes."""
 
 PACKED: Final = {TensorType.Q8_0: Layout.Q8_0, TensorType.Q4_K: Layout.Q4_K}
-"""Types that the kernels read as they are, and their layouts."""
+"""The types that kernels read without conversion, and their layouts."""
 
 SLICE_VALUES: Final = 1 << 17
-"""Values that are rounded at a time: they stay in a core's cache between the steps."""
+"""Values that are converted at a time, so that they stay in a core's cache between the steps of the conversion."""
 
 RowReader = Callable[[int, int], NDArray[np.uint8]]
-"""Gives the bytes of rows [begin, end) as [end - begin, bytes of a row]: a view where it can.
+"""Returns the bytes of rows [begin, end) as [end - begin, bytes of a row], as a view if possible.
 
-A `FileRows` can copy them to given memory, too.
+A `FileRows` can also copy them to given memory.
 """
 
 
@@ -61,9 +61,9 @@ class Tensor:
 
     Attributes:
         name: Its name in Hugging Face's checkpoints.
-        shape: Rows and columns, or columns alone. Rows are in Hugging Face's order.
-        kind: How its values lie in its file.
-        read: Its rows' bytes.
+        shape: Rows and columns, or, for a vector, columns. Rows are in Hugging Face's order.
+        kind: The encoding of its values.
+        read: Returns the bytes of its rows.
     """
 
     name: str
@@ -73,29 +73,29 @@ class Tensor:
 
     @property
     def rows(self) -> int:
-        """Rows; 1 of a vector."""
+        """The number of rows; 1 for a vector."""
         return self.shape[0] if len(self.shape) > 1 else 1
 
     @property
     def columns(self) -> int:
-        """Values of a row."""
         return self.shape[-1]
 
     def f32(self, begin: int, end: int) -> NDArray[np.float32]:
-        """Rows [begin, end) as f32 [end - begin, columns]."""
+        """Return rows [begin, end) as f32 [end - begin, columns]."""
         data = self.read(begin, end)
         if self.kind is TensorType.F32:
             return data.view(np.float32)
         if self.kind is TensorType.F16:
             return data.view(np.float16).astype(np.float32)
         if self.kind is TensorType.BF16:
+            # bf16 is the upper half of an f32.
             return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
         return _dequantised(data, self.kind)
 
     def bf16(self, begin: int, end: int) -> NDArray[np.uint16]:
-        """Rows [begin, end) as bf16 [end - begin, columns], rounded to the nearest, ties to even.
+        """Return rows [begin, end) as bf16 [end - begin, columns], rounded to nearest, ties to even.
 
-        Of a tensor that is bf16 already, they are what `read` gives.
+        For a tensor that is bf16 already, this is a view of what `read` returns.
         """
         if self.kind is TensorType.BF16:
             return self.read(begin, end).view(np.uint16)
@@ -106,13 +106,16 @@ class Tensor:
         return result
 
     def planes(self, begin: int, end: int) -> tuple[NDArray[Any], ...]:
-        """Rows [begin, end) as the planes of `weights.Linear`, packed. Raises KeyError for a type that has none."""
+        """Return rows [begin, end) as the packed planes of `weights.Linear`.
+
+        Raises KeyError for a type without them.
+        """
         data = self.read(begin, end)
         return q8_0_planes(data) if PACKED[self.kind] is Layout.Q8_0 else q4_k_planes(data)
 
 
 def row_bytes(kind: TensorType, columns: int, name: str) -> int:
-    """Bytes of a row. Raises ModelRejected where rows end inside a block; `name` is the tensor's, with its file's."""
+    """Return the bytes of a row. Raises ModelRejected if rows end inside a block; `name` is the tensor in the error."""
     values, nbytes = BLOCKS[kind]
     if columns % values:
         raise ModelRejected(
@@ -125,7 +128,7 @@ def row_bytes(kind: TensorType, columns: int, name: str) -> int:
 def rounded_to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     """Round to the nearest bf16, ties to even; NaN stays NaN."""
     bits = values.view(np.uint32)
-    # A half and more of the last place that stays rounds up, a half alone where that place is odd.
+    # Adding 0x7FFF, plus 1 if the last kept bit is odd, carries into that bit exactly when the dropped half rounds up.
     rounded = bits >> 16
     rounded &= 1
     rounded += 0x7FFF
@@ -133,12 +136,13 @@ def rounded_to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     rounded >>= 16
     result = rounded.astype(np.uint16)
     if (missing := np.isnan(values)).any():
+        # The sum above may turn a NaN into an infinity, so NaNs are set to the quiet one.
         result[missing] = 0x7FC0
     return result
 
 
 def q8_0_planes(data: NDArray[np.uint8]) -> tuple[NDArray[Any], ...]:
-    """Take rows of Q8_0 apart: an f16 scale and 32 bytes a block, to values i8 [R, K] and scales f16 [R, K / 32]."""
+    """Split rows of Q8_0, blocks of an f16 scale and 32 bytes, into values i8 [R, K] and scales f16 [R, K / 32]."""
     blocks = data.reshape(data.shape[0], -1, 34)
     values = blocks[:, :, 2:].reshape(data.shape[0], -1).view(np.int8)
     scales = np.ascontiguousarray(blocks[:, :, :2]).view(np.float16)
@@ -146,20 +150,21 @@ def q8_0_planes(data: NDArray[np.uint8]) -> tuple[NDArray[Any], ...]:
 
 
 def q4_k_planes(data: NDArray[np.uint8]) -> tuple[NDArray[Any], ...]:
-    """Take rows of Q4_K apart: two f16 factors, 12 bytes of eight 6-bit scales and minimums, 128 bytes a block.
+    """Split rows of Q4_K: a block has two f16 factors, 12 bytes with eight 6-bit scales and minimums, and 128 bytes.
 
     Values u8 [R, K / 2] are the file's bytes. Factors are f16 [R, K / 256, 2]; steps, u8 [R, K / 32, 2], have each
     group's scale and minimum.
 
     The 12 bytes are packed as get_scale_min_k4 in ggml-quants.c reads them. The first four have the scales of groups 0
-    to 3 in their low 6 bits, the next four those groups' minimums. The last four have the low 4 bits of both of groups
-    4 to 7. The high 2 bits of those are on top of the first eight bytes.
+    to 3 in their low 6 bits, the next four the minimums of these groups. The last four have the low 4 bits of the
+    scale and the minimum of groups 4 to 7, whose high 2 bits are the top bits of the first eight bytes.
     """
     rows = data.shape[0]
     blocks = data.reshape(rows, -1, 144)
     values = blocks[:, :, 16:].reshape(rows, -1)
     factors = np.ascontiguousarray(blocks[:, :, :4]).view(np.float16)
     first, second, last = blocks[:, :, 4:8], blocks[:, :, 8:12], blocks[:, :, 12:16]
+    # Unpacked to a byte each, because the kernel reads them in any order of groups.
     steps = np.empty((rows, blocks.shape[1], 8, 2), np.uint8)
     steps[:, :, :4, 0] = first & 63
     steps[:, :, :4, 1] = second & 63
@@ -169,11 +174,12 @@ def q4_k_planes(data: NDArray[np.uint8]) -> tuple[NDArray[Any], ...]:
 
 
 def _dequantised(data: NDArray[np.uint8], kind: TensorType) -> NDArray[np.float32]:
-    # Here, because a checkpoint without packed tensors needs no gguf.
+    # Imported late: a checkpoint without quantised tensors does not need gguf.
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    # In one row: the library computes 16 rows at a time, and most are short. A broken file may have infinite scales.
+    # As one row: the library computes 16 rows at a time, which is slow for short ones. Infinite scales in a broken file
+    # must not warn.
     with np.errstate(invalid="ignore", over="ignore"):
         values: NDArray[np.float32] = dequantize(data.reshape(1, -1), GGMLQuantizationType[kind.name])
     return values.reshape(data.shape[0], -1)

@@ -1,9 +1,9 @@
 """Loads a checkpoint into a session's memory, in the layouts that the kernels read.
 
-Theory of operation. First every tensor is looked at and the sizes are added up, then all buffers are allocated, then
-rows are copied in chunks. Threads make the next few chunks while one is copied. Rows that are bf16 in a file are
-copied to windows, arrays of the session's arena, which the card reads itself. Rows of other types are computed. So a
-few chunks of the model are in the host's memory at a time, besides the page cache, and its faults are several threads'.
+Theory of operation. First the sizes of all tensors are added up, then all buffers are allocated, then rows are copied
+in chunks. Threads prepare the next few chunks while one is copied. Rows that are bf16 in a file are copied to windows,
+arrays of the session's arena, which the card reads itself. Rows of other types are converted. So only a few chunks of
+the model are in the host's memory at a time, besides the page cache, and several threads share its page faults.
 """
 
 import asyncio
@@ -28,32 +28,33 @@ from gpulease.client.errors import AllocFailed, GpuLeaseError
 from gpulease.client.handles import Buffer
 
 CHUNK_BYTES: Final = 8 << 20
-"""Bytes of a chunk on the card: enough that a copy's beginning and end cost little, few enough for a progress bar."""
+"""Bytes of a chunk on the card: enough that the fixed cost of a copy is small, few enough for a smooth progress bar."""
 
 WINDOW_BYTES: Final = 16 << 20
-"""The same for rows that are copied as a file has them: a card's bus copies such a chunk in some 0.3 ms, and to ask for
-it takes a tenth of that."""
+"""The same for rows that are copied unchanged from a file. A card's bus copies such a chunk in some 0.3 ms, and
+requesting the copy takes a tenth of that."""
 
 AHEAD: Final = max(1, min(8, len(os.sched_getaffinity(0)) // 2))
-"""Chunks read or computed ahead of the copies, each in a thread: their memory, and the cores they take."""
+"""Chunks that are read or converted ahead of the copies, each in a thread. It bounds their memory and cores."""
 
 PAGE_BYTES: Final = 2 << 20
 SHARING_BYTES: Final = 1 << 20
 STEP_BYTES: Final = 512
-"""A card gives an allocation of more than `SHARING_BYTES` pages of its own; smaller ones share them, by steps."""
+"""A card gives an allocation of more than `SHARING_BYTES` its own pages of `PAGE_BYTES`. Smaller ones share pages, in
+multiples of `STEP_BYTES`."""
 
 Planes = tuple[NDArray[Any], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """Buffers to be made, and the rows that fill them one tensor after the other.
+    """Buffers to be allocated, and the rows that fill them, one tensor after the other.
 
     Attributes:
         row_bytes: Bytes of a row in each buffer.
         tensors: The tensors that the rows belong to.
-        planes: Gives a tensor's rows [begin, end) as each buffer's values.
-        is_as_read: Whether these are the bytes that the tensors' files have.
+        planes: Returns a tensor's rows [begin, end) as values for each buffer.
+        is_as_read: Whether these are the unchanged bytes of the tensors' files.
     """
 
     row_bytes: tuple[int, ...]
@@ -70,11 +71,11 @@ class _Target:
         return [self.rows * nbytes for nbytes in self.row_bytes]
 
     def rows_of(self, tensor: Tensor) -> FileRows | None:
-        """A tensor's rows in its file, where they are copied as they are there."""
+        """Return a tensor's rows in its file if they are copied unchanged; None if they are converted."""
         return tensor.read if self.is_as_read and isinstance(tensor.read, FileRows) else None
 
     def chunks(self, buffers: tuple[Buffer, ...]) -> Iterator["_Chunk"]:
-        """Cut into chunks of whole rows."""
+        """Yield the target's rows in chunks of whole rows, with their places in the buffers."""
         before = 0
         for tensor in self.tensors:
             most = CHUNK_BYTES if self.rows_of(tensor) is None else WINDOW_BYTES
@@ -109,7 +110,7 @@ class _Chunk:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Made:
-    """A chunk whose values a thread makes, and the window that they are in, if any."""
+    """A chunk whose values a thread prepares, and the window that they are in; None for converted values."""
 
     chunk: _Chunk
     planes: asyncio.Future[Planes]
@@ -117,7 +118,7 @@ class _Made:
 
 
 def size_bytes(checkpoint: Checkpoint, *, packed: bool = True, positions: int) -> int:
-    """Bytes of a card that `load_weights` takes, rounded as a card rounds them. For choosing a lease's size."""
+    """Return the card memory that `load_weights` takes, rounded like a card rounds allocations, to size a lease."""
     own = shared = 0
     sizes = [size for target in _model_targets(checkpoint, packed) for size in target.sizes]
     sizes += 2 * [_table_bytes(checkpoint, positions)]
@@ -137,19 +138,20 @@ async def load_weights(
     positions: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> ModelWeights:
-    """Load a model. On any failure, what was allocated is freed.
+    """Load a model. On any failure, all buffers are freed.
 
     Args:
-        session: Where to.
-        checkpoint: What.
-        packed: Leave weights of Q8_0 and Q4_K packed, where all that are fused into one linear are of that type.
-            Otherwise they are bf16.
-        positions: Positions that the tables of cosines and sines have.
-        progress: Called with the bytes that are on the card and those that will be, after every chunk.
+        session: The session whose memory gets the weights.
+        checkpoint: The model.
+        packed: Leave weights of Q8_0 and Q4_K packed if all weights that are fused into one linear have that type.
+            Otherwise they become bf16.
+        positions: Positions of the tables of cosines and sines.
+        progress: Called after every chunk with the bytes that are on the card and the bytes in all.
 
-    Raises AllocFailed where the lease has no room for the model, ModelRejected for a file that became shorter, and the
+    Raises AllocFailed if the lease has no room for the model, ModelRejected for a file that became shorter, and the
     session's errors.
     """
+    # Refuse a lease that is too small before the first byte is read: a large model takes minutes.
     wanted = size_bytes(checkpoint, packed=packed, positions=positions)
     if wanted > session.slice_bytes:
         raise AllocFailed(
@@ -167,23 +169,24 @@ async def load_weights(
 
 
 class _Loader:
-    """A load in progress: what was allocated, and what must be copied."""
+    """A load in progress: the buffers that were allocated, and the chunks that are still to be copied."""
 
     def __init__(self, session: GpuSession, progress: Callable[[int, int], None] | None) -> None:
         self._session = session
         self._progress = progress
         self._buffers: list[Buffer] = []
         self._chunks: list[Iterator[_Chunk]] = []
-        # Of WINDOW_BYTES each; as many as are read ahead, and one that is copied.
+        # Free windows, of WINDOW_BYTES each. There are as many as chunks ahead, and one for the chunk being copied.
         self._windows: list[NDArray[np.uint8]] = []
         self._total_bytes = self._done_bytes = 0
 
     async def load(self, checkpoint: Checkpoint, packed: bool, positions: int, size: int) -> ModelWeights:
-        """Allocate everything, and note what must be copied."""
+        """Allocate all buffers, and queue the chunks that fill them."""
         config = checkpoint.config
         embedding = (await self._make(_bf16_of(checkpoint.tensor(EMBEDDING))))[0]
         layers = tuple([await self._layer(checkpoint, layer, packed) for layer in range(config.layers)])
         norm = (await self._make(_f32_of(checkpoint.tensor(NORM))))[0]
+        # A tied head reads the embedding's buffer, so its weights are loaded once, and stay bf16.
         if config.is_tied:
             head = Linear(Layout.BF16, config.vocabulary, config.width, (embedding,))
         else:
@@ -193,7 +196,7 @@ class _Loader:
         return ModelWeights(config, embedding, layers, norm, head, cosines, sines, size)
 
     async def fill(self) -> None:
-        """Copy all chunks, a few of which are read or computed ahead."""
+        """Copy all chunks, in order, while threads prepare up to AHEAD more."""
         ahead: deque[_Made] = deque()
         try:
             for chunk in (chunk for chunks in self._chunks for chunk in chunks):
@@ -204,14 +207,14 @@ class _Loader:
                 await self._write(ahead.popleft())
         finally:
             for made in ahead:
-                # Threads that failed, too, have said nothing that the first one did not.
+                # After a failure, retrieve the other threads' errors: only the first one is raised.
                 if not made.planes.cancel() and not made.planes.cancelled():
                     made.planes.exception()
-            # The arena has room for other arrays again.
+            # Free their room in the arena.
             self._windows.clear()
 
     async def free(self) -> None:
-        """Free all buffers. A session that is lost has freed them."""
+        """Free all buffers. Errors are ignored, because a lost session has freed them already."""
         for buffer in self._buffers:
             with suppress(GpuLeaseError):
                 await self._session.mem_free(buffer)
@@ -258,10 +261,11 @@ class _Loader:
     # --- copies ---
 
     def _begin(self, chunk: _Chunk) -> "_Made":
-        """Have a thread make a chunk's values: in a window, where they are read as they are."""
+        """Start a thread that prepares a chunk's values, in a window if they are copied unchanged."""
         rows = chunk.file_rows
         if rows is None:
             return _Made(chunk, asyncio.ensure_future(asyncio.to_thread(chunk.planes)), None)
+        # Reuse a free window. A single row can be larger than WINDOW_BYTES, and then needs a larger one.
         size = chunk.size_bytes
         has_room = self._windows and self._windows[-1].nbytes >= size
         window = self._windows.pop() if has_room else self._session.empty(max(size, WINDOW_BYTES), np.uint8)
@@ -277,10 +281,12 @@ class _Loader:
         for buffer, offset, plane in zip(chunk.buffers, chunk.offsets, await made.planes, strict=True):
             await self._copy(buffer, offset, plane)
         if made.window is not None:
+            # The copies no longer need the window, so a later chunk may use it.
             self._windows.append(made.window)
 
     async def _write_tables(self, checkpoint: Checkpoint, positions: int, cosines: Buffer, sines: Buffer) -> None:
         divisors = checkpoint.rotary_divisors()
+        # In chunks: the f64 intermediates of a long context would take several times the tables' memory.
         step = max(1, CHUNK_BYTES // (checkpoint.config.head_width // 2 * 8))
         for begin in range(0, positions, step):
             tables = rotary_tables(checkpoint.config, divisors, begin, min(begin + step, positions))
@@ -294,7 +300,7 @@ class _Loader:
             self._progress(self._done_bytes, self._total_bytes)
 
 
-# --- What becomes of each tensor. ---
+# --- from tensors to targets ---
 
 
 def _model_targets(checkpoint: Checkpoint, packed: bool) -> Iterator[_Target]:
@@ -330,6 +336,7 @@ def _layer_targets(checkpoint: Checkpoint, layer: int, packed: bool) -> dict[str
 
 
 def _linear_of(tensors: tuple[Tensor, ...], packed: bool) -> _Target:
+    # Tensors that are fused into one linear have one kernel, so they stay packed only if all have the same packed type.
     kinds = {tensor.kind for tensor in tensors}
     kind = kinds.pop()
     if not packed or kinds or kind not in PACKED:
@@ -348,7 +355,10 @@ def _bf16_of(*tensors: Tensor) -> _Target:
 
 
 def _f32_of(*tensors: Tensor) -> _Target:
-    """Vectors one after the other: each value is a row, so that those of other lengths fit behind."""
+    """Return the target of vectors that are placed one after the other.
+
+    Each value counts as a row, so that vectors of different lengths fit into one buffer.
+    """
     as_rows = tuple(Tensor(t.name, (t.columns, 1), t.kind, t.read) for t in tensors)
     return _Target((4,), as_rows, _f32_vector, is_as_read=False)
 

@@ -1,4 +1,4 @@
-"""A model's weights in a session's memory, in the layouts that the kernels read."""
+"""Handles of a model's weights in a session's memory, in the layouts that the kernels read."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -24,7 +24,7 @@ class Linear:
         rows: Values of y.
         columns: Values of x; a multiple of 32, for Q4_K of 256.
         planes: Buffers in the order of the kernel's parameters. BF16: w [rows, columns] bf16. Q8_0: w [rows, columns]
-            i8, scales [rows, columns / 32] f16. Q4_K: w [rows, columns / 2] u8 (byte i of each 32 has the values of
+            i8, scales [rows, columns / 32] f16. Q4_K: w [rows, columns / 2] u8 (byte i of each 32 has the values at
             places i and i + 32 of a 64, low four bits first, as in GGML's blocks), scales [rows, columns / 256, 2] f16
             (GGML's d and dmin), steps [rows, columns / 32, 2] u8 (each group's 6-bit scale and minimum).
     """
@@ -71,7 +71,7 @@ class ModelWeights:
         embedding: [vocabulary, width] bf16.
         layers: Its layers.
         norm: [width] f32, before the head.
-        head: Rows are tokens. Its plane is `embedding` where the two are tied and not packed.
+        head: Rows are tokens. If the head is tied to the embedding, its plane is `embedding`.
         cosines: [positions, head_width / 2] f32.
         sines: [positions, head_width / 2] f32.
         size_bytes: Memory that all of it takes.

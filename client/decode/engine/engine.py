@@ -1,8 +1,8 @@
 """The decode engine: a model on a lease. A step computes rows of many tenants' sequences in one pass.
 
-A step is one graph launch that names the regions of its rows' tenants: it begins while all of them are valid, or not at
-all. Two steps may be under way, so that the host plans the next while the card computes: a row whose token the host
-does not know yet takes it from the step before, on the card.
+A step is one graph launch that names the regions of its rows' tenants. It begins only if all of them are valid. Two
+steps may be under way, so that the host plans the next one while the card computes: if the host does not know a row's
+token yet, the row takes it from the step before, on the card.
 """
 
 from collections import deque
@@ -33,31 +33,32 @@ from gpulease.client.decode.row_records import NO_ROW, RESULT, ROW, Results, Row
 from gpulease.client.errors import RegionFailed
 
 MAX_STEPS: Final = 2
-"""Most steps under way: one is computed, one waits behind it. On another host there is one: without shared memory the
-step's graph can't copy rows and results, and requests of their own do."""
+"""Most steps under way: one is computed, one waits behind it. On another host only one may be: without shared memory a
+step's graph can't copy rows and results, so separate requests copy them before and after it."""
 
 MAX_REGION_SETS: Final = 256
-"""Compositions of tenants whose region sets are kept; a worker has room for more, and older ones are made again."""
+"""Most sets of regions that are kept, one for each combination of tenants in a step. The oldest one is dropped, and
+made again if it is needed. A worker has room for more."""
 
 COPY_BYTES: Final = 8 << 20
-"""Bytes of blocks that are copied at once: the next step waits for one such copy at most, 0.2 ms on a card's bus."""
+"""Bytes of blocks in one copy. A step waits for one such copy at most, 0.2 ms on a card's bus."""
 
 MAX_COPY_TRIES: Final = 100
-"""Tries to copy blocks. Each fails only if a region ended meanwhile; more would be regions that end without a pause."""
+"""Tries to copy blocks. Each fails only if a region ended meanwhile, so this many mean that regions end continually."""
 
 
 SPARE_BYTES: Final = 64 << 20
-"""Memory of the lease beyond what is counted: the kernels' code, and the scratch of regions that ended."""
+"""Memory of the lease for what is not counted: the kernels' code, and the scratch memory of regions that ended."""
 
 REGION_GRANULE_BYTES: Final = 2 << 20
-"""Regions take multiples of so many bytes on a card."""
+"""On a card, a region's size is a multiple of this."""
 
 
 def lease_bytes(checkpoint: Checkpoint, limits: StepLimits, pools: Iterable[int], *, packed: bool = True) -> int:
-    """Return the memory that an engine's lease needs, with regions of so many blocks each.
+    """Return the memory that an engine's lease needs. `pools` has the number of blocks of each region.
 
-    Raises RequestRejected if the kernels can't index as many values as a step of these limits has, and InvalidRequest
-    for more positions than the model's context.
+    Raises RequestRejected if a step of these limits has more values than the kernels can index, and InvalidRequest for
+    more positions than the model's context.
     """
     check_positions(checkpoint.config, limits.positions)
     granules = [-(-blocks * block_bytes(checkpoint.config) // REGION_GRANULE_BYTES) for blocks in pools]
@@ -86,7 +87,7 @@ class _Step:
 
 
 class DecodeEngine:
-    """A model on a lease. `await DecodeEngine.open(...)` makes it; `close` ends its session, not the lease.
+    """A model on a lease. `await DecodeEngine.open(...)` makes it. `close` ends its session, but not the lease.
 
     Attributes:
         lease: The lease that it is on.
@@ -102,6 +103,7 @@ class DecodeEngine:
         self.lease = lease
         self._forward: ForwardPass | None = forward
         self._buckets = buckets_of(self.limits.max_rows)
+        # By bucket of rows, and by parity: each of the two steps under way has its own stream, row and result arrays.
         self._graphs: dict[tuple[int, int], Graph] = {}
         self._sets: dict[frozenset[BlockPool], RegionSet] = {}
         self._streams: list[Stream] = []
@@ -109,6 +111,8 @@ class DecodeEngine:
         self._results: list[Results] = []
         self._steps: deque[_Step] = deque()
         self._next = 1
+        # The refusal of the earliest step that did not begin, until that step's turn to finish; and how many came so
+        # far.
         self._refused: RegionFailed | None = None
         self._refusals = 0
 
@@ -128,7 +132,7 @@ class DecodeEngine:
             lease: The lease; the caller renews and frees it.
             checkpoint: The model (`open_model`).
             limits: Rows, sequences and positions to make room for.
-            packed: Whether quantised weights stay as they are, where kernels read them so.
+            packed: Whether quantised weights stay packed if kernels can read them packed.
             progress: Called with the bytes loaded and the bytes in all.
 
         Raises ModelRejected, AllocFailed, InvalidRequest for more positions than the model's context, or what the
@@ -160,11 +164,14 @@ class DecodeEngine:
         session, forward, rows = self.session, self.forward, self.limits.max_rows
         for parity in range(self.max_steps):
             self._streams.append(await session.stream())
+            # Arrays of the arena: the card reads and writes them itself, at addresses that the graphs have recorded.
             given, found = session.empty(rows, ROW), session.empty(rows, RESULT)
             given[:] = np.zeros(1, ROW)
             given["position"] = NO_ROW
             self._rows.append(given)
             self._results.append(found)
+            # One graph per bucket: copy the rows in, run the kernels, copy the results out. Without shared memory,
+            # `start` and `_fetch` do the copies.
             for bucket in self._buckets:
                 async with session.record() as graph:
                     if session.shares_memory:
@@ -182,7 +189,7 @@ class DecodeEngine:
         return self.lease.remaining_s
 
     async def open_pool(self, blocks: int, *, tenant: str | None = None, ttl_secs: float | None = None) -> BlockPool:
-        """Open a region of so many blocks of keys and values, of 16 positions each.
+        """Open a region of `blocks` blocks of keys and values, of 16 positions each.
 
         Raises CapacityExceeded while the lease has no room, and what `GpuLease.region` raises.
         """
@@ -192,13 +199,15 @@ class DecodeEngine:
 
     async def close_pool(self, pool: BlockPool) -> None:
         """End a pool's region and release its addresses. No step under way may name it."""
+        # Cached sets that name the region can't be launched any more.
         for pools in [pools for pools in self._sets if pool in pools]:
             del self._sets[pools]
         for _ in range(MAX_COPY_TRIES):
             try:
                 await pool.region.close()
             except RegionFailed as error:
-                # A step's refusal, which is reported in that step's turn; the region is not closed yet.
+                # Not about this request: it is a step's refusal, which `finish` reports in that step's turn. So try
+                # again.
                 if not self._keep(error):
                     raise
             else:
@@ -211,6 +220,7 @@ class DecodeEngine:
         if the pool ended, RequestRejected for a block outside of it, EngineDecodeFailed if other pools end again and
         again meanwhile, and what a session's end raises.
         """
+        # Uninitialised: every byte is overwritten, or an error is raised.
         kept = np.empty((len(blocks), block_bytes(self.forward.weights.config)), np.uint8)
         session = self.session
 
@@ -221,7 +231,7 @@ class DecodeEngine:
         return kept
 
     async def load_pool(self, pool: BlockPool, blocks: Sequence[int], kept: NDArray[np.uint8]) -> None:
-        """Copy what `save_pool` returned into blocks of a pool. Raises what it raises."""
+        """Copy into blocks of a pool what `save_pool` returned. Raises what `save_pool` raises."""
         expected = len(blocks), block_bytes(self.forward.weights.config)
         if kept.shape != expected or kept.dtype != np.uint8 or not kept.flags.c_contiguous:
             raise RequestRejected(
@@ -241,10 +251,10 @@ class DecodeEngine:
         kept: NDArray[np.uint8],
         copy: Callable[[int, NDArray[np.uint8]], Awaitable[None]],
     ) -> None:
-        """Copy blocks, in runs of those that lie together.
+        """Copy blocks, in runs of adjacent ones.
 
-        After a step's refusal the worker skips requests without replies until the refusal is reported. So if any
-        refusal is reported meanwhile, all is copied again.
+        After a step's refusal, the worker skips requests without replies until the refusal is reported. So if any
+        refusal is reported meanwhile, all blocks are copied again.
         """
         if blocks and not 0 <= min(blocks) <= max(blocks) < pool.blocks:
             raise RequestRejected(f"A block is not one of the pool's {pool.blocks}", "Give blocks from 0 on")
@@ -254,6 +264,7 @@ class DecodeEngine:
             try:
                 for first, last in _runs(blocks, max(1, COPY_BYTES // size_bytes)):
                     await copy(blocks[first] * size_bytes, kept[first:last])
+                # Copies behind a refused step are skipped in silence. Only this wait shows whether they took place.
                 await self.session.default_stream.sync()
             except RegionFailed as error:
                 if error.lease_id == pool.region.lease_id:
@@ -267,14 +278,14 @@ class DecodeEngine:
 
     @property
     def steps_under_way(self) -> int:
-        """Steps that were started and not finished."""
+        """The number of steps that were started and not finished."""
         return len(self._steps)
 
     async def start(self, rows: Rows, pools: Iterable[BlockPool]) -> int:
-        """Start a step behind those under way, and do not wait for it. Returns its number.
+        """Start a step behind those under way, without waiting for it. Returns its number.
 
         Args:
-            rows: ROW records, `limits.max_rows` at most. `source` means a row of the step before.
+            rows: ROW records, `limits.max_rows` at most. `source` is a row of the step before.
             pools: The pools of the rows' sequences.
 
         Raises RequestRejected for too many rows or steps, RegionFailed if a pool ended, NoModelLoaded after `close`,
@@ -285,11 +296,13 @@ class DecodeEngine:
             raise RequestRejected(f"A step must have 1 to {most} rows, not {count}")
         if len(self._steps) >= self.max_steps:
             raise RequestRejected(f"{self.max_steps} steps are under way", "Await `finish` first")
+        # The step before was refused, so this one has no tokens to start from.
         if self._refused is not None:
             raise self._refused
         number, parity = self._next, self._next % self.max_steps
         bucket = self._bucket(count)
         given, stream = self._rows[parity], self._streams[parity]
+        # Fill up to the bucket with rows that compute nothing: a graph has a constant number of rows.
         given[:count] = rows
         given["position"][count:bucket] = NO_ROW
         given["source"][count:bucket] = NO_ROW
@@ -298,11 +311,14 @@ class DecodeEngine:
         try:
             named = await self._region_set(frozenset(pools))
             if self.session.shares_memory:
+                # The card orders the two streams' steps; the host does not wait.
                 await stream.wait_for(self._streams[1 - parity])
             else:
                 await self.session.mem_write(self.forward.rows, 0, given[:bucket], stream=stream)
             await self._graphs[bucket, parity].launch(stream=stream, regions=named, position=number)
         except BaseException as error:
+            # It did not start. A refusal here may be that of the step before, which `_keep` then remembers for
+            # `finish`.
             self._steps.pop()
             if isinstance(error, RegionFailed):
                 self._keep(error)
@@ -313,8 +329,8 @@ class DecodeEngine:
     async def finish(self) -> Results:
         """Wait for the oldest step under way. Returns RESULT records, one for each of its rows.
 
-        Raises what ended a pool, as RegionFailed with its `lease_id`: then this step, and those behind it, did not
-        begin, and none of them is under way any more. Raises what a session's end raises, likewise. Raises
+        Raises RegionFailed, with the `lease_id` of the pool that ended: then this step and those behind it did not
+        begin, and they are no longer under way. The same holds for the errors of a session's end. Raises
         RequestRejected if no step is under way.
         """
         if not self._steps:
@@ -323,6 +339,7 @@ class DecodeEngine:
         parity = step.number % self.max_steps
         try:
             await self._wait(parity)
+            # This step was refused, or one before it. A refusal of the step behind it waits for that step's turn.
             if self._refused is not None and (self._refused.position or 0) <= step.number:
                 raise self._refused
             if not self.session.shares_memory:
@@ -332,10 +349,11 @@ class DecodeEngine:
             self._refused = None
             raise
         self._steps.popleft()
+        # A copy, because the next but one step writes the same array.
         return self._results[parity][: step.rows].copy()
 
     async def _fetch(self, parity: int, rows: int) -> None:
-        """Read a step's results, which its graph did not copy here."""
+        """Read a step's results in a session without shared memory, where the step's graph can't copy them."""
         found, stream = self._results[parity][:rows], self._streams[parity]
         await self.session.mem_read(self.forward.results, 0, found.nbytes, into=found, stream=stream)
 
@@ -346,13 +364,14 @@ class DecodeEngine:
             self._keep(error)
             if self._refused is None:
                 raise
-            # The first wait receives a refusal, of whichever step; steps that began before that one still end.
+            # The first wait receives the refusal of any step. Steps that began before that one still end, so wait
+            # again.
             await self._streams[parity].sync()
 
     def _keep(self, error: RegionFailed) -> bool:
-        """Remember the refusal of a step under way until its turn to finish. Returns whether it is one.
+        """Remember a step's refusal until that step's turn to finish. Returns False if no step under way was refused.
 
-        Of two, the earlier step's counts: after it was reported, the step behind it gets a refusal of its own.
+        Of two refusals the earlier step's is kept. When it has been reported, the step behind it is refused, too.
         """
         self._refusals += 1
         number = error.position
@@ -363,13 +382,14 @@ class DecodeEngine:
         return True
 
     async def logits(self, rows: int) -> "NDArray[np.float32]":
-        """Read the logits [rows, vocabulary] of the last step, which had so many rows; no step may be under way."""
+        """Read the logits [rows, vocabulary] of the last step, which had `rows` rows. No step may be under way."""
         forward = self.forward
         vocabulary = forward.weights.config.vocabulary
         bucket = self._bucket(rows)
         splits, _ = parts_of(vocabulary, forward.weights.config.width)
         parts = np.empty((splits, bucket, vocabulary), np.float32)
         await self.session.mem_read(forward.logits, 0, parts.nbytes, into=parts)
+        # Added in ascending order, like the kernels do, so that they are the logits of which the token was chosen.
         total = parts[0, :rows]
         for part in parts[1:]:
             total += part[:rows]
@@ -380,7 +400,7 @@ class DecodeEngine:
         if self._forward is not None:
             self._forward = None
             self._steps.clear()
-            # Each of them holds arrays of the arena, and so its memory and descriptor.
+            # Graphs and arrays refer to the arena, and would keep its memory and its descriptor open.
             self._graphs.clear()
             self._rows.clear()
             self._results.clear()
@@ -399,7 +419,10 @@ class DecodeEngine:
 
 
 def _runs(blocks: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """Cut blocks into runs of up to `most` that lie together. Yields each one's first and last place, exclusive."""
+    """Cut blocks into runs of up to `most` adjacent ones.
+
+    Yields each run's first index, and the index after its last.
+    """
     first = 0
     for place in range(1, len(blocks) + 1):
         if place == len(blocks) or blocks[place] != blocks[place - 1] + 1 or place - first == most:

@@ -1,4 +1,4 @@
-"""The forward pass of a step: its buffers, and its kernels in their order, recorded once for each number of rows.
+"""The forward pass of a step: its buffers, and its kernels in order, recorded once for each number of rows.
 
 R rows go through the model together. The residual h [R, width] is f32. A linear reads bf16 and writes f32 parts
 [splits, R, rows of the weight], which the next kernel adds. The number of splits is a constant of the weight's shape,
@@ -20,29 +20,31 @@ from gpulease.client.decode.row_records import PAGE, RESULT, ROW
 from gpulease.client.handles import Buffer
 
 MAX_PROGRAMS: Final = 264
-"""Programs of 64 columns up to which sums are cut: two for each of an H100's 132 multiprocessors."""
+"""Sums are cut while a launch has at most this many programs of 64 columns: two for each of an H100's 132
+multiprocessors."""
 
 MAX_SPLITS: Final = 8
-"""Parts of a sum at most: each is written and read once more."""
+"""Most parts of a sum. Each part is written to memory and read again."""
 
 LEAST_CHUNK: Final = 384
-"""Columns in one part at least; shorter ones do not pay for their writing."""
+"""Least columns in one part. With fewer, writing and reading the part costs more than the parallel sum saves."""
 
 CHUNK_STEP: Final = 256
-"""What the columns of a part are a multiple of: Q4_K's blocks, and every tile's depth."""
+"""The columns of a part are a multiple of this: of Q4_K's block, and of every tile's depth."""
 
 MAX_ATTENTION_PROGRAMS: Final = 8 * 132
-"""Programs that attend to a step's sequences, more or less: eight for each of an H100's multiprocessors."""
+"""Approximate number of attention programs in a step: eight for each of an H100's multiprocessors."""
 
 MAX_BUFFER_BYTES: Final = 2 * (2**31 - 1)
-"""Bytes of one buffer at most: kernels count its values, of two bytes at least, in 32 bits."""
+"""Most bytes of one buffer: kernels index its values, of at least two bytes, in 32 bits."""
 
 
 def parts_of(rows: int, columns: int) -> tuple[int, int]:
-    """Return how the sums of a linear [rows, columns] are cut: into how many parts, of how many columns each.
+    """Return how the sums of a linear [rows, columns] are cut: the number of parts, and the columns of each.
 
-    Both are constants of the weight's shape.
+    Both depend only on the weight's shape, and not on the step: the order of additions decides a result's last bits.
     """
+    # Double the parts while all programs still fit on the card at once and no part gets too short.
     splits = 1
     while 2 * splits <= MAX_SPLITS and -(-rows // 64) * 2 * splits <= MAX_PROGRAMS:
         if columns // (2 * splits) < LEAST_CHUNK:
@@ -53,22 +55,22 @@ def parts_of(rows: int, columns: int) -> tuple[int, int]:
 
 
 def chunk_of(columns: int, splits: int) -> int:
-    """Return the columns of a part of a sum that is cut into so many parts, or fewer."""
+    """Return the columns of each part of a sum that is cut into at most `splits` parts."""
     return -(-columns // (splits * CHUNK_STEP)) * CHUNK_STEP
 
 
 def buckets_of(max_rows: int) -> tuple[int, ...]:
-    """Return the numbers of rows that steps are padded to: powers of two, and `max_rows`."""
+    """Return the numbers of rows that steps are padded to: the powers of two below `max_rows`, and `max_rows`."""
     return (*(1 << i for i in range((max_rows - 1).bit_length())), max_rows)
 
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """Numbers that the engine's buffers have room for.
+    """Sizes that the engine's buffers have room for.
 
     Attributes:
         max_rows: Rows of a step.
-        tables: Sequences that have a block table at a time.
+        tables: Sequences that have a block table at the same time.
         positions: Positions of a sequence.
     """
 
@@ -78,12 +80,12 @@ class StepLimits:
 
     @property
     def table_blocks(self) -> int:
-        """Blocks of a block table."""
+        """Entries of a sequence's block table: the blocks of its `positions`."""
         return -(-self.positions // PAGE)
 
     @property
     def splits(self) -> int:
-        """Parts of a sequence's attention at most."""
+        """The most parts that a sequence's attention is cut into."""
         return -(-self.positions // manifest().split)
 
 
@@ -93,7 +95,7 @@ def block_bytes(config: ModelConfig) -> int:
 
 
 def layer_bytes(config: ModelConfig) -> int:
-    """Return the bytes of one layer in a block."""
+    """Return the bytes of one layer's keys and values in a block."""
     return 2 * config.key_heads * PAGE * config.head_width * 2
 
 
@@ -103,12 +105,14 @@ def buffer_sizes(config: ModelConfig, limits: StepLimits) -> dict[str, int]:
     Raises RequestRejected if one has more values than the kernels can index.
     """
     rows, heads = limits.max_rows, config.heads
+    # Rows and columns of a layer's linears: qkv, output, gate_up, down. They share one buffer for their parts.
     linears = (
         ((heads + 2 * config.key_heads) * config.head_width, config.width),
         (config.width, heads * config.head_width),
         (2 * config.inner_width, config.width),
         (config.width, config.inner_width),
     )
+    # Bytes of one f32 per head and part of a sequence, for the steps whose attention is cut.
     attention = _split_rows(rows, config) * heads * limits.splits * 4
     sizes = {
         "h": rows * config.width * 4,
@@ -180,6 +184,7 @@ class ForwardPass:
         for name, size in buffer_sizes(self.weights.config, self.limits).items():
             self._buffers[name] = await self._session.mem_alloc(size)
         launches = (launch for rows in buckets_of(self.limits.max_rows) for launch in self.launches(rows))
+        # A kernel per shape and number of rows: load those that any bucket uses, before the graphs are recorded.
         await self.library.load(*dict.fromkeys(launch.name for launch in launches))
 
     async def launch(self, rows: int) -> None:
@@ -195,6 +200,8 @@ class ForwardPass:
             "embed", (rows,), h=b["h"], table=self.weights.embedding, rows=b["rows"], results=b["results"],
             tables=b["tables"], D=width, table_blocks=limits.table_blocks,
         )  # fmt: skip
+        # The norm after a linear adds its parts to the residual, so it needs to know the linear before it. The first
+        # norm has none, because `embed` writes the residual itself.
         before: Linear | None = None
         for index, layer in enumerate(self.weights.layers):
             yield self._normalise(rows, layer.attention_norm, before)
@@ -209,7 +216,7 @@ class ForwardPass:
         yield from self._sample(rows)
 
     def _sample(self, rows: int) -> Iterator[KernelLaunch]:
-        """Choose each row's token from the logits."""
+        """Yield the launches that choose each row's token from the logits: a scan by blocks, then a choice by row."""
         b, vocabulary, blocks = self._buffers, self.weights.config.vocabulary, _scanned_blocks(self.weights.config)
         scanned: dict[str, Value] = {"bests": b["bests"], "tokens": b["best_tokens"], "totals": b["block_totals"]}
         logits: dict[str, Value] = {
@@ -219,7 +226,7 @@ class ForwardPass:
         yield KernelLaunch("sample", (rows,), results=b["results"], rows=b["rows"], **scanned, **logits, blocks=blocks)
 
     def _normalise(self, rows: int, weight: Buffer, before: Linear | None) -> KernelLaunch:
-        """Add the parts of the linear before to h, and turn h's norm into x."""
+        """Return the launch that adds the parts of the linear `before` to h, and writes h's norm to x."""
         b, width = self._buffers, self.weights.config.width
         return KernelLaunch(
             _norm_name(self.weights.config), (rows,), x=b["x"], h=b["h"], parts=b["parts"], weight=weight,
@@ -228,11 +235,13 @@ class ForwardPass:
         )  # fmt: skip
 
     def _attend(self, rows: int, index: int, layer: LayerWeights) -> Iterator[KernelLaunch]:
-        """Turn h's norm in x into the attention's output in x."""
+        """Yield the launches that turn h's norm, in x, into the attention's output, also in x."""
         config, b, limits = self.weights.config, self._buffers, self.limits
         heads, key_heads, width = config.heads, config.key_heads, config.head_width
         place: dict[str, Value] = {"layer_bytes": index * layer_bytes(config), "block_bytes": block_bytes(config)}
         yield self._linear(layer.qkv, rows, "x")
+        # Rotate q and k, and append k and v to the rows' blocks. Rows of one step see each other's keys in the next
+        # kernel.
         rope = f"rope_append_{width}"
         programs = -(-(heads + 2 * key_heads) // manifest().kernels[rope].constants["HEADS"])
         yield KernelLaunch(
@@ -246,6 +255,8 @@ class ForwardPass:
             "q": b["q"], "rows": b["rows"], "tables": b["tables"], **place, "table_blocks": limits.table_blocks,
             "H": heads, "G": key_heads, "scale": math.log2(math.e) / math.sqrt(width),
         }  # fmt: skip
+        # One program per row and key head if the sequences are short or the rows many; otherwise cut each sequence, so
+        # that few rows still fill the card. Both give the same bits.
         if limits.splits == 1 or rows > _split_rows(rows, config):
             yield KernelLaunch(f"attend_whole_{width}", (rows, key_heads), x=b["x"], **read)
             return
@@ -256,7 +267,7 @@ class ForwardPass:
         yield KernelLaunch(f"combine_{width}", (rows, heads), x=b["x"], **parts, rows=b["rows"], H=heads)
 
     def _gate(self, rows: int, gate_up: Linear) -> Iterator[KernelLaunch]:
-        """Turn h's norm in x into the gated values: in one kernel where the sums are not cut."""
+        """Yield the launches that turn h's norm, in x, into the gated values: fused if the sums are not cut."""
         b, inner, splits = self._buffers, self.weights.config.inner_width, _splits(gate_up)
         if gate_up.layout is Layout.BF16 and splits == 1:
             name = tile_of("linear_silu_bf16", self.target, rows, inner, 1)
@@ -270,7 +281,7 @@ class ForwardPass:
         yield KernelLaunch("silu", grid, x=b["gated"], parts=b["parts"], splits=splits, stride=stride, F=inner)
 
     def _linear(self, linear: Linear, rows: int, x: str, parts: str = "parts") -> KernelLaunch:
-        """Multiply the values in buffer `x`; the sums are cut into `_splits` parts."""
+        """Return the launch that multiplies buffer `x` by a linear's weights, and writes the parts of its sums."""
         splits, chunk = parts_of(linear.rows, linear.columns)
         name = tile_of(f"linear_{linear.layout}", self.target, rows, linear.rows, splits)
         planes: dict[str, Value] = dict(zip(_planes(manifest().kernels[name]), linear.planes, strict=True))
@@ -280,17 +291,20 @@ class ForwardPass:
 
 
 def _split_rows(rows: int, config: ModelConfig) -> int:
-    """Rows of a step at most whose sequences several programs attend to, part by part: more have programs enough."""
+    """The most rows of a step whose attention is cut into parts.
+
+    With more rows there are enough programs without that.
+    """
     return min(rows, (MAX_PROGRAMS - 1) // config.key_heads)
 
 
 def _scanned_blocks(config: ModelConfig) -> int:
-    """Blocks of the vocabulary that are scanned side by side."""
+    """The number of the vocabulary's blocks, each of which one program scans."""
     return -(-config.vocabulary // manifest().kernels["scan"].constants["BLOCK_V"])
 
 
 def _norm_name(config: ModelConfig) -> str:
-    """The norm that reads a row in the fewest blocks, without a larger one's idle lanes."""
+    """Return the name of the smallest norm kernel that reads a row in one block, or else of the largest one."""
     blocks = sorted(
         (facts.constants["BLOCK_D"], name)
         for name, facts in manifest().kernels.items()
@@ -300,10 +314,10 @@ def _norm_name(config: ModelConfig) -> str:
 
 
 def _splits(linear: Linear) -> int:
-    """Into how many parts a linear's sums are cut."""
+    """Return the number of parts that a linear's sums are cut into."""
     return parts_of(linear.rows, linear.columns)[0]
 
 
 def _planes(facts: KernelFacts) -> tuple[str, ...]:
-    """The names of a linear's weights among its kernel's parameters."""
+    """Return the names of the kernel parameters that are a linear's weights: those between x and R."""
     return facts.parameters[2 : facts.parameters.index("R")]

@@ -1,4 +1,4 @@
-"""The decode engine's kernels in a session: loaded as they are wanted, launched by the names of their parameters."""
+"""The decode engine's kernels in a session: loaded when needed, launched with parameters by name."""
 
 import hashlib
 import json
@@ -14,7 +14,10 @@ from gpulease.client.kernel_args import KernelArgs
 _FOLDER: Final = "gpulease.client.decode.kernels"
 
 _SCRATCH_PARAMETERS: Final = 2
-"""Pointers that Triton puts behind every kernel's parameters: to scratch memory, of which these kernels have none."""
+"""Pointers to scratch memory that Triton appends to every kernel's parameters.
+
+These kernels use none, so they are 0.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +26,12 @@ class KernelFacts:
 
     Attributes:
         kernel: Its name in the PTX.
-        target: Architecture that it is compiled for: `sm_80`, for all later cards, too, or `sm_90a`, for its own alone.
+        target: Architecture that it is compiled for: `sm_80`, which later cards run, too, or `sm_90a`, which no other
+            runs.
         threads: Threads of a block.
         shared_bytes: Dynamic shared memory.
         parameters: Names of its parameters, in order.
-        constants: Constants that it was compiled with, its tile's among them.
+        constants: Constants that it was compiled with, including its tile's sizes.
     """
 
     kernel: str
@@ -44,8 +48,8 @@ class Manifest:
 
     Attributes:
         split: Positions in one part of a sequence's attention.
-        heads: Query heads of a key head at most.
-        kernels: Facts by the names of the files.
+        heads: The most query heads per key head.
+        kernels: Facts by the names of the files, without `.ptx`.
     """
 
     split: int
@@ -55,7 +59,7 @@ class Manifest:
 
 @cache
 def manifest() -> Manifest:
-    """Read the package's manifest."""
+    """Return the package's manifest, which `build` wrote. It is read once per process."""
     found = json.loads(files(_FOLDER).joinpath("manifest.json").read_text())
     kernels = {
         name: KernelFacts(
@@ -73,7 +77,7 @@ def manifest() -> Manifest:
 
 @cache
 def kernels_sha256() -> str:
-    """Return the SHA-256 of the manifest and all PTX: bits of results depend on them."""
+    """Return the SHA-256 of the manifest and all PTX, on which the bits of results depend."""
     digest = hashlib.sha256()
     names = sorted(f"{name}.ptx" for name in manifest().kernels)
     for name in ("manifest.json", *names):
@@ -82,11 +86,11 @@ def kernels_sha256() -> str:
 
 
 Value = Buffer | int | float | None
-"""A kernel's parameter; None is a null pointer, of which it reads nothing."""
+"""A kernel's parameter. None is a null pointer, which the kernel does not read."""
 
 
 class KernelLaunch:
-    """A launch of a kernel.
+    """A launch of a kernel, not bound to a session yet.
 
     Attributes:
         name: The kernel's name in the manifest.
@@ -101,14 +105,14 @@ class KernelLaunch:
 
 
 class KernelLibrary:
-    """The kernels of one session."""
+    """The loaded kernels of one session. The modules stay loaded until the session ends."""
 
     def __init__(self, session: GpuSession) -> None:
         self._session = session
         self._modules: dict[str, Module] = {}
 
     async def load(self, *names: str) -> None:
-        """Load kernels that are not loaded yet. Raises LoadFailed."""
+        """Load the kernels that are not loaded yet. Raises LoadFailed."""
         for name in names:
             if name not in self._modules:
                 ptx = files(_FOLDER).joinpath(f"{name}.ptx").read_bytes()
@@ -119,6 +123,7 @@ class KernelLibrary:
         facts, values = manifest().kernels[launch.name], launch.values
         if set(values) != set(facts.parameters):
             raise TypeError(f"{launch.name} takes {', '.join(facts.parameters)}, not {', '.join(values)}")
+        # Push in the kernel's order. The Python type decides the width: a buffer or null is 64 bits, a number 32.
         args = KernelArgs()
         for parameter in facts.parameters:
             value = values[parameter]

@@ -1,6 +1,7 @@
 """The tile that computes a linear, by the step's rows, the weight's shape and the card.
 
-A choice changes a step's time, never its bits (kernels/triton_source.py). The rules are what was fastest on an H200.
+The choice changes a step's time, but never its bits (kernels/triton_source.py). The rules are those that were fastest
+on an H200.
 """
 
 import math
@@ -10,16 +11,16 @@ from typing import Final
 from gpulease.client.decode.engine.kernel_library import manifest
 
 SM_80: Final = "sm_80"
-"""Architecture whose kernels every later card and the embedded driver take."""
+"""Architecture of the kernels that every later card and the embedded driver run."""
 
 SM_90A: Final = "sm_90a"
-"""Architecture of the kernels that cards of compute capability 9.0 take, and no others (PTX ISA, `.target`)."""
+"""Architecture of the kernels that only cards of compute capability 9.0 run (PTX ISA, `.target`)."""
 
 ENOUGH_PROGRAMS: Final = 96
-"""Programs of a launch at least for the larger of two tiles: fewer leave too many of 132 multiprocessors idle."""
+"""Least programs of a launch for the larger of two tiles. Fewer would leave too many of 132 multiprocessors idle."""
 
 ENOUGH_WAITING_PROGRAMS: Final = 200
-"""The same for 64 rows or fewer, whose programs wait for memory: more than one is wanted for each multiprocessor."""
+"""The same for 64 rows or fewer. Their programs wait for memory, so each multiprocessor needs more than one."""
 
 
 def target_of(driver: str, compute_capability: int) -> str:
@@ -40,9 +41,11 @@ def tile_of(function: str, target: str, rows: int, columns: int, parts: int) -> 
     """
     smallest, *others = tiles_of(function, SM_80)
     own = tiles_of(function, target) if target != SM_80 else []
+    # Up to the smallest tile's rows, or without tiles for this card alone: the smallest tile that has all rows.
     if rows <= _rows(smallest) or not own:
         return next((name for name in (smallest, *others) if _rows(name) >= rows), others[-1])
     small, medium, large = own
+    # Larger tiles read the weights less often, if they still fill the card.
     if rows <= _rows(small):
         return medium if _programs(medium, rows, columns) * parts >= ENOUGH_WAITING_PROGRAMS else small
     return large if _programs(large, rows, columns) * parts >= ENOUGH_PROGRAMS else medium
@@ -56,7 +59,7 @@ def tiles_of(function: str, target: str) -> list[str]:
 
 
 def grid_of(name: str, rows: int, columns: int) -> tuple[int, int]:
-    """Return the programs of a tile's launch. Those that read the same weights run side by side: these are read once.
+    """Return the programs of a tile's launch. Those that read the same weights are adjacent, so the cache serves them.
 
     Args:
         name: The tile's kernel.

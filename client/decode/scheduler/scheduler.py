@@ -70,11 +70,11 @@ class SchedulerSettings:
     def __post_init__(self) -> None:
         for name in ("max_sequences", "max_rows", "context", "vocabulary", "rebinds_at_once"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; give 1 or more")
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if not 1 <= self.prefill_rows <= self.max_rows:
-            raise ValueError(f"prefill_rows is {self.prefill_rows}; give 1 to max_rows, {self.max_rows}")
+            raise ValueError(f"prefill_rows must be 1 to max_rows, {self.max_rows}, not {self.prefill_rows}")
         if self.replay_wait_s < 0 or self.rebind_interval_s < 0:
-            raise ValueError("replay_wait_s and rebind_interval_s are 0 or more")
+            raise ValueError("replay_wait_s and rebind_interval_s must be at least 0")
 
 
 class ContinuousBatchScheduler:
@@ -186,7 +186,7 @@ class ContinuousBatchScheduler:
         """
         tenant = self.tenants.get(request.tenant_id)
         if tenant is None:
-            raise RequestRejected(f"there is no tenant {request.tenant_id!r}")
+            raise RequestRejected(f"the decoder has no tenant {request.tenant_id!r}")
         if request.request_id in self._live or request.request_id in self._waiting:
             raise RequestIdInUse(f"request {request.request_id!r} lives or waits already", "Give another id")
         # Refused at once, because no wait would help: too large for the region or the context, a token outside the
@@ -194,7 +194,9 @@ class ContinuousBatchScheduler:
         if detail := self._excess(tenant, request):
             return [SchedulerEvent.AdmissionRejected(request, AdmissionReason.TOO_LARGE, detail)]
         if not 0 <= min(request.token_ids) <= max(request.token_ids) < self.settings.vocabulary:
-            raise RequestRejected(f"a token is not in the vocabulary; give 0 to {self.settings.vocabulary - 1}")
+            raise RequestRejected(
+                f"tokens must be 0 to {self.settings.vocabulary - 1}, as the vocabulary has no others"
+            )
         if limited := self._limited(tenant, request, request.wait_s, now):
             return [limited]
         # Enqueue first and admit by the usual order: a request gets no table ahead of one that waited before it.
@@ -738,5 +740,5 @@ class ContinuousBatchScheduler:
 
 def _checked_blocks(config: TenantConfig, blocks: int) -> int:
     if not 1 <= blocks <= config.max_blocks:
-        raise ValueError(f"tenant {config.id}: a region of {blocks} blocks; give 1 to {config.max_blocks}")
+        raise ValueError(f"tenant {config.id}: a region must have 1 to {config.max_blocks} blocks, not {blocks}")
     return blocks

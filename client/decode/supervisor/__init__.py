@@ -1,1 +1,1 @@
-"""Serves prompts on a lease: requests, tenants' regions, losses of engines and what replaces them."""
+"""Serves prompts on a lease: requests, tenants' regions, and recovery from the loss of regions and engines."""

@@ -1,4 +1,4 @@
-"""Tasks that end with their owner."""
+"""Background tasks that their owner starts, and cancels together when it ends."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -6,20 +6,21 @@ from typing import Any
 
 
 class BackgroundTasks:
-    """Tasks of one owner, who stops them."""
+    """The background tasks of one owner. It must await `stop` before it ends, or tasks would outlive it."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run a coroutine in a task."""
+        """Run a coroutine in a task. Nothing awaits it before `stop`, so the coroutine must handle its own errors."""
         task = asyncio.create_task(work)
+        # asyncio itself keeps only weak references to tasks.
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     async def stop(self) -> None:
-        """Cancel those that run, and wait for their ends."""
+        """Cancel the tasks that are running, and wait until they have ended. Their errors are dropped."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

@@ -1,11 +1,10 @@
-"""A record on the daemon's audit log of each request that a decoder served, and what such a record says.
+"""Records of a decoder's requests in the daemon's audit log: their contents, and the task that writes them.
 
     audit = await DecodeAudit.of(checkpoint)
     async with Decoder.open(checkpoint, observers=[audit]) as decoder, audit.writing(lambda: decoder.engine.lease):
         ...
 
-A record has digests and no text. Whoever has the prompt can compute the output again and compare
-(`gpulease audit recompute`).
+A record has digests and no text. With the prompt, `gpulease audit recompute` computes the output again and compares.
 """
 
 import asyncio
@@ -34,7 +33,8 @@ from gpulease.protocol.lease_ids import lease_text
 from gpulease.protocol.time_units import US_PER_S
 
 MAX_KEPT: Final = 16_384
-"""Records that wait for the daemon, some 30 MB. Stops a daemon that is away from filling the server's memory."""
+"""Most records that wait for the daemon, some 30 MB. Without a limit, a daemon that stays down would make the server
+run out of memory."""
 
 AT_ONCE: Final = 64
 """Records in flight together, which wait for the disk once. A lease's renewal waits for them."""
@@ -43,13 +43,13 @@ RETRY_S: Final = 1.0
 """Seconds between two tries to write a record that the daemon did not take."""
 
 LAST_WRITES_S: Final = 10.0
-"""Seconds for the records that are left when the server stops. A daemon that hangs must not keep it."""
+"""Seconds to write the remaining records when the server stops. A daemon that hangs must not delay the stop further."""
 
 MAX_NAME_CHARACTERS: Final = 128
-"""Characters of a name in a record, which must stay below the most bytes of a note."""
+"""Most characters of a name in a record, so that the record stays below the size limit of a note."""
 
 SERVER_BYTES: Final = 8
-"""Random bytes of a server's name in its records: no two servers of a log have one name."""
+"""Random bytes of a server's name in its records, enough that no two servers of one log have the same name."""
 
 EVENT: Final = "decode"
 START_EVENT: Final = "decode_start"
@@ -59,14 +59,13 @@ _log: Final = logging.getLogger("gpulease.decode")
 
 @dataclass(frozen=True, slots=True)
 class TokenDigest:
-    """Tokens, by their number and the SHA-256 of their little-endian u32s."""
+    """A list of tokens as a record has it: their number, and the SHA-256 of them as little-endian u32s."""
 
     count: int
     sha256: str
 
     @classmethod
     def of(cls, tokens: Sequence[int]) -> Self:
-        """Sum tokens up."""
         words = array("I", tokens)
         if byteorder == "big":
             words.byteswap()
@@ -76,13 +75,12 @@ class TokenDigest:
         return f"{self.count} tokens, sha256 {self.sha256}"
 
     def note(self) -> dict[str, Any]:
-        """Return it as a part of a record."""
         return {"count": self.count, "sha256": self.sha256}
 
 
 @dataclass(frozen=True, slots=True)
 class ComputedBy:
-    """All that a request's output depends on, but its prompt and its sampling.
+    """What a request's output depends on, besides its prompt and its sampling.
 
     Attributes:
         model: The model's name: the last part of its path.
@@ -103,15 +101,14 @@ class ComputedBy:
         return cls(name, await asyncio.to_thread(checkpoint.sha256), kernels_sha256(), packed)
 
     def note(self) -> dict[str, Any]:
-        """Return it as a part of a record."""
         model = {"name": self.model, "sha256": self.model_sha256, "packed": self.packed}
         return {"model": model, "kernels_sha256": self.kernels_sha256}
 
 
 def note_of(finished: FinishedRequest, by: ComputedBy, server: str, number: int) -> dict[str, Any]:
-    """Return the record of a request, without floats: those of the sampling are their shortest texts.
+    """Return the record of a request. It has no floats: those of the sampling are written as their shortest texts.
 
-    `server` and `number` name the record: the same one may be written again behind a connection that broke.
+    `server` and `number` identify the record, which may be in the log twice if a connection broke during the write.
     """
     sampling = finished.sampling
     return {
@@ -140,7 +137,7 @@ def note_of(finished: FinishedRequest, by: ComputedBy, server: str, number: int)
 
 @dataclass(frozen=True, slots=True)
 class DecodeRecord:
-    """A request's record as it was read: what its output was computed of, and the output's digest."""
+    """A request's record as it was read from the log: the inputs of the computation, and the digest of its output."""
 
     prompt: TokenDigest
     output: TokenDigest
@@ -149,7 +146,7 @@ class DecodeRecord:
 
     @classmethod
     def read(cls, note: Mapping[str, Any]) -> Self:
-        """Read a note. Raises ValueError if it is not the record of a request."""
+        """Parse a note. Raises ValueError if it is not the record of a request."""
         if note.get("event") != EVENT:
             raise ValueError("it describes no request")
         try:
@@ -164,12 +161,12 @@ class DecodeRecord:
 
 
 class DecodeAudit(DecoderObserver):
-    """Writes a record of every request that ended, by a task; none is lost without a word in the log.
+    """Writes a record of every request that ended, in a task. The server's log reports each record that is lost.
 
     Attributes:
         server: A random name, in all of its records.
         written: Records that are in the audit log.
-        lost: Records that will never be written: there was no room for them, or the daemon refused them for good.
+        lost: Records that will never be written, because the queue was full or the daemon refused them for good.
     """
 
     def __init__(self, by: ComputedBy) -> None:
@@ -182,11 +179,11 @@ class DecodeAudit(DecoderObserver):
 
     @classmethod
     async def of(cls, checkpoint: Checkpoint, *, packed: bool = True) -> Self:
-        """Make one for a model, whose files are read for their digest. Raises ModelRejected."""
+        """Make one for a model. Reads all of the model's files, to compute their digest. Raises ModelRejected."""
         return cls(await ComputedBy.of(checkpoint, packed=packed))
 
     def on_finished(self, report: FinishedRequest) -> None:
-        """Implement `DecoderObserver.on_finished`. A lost record has its number, too: the log shows a gap."""
+        """Queue the record of a request. A lost record uses up a number, too, so the audit log shows a gap."""
         self._finished += 1
         if len(self._kept) >= MAX_KEPT:
             self._lose(1, f"{MAX_KEPT} wait already")
@@ -196,20 +193,23 @@ class DecodeAudit(DecoderObserver):
 
     @property
     def kept(self) -> int:
-        """Records that wait to be written."""
+        """The number of records that wait to be written."""
         return len(self._kept)
 
     @asynccontextmanager
     async def writing(self, lease: Callable[[], GpuLease]) -> AsyncIterator[None]:
-        """Write records until the block ends, and what is left then. `lease` returns the decoder's present lease.
+        """Write records until the block ends, and then the remaining ones. `lease` returns the decoder's current lease.
 
-        Raises Unsupported where the daemon keeps no audit log, and what else keeps the first record from it.
+        Raises Unsupported if the daemon keeps no audit log, and any error that refuses the first record.
         """
+        # The first record shows at the start that the daemon takes notes, and which model this server computes.
         await lease().note({"event": START_EVENT, "server": self.server, **self.by.note()})
         task = asyncio.create_task(self._write(lease))
         try:
             yield
         finally:
+            # The server stops: give the writer a limited time for the rest, then count as lost what the daemon did not
+            # take.
             last = time.monotonic() + LAST_WRITES_S
             while self._kept and not task.done() and time.monotonic() < last:
                 await asyncio.wait([task], timeout=0.01)
@@ -224,25 +224,29 @@ class DecodeAudit(DecoderObserver):
         while True:
             self._wake.clear()
             while self._kept:
+                # Records stay in the queue until their outcome is known, so a cancelled write loses none of them.
                 batch = list(islice(self._kept, AT_ONCE))
                 undone = await self._undone(batch, lease)
                 for _ in batch:
                     self._kept.popleft()
+                # Failed ones go back to the front, in their order, so that numbers ascend in the log.
                 self._kept.extendleft(reversed(undone))
                 if undone:
                     await asyncio.sleep(RETRY_S)
             await self._wake.wait()
 
     async def _undone(self, batch: Sequence[dict[str, Any]], lease: Callable[[], GpuLease]) -> list[dict[str, Any]]:
-        """Write records. Returns those that need another try."""
+        """Write records together. Returns those that need another try."""
         outcomes: Sequence[GpuLeaseError | None]
         try:
             outcomes = await lease().notes(batch)
         except GpuLeaseError as error:
+            # The call itself failed, so which records the daemon wrote is unknown: all are written again.
             outcomes = [error] * len(batch)
         undone = []
         for note, failure in zip(batch, outcomes, strict=True):
-            # Its subclasses mean that the lease ended; the decoder acquires another.
+            # The daemon refuses this record for good. Subclasses of InvalidRequest mean that the lease ended: then the
+            # decoder acquires another one, and the record is written over that.
             if type(failure) is InvalidRequest:
                 self._lose(1, str(failure))
             elif failure is None:
@@ -262,5 +266,5 @@ class DecodeAudit(DecoderObserver):
 
 
 def _text(name: str) -> str:
-    """Return a name as a record holds it: cut, and without halves of surrogate pairs."""
+    """Return a name as a record holds it: truncated, and without unpaired surrogates."""
     return encodable(name[:MAX_NAME_CHARACTERS])

@@ -48,13 +48,13 @@ if TYPE_CHECKING:
     from gpulease.client.decode.text.tokenizer import Tokenizer
 
 MAX_POSITIONS: Final = 4096
-"""Default positions of a sequence, if the context has as many: with 131,072, the blocks of few would fill a card."""
+"""Default positions of a sequence, unless the context is shorter. With 131,072, a few sequences would fill a card."""
 
 MIN_REGION_LIFE_S: Final = 0.1
-"""Shortest life of a region: with less, moves would take most of the time."""
+"""Shortest life of a region. With less, moving sequences would take most of the time."""
 
 MAX_REGION_LIFE_S: Final = 86_400.0
-"""Longest life of a region that is not renewed: daemons' own bound of a lease's time, unless they say another."""
+"""Longest life of a region that is not renewed: the default limit that daemons set for a lease's time."""
 
 MAX_ROWS: Final = 1024
 """Most rows of a step in a settings file: more are a typing mistake."""
@@ -63,13 +63,13 @@ MAX_SEQUENCES: Final = 4096
 """Most live sequences in a settings file: more are a typing mistake."""
 
 MAX_REBINDS_AT_ONCE: Final = 1000
-"""Most regions of a tenant that are opened again at once: more are no bound of what their replays cost the others."""
+"""Most regions of a tenant that are opened again at once. A higher number would not limit the cost of their replays."""
 
 DEFAULT_TEXT_PROCESSES: Final = 2
 """Default number of processes that parse prompts: one is free while a tenant's large texts keep the other busy."""
 
 MAX_TEXT_PROCESSES: Final = 64
-"""Most processes that parse texts: each may take the memory of TextLimits, half a GiB."""
+"""Most processes that parse texts. Each may take half a GiB, the memory of TextLimits."""
 
 DEFAULT_TENANT: Final = "default"
 
@@ -79,7 +79,7 @@ DEFAULT_SEQUENCES: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class DecoderSettings:
-    """Limits of a decoder, which makes room for them at its start. The bounds are those of a server's settings file.
+    """Limits of a decoder, for which it reserves memory at its start. The bounds are those of a server's settings file.
 
     Raises:
         ValueError: `text_processes` or `region_life_s` is out of its range.
@@ -87,7 +87,7 @@ class DecoderSettings:
 
     max_rows: Annotated[int, Setting("Rows of a step.", least=1, most=MAX_ROWS)] = 64
     prefill_rows: Annotated[
-        int, Setting("Of them, rows of prompts beside sequences that decode.", least=1, most=MAX_ROWS)
+        int, Setting("Of them, rows of prompts while other sequences decode.", least=1, most=MAX_ROWS)
     ] = 32
     max_sequences: Annotated[int, Setting("Sequences that live at a time.", least=1, most=MAX_SEQUENCES)] = 64
     positions: Annotated[
@@ -104,8 +104,8 @@ class DecoderSettings:
     rebinds_at_once: Annotated[
         int,
         Setting(
-            "How often a tenant's lost region is opened again at once. Each time, what was lost takes rows from the"
-            " others as it is computed again.",
+            "How often a tenant's lost region is opened again at once. Each time, its sequences are computed again,"
+            " which takes rows from the others.",
             least=1,
             most=MAX_REBINDS_AT_ONCE,
         ),
@@ -122,17 +122,17 @@ class DecoderSettings:
     preempts: Annotated[
         bool,
         Setting(
-            "Whether a tenant of a higher weight gets the place of the lightest one's youngest sequence when it finds"
-            " none. What gives way is computed again later. Turn it on where the heavier tenant's first token matters"
-            " more."
+            "Whether a tenant of a higher weight that finds no place gets that of the youngest sequence of the tenant"
+            " with the lowest weight. That sequence is computed again later. Turn it on where the heavier tenant's"
+            " first token matters more."
         ),
     ] = False
     region_life_s: Annotated[
         float | None,
         Setting(
-            "Seconds of a tenant's region, for operators who let no grant get older. Its sequences move into a fresh"
-            " one before the end, for which the lease is larger by one region. Without it, regions are renewed. Where"
-            " the daemon refuses that, the log says so, and sequences move in the same way.",
+            "Seconds of a tenant's region, for operators who limit the age of grants. Its sequences move into a fresh"
+            " one before the end, for which the lease is larger by one region. Without it, regions are renewed. If"
+            " the daemon refuses a renewal, it is logged, and sequences move in the same way.",
             key="region_life_secs",
             least=MIN_REGION_LIFE_S,
             most=MAX_REGION_LIFE_S,
@@ -142,7 +142,7 @@ class DecoderSettings:
     text_processes: Annotated[
         int,
         Setting(
-            "Processes that read prompts: with two, one tenant's large texts keep nobody else's waiting.",
+            "Processes that read prompts: with two, one tenant's large texts do not delay the others'.",
             least=1,
             most=MAX_TEXT_PROCESSES,
         ),
@@ -217,6 +217,7 @@ class Decoder:
         """
         checkpoint = open_model(model) if isinstance(model, str | Path) else model
         spec = _engine_spec(checkpoint, tuple(tenants), settings)
+        # Everything that can be refused without a daemon is checked before the lease is acquired.
         scheduler = ContinuousBatchScheduler(
             _scheduler_settings(settings, checkpoint.config, spec.limits.positions), spec.tenants
         )
@@ -227,19 +228,22 @@ class Decoder:
     @asynccontextmanager
     async def _serve(self, progress: Callable[[int, int], None] | None = None) -> AsyncIterator[None]:
         """Open the first engine and run the loop; end all of it with the block."""
+        # The loop starts once the first engine is there: without one, `open` fails and there is nothing to undo.
         await self._supervisor.open(self._steps, progress)
         self._steps.start()
         self._supervisor.start(self.moves.watch())
         try:
             yield
         except BaseException:
+            # The block's own error counts, whatever the end of the lease raises.
             with suppress(GpuLeaseError):
                 await self._stop()
             raise
         await self._stop()
 
     async def _stop(self) -> None:
-        # Nothing begins any more. The step loop ends first, then what opens engines, then every request.
+        # First let nothing new begin. Then end the step loop, then the tasks that open engines and every request, then
+        # the processes that parse prompts. The lease is given back last, when nothing uses the engine.
         self._supervisor.close()
         await self._steps.stop()
         await self._supervisor.stop()
@@ -248,7 +252,7 @@ class Decoder:
 
     @property
     def engine(self) -> DecodeEngine:
-        """The engine; while it is lost, and another is opened, the lost one."""
+        """The engine. From its loss until another one takes over, this is the lost one."""
         return self._supervisor.serving.engine
 
     @property
@@ -258,12 +262,11 @@ class Decoder:
 
     @property
     def outage(self) -> Outage | None:
-        """The time without an engine so far; None while there is one, and once the decoder has ended."""
+        """The current time without an engine; None while there is an engine, and once the decoder has ended."""
         return self._supervisor.outage
 
     @property
     def steps(self) -> int:
-        """Number of steps that were computed."""
         return self._steps.computed
 
     @property
@@ -273,7 +276,7 @@ class Decoder:
 
     @property
     def rebinds(self) -> int:
-        """Number of regions that replaced others: those that had ended, and those that sequences left before."""
+        """Number of regions that replaced others, which had ended or whose sequences moved before that."""
         return self._supervisor.reopened + self.moves.count
 
     @property
@@ -309,8 +312,10 @@ class Decoder:
         self._supervisor.check_alive()
         ledger, now = self._ledger, self._clock()
         if request_id is None:
+            # Callers may use such names themselves, so skip those that are in use.
             request_id = next(name for number in self._numbers if not ledger.find(name := f"request-{number}"))
         request = PromptRequest(tenant_id, request_id, tuple(token_ids), sampling, max_tokens, wait_s)
+        # In the ledger before the scheduler gets it, because the scheduler may end it at once.
         generation = ledger.open(request, self.cancel, now)
         try:
             ledger.tell(self.scheduler.submit(request, now))
@@ -342,6 +347,7 @@ class Decoder:
             generation = self.submit(tokens, max_tokens=max_tokens, sampling=sampling, tenant_id=tenant_id)
         stream = tokenizer.stream()
         try:
+            # A token may end inside a character, so the stream holds back bytes until they are whole.
             async for emitted in generation:
                 if piece := stream.add(emitted.token):
                     yield piece
@@ -353,16 +359,17 @@ class Decoder:
     async def tokenizer(self) -> "Tokenizer":
         """Return the model's tokenizer. Raises ModelRejected where it has none, or a broken one.
 
-        It decodes tokens, and tokenizes texts of your own. While it tokenizes, no other Python of this process runs,
+        It decodes tokens, and tokenizes your own texts. While it tokenizes, no other Python code of this process runs,
         and no limit applies: use `prompts` for tenants' texts. The first call loads it in a thread, which takes a
         second for a large vocabulary.
         """
         if self._tokenizer is None:
             self._tokenizer = asyncio.ensure_future(asyncio.to_thread(self._checkpoint.tokenizer))
+        # One load serves all callers, so a caller that is cancelled must not cancel it.
         return await asyncio.shield(self._tokenizer)
 
     def cancel(self, generation: Generation) -> None:
-        """End a generation. One that has ended stays as it is, even if another has its id now."""
+        """End a generation. Has no effect on one that has ended, even if a later request has its id now."""
         if generation.reason is None:
             self._ledger.tell(self.scheduler.cancel(generation.request.request_id))
             self._steps.wake()
@@ -412,7 +419,7 @@ class Decoder:
     # --- its end ---
 
     def check_alive(self) -> None:
-        """Raise what ended the decoder, if it has ended."""
+        """Raise the error that ended the decoder, if it has ended."""
         self._supervisor.check_alive()
 
     async def wait_ended(self) -> None:
@@ -424,13 +431,13 @@ class Decoder:
 
 
 def _engine_spec(checkpoint: Checkpoint, tenants: tuple[TenantConfig, ...], settings: DecoderSettings) -> EngineSpec:
-    """Return what to open: the settings' limits, with the lease's size. Raises what `lease_bytes` raises."""
+    """Return the specification of the engine, with the lease's size. Raises what `lease_bytes` raises."""
     positions = settings.positions or min(checkpoint.config.context, MAX_POSITIONS)
     limits = StepLimits(settings.max_rows, settings.max_sequences, positions)
     tenants = tenants or (_only_tenant(limits),)
     pools = [tenant.max_blocks for tenant in tenants]
     if settings.region_life_s is not None:
-        pools.append(max(pools))  # A tenant has two of them for as long as its sequences move.
+        pools.append(max(pools))  # While a tenant's sequences move, it has two regions.
     wanted = lease_bytes(checkpoint, limits, pools, packed=settings.packed)
     return EngineSpec(checkpoint, limits, settings.packed, wanted, tenants, settings.region_life_s)
 

@@ -73,7 +73,7 @@ class Isolating(Generic[EngineT]):
 
 @dataclass(frozen=True, slots=True)
 class Lost(Generic[EngineT]):
-    """There is no engine; another one is requested.
+    """The engine was lost, and another one is requested.
 
     Attributes:
         engine: The lost engine.
@@ -111,12 +111,12 @@ class Adopting(Generic[EngineT]):
 
     @property
     def engine(self) -> EngineT:
-        """The engine that has the steps under way."""
+        """The engine that has the steps under way, which is not the successor yet."""
         return self.before.engine
 
     @property
     def pending_loss(self) -> PendingLoss | None:
-        """That of the phase before."""
+        """The pending loss of the engine that has the steps under way."""
         return self.before.pending_loss
 
 
@@ -144,12 +144,12 @@ Phase = Serving[EngineT] | Isolating[EngineT] | Lost[EngineT] | Adopting[EngineT
 
 @dataclass(frozen=True, slots=True)
 class Wake:
-    """Wake the step loop, which may be idle."""
+    """Wake the step loop, which may be idle, so that it meets the change."""
 
 
 @dataclass(frozen=True, slots=True)
 class AwaitAnswers(Generic[EngineT]):
-    """Give the steps under way some time to end by themselves, then report `answers_overdue`."""
+    """Give the steps under way some time to end by themselves, then call `answers_overdue`."""
 
     engine: EngineT
     error: Exception
@@ -157,7 +157,7 @@ class AwaitAnswers(Generic[EngineT]):
 
 @dataclass(frozen=True, slots=True)
 class AbortSteps:
-    """Stop waiting for the steps under way."""
+    """Stop waiting for the steps under way: their host does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,7 @@ class GiveUpRequest:
 
 @dataclass(frozen=True, slots=True)
 class RequestEngine(Generic[EngineT]):
-    """Let go of a lost engine and request another, after a pause, until there is one or `is_wanted` is False."""
+    """Abandon a lost engine and, after a pause, request others until one is there or `is_wanted` is False."""
 
     lost: EngineT
     loss_number: int
@@ -186,7 +186,7 @@ class RequestEngine(Generic[EngineT]):
 
 @dataclass(frozen=True, slots=True)
 class HandOver:
-    """Notify the task that offered the successor: it has taken over."""
+    """Notify the task that offered the successor that it has taken over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,7 @@ class RestartSequences:
 
 @dataclass(frozen=True, slots=True)
 class Isolate:
-    """Admit only these requests; None: all."""
+    """Let the scheduler admit only these requests; None ends the isolation, and all are admitted."""
 
     group: frozenset[str] | None
 
@@ -238,17 +238,20 @@ class RequestsInProgress(Protocol):
         """Return whether the request has not ended."""
 
     def emitted_tokens(self, request_id: str) -> int:
-        """Return how many tokens it has emitted; 0 if it has ended."""
+        """Return the number of tokens that it has emitted; 0 if it has ended."""
 
     def is_computable(self, request_id: str) -> bool:
-        """Return whether it gets rows once it is admitted. A suspended tenant's would keep everybody waiting."""
+        """Return whether it gets rows once it is admitted.
+
+        A suspended tenant's request does not, and a group that waited for it would hold up all others.
+        """
 
 
 # --- events ---
 
 
 class EngineLifecycle(Generic[EngineT]):
-    """The phase of one decoder's engine, and what happened to engines before.
+    """The phase of one decoder's engine, and the history of losses that decides pauses and suspects.
 
     Attributes:
         phase: The phase.
@@ -267,7 +270,7 @@ class EngineLifecycle(Generic[EngineT]):
 
     @property
     def failure(self) -> GpuLeaseError | None:
-        """What ended the decoder; None while it is open."""
+        """The error that ended the decoder; None while it is open."""
         return self.phase.error if isinstance(self.phase, Closed) else None
 
     @property
@@ -278,29 +281,31 @@ class EngineLifecycle(Generic[EngineT]):
 
     @property
     def has_engine(self) -> bool:
-        """Return whether there is an engine, as far as the step loop knows."""
+        """Whether there is an engine, as far as the step loop knows: a pending loss does not count yet."""
         return isinstance(self._before, Serving | Isolating)
 
     @property
     def is_serving(self) -> bool:
-        """Return whether there is an engine, and no loss of it was reported."""
+        """Whether there is an engine of which no loss was reported."""
         return self.has_engine and self.phase.pending_loss is None
 
     def is_engaged(self, engine: EngineT) -> bool:
-        """Return whether this is the engine that `has_engine` means."""
+        """Return whether this engine is the one that computes, and not a lost one or a successor."""
         return self.has_engine and self.phase.engine is engine
 
     def is_wanted(self, loss_number: int) -> bool:
-        """Return whether an engine is still wanted in the place of one that was lost."""
+        """Return whether the loss with this number still waits for an engine. A move may have brought one."""
         return self.loss is not None and self.loss.number == loss_number
 
     def is_change_due(self) -> bool:
-        """Return whether steps under way are to end before the next one starts: for `adopt`, or for `isolate_next`."""
+        """Return whether the steps under way must end before the next one starts, so that the phase can change."""
         phase = self.phase
         if type(phase) is Serving:
+            # Suspects that could not be computed before, because their tenant was suspended, may be computable now.
             isolation = self.isolation
             return bool(isolation) and isolation.has_next(self._requests.is_computable)
         if type(phase) is Isolating:
+            # The group is done when each member has passed the place of the loss, ended, or can't be computed now.
             is_computable = self._requests.is_computable
             return not any(self._is_in_doubt(name) and is_computable(name) for name in self.isolation.current)
         return type(phase) is Adopting
@@ -355,9 +360,10 @@ class EngineLifecycle(Generic[EngineT]):
             steps: Steps that the decoder has computed in all.
             under_way: The requests with rows in the steps under way, each with the number of tokens it has emitted.
         """
+        # Step 1: count losses in a row, which decide the pause. Losses without a step in between are one outage, unless
+        # the engine had been there for long.
         before = self._before
         assert isinstance(before, Serving | Isolating)
-        # Losses without a step in between are one outage, unless the engine was there for long.
         if steps != self._steps_at_loss:
             self._losses_in_a_row = 0
         if not self._losses_in_a_row or now - before.since >= engine_losses.LASTED_S:
@@ -369,20 +375,22 @@ class EngineLifecycle(Generic[EngineT]):
             "losses": self._losses_in_a_row,
             "under_way": len(under_way),
         }
-        # Further losses do not postpone the deadline of what has waited since the first of them.
+        # Step 2: end all sequences. Replays wait from the first loss of the outage on, so further losses do not extend
+        # their deadline.
         wait_s = max(0.0, self._outage_began + engine_losses.REPLAY_WAIT_S - now)
         effects: list[Effect[EngineT]] = [
             Log("engine_lost", fields, error),
             EndSequences(CompletionReason.ENGINE_ERROR, wait_s),
         ]
-        # If what was computed may be the cause, those who had rows are suspects. One that was alone is given up, and
-        # the next engine, which has nothing to do with it, is opened without a pause.
+        # Step 3: if the computation may be the cause, the requests with rows are suspects. One that was computed alone
+        # is given up. The next engine does not compute it, so it is opened without a pause.
         suspected = list(under_way) if engine_losses.is_fault(error) else []
         if engine_losses.is_kill(error):
             suspected = self.isolation.killed(under_way, MAX_UNANSWERED_STEPS)
         if suspected and (guilty := self.isolation.fault(suspected)):
             self._losses_in_a_row = 0
             effects.append(GiveUpRequest(guilty))
+        # Step 4: request another engine. A group that was being isolated stays isolated on it.
         self._losses += 1
         cleared_at = before.cleared_at if isinstance(before, Isolating) else {}
         lost = Lost(before.engine, error, now, self._outage_began, self._losses, cleared_at)
@@ -405,7 +413,7 @@ class EngineLifecycle(Generic[EngineT]):
     # --- another engine takes over ---
 
     def offer(self, engine: EngineT) -> list[Effect[EngineT]]:
-        """Let an engine take over as soon as no step is under way. Raises what ended the decoder, if it has ended."""
+        """Let an engine take over once no step is under way. Raises the error that ended the decoder, if any."""
         phase = self.phase
         if isinstance(phase, Closed):
             raise phase.error
@@ -419,7 +427,7 @@ class EngineLifecycle(Generic[EngineT]):
             self.phase = self.phase.before
 
     def adopt(self, now: float) -> list[Effect[EngineT]]:
-        """Let the successor take over; no step is under way. `isolate_next` is to follow."""
+        """Let the successor take over. No step may be under way, and the caller then calls `isolate_next`."""
         phase = self.phase
         assert isinstance(phase, Adopting)
         before, engine = phase.before, phase.successor
@@ -427,6 +435,7 @@ class EngineLifecycle(Generic[EngineT]):
         # The sequences of a lost engine have ended already.
         if not isinstance(before, Lost):
             effects.append(EndSequences(CompletionReason.PREEMPTED, engine_losses.REPLAY_WAIT_S))
+        # A successor continues the isolation that a move or a loss interrupted, with the same marks of progress.
         if isinstance(before, Serving) or not before.cleared_at:
             self.phase = Serving(engine, now)
         else:
@@ -436,19 +445,23 @@ class EngineLifecycle(Generic[EngineT]):
     # --- suspects ---
 
     def isolate_next(self) -> list[Effect[EngineT]]:
-        """Compute the next group of suspects alone, from their prompts; without any, compute everybody.
+        """Compute the next group of suspects alone, from their prompts; without suspects, compute all requests.
 
-        No step is under way.
+        No step may be under way.
         """
         phase, isolation, requests = self.phase, self.isolation, self._requests
         assert isinstance(phase, Serving | Isolating)
-        # Members of the group that can't be computed now, and may be at fault, have another turn.
+        # Step 1: members of the current group that are still in doubt, because they can't be computed now, get another
+        # turn later. All others are cleared.
         isolation.defer(name for name in isolation.current if self._is_in_doubt(name))
+        # Step 2: find the next group with a request that has not ended.
         group = isolation.next(requests.is_computable)
         while group and not any(map(requests.is_in_progress, group)):
             group = isolation.next(requests.is_computable)
         effects: list[Effect[EngineT]] = []
         if group:
+            # Step 3: the place of the loss may be as many tokens ahead as steps were under way; only after those is a
+            # suspect cleared.
             cleared_at = {name: requests.emitted_tokens(name) + MAX_UNANSWERED_STEPS for name in group}
             self.phase = Isolating(phase.engine, phase.since, cleared_at, phase.pending_loss)
             fields = {"group": len(group), "suspects": isolation.count}
@@ -462,7 +475,7 @@ class EngineLifecycle(Generic[EngineT]):
     # --- the end ---
 
     def close(self, error: GpuLeaseError) -> None:
-        """End the decoder's life. A decoder that has ended keeps its first error."""
+        """Enter Closed. If the decoder has already ended, its first error remains."""
         before, pending = self._before, self.phase.pending_loss
         if not isinstance(before, Closed):
             is_lost = isinstance(before, Lost) or (pending is not None and pending.is_aborting)

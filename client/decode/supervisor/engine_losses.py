@@ -1,6 +1,6 @@
-"""Losses of a whole engine: which errors mean one, what may have caused it, when to request the next engine. Pure.
+"""Losses of a whole engine: which errors mean one, its possible causes, when to request the next engine. Pure.
 
-The decoder requests another engine for as long as it is open, whatever refuses it: a daemon that is away comes back,
+The decoder requests another engine for as long as it is open, whatever the refusal: a daemon that is down comes back,
 and an operator can grant what a daemon denies. Only the pauses grow, up to a limit.
 
 An error of an unknown kind counts as a loss, too. A fault of the context may be caused by a request;
@@ -14,10 +14,10 @@ from gpulease.client.errors import GpuLeaseError, GpuSessionFailed, SyncFailed, 
 from gpulease.protocol.back_off import back_off_s
 
 LEASE_ENDS: Final = tuple(error_class(status) for status in LEASE_OVER)
-"""Errors that mean that the lease is over: nothing that was computed is the cause."""
+"""Errors that mean that the lease is over. The computation is not the cause."""
 
 CONTEXT_FAULTS: Final = (GpuSessionFailed, SyncFailed)
-"""Errors that mean that the context is lost: something that was computed may be the cause."""
+"""Errors that mean that the context is lost. The computation may be the cause."""
 
 FIRST_PAUSE_S: Final = 0.1
 """Pause in seconds after the first attempt to open an engine or a region; each further attempt doubles it."""
@@ -29,13 +29,13 @@ MAX_PAUSE_OF_LOSSES_S: Final = 60.0
 """Longest pause in seconds before the next engine after several losses in a row: each engine loads the model."""
 
 LASTED_S: Final = 60.0
-"""Seconds after which an engine counts as working even if it has computed nothing."""
+"""Seconds after which an engine counts as working even if it has not computed a step."""
 
 TRIES_LOGGED: Final = 8
-"""Attempts to open an engine of which each is logged, counted from the first."""
+"""The first attempts to open an engine, each of which is logged."""
 
 TRIES_A_LINE: Final = 12
-"""After those, one attempt in so many is logged: one a minute."""
+"""After the first TRIES_LOGGED attempts, one in TRIES_A_LINE is logged: at MAX_PAUSE_S, one a minute."""
 
 REPLAY_WAIT_S: Final = 300.0
 """Seconds for which requests that lost their engine wait for another: callers must not wait forever."""
@@ -52,7 +52,8 @@ def is_kill(error: BaseException) -> bool:
 
 
 def is_fault(error: BaseException) -> bool:
-    """Return whether what was computed may be the cause of a loss."""
+    """Return whether the computation may be the cause of a loss."""
+    # An unknown error counts as a fault: suspecting an innocent request costs a replay, missing a guilty one an engine.
     return not isinstance(error, LEASE_ENDS) and not is_kill(error)
 
 
@@ -62,7 +63,8 @@ def pause_s(attempt: int) -> float:
 
 
 def pause_before_engine_s(losses: int) -> float:
-    """Return the pause in seconds before the next engine, after so many losses without a step in between: 1, 2, ..."""
+    """Return the pause in seconds before the next engine, after `losses` >= 1 losses without a step in between."""
+    # The first loss is answered at once; only an engine that is lost without a step gets a pause before it.
     return 0.0 if losses <= 1 else back_off_s(losses - 2, FIRST_PAUSE_S, MAX_PAUSE_OF_LOSSES_S)
 
 

@@ -1,7 +1,7 @@
 """Supervises a decoder's engine: opens the first and the next ones, moves the load, and isolates faults.
 
-`engine_lifecycle` decides; here its effects meet the daemon, the scheduler and the clock. The step loop asks between
-two steps whether a change is due, and reports the losses that it meets.
+`engine_lifecycle` decides, and this module carries out its effects with the daemon, the scheduler and the clock.
+Between two steps, the step loop checks whether a change is due, and it reports the losses that it meets.
 """
 
 import asyncio
@@ -27,21 +27,20 @@ from gpulease.client.errors import Disconnected, Drained, GpuLeaseError
 from gpulease.protocol.lease_ids import lease_text
 
 ABANDON_S: Final = 2.0
-"""Seconds for which the remains of a lost engine may take to close before the next one is requested."""
+"""Seconds that closing a lost engine may take before the next one is requested."""
 
 ANSWER_S: Final = 2.0
-"""Seconds for which steps of a lost engine may still end by themselves; those of a dead host never do."""
+"""Seconds in which steps of a lost engine may still end by themselves; those of a dead host never do."""
 
 
 class SupervisedSteps(Protocol):
     """The step loop, as the supervisor uses it."""
 
     @property
-    def computed(self) -> int:
-        """Number of steps that were computed."""
+    def computed(self) -> int: ...
 
     def wake(self) -> None:
-        """Look for what there is to do."""
+        """Wake the loop if it is idle, so that it checks again what is to be computed or changed."""
 
     def abort(self) -> None:
         """Stop waiting for the steps under way; the pending loss is to be taken next."""
@@ -53,11 +52,11 @@ class SupervisedSteps(Protocol):
         """Return whether a tenant waits for `resume`."""
 
     def release_waiters(self) -> None:
-        """Let go of whoever waits for a step's answer, which will not come."""
+        """Wake the tasks that wait for a step's answer, because none will come."""
 
 
 class EngineSupervisor:
-    """The engine of one decoder, another one after each loss and each move.
+    """Owns the engine of one decoder, which is a new one after each loss and each move.
 
     Attributes:
         scheduler: The scheduler, as its engines' regions ask it for limits.
@@ -77,13 +76,13 @@ class EngineSupervisor:
         log: DecodeLog,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Make it; `open` opens the first engine.
+        """Prepare it; `open` opens the first engine.
 
         Args:
-            spec: The engine to open, as often as it takes.
+            spec: What each engine is opened with.
             address: The daemon's or the fleet's address.
-            scheduler: Learns what ends sequences and which regions tenants have.
-            ledger: Passes that on to callers and observers.
+            scheduler: Is notified of losses, and of the regions that tenants get.
+            ledger: Passes the resulting events on to callers and observers.
             log: Where losses and recoveries are written.
             clock: Monotonic seconds, those of the event loop.
         """
@@ -110,7 +109,6 @@ class EngineSupervisor:
 
     @property
     def life(self) -> EngineLifecycle[ServingEngine]:
-        """The engine's phase."""
         return self._life
 
     @property
@@ -129,7 +127,7 @@ class EngineSupervisor:
         return self._ledger.find(request_id) is not None
 
     def emitted_tokens(self, request_id: str) -> int:
-        """Return how many tokens the request has emitted; 0 if it has ended."""
+        """Return the number of tokens that the request has emitted; 0 if it has ended."""
         generation = self._ledger.find(request_id)
         return 0 if generation is None else len(generation.tokens)
 
@@ -142,6 +140,7 @@ class EngineSupervisor:
 
     def lose(self, error: Exception) -> None:
         """Take the engine as gone; the step loop met this error, or it was pending."""
+        # The steps under way are dropped first: their results will not come, and their requests may be suspects.
         under_way = {name: self.emitted_tokens(name) for name in self._steps.drop()}
         self._apply(self._life.lose(error, self._clock(), steps=self._steps.computed, under_way=under_way))
 
@@ -151,9 +150,11 @@ class EngineSupervisor:
         No step is under way.
         """
         phase, now = self._life.phase, self._clock()
+        # Only isolation makes a change on the same engine.
         if not isinstance(phase, lifecycle.Adopting):
             self._apply(self._life.isolate_next())
             return
+        # The successor takes over. `adopt` also completes the future that `_take_over` awaits.
         self._apply(self._life.adopt(now))
         # Regions that were bound may have ended requests, so the suspects are chosen after that.
         self._apply(self._life.isolate_next())
@@ -163,6 +164,7 @@ class EngineSupervisor:
         self.log.info(
             "engine_opened", cause=cause, without_engine_s=took_s, tries=0 if loss is None else loss.tries + 1
         )
+        # A planned move took no time without an engine but this change; after a loss the time counts from the loss.
         is_known = loss is None or engine_losses.is_known(loss.error)
         report = EngineRebuilt(cause, is_known, is_planned=loss is None, took_s=took_s)
         self._ledger.report(lambda observer: observer.on_engine_rebuilt(report))
@@ -170,7 +172,7 @@ class EngineSupervisor:
     # --- what the engine calls ---
 
     def region_opened(self, serving: ServingEngine, tenant: TenantConfig, pool: BlockPool) -> None:
-        """Take a region in the place of one that ended."""
+        """Take a region that replaces one that ended. Ignored if the engine was lost or replaced meanwhile."""
         if self._life.is_engaged(serving):
             self.reopened += 1
             self.log.info("region_reopened", tenant=tenant.id, region=lease_text(pool.region.lease_id))
@@ -181,6 +183,8 @@ class EngineSupervisor:
         """Take the report that a lease is lost, or is about to be, from outside of any step."""
         if not self._life.is_engaged(serving):
             return
+        # A drain ends the lease only later. In a fleet `lease_warned` moves the load in time; on a single daemon only
+        # the operator knows another node.
         if isinstance(error, Drained) and serving.lease.is_alive:
             if not serving.is_of_fleet:
                 self.log.warning(
@@ -190,15 +194,16 @@ class EngineSupervisor:
         self._apply(self._life.report_loss(serving, error))
 
     def lease_warned(self, serving: ServingEngine, warning: GpuLeaseError) -> None:
-        """Leave a fleet's node before the lease there ends; the engine calls this again and again."""
+        """Leave a fleet's node before the lease there ends. The engine repeats the call until the lease has ended."""
         if serving is self.serving and self._life.is_serving and not self._changing.locked():
             self.log.warning("engine_leaves", cause=cause_of(warning))
+            # `_changing` is not held here, so a failed attempt is repeated with the next warning.
             self._tasks.start(self._leave(serving, warning))
 
     # --- effects ---
 
     def _apply(self, effects: Iterable[Effect[ServingEngine]]) -> None:
-        """Carry out what the lifecycle has decided."""
+        """Carry out effects in their order. All of them are synchronous; those that wait start a task."""
         for effect in effects:
             match effect:
                 case lifecycle.Log():
@@ -240,9 +245,13 @@ class EngineSupervisor:
         self._ledger.tell(self.scheduler.engine_lost(self._clock(), reason, wait_s), is_engine_scoped=True)
 
     def _bind_regions(self) -> None:
-        """Give every tenant its region of the engine; one that lost too many recently gets it later."""
+        """Give every tenant its region of the engine.
+
+        A tenant that has lost too many regions recently gets it later.
+        """
         now, regions = self._clock(), self.serving.regions
         for tenant_id, pool in list(regions.pools.items()):
+            # The limiter outlives engines: a new engine must not give a tenant its permits back.
             if self.scheduler.rebind_delay_s(tenant_id, now):
                 regions.replace(tenant_id)
             else:
@@ -255,14 +264,16 @@ class EngineSupervisor:
             self._ledger.tell(self.scheduler.cancel(generation.request.request_id, CompletionReason.ENGINE_ERROR))
 
     async def _await_answers(self, serving: ServingEngine, error: Exception) -> None:
-        """Give an engine's steps ANSWER_S to end; those of a dead host never do."""
+        """Give an engine's steps ANSWER_S to end, then report them overdue: those of a dead host never end."""
         await asyncio.sleep(ANSWER_S)
         self._apply(self._life.answers_overdue(serving, error))
 
     # --- other engines ---
 
     async def _recover(self, lost: ServingEngine, loss_number: int, pause_s: float) -> None:
-        """Open another engine in the place of a lost one, with pauses, for as long as it takes."""
+        """Open another engine in place of a lost one, retrying after pauses until one takes over or none is wanted."""
+        # A healthy daemon frees the lost lease's memory first, which the next lease may need. A daemon that does not
+        # answer must not delay it.
         closing = self._tasks.start(lost.abandon())
         await asyncio.wait((closing,), timeout=ABANDON_S)
         while True:
@@ -274,6 +285,8 @@ class EngineSupervisor:
                 try:
                     await self._take_over(await ServingEngine.open(self._spec, self, self._address))
                     return
+                # Whatever refuses the engine, even a fault of ours, is logged and tried again: callers still wait for
+                # it.
                 except Exception as error:
                     if self._life.failure is not None:
                         return
@@ -285,6 +298,7 @@ class EngineSupervisor:
 
         `Decoder.move` says more.
         """
+        # In a task of its own, so that a cancelled caller can still wait for the undoing.
         task = self._tasks.start(self._move(address))
         try:
             await asyncio.shield(task)
@@ -303,13 +317,13 @@ class EngineSupervisor:
             try:
                 await self._take_over(successor)
             finally:
-                # The caller may give up at the moment of the hand-over: the old lease must not be kept then.
+                # Also if the caller was cancelled at the moment of the hand-over: the old lease must not be kept.
                 if self.serving is successor:
                     self._address = address
                     await old.abandon()
 
     async def _leave(self, left: ServingEngine, warning: GpuLeaseError) -> None:
-        """Move the load away from an engine to another of its fleet, if it still serves."""
+        """Move the load from an engine to another node of its fleet, unless it was lost or replaced meanwhile."""
         async with self._changing:
             if left is not self.serving or not self._life.is_serving:
                 return
@@ -320,6 +334,7 @@ class EngineSupervisor:
                     # Its steps continue without the daemon if the host is well, and never end otherwise.
                     self._tasks.start(self._await_answers(left, warning))
                 await self._take_over(successor)
+            # No other node has room now. The engine keeps serving, and the next warning tries again.
             except GpuLeaseError as error:
                 self.log.warning("engine_stays", cause=cause_of(error))
                 return
@@ -329,12 +344,13 @@ class EngineSupervisor:
                     self._tasks.start(left.abandon())
 
     async def _take_over(self, successor: ServingEngine) -> None:
-        """Let the step loop adopt an engine, and wait for that. The engine is closed if it is not adopted.
+        """Offer an engine to the step loop, and wait until it is adopted. An engine that is not adopted is closed.
 
-        Raises what ended the decoder, if it has ended.
+        Raises the error that ended the decoder, if it has ended.
         """
         try:
             effects = self._life.offer(successor)
+            # Set up before the effects wake the loop, which may adopt the engine at once.
             self._hand_over = asyncio.get_running_loop().create_future()
             self._apply(effects)
             await self._hand_over
@@ -347,12 +363,12 @@ class EngineSupervisor:
     # --- the end ---
 
     def check_alive(self) -> None:
-        """Raise what ended the decoder, if it has ended."""
+        """Raise the error that ended the decoder, if it has ended."""
         if (error := self._life.failure) is not None:
             raise error
 
     async def wait_ended(self) -> None:
-        """Wait until the decoder has ended."""
+        """Wait until the decoder has ended, whether by `stop` or by a fault. Raises nothing."""
         await self._ended.wait()
 
     def fail(self, error: GpuLeaseError) -> None:
@@ -365,21 +381,21 @@ class EngineSupervisor:
         self._steps.release_waiters()
         if self._hand_over is not None and not self._hand_over.done():
             self._hand_over.set_exception(failure)
-            # Mark it as retrieved: if no task waits for it, asyncio would log it, and keep what its frames hold.
+            # Mark it as retrieved. If no task awaits it, asyncio would otherwise log it, and keep its frames alive.
             self._hand_over.exception()
         self._steps.wake()
 
     def close(self) -> None:
-        """Let nothing begin any more; `stop` does the rest once the step loop has ended."""
+        """Enter Closed, so that nothing new begins. `stop` does the rest once the step loop has ended."""
         self._life.close(decoder_closed())
 
     async def stop(self) -> None:
-        """Stop opening engines, end every request, and close the engine. Raises what its end raises."""
+        """Stop opening engines, and end every request. `close_engine` closes the engine."""
         await self._tasks.stop()
         self.fail(decoder_closed())
 
     async def close_engine(self) -> None:
-        """Close the last engine, and give its lease back."""
+        """Close the last engine and give its lease back. Raises what that raises, unless the engine was lost."""
         phase = self._life.phase
         is_lost = isinstance(phase, lifecycle.Closed) and phase.is_lost
         await (self.serving.abandon() if is_lost else self.serving.close())
@@ -387,7 +403,7 @@ class EngineSupervisor:
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """A time without an engine.
+    """An outage: a time in which the decoder has no engine.
 
     Attributes:
         since: When the last engine that computed anything was lost, in monotonic seconds.
@@ -402,9 +418,9 @@ class Outage:
     refusal: type[Exception] | None
 
     def report(self, now: float, unix_s: float) -> dict[str, Any]:
-        """Return it for a health report, by the monotonic clock and the calendar's.
+        """Return the outage for a health report at `now`, in monotonic seconds, which is `unix_s` in Unix time.
 
-        Errors are named by their kinds alone: their texts are in the log, and may name paths that callers must not
+        Errors are named by class only. Their texts are in the log, because they may name paths that callers must not
         see.
         """
         away_s = now - self.since

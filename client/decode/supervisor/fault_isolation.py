@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 
 class FaultIsolation:
-    """Requests that may have ended an engine, by their callers' ids, in groups that are computed one after another.
+    """The suspects, as groups of request ids (those that callers know) that are computed one group at a time.
 
     Attributes:
         current: The group that is computed alone now; empty if there is none.
@@ -26,18 +26,18 @@ class FaultIsolation:
 
     @property
     def count(self) -> int:
-        """Number of suspects."""
         return len(self.current) + sum(map(len, self._groups))
 
     def fault(self, under_way: Iterable[str]) -> str:
-        """Record a loss that may have been caused by one of the requests with rows under way.
+        """Record a loss that one of the requests with rows under way may have caused.
 
-        Returns the request to give up, because it was computed alone; "" if there is none.
+        Returns the request to give up, because it was computed alone; "" if none was.
         """
         current, self.current = self.current, ()
         blamed = list(under_way)
         if current:
-            # The group has the fault. Its members without rows under way stay suspects, in a group of their own.
+            # The guilty request is in this group. Members without rows in the lost steps stay suspects, in a group of
+            # their own: they may not have reached the place of the fault.
             innocent = tuple(name for name in current if name not in blamed)
             blamed = [name for name in current if name in blamed]
             if innocent:
@@ -45,9 +45,10 @@ class FaultIsolation:
             if len(blamed) == len(current) == 1:
                 return blamed[0]
         else:
-            # Everybody was computed. Requests that are suspects already keep their places.
+            # All requests were computed, so no group is narrower than the rows. Earlier suspects keep their places.
             suspected = {name for group in self._groups for name in group}
             blamed = [name for name in blamed if name not in suspected]
+        # Halve what is left. Both halves go first, so that one guilty request is found in log2(n) losses.
         middle = -(-len(blamed) // 2)
         self._groups.extendleft(filter(None, (tuple(blamed[middle:]), tuple(blamed[:middle]))))
         return ""
@@ -55,8 +56,8 @@ class FaultIsolation:
     def killed(self, tokens: Mapping[str, int], most: int) -> list[str]:
         """Record a kill from outside, with the tokens emitted so far by each request with rows under way.
 
-        Returns the requests that were under way at the kill before this one, too, and have emitted fewer than `most`
-        tokens since: they may be why the host ran out of memory.
+        Returns the requests that were also under way at the previous kill and have emitted fewer than `most` tokens
+        since. They may be the reason why the host ran out of memory.
         """
         before, self._killed_at = self._killed_at, dict(tokens)
         return [name for name, count in tokens.items() if name in before and count < before[name] + most]
@@ -68,11 +69,11 @@ class FaultIsolation:
             self._groups.append(waiting)
 
     def has_next(self, is_ready: Callable[[str], bool]) -> bool:
-        """Return whether a suspect that is ready waits for its turn."""
+        """Return whether any group has a suspect that `is_ready` accepts."""
         return any(is_ready(name) for group in self._groups for name in group)
 
     def next(self, is_ready: Callable[[str], bool] = bool) -> tuple[str, ...]:
-        """Make the ready members of the next group the current one, and return them; () if no group has any.
+        """Make the ready members of the first group that has any the current group, and return them; () if none has.
 
         The group's other members keep its place.
         """

@@ -35,7 +35,7 @@ class Generation:
         request_id: Its id.
         request: The request; that of its last replay if it was replayed.
         reason: Why it ended; None while it is in progress.
-        error: What the iterator raises after the last token; None if it is in progress, or just ends.
+        error: What the iterator raises after the last token; None while in progress, or if it ends without an error.
         replays: How often it was replayed, because its tenant's region or the engine was lost.
         tokens: All tokens that it has emitted.
     """
@@ -58,11 +58,12 @@ class Generation:
         """Wait for the next token.
 
         Raises AdmissionRefused if there is no room for the request or its replay, and WaitedTooLong if there was none
-        in time; EngineDecodeFailed if the engine is lost for good, and RequestBreaksEngine if this request is why;
-        SequenceEnded if it was ended and is not replayed; NoModelLoaded if the decoder is closed; RequestRejected if
-        another task waits here already. A generation that its caller cancelled just ends.
+        in time; EngineDecodeFailed if the engine is lost for good, and RequestBreaksEngine if this request is the
+        cause; SequenceEnded if it was ended and is not replayed; NoModelLoaded if the decoder is closed;
+        RequestRejected if another task already iterates. A generation that its caller cancelled ends without an error.
         """
         while not self._emitted:
+            # Tokens that were emitted before the end are yielded first, so the end is checked only when none is left.
             if self.error is not None:
                 raise self.error
             if self.reason is not None:
@@ -75,24 +76,23 @@ class Generation:
         return self._emitted.popleft()
 
     def cancel(self) -> None:
-        """End it; its rows are free for others from the next step on."""
+        """End it. From the next step on, other sequences can have its rows."""
         self._cancel(self)
 
     # --- for the decoder ---
 
     def emit(self, token: int, position: int, log_probability: float) -> None:
-        """Take a token."""
         self.tokens.append(token)
         self._emitted.append(Emitted(token, position, log_probability, self.replays))
         self._wake()
 
     def replay(self, request_id: str) -> None:
-        """Continue as another request of the scheduler."""
+        """Continue as another request of the scheduler, with the id `request_id`. The caller's `request_id` stays."""
         self.request = replace(self.request, request_id=request_id)
         self.replays += 1
 
     def end(self, reason: CompletionReason, error: GpuLeaseError | None = None) -> None:
-        """End: the iterator stops after the last token, or raises the error there."""
+        """End it: after the last token the iterator stops, or raises `error`."""
         self.reason, self.error = reason, error
         self._wake()
 

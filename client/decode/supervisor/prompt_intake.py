@@ -1,7 +1,8 @@
-"""Prompts before they reach the scheduler: their number is limited by tenant before any work is done for them.
+"""Prompts before they reach the scheduler: each tenant's are counted before any work is done for them.
 
-A text costs the host before its request is admitted: it is read, put into a template, cut into tokens. Such work counts
-as waiting does, against the tenant's `max_waiting`, and is done in processes of its own (text/text_processes.py).
+A text costs the host CPU time before its request is admitted: it is read, put into a template, and tokenized. A request
+in this stage counts against the tenant's `max_waiting`, and the work is done in separate processes
+(text/text_processes.py).
 """
 
 import asyncio
@@ -28,15 +29,15 @@ if TYPE_CHECKING:
     from gpulease.client.decode.text.tokenizer import Tokenizer
 
 SMALLEST_CHAT: Final = [{"role": "user", "content": "hi"}]
-"""A chat that every template takes. One that exceeds a limit even for this is at fault itself."""
+"""A chat that every template accepts. If this exceeds a limit, the template is at fault and not the messages."""
 
 
 class PromptIntake:
     """Reads prompts for a decoder. The first text starts the processes, or `start` does; `stop` ends them.
 
     Attributes:
-        coming: Requests by their tenants that are neither with the scheduler nor refused.
-        limits: What one text may take; to be set before the first one.
+        coming: By tenant, the number of requests that are in this stage: neither submitted nor refused.
+        limits: Limits of reading one text. To change them, set them before the first text.
     """
 
     def __init__(
@@ -47,18 +48,18 @@ class PromptIntake:
         report: Callable[[PromptRefused], None],
         log: DecodeLog,
     ) -> None:
-        """Make it.
+        """Prepare it; no process starts yet.
 
         Args:
             scheduler: Has the tenants and their limits.
-            tokenizer: Gives the model's tokenizer.
+            tokenizer: Returns the model's tokenizer.
             processes: How many processes read texts.
-            report: Takes the report of each request that is refused here.
-            log: Where texts are written of that cost a process.
+            report: Called with a report of each request that is refused here.
+            log: Where texts are logged that ended the process that read them.
         """
         self.coming: Counter[str] = Counter()
         self._scheduler, self._tokenizer, self._count = scheduler, tokenizer, processes
-        self._told, self._log = report, log
+        self._on_refused, self._log = report, log
         self.limits = TextLimits()
         self._processes: TextProcesses | None = None
         self._starting: asyncio.Task[TextProcesses] | None = None
@@ -71,11 +72,11 @@ class PromptIntake:
 
         A tenant has places for the sequences that may live and the requests that may wait.
 
-        Raises AdmissionRefused without a free one, RequestRejected if there is no such tenant.
+        Raises AdmissionRefused if no place is free, RequestRejected if there is no such tenant.
         """
         tenant = self._scheduler.tenants.get(tenant_id)
         if tenant is None:
-            raise RequestRejected(f"there is no tenant {tenant_id!r}")
+            raise RequestRejected(f"the decoder has no tenant {tenant_id!r}")
         config, here = tenant.config, len(tenant.live) + len(tenant.waiting)
         if here + self.coming[tenant_id] >= config.max_concurrent + config.max_waiting:
             full = f"{config.max_waiting} of its requests wait"
@@ -92,14 +93,17 @@ class PromptIntake:
             self.coming[tenant_id] -= 1
 
     async def read_text(self, tenant_id: str, text: str) -> tuple[int, ...]:
-        """Cut a text into tokens, the begin token before them. To be called within `place`; raises as `do` does."""
+        """Tokenize a text, with the begin token first. To be called within `place`. Raises what `do` raises."""
         answer = await self.do(tenant_id, read_text, {"text": text})
         return unpacked_tokens(answer["tokens"])
 
     async def read_chat(
         self, tenant_id: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
     ) -> tuple[int, ...]:
-        """Put a chat into the model's template, and cut it into tokens, likewise."""
+        """Put a chat into the model's template and tokenize it.
+
+        To be called within `place`. Raises what `do` raises.
+        """
         arguments = {"messages": list(messages), "variables": dict(variables)}
         answer = await self.do(tenant_id, read_chat, arguments, is_chat=True)
         return unpacked_tokens(answer["tokens"])
@@ -107,10 +111,10 @@ class PromptIntake:
     async def do(
         self, tenant_id: str, job: Job, arguments: Mapping[str, Any], *, is_chat: bool = False
     ) -> dict[str, Any]:
-        """Have a process do a job of a tenant's prompt; `TextProcesses.do` says how, and what it raises.
+        """Have a process do a job for a tenant's prompt. Raises what `TextProcesses.do` raises.
 
-        Raises ModelRejected for a model without a tokenizer, and for a chat's template that exceeds a limit whatever
-        the messages: then the messages are not at fault.
+        Raises ModelRejected for a model without a tokenizer, and for a chat template that exceeds a limit whatever the
+        messages are.
         """
         processes = await self._started()
         if is_chat and self._is_template_sound is False:
@@ -118,6 +122,7 @@ class PromptIntake:
         try:
             return await processes.do(tenant_id, job, arguments)
         except TextNotRead as error:
+            # Before the tenant gets the blame, find out whether the template fails for the smallest chat, too.
             if is_chat and not await self._is_sound(processes, tenant_id):
                 raise _broken_template() from error
             self._report(tenant_id, error)
@@ -128,7 +133,7 @@ class PromptIntake:
 
     @property
     def replaced(self) -> int:
-        """How many processes were replaced: a text exceeded a limit, or they ended."""
+        """How many processes were replaced, because a text exceeded a limit or the process ended."""
         return 0 if self._processes is None else self._processes.replaced
 
     async def start(self) -> None:
@@ -136,10 +141,11 @@ class PromptIntake:
         await self._started()
 
     async def stop(self) -> None:
-        """End the processes; what waits for them raises NoModelLoaded."""
+        """End the processes. Calls that wait for them raise NoModelLoaded."""
         self._is_stopped = True
         if self._starting is None:
             return
+        # A start that is cancelled ends its own processes; one that is done leaves them to `stop` below.
         self._starting.cancel()
         await asyncio.gather(self._starting, return_exceptions=True)
         if self._processes is not None:
@@ -147,11 +153,12 @@ class PromptIntake:
 
     def _report(self, tenant_id: str, error: RequestRejected) -> None:
         reason = error.reason if isinstance(error, AdmissionRefused) else type(error).__name__
-        self._told(PromptRefused(tenant_id, reason, str(error)))
+        self._on_refused(PromptRefused(tenant_id, reason, str(error)))
 
     async def _started(self) -> "TextProcesses":
         if self._is_stopped:
             raise decoder_closed()
+        # One start serves all callers. If it failed, the next caller starts again.
         starting = self._starting
         if starting is None or (starting.done() and starting.exception() is not None):
             starting = self._starting = asyncio.create_task(self._start())
@@ -162,7 +169,7 @@ class PromptIntake:
         return starting.result()
 
     async def _start(self) -> "TextProcesses":
-        # Needs the extra `decode`, as the tokenizer does.
+        # Imported late: it needs the extra `decode`, like the tokenizer.
         tokenizer = await self._tokenizer()
         from gpulease.client.decode.text.text_processes import TextProcesses
 

@@ -1,6 +1,6 @@
-"""The callers' requests of a decoder, from `submit` to their ends, and the reports that are made of them.
+"""The callers' requests of a decoder, from `submit` to their ends, and the reports about them.
 
-The scheduler knows each replay as a request of its own; here all of them are one generation.
+To the scheduler each replay is a new request. Here a request and all of its replays are one generation.
 """
 
 import time
@@ -33,7 +33,14 @@ from gpulease.client.errors import GpuLeaseError
 
 @dataclass(slots=True)
 class _Loss:
-    """An end that a replay follows, until the replay's first token."""
+    """The end of a request that is being replayed, until the replay's first token.
+
+    Attributes:
+        request_id: The scheduler's id of the request that ended.
+        reason: Why it ended.
+        is_engine_scoped: Whether the whole engine was lost, at this end or at a later one of the same outage.
+        at: When, in monotonic seconds.
+    """
 
     request_id: str
     reason: CompletionReason
@@ -42,7 +49,7 @@ class _Loss:
 
 
 class _Entry:
-    """A caller's request in progress."""
+    """A caller's request in progress, with the figures for its report; times are monotonic seconds."""
 
     __slots__ = ("compute_s", "first_token_at", "generation", "loss", "prompt", "region_id", "submitted_at")
 
@@ -57,14 +64,16 @@ class _Entry:
 
 
 class RequestLedger:
-    """Requests in progress. Reports to generations and observers what becomes of them, each end exactly once.
+    """Requests in progress. Passes the scheduler's events on to generations and observers, each end exactly once.
 
-    What becomes of those that lost their region or engine is logged, too.
+    Recoveries after the loss of a region or engine, and replays that are given up, are logged as well.
     """
 
     def __init__(self, observers: Sequence[DecoderObserver] = (), log: DecodeLog | None = None) -> None:
         self.observers = tuple(observers)
         self._log = log or DecodeLog()
+        # By the scheduler's id, which changes with each replay; `_generations` has them by the caller's id, which
+        # stays.
         self._entries: dict[str, _Entry] = {}
         self._generations: dict[str, Generation] = {}
 
@@ -76,7 +85,7 @@ class RequestLedger:
         return self._generations.get(request_id)
 
     def open(self, request: PromptRequest, cancel: Callable[[Generation], None], now: float) -> Generation:
-        """Enter a request that is about to be submitted. Raises RequestIdInUse."""
+        """Add a request that is about to be submitted. Raises RequestIdInUse."""
         if request.request_id in self._generations or request.request_id in self._entries:
             raise RequestIdInUse(f"request {request.request_id!r} is already in progress", "Give another id")
         generation = Generation(request, cancel)
@@ -85,20 +94,20 @@ class RequestLedger:
         return generation
 
     def forget(self, generation: Generation) -> None:
-        """Strike out a request that the scheduler did not take."""
+        """Remove a request that the scheduler did not accept."""
         self._entries.pop(generation.request_id, None)
         self._generations.pop(generation.request_id, None)
 
     def admitted(self, sequence: LiveSequence, region_id: int) -> None:
-        """Note the region of a sequence before its first rows are computed."""
+        """Record the region of a sequence before its first rows are computed."""
         if entry := self._entries.get(sequence.request.request_id):
             entry.region_id = region_id
 
-    def report(self, tell: Callable[[DecoderObserver], None]) -> None:
-        """Call every observer. An observer that fails is logged: no request depends on it."""
+    def report(self, call: Callable[[DecoderObserver], None]) -> None:
+        """Call every observer. An observer's error is logged and does not affect requests."""
         for observer in self.observers:
             try:
-                tell(observer)
+                call(observer)
             except Exception as error:
                 self._log.failure("observer_failed", error, observer=type(observer).__name__)
 
@@ -106,6 +115,8 @@ class RequestLedger:
 
     def computed(self, step: StepPlan, events: Sequence[AnyEvent], results: Results, took_s: float) -> None:
         """Pass a computed step's tokens and ends on, and report the step."""
+        # Prompts that are not complete yet emit no token, but the step computed rows of theirs. The others are counted
+        # with their token.
         for sequence, _, _ in step.chunks:
             if sequence.filled < sequence.prompt and (entry := self._entries.get(sequence.request.request_id)):
                 entry.compute_s += took_s
@@ -120,12 +131,14 @@ class RequestLedger:
                 entry.generation.emit(event.token, event.position, logs[event.row])
                 if entry.first_token_at is None:
                     entry.first_token_at = now
+                # The first token after a loss completes the recovery.
                 if entry.loss is not None:
                     self._report_rebind(entry, entry.loss, event.request, now)
         if self.observers:
             tokens = tuple(event for event in events if isinstance(event, SchedulerEvent.Token))
             report = StepReport(len(step), step.decode_rows, tokens, took_s)
             self.report(lambda observer: observer.on_step(report))
+        # Ends come after the report of the step that has their last tokens.
         self.tell(ends)
 
     def tell(self, events: Iterable[AnyEvent], *, is_engine_scoped: bool = False) -> None:
@@ -145,6 +158,8 @@ class RequestLedger:
                 refusal = AdmissionRefused(event.reason, event.detail, event.retry_after_s)
                 self._log_lost(entry, event.reason)
                 self._end(entry, CompletionReason.CANCELLED, refusal, event.reason, event.detail, now)
+            # It is replayed: the entry and its generation continue under the scheduler's new id. Of several losses
+            # before a token, the first one counts for the latency.
             elif event.continued_by:
                 self._entries[event.continued_by] = entry
                 entry.generation.replay(event.continued_by)
@@ -152,6 +167,7 @@ class RequestLedger:
                     entry.loss = _Loss(event.request.request_id, event.reason, is_engine_scoped, now)
                 entry.loss.is_engine_scoped |= is_engine_scoped
             else:
+                # It ended for good. A replay that found no engine in time failed by the loss, not by a lack of room.
                 reason, failure = event.reason, error_of(event)
                 if entry.loss is not None and reason is CompletionReason.DEADLINE_EXCEEDED:
                     self._log_lost(entry, reason)
@@ -221,7 +237,7 @@ class RequestLedger:
         self.report(lambda observer: observer.on_rebind(report))
 
     def _log_lost(self, entry: _Entry, reason: CompletionReason | AdmissionReason) -> None:
-        """Log that a request will not continue after a loss, if that is what ends it."""
+        """Log that a replay is given up, if the request ends while it waits to recover from a loss."""
         if entry.loss is not None:
             request = entry.generation.request
             lost = "engine" if entry.loss.is_engine_scoped else "region"
@@ -230,14 +246,14 @@ class RequestLedger:
 
 
 def _unserved(entry: _Entry, waited_s: float) -> EngineDecodeFailed:
-    """The error of a request that lost its engine, and waited too long for another."""
+    """Return the error of a request that lost its engine and waited too long for another."""
     name = entry.generation.request_id
     text = f"The engine that computed request {name} is gone, and none took its place within {waited_s:.0f} s"
     return EngineDecodeFailed(text, "Send it again; the server keeps requesting an engine")
 
 
 def error_of(end: SchedulerEvent.Completed) -> DecodeError | None:
-    """Return what the iterator of a request raises that is not replayed; None if it just ends."""
+    """Return the error that a generation raises at an end without a replay; None if it ends without an error."""
     match end.reason:
         case CompletionReason.END_OF_SEQUENCE | CompletionReason.MAX_TOKENS_REACHED:
             return None

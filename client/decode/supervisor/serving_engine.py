@@ -1,8 +1,8 @@
-"""A lease, the engine on it and the tenants' regions in it, which open and close as one.
+"""A lease, the engine on it and the tenants' regions in it, which open and close together.
 
-A decoder has one; while its load moves, or after a loss, it opens another of the same specification. The lease is
-watched, so that the next engine is there before the next request; in a fleet also so that the load can leave its node
-in time.
+A decoder has one. While its load moves, or after a loss, it opens another with the same specification. The lease is
+watched: an idle decoder notices a loss and opens the next engine before the next request, and in a fleet the load can
+leave its node in time.
 """
 
 import asyncio
@@ -26,10 +26,10 @@ from gpulease.client.errors import Busy, Disconnected, Drained, GpuLeaseError, L
 from gpulease.protocol import Phase
 
 LEASE_S: Final = 120.0
-"""Seconds of the lease; renewed in time for as long as the engine is open."""
+"""Seconds of the lease, which is renewed for as long as the engine is open."""
 
 FLEET_LEASE_S: Final = 40.0
-"""Seconds of a fleet's lease. When they are over without a renewal, a silent host is left for another node."""
+"""Seconds of a fleet's lease. If they pass without a renewal, the host counts as dead and another node is used."""
 
 AWAY_S: Final = 10.0
 """Seconds for which a fleet's daemon may be away before the load leaves it; a restart takes less."""
@@ -38,7 +38,7 @@ LOOK_S: Final = 0.5
 """Pause between two checks of the lease, each of them one load from shared memory."""
 
 WATCH_PAUSE_S: Final = 5.0
-"""Pause before a lease's events are requested again, and so between two attempts of the load to leave."""
+"""Pause before a lease's events are requested again, and therefore between two attempts to move the load away."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,13 +74,13 @@ class EngineUser(Protocol):
     log: DecodeLog
 
     def region_opened(self, serving: "ServingEngine", tenant: TenantConfig, pool: BlockPool) -> None:
-        """Take a region in the place of one that ended."""
+        """Called with a region that replaces one that ended."""
 
     def engine_failed(self, serving: "ServingEngine", error: Exception) -> None:
-        """Take the report, outside of any step, that the lease is lost or is about to be."""
+        """Called outside of any step when the lease is lost or is about to be."""
 
     def lease_warned(self, serving: "ServingEngine", warning: GpuLeaseError) -> None:
-        """Take the repeated report that a fleet's lease will end: Drained, or Disconnected if the daemon stays away."""
+        """Called repeatedly before a fleet's lease ends: with Drained, or with Disconnected if the daemon is down."""
 
 
 class ServingEngine:
@@ -90,8 +90,8 @@ class ServingEngine:
         lease: The lease.
         engine: The engine.
         regions: The tenants' regions.
-        shares_clock: Whether the daemon is on this host, so that its monotonic times are those of here.
-        is_of_fleet: Whether a fleet was asked for the lease, and has others.
+        shares_clock: Whether the daemon is on this host, so that its monotonic times can be compared with local ones.
+        is_of_fleet: Whether the lease was requested from a fleet, which may have other nodes.
     """
 
     def __init__(
@@ -136,6 +136,8 @@ class ServingEngine:
                 user.engine_failed(serving, error)
 
         async with AsyncExitStack() as stack:
+            # Open in this order: lease, its renewal, engine, regions, watches. The stack closes them in reverse if any
+            # fails.
             is_of_fleet = fleet_of(address) is not None
             lease_s = FLEET_LEASE_S if is_of_fleet else LEASE_S
             builder = GpuBuilder(address).min_vram(spec.size_bytes).lease_secs(lease_s).regions_required()
@@ -147,39 +149,42 @@ class ServingEngine:
             stack.push_async_callback(opened.regions.close)
             for tenant in spec.tenants:
                 await opened.regions.open(tenant)
+            # On the daemon's host the end of the lease is a word in shared memory; otherwise, and for a fleet's
+            # warnings, it is an event over a connection.
             watch = BackgroundTasks()
             stack.push_async_callback(watch.stop)
             if engine.session.shares_memory:
                 watch.start(opened._look(user))
             if is_of_fleet or not engine.session.shares_memory:
                 watch.start(opened._watch(user))
+            # Nothing can fail from here on: hand the cleanup over to `close`, and let reports of a loss through.
             opened._stack = stack.pop_all()
             serving = opened
         return opened
 
     async def _look(self, user: EngineUser) -> None:
-        """Report the lease's end, which the daemon writes into memory shared with this process."""
-        while not self.lease.revoked:  # noqa: ASYNC110  # nothing wakes who waits for memory
+        """Report the lease's end as soon as the daemon has written it into memory shared with this process."""
+        while not self.lease.revoked:  # noqa: ASYNC110  # a word in shared memory can only be polled
             await asyncio.sleep(LOOK_S)
         await self._report_end(user)
 
     async def _report_end(self, user: EngineUser) -> None:
-        """Report how the lease has ended, if it has: the daemon refuses to renew it, and says why."""
+        """Report how the lease has ended, if it has: the daemon's refusal of a renewal has the reason."""
         try:
             await self.lease.renew(LEASE_S)
         except GpuLeaseError as error:
             user.engine_failed(self, error)
 
     async def _watch(self, user: EngineUser) -> None:
-        """Report the lease's end: the daemon reports it, or its time is over and no renewal was answered.
+        """Report the lease's end: by the daemon's event, or when its time is over without a renewal.
 
-        In a fleet report as well that it is about to end.
+        In a fleet, also report that it is about to end.
         """
         away_since: float | None = None
         while self.lease.is_alive:
             warning: GpuLeaseError | None
             try:
-                # A renewal to a silent host is given up later.
+                # If the host is silent, the lease's time ends this wait; the renewal's own timeout is longer.
                 async with asyncio.timeout(self.lease.remaining_s):
                     warning = await _warning_of(self.lease)
                 if warning is None:
@@ -189,9 +194,12 @@ class ServingEngine:
             except TimeoutError:
                 continue
             except Disconnected as error:
+                # The daemon is down. A restart is over within AWAY_S; after that, leave the node. The error is kept
+                # without its traceback, whose frames would keep this engine alive.
                 now = time.monotonic()
                 away_since = now if away_since is None else away_since
                 warning = error.with_traceback(None) if now - away_since >= AWAY_S else None
+            # Too many connections wait for events: ask again after the pause.
             except Busy:
                 warning = None
             except GpuLeaseError:
@@ -203,11 +211,11 @@ class ServingEngine:
         user.engine_failed(self, LeaseExpired("the lease's time ran out before it was renewed"))
 
     async def close(self) -> None:
-        """Close all of it, and give the lease back."""
+        """Close the regions, the engine's session and the watches, and give the lease back."""
         await self._stack.aclose()
 
     async def abandon(self) -> None:
-        """Close what is left of an engine that is lost, or no longer wanted."""
+        """Close an engine that is lost or no longer wanted. Errors are ignored: most of it may be gone already."""
         with suppress(GpuLeaseError):
             await self.close()
 
@@ -215,7 +223,7 @@ class ServingEngine:
 async def _warning_of(lease: GpuLease) -> Drained | None:
     """Wait for the warning that a lease is about to end; None if it has ended. Raises what `events` raises.
 
-    An engine's lease is renewed and has a session, so only a drain warns of its end, unless this process was stopped.
+    An engine's lease is renewed and has a session, so unless this process was stopped, only a drain causes a warning.
     """
     async with lease.events() as events:
         async for event in events:

@@ -1,7 +1,7 @@
-"""Drives the engine: plans steps, starts them, takes their results, and takes the ends of tenants' regions.
+"""Drives the engine: plans steps, starts them, takes their results, and handles the ends of tenants' regions.
 
-One task runs the loop. Up to two steps are under way, so that the next one is planned while one is computed. Whatever
-changes engines waits until no step is under way.
+One task runs the loop. Up to two steps are under way, so that the next one is planned while one is computed. A change
+of engines waits until no step is under way.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ class StepLoop:
         log: DecodeLog,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Make it.
+        """Prepare it; `start` runs the loop.
 
         Args:
             tables: Sequences that the engine has room for.
@@ -71,6 +71,7 @@ class StepLoop:
         self.scheduler, self.log = scheduler, log
         self.computed = 0
         self._ledger, self._supervisor, self._clock = ledger, supervisor, clock
+        # By block table: the fields of a sequence's rows that are the same in every step, copied into each step's rows.
         self._constants = np.zeros(tables, ROW)
         self._pending: deque[StepPlan] = deque()
         self._starting: StepPlan | None = None
@@ -85,13 +86,13 @@ class StepLoop:
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        """End the loop."""
+        """Cancel the loop, and wait until it has ended. Steps under way are not waited for."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
     @property
     def engine(self) -> DecodeEngine:
-        """The engine; while it is lost, the lost one."""
+        """The engine. From its loss until another one takes over, this is the lost one."""
         return self._life.phase.engine.engine
 
     @property
@@ -100,11 +101,11 @@ class StepLoop:
         return self._life.phase.engine.regions
 
     def wake(self) -> None:
-        """Look for what there is to compute, or to change."""
+        """Wake the loop if it is idle, so that it checks again what is to be computed or changed."""
         self._wake.set()
 
     def check_alive(self) -> None:
-        """Raise what ended the decoder, if it has ended."""
+        """Raise the error that ended the decoder, if it has ended."""
         self._supervisor.check_alive()
 
     # --- the loop ---
@@ -113,11 +114,12 @@ class StepLoop:
         supervisor, life = self._supervisor, self._life
         try:
             while type(life.phase) is not Closed:
+                # Cleared before the work: a request that arrives during it wakes the next turn.
                 self._wake.clear()
                 try:
                     await self._advance()
                 except asyncio.CancelledError:
-                    # Either the decoder is closed, or the supervisor has aborted steps that do not end.
+                    # Two causes: the decoder is closed, or the supervisor has aborted steps that do not end (`abort`).
                     pending = life.phase.pending_loss
                     if pending is None or not pending.is_aborting:
                         raise
@@ -127,7 +129,7 @@ class StepLoop:
                     if isinstance(life.phase, Closed):
                         return  # The decoder was closed during a step.
                     if not life.has_engine:
-                        raise  # There is no engine that could be the cause.
+                        raise  # Without an engine, the fault is the loop's own.
                     supervisor.lose(error)
                 self.moves.step_answered()
         except Exception as error:
@@ -136,11 +138,11 @@ class StepLoop:
             supervisor.fail(EngineDecodeFailed(text, "See its log, and open another decoder"))
 
     async def _advance(self) -> None:
-        """Start and finish steps; between two steps, take what ended a region, or change engines."""
+        """Do one turn: start steps and finish one, or, with none under way, handle a region's end or change engines."""
         life = self._life
         if (pending := life.phase.pending_loss) is not None:
             raise pending.error
-        # What ended a region, and a change of engines, wait for the steps under way; so none is started until then.
+        # A region's end and a change of engines are handled when no step is under way, so none is started before that.
         if self._refusal is None and not life.is_change_due():
             await self._start_steps()
         if self._pending:
@@ -154,7 +156,7 @@ class StepLoop:
             await self._sleep()
 
     async def _start_steps(self) -> None:
-        """Start what there is to compute, up to two steps."""
+        """Start steps while the scheduler has rows and the engine takes another step."""
         serving = self._life.phase.engine
         engine = serving.engine
         while self.scheduler.unanswered_steps < engine.max_steps:
@@ -163,28 +165,32 @@ class StepLoop:
             self._ledger.tell(plan.events)
             if not plan.sequences:
                 return
+            # From here on a loss makes its requests suspects, even if the start has not returned (`drop`).
             self._starting = plan
             pools = [serving.regions.pools[tenant.config.id] for tenant in plan.tenants]
             try:
                 await engine.start(self._rows_of(plan), pools)
             except RegionFailed as error:
-                # Steps under way end first: the refusal may be one of theirs.
+                # The plan is undone. The sequences end only when the steps under way have ended, because the refusal
+                # may be one of those steps' own.
                 self._starting = None
                 self._on_region_lost(error)
                 self._ledger.tell(self.scheduler.failed(plan, None, CompletionReason.REVOKED, self._clock()))
                 return
+            # The card was idle, so this step's time counts from its start; else from the end of the step before.
             if not self._pending:
                 self._begun_at = now
             self._pending.append(plan)
             self._starting = None
 
     async def _finish_step(self) -> None:
-        """Wait for the oldest step under way, and pass its results on."""
+        """Wait for the oldest step under way, and pass its tokens on to the scheduler and the callers."""
         plan = self._pending[0]
         try:
             results = await self._life.phase.engine.engine.finish()
         except RegionFailed as error:
-            # This step and the one behind it did not begin. They are planned again, without the tenant.
+            # A region that the step names has ended: this step and the one behind it did not begin. Both are planned
+            # again, without the tenant.
             self._pending.clear()
             self._on_region_lost(error)
             self._refusal = None
@@ -198,7 +204,7 @@ class StepLoop:
         self._ledger.computed(plan, events, results, self._begun_at - begun_at)
 
     async def _sleep(self) -> None:
-        """Wait until there may be something to do, or a waiting request's time is over."""
+        """Wait until `wake` is called, or until the first deadline of a waiting request."""
         deadline = self.scheduler.next_deadline
         delay_s = None if deadline is None else max(0.0, deadline - self._clock())
         with suppress(TimeoutError):
@@ -206,7 +212,8 @@ class StepLoop:
                 await self._wake.wait()
 
     def _rows_of(self, plan: StepPlan) -> Rows:
-        """Write down a plan's rows: what is constant of a sequence, and what is the step's."""
+        """Return a plan's rows as the engine's records."""
+        # A sequence's first row: write the fields that stay the same until it ends or moves to another region.
         for sequence in plan.joined:
             pool, sampling = self.regions.pools[sequence.tenant.config.id], sequence.request.sampling
             self._ledger.admitted(sequence, pool.region.lease_id)
@@ -214,6 +221,7 @@ class StepLoop:
             constants["base"], constants["blocks"] = pool.region.address, pool.blocks
             constants["seed"], constants["top_k"], constants["top_p"] = sampling.seed, sampling.top_k, sampling.top_p
             constants["inverse_temperature"] = sampling.inverse_temperature
+        # An indexed copy gives each row its sequence's constant fields; the others are this step's.
         rows: Rows = self._constants[plan.tables]
         rows["token"], rows["source"], rows["position"] = plan.tokens, plan.sources, plan.positions
         rows["table"], rows["block"] = plan.tables, plan.blocks
@@ -222,11 +230,12 @@ class StepLoop:
     # --- regions that end or move ---
 
     def _on_region_lost(self, error: RegionFailed) -> None:
-        """Keep a step's refusal until no step is under way, and report it unless it was reported before."""
+        """Keep a step's refusal until no step is under way, and report it to observers once per region."""
         known, self._refusal = self._refusal, error
         tenant_id = self.regions.tenant_of(error.lease_id)
         if tenant_id is None or (known is not None and known.lease_id == error.lease_id):
             return
+        # The daemon's clock is comparable only on the same host.
         delay_s = None
         if self._life.phase.engine.shares_clock and error.flipped_ns is not None:
             delay_s = (time.monotonic_ns() - error.flipped_ns) / 1e9
@@ -234,14 +243,14 @@ class StepLoop:
         self._ledger.report(lambda observer: observer.on_forward_revoked(report))
 
     def _abort_region(self, error: RegionFailed) -> None:
-        """Abort the sequences of the tenant whose region ended. Raises the error if no tenant has that region."""
+        """End the sequences of the tenant with the ended region. Raises the error if no tenant has that region."""
         tenant_id = self.regions.tenant_of(error.lease_id)
         if tenant_id is None:
             raise error
         self.abort_tenant(tenant_id, error)
 
     def abort_tenant(self, tenant_id: str, error: BaseException) -> None:
-        """End a tenant's sequences after the loss of their region; their replays wait for a new one."""
+        """End a tenant's sequences after the loss of their region. Their replays wait for a new region."""
         reason = _REASONS.get(type(error), CompletionReason.REVOKED)
         pool = self.regions.pools.get(tenant_id)
         region = 0 if pool is None else pool.region.lease_id
@@ -259,7 +268,7 @@ class StepLoop:
         self.wake()
 
     def moved(self, tenant_id: str, pool: BlockPool) -> None:
-        """Compute the tenant's sequences in this pool from now on."""
+        """Use this pool in the rows of the tenant's sequences from now on."""
         for sequence in self.scheduler.tenants[tenant_id].live.values():
             constants = self._constants[sequence.table]
             constants["base"], constants["blocks"] = pool.region.address, pool.blocks
@@ -281,7 +290,7 @@ class StepLoop:
         return [sequence.request.continues or sequence.request.request_id for sequence in sequences]
 
     def release_waiters(self) -> None:
-        """Let go of whoever waits for a step's answer, which will not come."""
+        """Wake the tasks that wait for a step's answer, because none will come."""
         self.moves.step_answered()
 
     def is_suspended(self, tenant_id: str) -> bool:

@@ -1,7 +1,8 @@
 """Moves of a tenant's keys and values: into another region, or to the host's memory and back.
 
-The tenant's sequences are held meanwhile, and keep their blocks' numbers; the other tenants' steps go on. Nothing is
-computed again. A region that ends before it is copied is lost like any other, and its sequences are replayed.
+Meanwhile the tenant's sequences are held, and the other tenants' steps continue. The sequences keep their blocks'
+numbers, and nothing is computed again. If a region ends before it is copied, its sequences are replayed, as after any
+loss.
 """
 
 import asyncio
@@ -28,7 +29,7 @@ SHORTEST_LOOK_S: Final = 0.02
 
 
 class MovesUser(Protocol):
-    """A decoder, as its tenants' moves use it.
+    """The part of a decoder that its tenants' moves use.
 
     Attributes:
         scheduler: Holds and resumes tenants.
@@ -39,32 +40,30 @@ class MovesUser(Protocol):
     log: DecodeLog
 
     @property
-    def engine(self) -> DecodeEngine:
-        """The engine, another one after a loss."""
+    def engine(self) -> DecodeEngine: ...
 
     @property
-    def regions(self) -> TenantRegions:
-        """The engine's regions."""
+    def regions(self) -> TenantRegions: ...
 
     def check_alive(self) -> None:
-        """Raise what ended the decoder, if it ended."""
+        """Raise the error that ended the decoder, if it has ended."""
 
     def moved(self, tenant_id: str, pool: BlockPool) -> None:
-        """Compute the tenant's sequences in this pool from now on."""
+        """Use this pool in the rows of the tenant's sequences from now on."""
 
     def abort_tenant(self, tenant_id: str, error: BaseException) -> None:
         """End the tenant's sequences after the loss of their region; they are replayed in another one."""
 
     def wake(self) -> None:
-        """Look for what there is to compute."""
+        """Wake the step loop, because a tenant may have rows again."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """Blocks in the host's memory.
+    """A copy of a tenant's blocks in the host's memory.
 
     Attributes:
-        regions: The regions of the engine that they were computed in.
+        regions: The regions of the engine that computed the blocks; another engine can't use them.
         blocks: Their numbers within the tenant's region.
         contents: [blocks, bytes of a block].
     """
@@ -78,7 +77,7 @@ class TenantMoves:
     """The moves of one decoder's tenants, one at a time.
 
     Attributes:
-        count: How often a tenant's sequences went to another region.
+        count: How often a tenant's sequences moved to another region.
     """
 
     def __init__(self, user: MovesUser) -> None:
@@ -90,7 +89,7 @@ class TenantMoves:
 
     @property
     def suspended(self) -> dict[str, int]:
-        """Bytes in the host's memory of each suspended tenant, by the tenants' ids."""
+        """By the id of each suspended tenant, the bytes that its blocks take in the host's memory."""
         return {tenant_id: saved.contents.nbytes for tenant_id, saved in self._saved.items()}
 
     def is_suspended(self, tenant_id: str) -> bool:
@@ -123,7 +122,8 @@ class TenantMoves:
             if saved is None:
                 raise RequestRejected(f"Tenant {tenant_id} is not suspended")
             if not self._is_current(tenant_id, saved):
-                # The sequences are replayed. If another engine took over, they have a region there already.
+                # The saved blocks are useless: the engine was lost, or the region was. The sequences are replayed. If
+                # another engine took over, they already have a region there.
                 del self._saved[tenant_id]
                 if saved.regions is self._user.regions:
                     saved.regions.replace(tenant_id)
@@ -157,11 +157,12 @@ class TenantMoves:
                     regions.exchange(tenant_id, pool)
                     self._moved(tenant_id, pool)
             except BaseException:
+                # The tenant keeps the old region, or has lost it; either way the new one is not needed.
                 regions.let_go(pool)
                 raise
 
     async def _reopen(self, tenant_id: str, saved: _Saved) -> None:
-        """End a region that is saved, and open the next one as soon as the lease has its room."""
+        """End a region that is saved, and open the next one as soon as the lease has room for it."""
         try:
             await saved.regions.release(tenant_id)
             while True:
@@ -176,13 +177,11 @@ class TenantMoves:
         await self._go_on(tenant_id, pool, saved)
 
     async def watch(self) -> None:
-        """Move tenants before their regions end, and replace ended regions of idle tenants.
-
-        It does so as long as this task runs.
-        """
+        """Until cancelled, move tenants before their regions end, and replace the ended regions of idle tenants."""
         while True:
             regions = self._user.regions
             left_s = [pool.region.remaining_s for pool in regions.pools.values()]
+            # Sleep until the first region is due to be left, but look at ended ones every LOOK_S.
             pause_s = min(left_s, default=LOOK_S) - regions.move_before_s
             await asyncio.sleep(min(max(pause_s, SHORTEST_LOOK_S), LOOK_S))
             for tenant_id in regions.ending():
@@ -191,24 +190,27 @@ class TenantMoves:
                 except GpuLeaseError as error:
                     self._user.log.failure("region_not_moved", error, tenant=tenant_id)
             for tenant_id in regions.ended():
-                # A tenant with something to compute learns of it by its next step.
+                # If the tenant has something to compute, its next step reports the end.
                 if self._user.scheduler.tenants[tenant_id].is_idle:
                     with suppress(GpuLeaseError):
                         await self._replace_if_ended(tenant_id)
 
     async def _replace_if_ended(self, tenant_id: str) -> None:
-        """Take a region as gone, if a copy of it says so. Raises what the copy raises, or RequestRejected."""
+        """Copy one block of a region; if the region has ended, the copy fails and `_held` replaces the region.
+
+        Raises what the copy raises, or RequestRejected.
+        """
         async with self._one_at_a_time:
             pool = self._pool_of(tenant_id)
             async with self._held(tenant_id):
                 await self._save(tenant_id, pool, [0])
 
-    # --- how ---
+    # --- steps of a move ---
 
     def _pool_of(self, tenant_id: str) -> BlockPool:
         self._user.check_alive()
         if tenant_id not in self._user.scheduler.tenants:
-            raise RequestRejected(f"There is no tenant {tenant_id!r}")
+            raise RequestRejected(f"The decoder has no tenant {tenant_id!r}")
         if tenant_id in self._saved:
             raise RequestRejected(f"Tenant {tenant_id} is suspended", "Resume it first")
         pool = self._user.regions.pools.get(tenant_id)
@@ -217,7 +219,7 @@ class TenantMoves:
         return pool
 
     def _is_current(self, tenant_id: str, saved: _Saved) -> bool:
-        """Return whether the sequences that were saved are still there."""
+        """Return whether the saved sequences still live on this engine: neither it nor their region was lost."""
         user = self._user
         return user.regions is saved.regions and bool(user.scheduler.tenants[tenant_id].region_blocks)
 
@@ -227,12 +229,16 @@ class TenantMoves:
 
     @asynccontextmanager
     async def _held(self, tenant_id: str) -> AsyncIterator[None]:
-        """Hold a tenant, unless it is suspended in the end. If its region ends meanwhile, it is taken as lost."""
+        """Hold a tenant during the block; a tenant that the block suspends stays held.
+
+        If its region ends meanwhile, its sequences are ended and replayed.
+        """
         scheduler, regions = self._user.scheduler, self._user.regions
         scheduler.hold(tenant_id)
         try:
             yield
         except RegionFailed as error:
+            # Only if the region that failed is still this tenant's: another task may have replaced it.
             if self._user.regions is regions and regions.tenant_of(error.lease_id) == tenant_id:
                 self._user.abort_tenant(tenant_id, error)
             raise
@@ -242,12 +248,14 @@ class TenantMoves:
             self._user.wake()
 
     async def _save(self, tenant_id: str, pool: BlockPool, blocks: list[int] | None = None) -> _Saved:
-        """Copy blocks, or what a held tenant's steps wrote, as soon as they are answered."""
+        """Wait until no step of a held tenant is under way, then copy `blocks`; None means all written blocks."""
         user, regions = self._user, self._user.regions
+        # Steps that were planned before the hold still write the tenant's blocks.
         while user.scheduler.is_under_way(tenant_id):
             self._answered.clear()
             await self._answered.wait()
             user.check_alive()
+        # During that wait, the region or the engine may have been lost and replaced.
         if user.regions is not regions or regions.pools.get(tenant_id) is not pool:
             raise RequestRejected(
                 f"Tenant {tenant_id}'s region ended before it was saved", "Its sequences are replayed"
@@ -259,7 +267,7 @@ class TenantMoves:
         return saved
 
     async def _go_on(self, tenant_id: str, pool: BlockPool, saved: _Saved) -> None:
-        """Fill the only region of a held tenant, and continue its sequences there."""
+        """Copy saved blocks into the new, only region of a held tenant, and continue its sequences there."""
         try:
             await self._user.engine.load_pool(pool, saved.blocks, saved.contents)
             self._check_current(tenant_id, saved)
@@ -273,6 +281,6 @@ class TenantMoves:
         self.count += 1
 
     def _abort(self, tenant_id: str, saved: _Saved, error: BaseException) -> None:
-        """Abort sequences that have lost one region and have no other yet; they are replayed."""
+        """End the sequences of a move that failed after the old region was given up; they are replayed."""
         if self._is_current(tenant_id, saved):
             self._user.abort_tenant(tenant_id, error)

@@ -17,17 +17,17 @@ from gpulease.client.errors import CapacityExceeded, Drained, GpuLeaseError
 from gpulease.protocol.lease_ids import lease_text
 
 REGION_TTL_S: Final = 120.0
-"""Seconds of a region; renewed in time for as long as it serves."""
+"""Seconds of a region, which is renewed for as long as it serves."""
 
 MOVE_BEFORE_S: Final = 5.0
-"""Seconds before a region's end at which its tenant moves on: renewals that work come long before."""
+"""Seconds before a region's end at which its tenant moves away. A renewal that is granted comes long before that."""
 
 REGION_RETRY_S: Final = 0.1
 """Seconds between two tries to open a region that the lease has no room for; its tenant's requests wait meanwhile."""
 
 NO_ROOM_TRIES: Final = 50
-"""Tries without room at that pace, as bytes of the region before are proved free within moments. A lack of room that
-lasts for longer is a refusal like any other: the pauses grow, and it is logged."""
+"""Tries every REGION_RETRY_S without room, because the daemon soon frees the bytes of the region before. A lack of room
+that lasts longer is treated as any other refusal: the pauses grow, and it is logged."""
 
 
 async def stop_renewal(renewal: KeepAlive) -> None:
@@ -40,9 +40,9 @@ class TenantRegions:
     """The regions of one engine.
 
     Attributes:
-        pools: The tenants' blocks by the tenants' ids; a tenant that is suspended, or waits for its next region, has
-            none.
-        move_before_s: Seconds before a region's end at which its tenant is to move on.
+        pools: The tenants' blocks by the tenants' ids. A tenant that is suspended, or waits for its next region, is not
+            in it.
+        move_before_s: Seconds before a region's end at which its tenant is to move away.
     """
 
     def __init__(
@@ -54,15 +54,15 @@ class TenantRegions:
         on_failure: Callable[[Exception], None],
         life_s: float | None = None,
     ) -> None:
-        """Serve a decoder, which calls `open` for each tenant.
+        """Prepare it; the decoder then calls `open` for each tenant.
 
         Args:
             engine: The engine; its lease has the regions.
             scheduler: Read for limits, and never changed.
             log: Where refused renewals and regions are written.
-            on_opened: Called when a lost region has its successor.
-            on_failure: Called when one can't be had, because the engine is lost.
-            life_s: Seconds of a region, which is not renewed then; None: it is, for as long as it serves.
+            on_opened: Called when a region replaces a lost one.
+            on_failure: Called when no region can be opened any more, because the engine is lost.
+            life_s: Seconds of a region that is not renewed; None: regions are renewed for as long as they serve.
         """
         self.pools: dict[str, BlockPool] = {}
         self._engine, self._scheduler, self._log = engine, scheduler, log
@@ -86,13 +86,13 @@ class TenantRegions:
         return await self._engine.open_pool(tenant.max_blocks, tenant=tenant.id, ttl_secs=self._life_s or REGION_TTL_S)
 
     def exchange(self, tenant_id: str, pool: BlockPool) -> None:
-        """Give a tenant another region, and end the one that it had. No step under way may name that."""
+        """Give a tenant another region, and end its old one, which no step under way may name."""
         old, renewal = self.pools[tenant_id], self._renewals.pop(tenant_id, None)
         self._take(tenant_id, pool)
         self._rebinding.start(self._end(old, renewal))
 
     def let_go(self, pool: BlockPool) -> None:
-        """End a region that no tenant has."""
+        """End, in the background, a region from `open_beside` that no tenant was given."""
         self._rebinding.start(self._end(pool, None))
 
     async def release(self, tenant_id: str) -> None:
@@ -101,13 +101,16 @@ class TenantRegions:
         await self._close(pool, renewal)
 
     def ending(self) -> list[str]:
-        """Return the tenants with regions that are about to end, if their lease is not."""
+        """Return the tenants with regions that are about to end; [] if the lease itself is about to end."""
         if self._engine.remaining_s <= self.move_before_s:
             return []
         return [name for name, pool in self.pools.items() if 0 < pool.region.remaining_s <= self.move_before_s]
 
     def ended(self) -> list[str]:
-        """Return the tenants with regions that have ended, if their lease has not: one load from shared memory each."""
+        """Return the tenants with regions that have ended; [] if the lease has.
+
+        Costs one load from shared memory each.
+        """
         if self._engine.lease.revoked:
             return []
         return [name for name, pool in self.pools.items() if pool.region.revoked]
@@ -115,6 +118,8 @@ class TenantRegions:
     def _take(self, tenant_id: str, pool: BlockPool) -> None:
         self.pools[tenant_id] = pool
         if self._life_s is None:
+            # Without a fixed life, the region is renewed. A refused renewal is only logged: `ending` then moves the
+            # tenant.
             region = lease_text(pool.region.lease_id)
 
             def refused(error: GpuLeaseError) -> None:
@@ -139,16 +144,19 @@ class TenantRegions:
         return next((name for name, pool in self.pools.items() if pool.region.lease_id == lease_id), None)
 
     def replace(self, tenant_id: str) -> None:
-        """Take a tenant's region as gone, and begin to open another, as soon as the limiter and the lease allow it."""
+        """Close a tenant's lost region, and open another in the background as soon as limiter and lease allow it."""
         self._rebinding.start(self._rebind(tenant_id, self.pools.pop(tenant_id, None)))
 
     async def _rebind(self, tenant_id: str, lost: BlockPool | None) -> None:
         tenant = self._scheduler.tenants[tenant_id].config
         try:
+            # Step 1: release the lost region's addresses and bytes, which the next one may need.
             if lost is not None:
                 await self._close(lost, self._renewals.pop(tenant_id, None))
+            # Step 2: wait for the limiter. Its permit is taken only by `rebound`, once there is a region.
             now = asyncio.get_running_loop().time()
             await asyncio.sleep(self._scheduler.rebind_delay_s(tenant_id, now))
+            # Step 3: open the region, retrying until it is granted.
             pool = await self._reopened(tenant)
         except Exception as error:
             self._on_failure(error)
@@ -156,17 +164,19 @@ class TenantRegions:
         self._on_opened(tenant, pool)
 
     async def _reopened(self, tenant: TenantConfig) -> BlockPool:
-        """Open a region as soon as it is granted. Raises what says that the lease, or its session, is lost.
+        """Open a region, retrying until it is granted. Raises the error if the lease or its session is lost.
 
-        A refusal that concerns this tenant alone does not keep others from being served, so it is tried again.
+        A refusal that concerns this tenant alone does not stop the others, so it is tried again without limit.
         """
         for tries in count(1):
             try:
                 return await self.open(tenant)
             except GpuLeaseError as error:
+                # A drain refuses new regions while the lease still serves the others; that is not a loss yet.
                 is_drain = isinstance(error, Drained) and self._engine.lease.is_alive
                 if engine_losses.is_known(error) and not is_drain:
                     raise
+                # A lack of room right after a loss is expected, so it is retried quickly and silently at first.
                 refusals = tries - NO_ROOM_TRIES if isinstance(error, CapacityExceeded) else tries
                 if refusals < 1:
                     pause_s = REGION_RETRY_S
@@ -178,7 +188,10 @@ class TenantRegions:
         raise AssertionError("unreachable")
 
     async def close(self) -> None:
-        """Stop renewing and opening regions, even if this is cancelled halfway. The regions end with their lease."""
+        """Stop renewing and opening regions. The regions themselves end with their lease.
+
+        If a task cancels this call, the remaining renewals are stopped nevertheless.
+        """
         self.pools.clear()
         async with AsyncExitStack() as stack:
             for renewal in self._renewals.values():

@@ -35,13 +35,13 @@ def gguf_tokenizer(said: Members, begin_token: int | None) -> Tokenizer:
     kind = said.text(f"{AT}model")
     makers: dict[str, Callable[[Members, list[str]], LibraryTokenizer]] = {"gpt2": _byte_pairs, "llama": _pieces}
     if kind not in makers:
-        raise ModelRejected(f"{said.where}: {AT}model {quoted(kind)} is none of {', '.join(makers)}")
+        raise ModelRejected(f"{said.where}: {AT}model must be one of {', '.join(makers)}, not {quoted(kind)}")
     # Tokens without a text have one made up, as in llama.cpp.
     tokens = [text or f"[EMPTY_{token}]" for token, text in enumerate(_texts(said, "tokens"))]
     if len(set(tokens)) < len(tokens):
         ((twice, _),) = Counter(tokens).most_common(1)
         raise ModelRejected(f"{said.where}: {AT}tokens has {quoted(twice)} twice")
-    with rejected(ModelRejected, f"{said.where}: no tokenizer"):
+    with rejected(ModelRejected, f"{said.where}: not a valid tokenizer"):
         library = makers[kind](said, tokens)
         _add_special(library, said, tokens)
     return Tokenizer(library, begin_token, _chat_template(said, tokens), said.where)
@@ -54,10 +54,12 @@ def _byte_pairs(said: Members, tokens: list[str]) -> LibraryTokenizer:
     for text in _texts(said, "merges"):
         left, _, right = text.partition(" ")
         if not left or not right:
-            raise ModelRejected(f"{said.where}: {AT}merges has {quoted(text)}, no two texts with a space between")
+            raise ModelRejected(
+                f"{said.where}: {AT}merges has {quoted(text)}, which must be two texts with a space between"
+            )
         merges.append((left, right))
     if kind not in CUTS:
-        raise ModelRejected(f"{said.where}: {AT}pre {quoted(kind)} is none of {', '.join(CUTS)}")
+        raise ModelRejected(f"{said.where}: {AT}pre must be one of {', '.join(CUTS)}, not {quoted(kind)}")
     numbers = {text: token for token, text in enumerate(tokens)}
     # Llama 3 takes a word that is a token as it is.
     library = LibraryTokenizer(models.BPE(numbers, merges, ignore_merges=CUTS[kind] is _llama_3))
@@ -117,7 +119,7 @@ def _chat_template(said: Members, tokens: list[str]) -> ChatTemplate | None:
 def _texts(said: Members, key: str) -> list[str]:
     texts = said.items(f"{AT}{key}")
     if not texts or not all(isinstance(text, str) for text in texts):
-        raise ModelRejected(f"{said.where}: {AT}{key} is missing, or no list of texts")
+        raise ModelRejected(f"{said.where}: {AT}{key} must be a list of texts")
     return texts
 
 

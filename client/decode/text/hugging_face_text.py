@@ -38,7 +38,7 @@ def folder_tokenizer(folder: Path, begin_token: int | None) -> Tokenizer:
     text = _text(read_bytes(path, MAX_TOKENIZER_BYTES), path)
     library = library_tokenizer(text, str(path))
     settings = _settings(folder)
-    with rejected(ModelRejected, f"{settings.where}: no tokens"):
+    with rejected(ModelRejected, f"{settings.where}: the added tokens are not valid"):
         _add_tokens(library, settings)
     # A chat's prompt is what the template writes, as in apply_chat_template.
     return Tokenizer(library, begin_token, _chat_template(folder, settings), str(path), chat_begins=False)
@@ -202,4 +202,4 @@ def _text(data: bytes, path: Path) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise ModelRejected(f"{path}: no UTF-8: {error}") from None
+        raise ModelRejected(f"{path}: must be UTF-8: {error}") from None

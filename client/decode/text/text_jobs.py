@@ -55,7 +55,7 @@ class TextLimits:
     def __post_init__(self) -> None:
         for limit in fields(self):
             if not getattr(self, limit.name) > 0:
-                raise ValueError(f"{limit.name} is {getattr(self, limit.name)}; give a number above 0")
+                raise ValueError(f"{limit.name} must be a number above 0, not {getattr(self, limit.name)}")
 
 
 def read_text(reader: "PromptReader", text: str) -> dict[str, Any]:

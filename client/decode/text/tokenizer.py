@@ -177,7 +177,7 @@ class TextStream:
 
 def library_tokenizer(text: str, where: str) -> tokenizers.Tokenizer:
     """Make a tokenizer of a tokenizer.json's text. Raises ModelRejected."""
-    with rejected(ModelRejected, f"{where}: no tokenizer"):
+    with rejected(ModelRejected, f"{where}: not a valid tokenizer"):
         return tokenizers.Tokenizer.from_str(text)
 
 

@@ -64,9 +64,13 @@ def test_a_chat_by_the_model_s_template_up_to_the_context(daemon: Daemon) -> Non
 
 
 WRONG = {
-    "a temperature": (("--temperature", "-1"), 2, "temperature is -1.0; give 0"),
+    "a temperature": (
+        ("--temperature", "-1"),
+        2,
+        "temperature must be 0 (the likeliest token) or 0.001 to 100, not -1.0",
+    ),
     "no tokens": (("--max-tokens", "0"), 2, "--max-tokens"),
-    "no model there": (("--model", "nowhere"), 1, "ModelRejected: nowhere: there is no such file"),
+    "no model there": (("--model", "nowhere"), 1, "ModelRejected: nowhere: the file or folder does not exist"),
     "no model": (("--model", __file__), 1, "neither a folder with config.json and safetensors nor a .gguf file"),
     "no daemon": ((), 69, "Is gpuleased running?"),
 }
@@ -79,7 +83,8 @@ def test_what_is_wrong_is_a_sentence(words: tuple[str, ...], status: int, said: 
 
 
 @pytest.mark.parametrize(
-    ("prompt", "said"), [("", "the prompt has no token"), ("with " * 300, "the model's context has 256")]
+    ("prompt", "said"),
+    [("", "the prompt must have at least one token"), ("with " * 300, "the model's context has 256")],
 )
 def test_a_prompt_that_the_model_does_not_take(daemon: Daemon, prompt: str, said: str) -> None:
     done = decode(daemon.address, prompt)

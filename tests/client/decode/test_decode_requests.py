@@ -61,7 +61,7 @@ def test_sampling_parameters_that_can_be_computed_with_are_taken(values: dict[st
     ],
 )
 def test_sampling_parameters_that_cannot_be_computed_with_are_refused_by_name(name: str, value: Any) -> None:
-    with pytest.raises(RequestRejected, match=f"^{name} is .*; give "):
+    with pytest.raises(RequestRejected, match=f"^{name} must be .*, not "):
         SamplingParameters(**{name: value})
 
 
@@ -78,13 +78,13 @@ def request(**values: Any) -> PromptRequest:
 @pytest.mark.parametrize(
     ("values", "told"),
     [
-        ({"token_ids": ()}, "no token"),
-        ({"request_id": ""}, "id has 0 characters"),
-        ({"request_id": "x" * 257}, "id has 257 characters"),
-        ({"max_emitted_tokens": 0}, "max_emitted_tokens is 0"),
+        ({"token_ids": ()}, "at least one token"),
+        ({"request_id": ""}, "id must have 1 to 256 characters, not 0"),
+        ({"request_id": "x" * 257}, "id must have 1 to 256 characters, not 257"),
+        ({"max_emitted_tokens": 0}, "max_emitted_tokens must be .*, not 0"),
         ({"max_emitted_tokens": 2**31}, "max_emitted_tokens"),
         ({"max_emitted_tokens": 1.5}, "max_emitted_tokens"),
-        ({"wait_s": -1}, "wait_s is -1"),
+        ({"wait_s": -1}, "wait_s must be .*, not -1"),
         ({"wait_s": MAX_WAIT_S + 1}, "wait_s"),
         ({"wait_s": float("nan")}, "wait_s"),
     ],

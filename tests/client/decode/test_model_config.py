@@ -17,19 +17,19 @@ def test_a_model_that_the_engine_computes_is_taken(config: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"head_width": 80}, "heads are 80 wide"),
+        ({"head_width": 80}, "heads must be 32, 64, 128 wide, not 80"),
         ({"heads": 34, "key_heads": 2}, "34 query heads on 2 key heads"),
         ({"heads": 9, "key_heads": 2}, "9 query heads on 2 key heads"),
         ({"width": 255}, "hidden size must be a multiple of 32, not 255"),
         ({"inner_width": 500}, "inner size must be a multiple of 32, not 500"),
-        ({"layers": 0}, "layers is 0"),
-        ({"layers": MAX_LAYERS + 1}, "layers is 1025"),
-        ({"key_heads": 0}, "key heads is 0"),
-        ({"vocabulary": 1 << 40}, "vocabulary is"),
-        ({"rope_theta": 0.0}, "to the base 0.0"),
-        ({"norm_epsilon": -1.0}, "-1.0 under the norms' root"),
-        ({"end_tokens": (3, 64)}, "token 64 is none"),
-        ({"begin_token": -1}, "token -1 is none"),
+        ({"layers": 0}, "layers must be 1 to 1024, not 0"),
+        ({"layers": MAX_LAYERS + 1}, "layers must be 1 to 1024, not 1025"),
+        ({"key_heads": 0}, "key heads must be 1 to .*, not 0"),
+        ({"vocabulary": 1 << 40}, "vocabulary must be 1 to"),
+        ({"rope_theta": 0.0}, "base must be positive and finite, not 0.0"),
+        ({"norm_epsilon": -1.0}, "epsilon must be between 0 and 1, not -1.0"),
+        ({"end_tokens": (3, 64)}, "token 64 is not in the vocabulary of 64"),
+        ({"begin_token": -1}, "token -1 is not in the vocabulary"),
     ],
 )
 def test_a_model_that_the_engine_does_not_compute_is_refused(changes: dict[str, Any], says: str) -> None:

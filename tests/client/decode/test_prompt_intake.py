@@ -74,7 +74,7 @@ def test_a_tenant_has_places_for_what_may_live_and_what_may_wait() -> None:
     scheduler.cancel("1")
     with intake.place("ann"), intake.place("ann"):
         pass
-    with pytest.raises(RequestRejected, match="there is no tenant 'eve'"):
+    with pytest.raises(RequestRejected, match="the decoder has no tenant 'eve'"):
         intake.place("eve").__enter__()
 
 

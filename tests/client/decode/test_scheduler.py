@@ -151,8 +151,8 @@ def test_a_refused_request_leaves_no_trace_in_what_others_get(scheduler: Continu
         ({"tenant_id": "nobody"}, "no tenant 'nobody'"),
         ({"request_id": "live0"}, "'live0' lives or waits already"),
         ({"request_id": "waiting0"}, "'waiting0' lives or waits already"),
-        ({"token_ids": (1, VOCABULARY)}, "not in the vocabulary; give 0 to 23"),
-        ({"token_ids": (-1, 1)}, "not in the vocabulary"),
+        ({"token_ids": (1, VOCABULARY)}, "tokens must be 0 to 23"),
+        ({"token_ids": (-1, 1)}, "tokens must be 0 to 23"),
     ],
 )
 def test_a_request_that_is_wrong_is_an_error(
@@ -186,7 +186,7 @@ def test_limits_that_make_no_engine_are_refused(change: dict[str, Any]) -> None:
 def test_a_tenant_is_added_once(scheduler: ContinuousBatchScheduler) -> None:
     with pytest.raises(ValueError, match="there already"):
         scheduler.add_tenant(TENANTS[0])
-    with pytest.raises(ValueError, match="region of 5 blocks; give 1 to 4"):
+    with pytest.raises(ValueError, match="a region must have 1 to 4 blocks, not 5"):
         scheduler.add_tenant(TenantConfig("c", 1, 4), blocks=5)
     assert set(scheduler.tenants) == {"a", "b"}
 
@@ -583,7 +583,7 @@ def test_a_region_is_within_the_tenant_s_limits(scheduler: ContinuousBatchSchedu
     with pytest.raises(ValueError, match="has a region"):
         scheduler.rebound("a", 4, 0.0)
     revoke(scheduler)
-    with pytest.raises(ValueError, match="give 1 to 4"):
+    with pytest.raises(ValueError, match="a region must have 1 to 4 blocks"):
         scheduler.rebound("a", blocks, 0.0)
     assert scheduler.rebound("a", 4, 0.0) == []
 

@@ -142,11 +142,11 @@ def refused(path: Path, sentence: str) -> None:
 @pytest.mark.parametrize(
     ("says", "sentence"),
     [
-        ({"general.architecture": "gemma"}, "general.architecture 'gemma' is none of llama, qwen2, qwen3"),
+        ({"general.architecture": "gemma"}, "general.architecture must be one of llama, qwen2, qwen3, not 'gemma'"),
         ({"qwen2.block_count": None}, "qwen2.block_count is missing"),
-        ({"qwen2.block_count": "many"}, "qwen2.block_count is 'many', no integer"),
+        ({"qwen2.block_count": "many"}, "qwen2.block_count must be an integer, not 'many'"),
         ({"qwen2.block_count": 2}, "tensor model.layers.1.input_layernorm.weight is missing"),
-        ({"qwen2.attention.head_count_kv": [1, 1]}, r"head_count_kv is '\[1, 1\]', no integer"),
+        ({"qwen2.attention.head_count_kv": [1, 1]}, r"head_count_kv must be an integer, not '\[1, 1\]'"),
         (
             {"qwen2.attention.key_length": 64},
             r"tensor .* must have the shape \[64, 32\], as in the config, not \[32, 32\]",
@@ -158,7 +158,7 @@ def refused(path: Path, sentence: str) -> None:
         ({"qwen2.rope.scaling.type": "yarn", "qwen2.rope.scaling.factor": 4.0}, "rope.scaling.type is 'yarn'"),
         ({"qwen2.rope.scale_linear": 2.0}, "rope.scale_linear is '2.0'; .* Llama 3's alone"),
         ({"split.count": 3}, "split.count is '3'; merge its files"),
-        ({"tokenizer.ggml.eos_token_id": 4}, "token 4 is none of the vocabulary's 4"),
+        ({"tokenizer.ggml.eos_token_id": 4}, "token 4 is not in the vocabulary of 4"),
     ],
 )
 def test_what_the_engine_does_not_compute_is_refused(tmp_path: Path, says: dict[str, Any], sentence: str) -> None:
@@ -192,7 +192,7 @@ def test_divisors_that_divide_nothing_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_path_of_neither_kind_is_refused(tmp_path: Path) -> None:
-    refused(tmp_path / "nothing", "nothing: there is no such file or folder")
+    refused(tmp_path / "nothing", "nothing: the file or folder does not exist")
     (tmp_path / "model.bin").write_bytes(b"x")
     refused(tmp_path / "model.bin", "neither a folder with config.json and safetensors nor a .gguf file")
     (tmp_path / "empty.gguf").write_bytes(b"")

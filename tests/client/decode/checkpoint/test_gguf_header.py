@@ -77,9 +77,9 @@ def test_a_version_2_file_is_read() -> None:
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        (b"GGML" + bytes(30), "no GGUF file: it begins with b'GGML'"),
+        (b"GGML" + bytes(30), "a GGUF file must begin with b'GGUF', not b'GGML'"),
         (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "GGUF of version 50331648"),
-        (b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 0), "1152921504606846976 tensors; there may be"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 0), "1152921504606846976 tensors; at most"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 1 << 60), "1152921504606846976 keys"),
         (file_of([pair(8, struct.pack("<Q", 1 << 62))]), "truncated: 4,611,686,018,427,387,904 bytes of 'k'"),
         (file_of([pair(9, struct.pack("<IQ", 0, 1 << 62))]), f"lists of more than {MAX_ITEMS:,} items, at 'k'"),
@@ -89,9 +89,12 @@ def test_a_version_2_file_is_read() -> None:
         (file_of([pair(77, b"")]), "'k' is of type 77"),
         (file_of([pair(4, bytes(4)), pair(4, bytes(4))]), "a key is in its metadata twice"),
         (file_of([pair(8, text(b"\xff"))]), "a text in its header is not UTF-8"),
-        (file_of([pair(4, bytes(4), b"general.alignment")]), "general.alignment is '0'"),
-        (file_of([pair(8, text(b"32"), b"general.alignment")]), "general.alignment is '32'"),
-        (file_of([pair(10, struct.pack("<Q", 1 << 40), b"general.alignment")]), "general.alignment is '1099"),
+        (file_of([pair(4, bytes(4), b"general.alignment")]), "general.alignment must be a power of two, not '0'"),
+        (file_of([pair(8, text(b"32"), b"general.alignment")]), "general.alignment must be a power of two, not '32'"),
+        (
+            file_of([pair(10, struct.pack("<Q", 1 << 40), b"general.alignment")]),
+            "general.alignment must be a power of two, not '1099",
+        ),
         (file_of([], [tensor([])]), "'t' has 0 dimensions"),
         (file_of([], [text(b"t") + struct.pack("<I", 1 << 31)]), "'t' has 2147483648 dimensions"),
         (file_of([], [tensor([32, 0])]), r"'t' has the shape \[32, 0\]"),

@@ -102,9 +102,9 @@ def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
         ({"a": "/etc/passwd"}, "'/etc/passwd' must be the name"),
         ({"a": "model.bin"}, "'model.bin' must be the name"),
         ({"a": "model-00009-of-00001.safetensors"}, "model-00009-of-00001.safetensors: No such file"),
-        ({}, "names 0 files"),
-        ({str(n): f"{n}.safetensors" for n in range(600)}, "names 600 files; there must be 1 to 512"),
-        ([], "weight_map is '\\[\\]', no object"),
+        ({}, "must name 1 to 512 files, not 0"),
+        ({str(n): f"{n}.safetensors" for n in range(600)}, "must name 1 to 512 files, not 600"),
+        ([], "weight_map must be an object, not '\\[\\]'"),
     ],
 )
 def test_an_index_that_names_what_it_must_not_is_refused(tmp_path: Path, places: Any, sentence: str) -> None:
@@ -117,11 +117,11 @@ def test_an_index_that_names_what_it_must_not_is_refused(tmp_path: Path, places:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        (b"{", "config.json: no JSON"),
-        (b"[]", "config.json: no JSON object"),
-        (b"\xff\xfe{", "config.json: no JSON"),
-        (b"[" * 100_000, "config.json: no JSON"),
-        (b'{"hidden_size": ' + b"1" * 5000 + b"}", "config.json: no JSON"),
+        (b"{", "config.json: must be JSON: "),
+        (b"[]", "config.json: must be a JSON object"),
+        (b"\xff\xfe{", "config.json: must be JSON: "),
+        (b"[" * 100_000, "config.json: must be JSON: "),
+        (b'{"hidden_size": ' + b"1" * 5000 + b"}", "config.json: must be JSON: "),
         (b" " * (17 << 20), "config.json: more than 16,777,216 bytes"),
     ],
     ids=["cut", "a list", "no UTF-8", "deep", "a long number", "long"],

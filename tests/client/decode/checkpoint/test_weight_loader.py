@@ -304,5 +304,5 @@ def test_a_missing_library_is_a_sentence_that_names_the_extra(
     module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, f"gpulease.client.decode.checkpoint.{module}", None)
-    with pytest.raises(Unsupported, match=r"no model can be read: .*pip install '.\[decode\]'"):
+    with pytest.raises(Unsupported, match=r"the libraries that read models are missing: .*pip install '.\[decode\]'"):
         open_model(tmp_path if module == "safetensors_folder" else tmp_path / "a.gguf")

@@ -125,14 +125,14 @@ def test_a_chat_template_knows_the_file_s_tokens() -> None:
 @pytest.mark.parametrize(
     ("says", "sentence"),
     [
-        ({"model": "bert"}, "model 'bert' is none of gpt2, llama"),
-        ({"pre": "viking"}, "pre 'viking' is none of gpt-2, smollm"),
+        ({"model": "bert"}, "model must be one of gpt2, llama, not 'bert'"),
+        ({"pre": "viking"}, "pre must be one of gpt-2, smollm, .*, not 'viking'"),
         ({"pre": None}, "pre is missing"),
         ({"tokens": ["a", "b", "a"]}, "tokens has 'a' twice"),
-        ({"tokens": []}, "tokens is missing"),
-        ({"tokens": [1, 2]}, "tokens is missing, or no list of texts"),
-        ({"merges": ["ab"]}, "merges has 'ab', no two texts"),
-        ({"merges": ["x yz"]}, "no tokenizer: .*yz"),
+        ({"tokens": []}, "tokens must be a list of texts"),
+        ({"tokens": [1, 2]}, "tokens must be a list of texts"),
+        ({"merges": ["ab"]}, "merges has 'ab', which must be two texts"),
+        ({"merges": ["x yz"]}, "not a valid tokenizer: .*yz"),
         ({"model": "llama"}, "scores are 0, tokens"),
     ],
 )

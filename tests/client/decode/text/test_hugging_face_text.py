@@ -163,10 +163,10 @@ def test_a_template_in_a_file_of_its_own_goes_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "sentence"),
     [
-        ("tokenizer.json", b"{", "tokenizer.json: no tokenizer"),
-        ("tokenizer.json", b"\xff", "tokenizer.json: no UTF-8"),
-        ("tokenizer.json", b'{"model": {"type": "BPE"}}', "tokenizer.json: no tokenizer"),
-        ("tokenizer_config.json", b"[]", "tokenizer_config.json: no JSON object"),
+        ("tokenizer.json", b"{", "tokenizer.json: not a valid tokenizer"),
+        ("tokenizer.json", b"\xff", "tokenizer.json: must be UTF-8"),
+        ("tokenizer.json", b'{"model": {"type": "BPE"}}', "tokenizer.json: not a valid tokenizer"),
+        ("tokenizer_config.json", b"[]", "tokenizer_config.json: must be a JSON object"),
         ("tokenizer_config.json", b'{"chat_template": 7}', "tokenizer_config.json: chat_template must be a string"),
         ("tokenizer_config.json", b'{"chat_template": "{% if %}"}', "tokenizer_config.json: the chat template is brok"),
         ("chat_template.jinja", b"{% if %}", "chat_template.jinja: the chat template is broken"),
