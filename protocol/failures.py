@@ -20,9 +20,9 @@ from gpulease.protocol.session_words import ENDED_WORDS, STATUS_OF_WORD, RegionW
 _STATUSES: Final = {int(status): status for status in Status}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Failure:
-    """A failed request.
+    """A failed request. Never changed; not frozen, because a frozen one takes three times as long to make.
 
     Attributes:
         status: The kind of failure.

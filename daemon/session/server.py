@@ -385,10 +385,13 @@ class Server:
         try:
             if connection.send_buffer is not None:
                 self._resume(connection, connection.send_buffer)
-            # While a region opens or ends, serve in small portions so that the broker's next message is read soon.
-            for _ in range(1 if self._session.regions.is_moving() else READS_PER_ROUND):
+            for portion in range(READS_PER_ROUND):
                 if connection.is_paused:
                     return
+                # While a region opens or ends, serve one portion, so that the broker's next message is read soon. But a
+                # tenant whose launch was refused is about to ask for the reason, and its answer comes first.
+                if portion and self._session.regions.is_moving() and not self._session.keeps_failure:
+                    break
                 outcome = connection.serve_ring(self._session.serve_ring)
                 if outcome is Outcome.QUANTUM_OVER:
                     break
@@ -426,7 +429,9 @@ class Server:
             connection.received_at_s = time.monotonic()
         if self._session.keeps_failure:
             connection.decline_awaited()
-        self._tell_of_session()
+            connection.spins_left = self._spin_policy.spins_per_reply
+        else:
+            self._tell_of_session()
 
     def _serve_owner(self, connection: Connection) -> None:
         """Serve the requests of a connection of the lease's owner; launches and syncs without parsing, if possible."""

@@ -24,14 +24,14 @@ from gpulease.daemon.drivers.interface import Context, DriverError, Kernel, Nati
 from gpulease.daemon.native.addresses import address_of
 from gpulease.daemon.session import native
 from gpulease.daemon.session.launches import Plan, Planner
-from gpulease.daemon.session.ledger import Ledger
+from gpulease.daemon.session.ledger import Ledger, Refused
 from gpulease.daemon.session.native.allocation_records import AllocationRecords
 from gpulease.daemon.session.native.chains import GATHER_AFTER, Chains
 from gpulease.daemon.session.native.layout import Move, Outcome, PlanRecord, RingEnds, ServingState
 from gpulease.daemon.session.operations import LeaseOver
 from gpulease.daemon.session.region_operations import NO_EPOCH, RegionGate
 from gpulease.daemon.session.replies import SyncPattern
-from gpulease.protocol.fastpath import MIDDLE_AT, REQUEST_ID_OFFSET, SMALL_FRONTS
+from gpulease.protocol.fastpath import MIDDLE_AT, REGIONS, REQUEST_ID_OFFSET, SMALL_FRONTS
 from gpulease.protocol.framing import FrameReader
 from gpulease.protocol.limits import MAX_ARGUMENT_BYTES, RETAINED_BUFFER_BYTES
 from gpulease.protocol.opcodes import Opcode
@@ -55,8 +55,8 @@ class LaunchFastPath:
 
     It checks the control page before each launch, as `Session` does before any request, and the regions page before a
     LAUNCH_IN. It does not repeat the checks that were made for the plan. It leaves a frame where it is if the frame is
-    not the expected one, is incomplete, follows a failure, or names another region set than the one in use, or one that
-    may have changed.
+    not the expected one, is incomplete, or follows a failure. Native code also leaves to Python a launch in another
+    region set than the one in use, or in one that may have changed.
 
     Args:
         gate: The regions, with the set in use.
@@ -160,14 +160,13 @@ class LaunchFastPath:
                 pattern = plan.pattern
                 after = start + pattern.frame_bytes
                 # One comparison of bytes replaces the parser: everything but the request id and the arguments must be
-                # the plan's. Then the checks that can change from launch to launch: region set, revocation word, and
-                # now and then the clock.
+                # the plan's. Then the checks that can change from launch to launch: the revocation word, now and then
+                # the clock, and the region set.
                 if (
                     after > end
                     or not stands_at(pattern.front, start)
                     or not stands_at(pattern.middle, start + MIDDLE_AT)
                     or not stands_at(pattern.tail, start + pattern.args_end)
-                    or (pattern.trailer_bytes and not is_quiet(buffer, after - pattern.trailer_bytes))
                     or word[0]
                     or (count % LAUNCHES_PER_CLOCK == 0 and refusal() is not None)
                 ):
@@ -179,12 +178,15 @@ class LaunchFastPath:
                 # Counted as taken before the launch, so that a launch that fails is not served again by `handle`.
                 start = after
                 count += 1
+                if pattern.trailer_bytes and not is_quiet(buffer, after - pattern.trailer_bytes):
+                    region_set, position = REGIONS.unpack_from(buffer, after - pattern.trailer_bytes)
+                    self._gate.admit(region_set, position, plan.kernel.name)
                 params = args if plan.moves is None else plan.lay_out(args)
                 launch(plan.kernel, plan.grid, plan.block, plan.shared_bytes, params, request_id)
                 done += 1
                 latest = plan
                 plan = plan.follower or plan
-        except (DriverError, LeaseOver) as error:
+        except (Refused, DriverError, LeaseOver) as error:
             self._keep_failure(error, _LAUNCH_IN if plan.pattern.trailer_bytes else _LAUNCH, request_id)
         finally:
             self._counters[_DOING] = 0

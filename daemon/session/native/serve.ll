@@ -279,8 +279,8 @@ leave:
 }
 
 ; Do the expected launches at the front of the buffer, up to the first frame that is no expected launch.
-; Returns 0 if that frame is something else, or there is none; 1 if it is the expected launch and the driver refused it:
-; Python then launches it, and finds out why.
+; Returns 0 if that frame is something else, or there is none; 1 if it is the expected launch and Python has to launch it:
+; the driver refused it, or the regions of its set have to be compared.
 define i32 @gpulease_take_launches(ptr %state) {
 entry:
   %first = call ptr @place(ptr %state, i64 112)
@@ -404,7 +404,7 @@ refuse:
   br label %stop
 stop:
   %outcome = phi i32 [ 0, %single ], [ 0, %compare ], [ 0, %clock ],
-    [ 0, %number ], [ 0, %set ], [ 0, %set.deadline ], [ 0, %set.epoch ], [ 0, %last.look ], [ 1, %refuse ]
+    [ 0, %number ], [ 1, %set ], [ 1, %set.deadline ], [ 1, %set.epoch ], [ 0, %last.look ], [ 1, %refuse ]
   call void @set(ptr %state, i64 96, i64 %start)
   %expected.at = getelementptr i8, ptr %state, i64 112
   store ptr %plan, ptr %expected.at
