@@ -188,7 +188,13 @@ MADE_FILES = {"json", "key", "ll", "md", "pem", "py", "weights"}
 MAX_BASES_DEEP = 4
 """Classes above a class whose members it has, one above the other."""
 
-NOT_OURS = {"mul": "PTX", "setp": "PTX", "vote": "PTX", "data": "an audit record's member"}
+NOT_OURS = {
+    **dict.fromkeys(
+        ("atom", "brx", "cp", "cvt", "cvta", "elect", "mad", "match", "max", "mbarrier", "min", "mul"), "PTX"
+    ),
+    **dict.fromkeys(("redux", "rsqrt", "setp", "shfl", "vote", "wmma"), "PTX"),
+    "data": "an audit record's member",
+}
 """First words of dotted names that are neither ours nor Python's, and what they are of."""
 
 

@@ -5,34 +5,37 @@ from dataclasses import dataclass
 from typing import Final
 
 NEWEST_PTX: Final = (9, 5)
-"""The PTX version up to which this driver knows what was added."""
+"""The newest PTX version: this driver does not know what later ones add."""
 
 _TARGET: Final = re.compile(r"sm_([1-9]\d{1,2})([af]?)", re.ASCII)
+# By their numbers, the compute capabilities of real cards.
 _KNOWN: Final = frozenset((50, 52, 53, 60, 61, 62, 70, 72, 75, 80, 86, 87, 88, 89, 90, 100, 101, 103, 110, 120, 121))
-"""Those that a card can have: a mistyped one would refuse images that its card takes."""
+"""The capabilities that cards have; a setting with a typing error would refuse images that the user's card takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A compute capability: 90 for 9.0."""
+    """A compute capability, as major times 10 plus minor: 90 for 9.0."""
 
     number: int = 90
 
     def __str__(self) -> str:
-        """As nvcc writes it."""
         return f"sm_{self.number}"
 
     def why_not(self, version: tuple[int, int], target: str) -> str:
-        """Return the reason that PTX of this version and target can't run here; "" if it can."""
+        """Return the reason why PTX of this version and target can't run here, or ""."""
+        # A newer version may have added instructions that the parser would misread.
         if version > NEWEST_PTX:
             written, newest = (".".join(map(str, one)) for one in (version, NEWEST_PTX))
             return f"the image is PTX {written}, this driver knows PTX up to {newest}"
         found = _TARGET.fullmatch(target)
         if found is None:
-            return f"{target[:60]!r} is no target; this device is {self}"
+            return f"the target must be an architecture like sm_90, not {target[:60]!r}; this device is {self}"
         number, only = int(found[1]), found[2]
+        # A newer card runs older code, never the other way round.
         if number > self.number:
             return f"the image is for {target}, this device is {self}"
+        # Suffix "a": architecture-specific, for exactly this capability. Suffix "f": for its family, one major version.
         if only == "a" and number != self.number:
             return f"the image is for {target}, which runs on sm_{number} alone; this device is {self}"
         if only == "f" and number // 10 != self.number // 10:
@@ -51,9 +54,9 @@ SM_90: Final = Architecture()
 
 
 def parse_architecture(text: str) -> Architecture:
-    """The architecture of that name. Raises ValueError."""
+    """Parse a setting like "sm_90". Raises ValueError for a suffix, or a capability that no card has."""
     found = _TARGET.fullmatch(text)
     if found is None or found[2] or int(found[1]) not in _KNOWN:
         known = ", ".join(f"sm_{number}" for number in sorted(_KNOWN))
-        raise ValueError(f"{text!r} is no architecture of a card; there are {known}")
+        raise ValueError(f"the architecture must be one of {known}, not {text!r}")
     return Architecture(int(found[1]))

@@ -1,8 +1,8 @@
-"""The one context of a worker process: memory, modules, stream, launch graphs, and faults as tenants read them.
+"""A worker's context on the embedded driver: memory, modules, the stream, launch graphs, and the texts of faults.
 
-A launch graph checks and packs its launches once and queues them one behind the other. The queue takes a launch in a
-microsecond, so a replay saves what comes before it: frames, plans, checks of the shape. The caller's thread makes the
-copies; it waits for the kernels before them.
+A launch graph checks and packs its launches once, and a replay queues the packed records. The queue takes a launch in a
+microsecond, so a replay saves what comes before that: frames, plans, checks of the shape. The caller's thread makes a
+graph's copies, after it has waited for the kernels before them.
 """
 
 import ctypes
@@ -63,11 +63,12 @@ from gpulease.daemon.ptx.stream import Stream, host_threads, stream_code
 from gpulease.protocol.limits import MAX_EVENTS
 
 _SPACES = tuple(Space)
+# By an access's kind: what happened, completed by the place. The braces take the fault record's `address`.
 _EVENTS: dict[int, str] = {
     Access.TRAP: "trap executed",
     Access.BREAKPOINT: "breakpoint without a debugger executed",
     Access.STACK_OVERFLOW: "stack overflow",
-    Access.NO_FUNCTION: "call through {:#x}, which is no function with these parameters,",
+    Access.NO_FUNCTION: "call through {:#x}, which is not a function with these parameters,",
     Access.NO_ALLOCATION: "free of {:#x}, which no kernel has allocated,",
     Access.NO_TARGET: "branch by the index {}, which is past its targets,",
     # Where threads wait for one another; the number is the barrier's or the member mask.
@@ -77,33 +78,38 @@ _EVENTS: dict[int, str] = {
     Access.NO_MEMBER: "warp operation with member mask {:#010x}, which lacks the thread's own lane, executed",
     Access.PART_OF_WARP: "operation that needs a whole warp executed with lanes {:#010x} alone,",
 }
+# Spaces that a tenant's program does not distinguish: CUDA says "illegal address" for both, without a space.
 _UNNAMED = (Space.GENERIC, Space.GLOBAL)
 
 
 def describe(
     fault: Fault, text_at: Callable[[int], str], beside: Callable[[int, int], str], *, kernel: str, tag: int
 ) -> KernelFault:
-    """The error for a fault record.
+    """Word a fault record as the error that a tenant reads.
 
     Args:
         fault: The record.
-        text_at: Reads what an assertion's addresses mean.
-        beside: Names the allocation that an access of so many bytes at an address misses, or "".
+        text_at: Reads the null-terminated text at a device address; an assertion's record holds such addresses.
+        beside: Names the allocation that an access of `size` bytes at an address just misses, or "".
         kernel: The kernel's name.
         tag: The launch's tag.
     """
     place = f"by thread {_triple(fault.thread)} of block {_triple(fault.block)}"
     where = f"{place} in kernel {kernel}, PTX line {fault.line}"
+    # Step 1: an assertion: its record holds three addresses of texts and a line number.
     if fault.access == Access.ASSERTION:
         message, file, function = (text_at(fault.assertion[n]) for n in range(3))
         failed = f"assertion failed: {file}:{fault.assertion[3]}: {function}: {message},"
         return KernelFault(f"{failed} {where}", tag=tag, kernel=kernel)
+    # Step 2: an event that is no access of memory: a trap, a barrier, a call through a bad pointer.
     if fault.access in _EVENTS:
         return KernelFault(f"{_EVENTS[fault.access].format(fault.address)} {where}", tag=tag, kernel=kernel)
+    # Step 3: a memory access. The check of alignment runs before the check of bounds, so a misaligned address is that.
     space = _SPACES[fault.space]
     what = "misaligned" if fault.address % fault.size else "illegal"
     kind = what if space in _UNNAMED else f"{what} {space.value}"
     access = Access(fault.access).name.lower()
+    # Only global memory has allocations to name; shared and local windows have none.
     missed = beside(fault.address, fault.size) if what == "illegal" and space in _UNNAMED else ""
     return KernelFault(
         f"{kind} address {fault.address:#x} ({fault.size}-byte {access}) {where}{missed and ': '}{missed}",
@@ -117,11 +123,12 @@ def _triple(numbers: "list[int]") -> str:
     return f"({numbers[0]},{numbers[1]},{numbers[2]})"
 
 
+# Where a packed launch holds its tag: a replay changes these bytes alone.
 _TAG_AT: Final = Launch.tag.offset
 _TAG_END: Final = _TAG_AT + Launch.tag.size
 
 _Replay = Callable[[bytes, Poll], None]
-"""Does one step, given the tag as the queue has it."""
+"""Queues or performs one step; takes the tag as its bytes in a packed launch, and the poll."""
 
 
 class CpuGraph:
@@ -130,22 +137,23 @@ class CpuGraph:
     device_bytes = 0
 
     def __init__(self, context: "CpuContext", steps: Sequence[Step]) -> None:
-        """Raises LaunchRejected for a launch that no replay could queue."""
+        """Pack every step. Raises LaunchRejected for a launch that no replay could queue."""
         self._context = context
         self._steps = list(steps)
         self._replays = [self._replay_of(step) for step in steps]
 
     def bind(self, step: int, params: bytes) -> None:
-        """Set a step's parameters (`Graph.bind`)."""
+        """Set a launch step's parameters for later replays (`Graph.bind`). Raises TypeError for a copy."""
         kernel_step = self._steps[step]
         if not isinstance(kernel_step, KernelStep):
             raise TypeError("only launches have parameters")
         self._replays[step] = self._replay_of(replace(kernel_step, params=params))
 
     def replay(self, tag: int, poll: Poll) -> None:
-        """Queue every step (`Graph.replay`)."""
+        # The tag differs in each replay; everything else was packed when the graph was made.
         packed = tag.to_bytes(_TAG_END - _TAG_AT, "little")
         for number, step in enumerate(self._replays):
+            # Between segments the caller may end a replay that takes too long.
             if number and number % SEGMENT_STEPS == 0:
                 poll()
             step(packed, poll)
@@ -156,6 +164,7 @@ class CpuGraph:
         self._replays.clear()
 
     def _replay_of(self, step: Step) -> _Replay:
+        # A launch: check and pack it now, split around the tag.
         context = self._context
         if isinstance(step, KernelStep):
             record, is_shared = context.record(
@@ -163,6 +172,7 @@ class CpuGraph:
             )
             before, behind = record[:_TAG_AT], record[_TAG_END:]
             return lambda tag, _: context.submit(b"".join((before, tag, behind)), is_shared)
+        # A copy: it is made by the caller's thread, and waits for what is queued before it.
         address, memory = step.address, memoryview(step.data) if isinstance(step, DataStep) else step.memory
         if isinstance(step, DataStep) or step.to_device:
             return lambda _, poll: context.mem_write(address, memory, poll)
@@ -174,10 +184,9 @@ _MAX_BLOCK_X, _MAX_BLOCK_Y, _MAX_BLOCK_Z = MAX_BLOCK_DIMS
 
 
 class _Complete:
-    """The ticket of a copy that was complete at once."""
+    """The ticket of a copy, which is complete when the call that begins it returns."""
 
     def is_done(self) -> bool:
-        """Yes."""
         return True
 
 
@@ -185,14 +194,14 @@ _COMPLETE = _Complete()
 
 
 class _Position:
-    """The ticket of all that was queued at some time."""
+    """The ticket of everything that was queued when it was made."""
 
     def __init__(self, stream: Stream, queued: int) -> None:
         self._stream = stream
         self._queued = queued
 
     def is_done(self) -> bool:
-        """Say whether all of it has ended, or was skipped behind a fault."""
+        """Say whether all of it has run, or was skipped because of a fault."""
         _, ended = self._stream.progress()
         return ended >= self._queued
 
@@ -202,9 +211,10 @@ class CpuContext:
 
     Args:
         slice_bytes: Room for allocations.
-        hosts: How many threads run the blocks of a launch; None for as many as this process may have.
-        architecture: Which images it loads.
-        shuffle: The seed of the order in which warps and blocks run, on one thread then; None for their numbers' order.
+        hosts: How many threads run the blocks of a launch; None for as many as this process may use.
+        architecture: Decides which images load.
+        shuffle: The seed of the order in which warps and blocks run, which needs a single thread; None for the order of
+            their numbers.
     """
 
     page_bytes = 1
@@ -221,11 +231,12 @@ class CpuContext:
         self._slice_bytes = slice_bytes
         self._architecture = architecture
         self._shuffle = shuffle
+        # Order matters: environments hold the addresses of the arena, its shadow, the print buffer and the regions.
         self._arena = Arena(slice_bytes)
         self._prints = PrintBuffer()
-        # Gets the name of a kernel and what it printed.
+        # Receives the name of a kernel and what it printed.
         self.printed: Callable[[str, str], None] = print_to_output
-        # Gets the name of a region, and what the operator may want to know of it.
+        # Receives the name of a region, and a note on it for the operator.
         self.noted: Callable[[str, str], None] = print_to_log
         self._regions = Regions(self._arena)
         self._areas = Areas(
@@ -237,34 +248,35 @@ class CpuContext:
                 returned=self._regions.address,
             )
         )
+        # A shuffled order can only be repeated if one thread runs all blocks.
         self._hosts = (hosts or host_threads()) if shuffle is None else 1
         self._stream = Stream(self._areas.address, self._hosts, self._prints.address)
         self._modules: set[CpuModule] = set()
         self._kernel_names: dict[int, str] = {}
         self._next_number = 0
         self._last_stream = 0
-        # The kernel that writes an event's time, once there was one, and the addresses of unused stamps.
+        # The kernel that writes an event's time, made for the first event, and the addresses of unused stamps.
         self._stamp: CpuKernel | None = None
         self._stamps: list[int] = []
         self._is_closed = False
-        # A kernel may still run when the interpreter ends and frees what it can: only `close` lets go of this.
+        # A kernel may still run when the interpreter ends and frees its objects: this reference keeps the memory that
+        # the kernel uses, and only `close` drops it.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
     @property
     def compute_capability(self) -> int:
-        """The capability of its architecture."""
         return self._architecture.number
 
     # --- Memory ------------------------------------------------------------------------------------------------
 
     @property
     def rounding_bytes(self) -> int:
-        """Nothing: the arena rounds addresses up, and only pages that are touched take memory."""
+        """Return 0: the arena rounds addresses, not memory; only touched pages take memory."""
         return 0
 
     @property
     def cached_bytes(self) -> int:
-        """Nothing: what is freed goes back to the host."""
+        """Return 0: freed pages go back to the host at once."""
         return 0
 
     def trim(self, most_bytes: int, poll: Poll = keep_waiting) -> None:
@@ -281,11 +293,13 @@ class CpuContext:
 
     def mem_reuse(self, address: int, size_bytes: int, poll: Poll = keep_waiting) -> None:
         """Zero the allocation behind all that is queued (`Context.mem_reuse`)."""
+        # A queued kernel may still use the old contents.
         self.sync(poll)
         ctypes.memset(address, 0, size_bytes)
 
     def mem_write(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> None:
         """Write into one allocation (`Context.mem_write`). Raises DriverError for bytes outside it."""
+        # Kernels before the copy may use the bytes, and their fault is the one to raise.
         self.sync(poll)
         source = data.cast("B")
         self._bytes_at(address, source.nbytes)[:] = source
@@ -298,6 +312,7 @@ class CpuContext:
 
     def _bytes_at(self, address: int, size_bytes: int) -> memoryview:
         """Return so many bytes of one allocation or region. Raises DriverError if they are not all in one."""
+        # Regions lie behind the allocations; only their table knows their sizes.
         owner = self._regions if self._regions.covers(address) else self._arena
         return owner.bytes_at(address, size_bytes)
 
@@ -325,7 +340,7 @@ class CpuContext:
         return REGION_GRANULE_BYTES
 
     def region_open(self, size_bytes: int, spare_bytes: int = 0, poll: Poll = keep_waiting) -> int:
-        """Open a region at once: nothing queued knows its address (`Context.region_open`)."""
+        """Open a region at once: nothing queued can know its address (`Context.region_open`)."""
         return self._regions.open(size_bytes)
 
     def region_kept_bytes(self, size_bytes: int) -> int:
@@ -340,20 +355,21 @@ class CpuContext:
         return True
 
     def region_end(self, address: int, poll: Poll = keep_waiting) -> RegionReturn:
-        """End a region; what is queued goes on, and finds zeros there (`Context.region_end`)."""
+        """End a region; queued kernels run on and read zeros there (`Context.region_end`)."""
         return self._regions.end(address)
 
     def region_release(self, address: int) -> None:
-        """Let an access there fault (`Context.region_release`)."""
+        """Make later accesses to a region's addresses fault (`Context.region_release`)."""
+        # The count of stray accesses goes with the region, so report it first.
         self._name_strays()
         self._regions.release(address)
 
     def region_stray_accesses(self, address: int) -> int:
-        """Return how many accesses of kernels there were in a region since it ended."""
+        """Return how many accesses kernels have made in a region since it ended."""
         return self._regions.stray_accesses(address)
 
     def free_bytes(self) -> int:
-        """Return what the largest card has beside this context (`Context.free_bytes`): differences mean something."""
+        """Return the rest of the largest card's memory; only differences mean something (`Context.free_bytes`)."""
         return MAX_SLICE_BYTES - self._arena.allocated_bytes - self._regions.taken_bytes
 
     def mark(self, stream: int) -> Ticket:
@@ -364,7 +380,8 @@ class CpuContext:
     # --- Events --------------------------------------------------------------------------------------------------
 
     def event(self, stream: int) -> StampedEvent:
-        """Queue a stamp (event_stamps.py)."""
+        """Queue a kernel that writes the time into a slot (event_stamps.py). Raises DriverError beyond MAX_EVENTS."""
+        # The first event loads the kernel and takes room for all slots.
         if self._stamp is None:
             first = self._arena.allocate(ALL_STAMPS_BYTES)
             self._stamp = self.module_load(STAMP).kernels["stamp"]
@@ -374,6 +391,7 @@ class CpuContext:
         address = self._stamps.pop()
         try:
             self.launch(self._stamp, (1, 1, 1), (1, 1, 1), 0, address.to_bytes(8, "little"), 0)
+        # A failed launch must return its slot.
         except BaseException:
             self._stamps.append(address)
             raise
@@ -387,6 +405,7 @@ class CpuContext:
         """Compare two stamps (`Context.elapsed_ns`)."""
         if not isinstance(start, StampedEvent) or not isinstance(end, StampedEvent):
             raise DriverError("these events are another driver's")
+        # Both stamps are nanoseconds of one clock, so their difference needs no rounding.
         times = [int.from_bytes(self._arena.bytes_at(event.address, STAMP_BYTES), "little") for event in (start, end)]
         return times[1] - times[0]
 
@@ -427,16 +446,18 @@ class CpuContext:
             architecture=self._architecture,
             shuffle=self._shuffle,
         )
+        # Numbers are never used twice in a context: a fault record names its kernel by number.
         self._next_number += len(module.kernels)
         self._modules.add(module)
         self._kernel_names.update((kernel.number, kernel.name) for kernel in module.kernels.values())
         return module
 
     def forget_earlier(self) -> None:
-        """Nothing: no lease finds another's code (`CpuDriver.recycle`), but in a folder that the operator named."""
+        """Do nothing: only the operator's folder holds other leases' code (`CpuDriver.recycle` drops the rest)."""
 
     def module_unload(self, module: Module, poll: Poll = keep_waiting) -> None:
         """Unload a module behind all that is queued (`Context.module_unload`)."""
+        # Behind the wait no launch can name the module's kernels or variables.
         self.sync(poll)
         if not isinstance(module, CpuModule) or module not in self._modules:
             raise DriverError("this module is not loaded")
@@ -444,12 +465,14 @@ class CpuContext:
         for kernel in module.kernels.values():
             del self._kernel_names[kernel.number]
         release(module.variable_addresses, self._arena)
+        # The module no longer holds its code, so the process may be over its bound.
         drop_oldest_code()
 
     def compile_kernel(self, kernel: Kernel) -> bool:
-        """Compile a kernel that was not launched yet, and those that share functions with it."""
+        """Compile a kernel, and those that share functions with it, before its first launch; False if already done."""
         if not isinstance(kernel, CpuKernel) or kernel.refusal is not None or kernel.code.is_compiled:
             return False
+        # Reading the entry compiles.
         return kernel.entry != 0
 
     # --- Launches ----------------------------------------------------------------------------------------------
@@ -469,7 +492,7 @@ class CpuContext:
         tag: int,
         attributes: LaunchAttributes,
     ) -> None:
-        """Refuse: blocks run one after another here, so none can wait for the next (`Context.launch_with`)."""
+        """Raise LaunchRejected: a block can't wait for others of a grid or cluster here (`Context.launch_with`)."""
         what = "a cooperative launch" if attributes.is_cooperative else "a launch in clusters"
         raise LaunchRejected(
             f"kernel {kernel.name}: the embedded driver runs blocks one after another, and does not do {what}",
@@ -477,7 +500,7 @@ class CpuContext:
         )
 
     def set_spinning(self, *, spins: bool, yields: bool) -> None:
-        """Choose how to wait (`Context.set_spinning`)."""
+        """Choose how a waiting thread spends its time: spinning, yielding, or asleep (`Context.set_spinning`)."""
         self._stream.spin_s, self._stream.yields = SPIN_S if spins else 0.0, yields
 
     def native(self) -> NativeLaunch:
@@ -489,7 +512,10 @@ class CpuContext:
         return NativeLaunch(state, submit, query, spin_ns, self._record, _pass, copy_in, copy_out, zero)
 
     def _record(self, kernel: Kernel, grid: Dim3, block: Dim3, shared_bytes: int) -> bytes | None:
-        """Return what native/submit.ll takes: the launch's head, and whether threads share its blocks."""
+        """Return the bytes that native/submit.ll takes: a launch's head, and whether threads share its blocks.
+
+        None means that native code can't launch it: the ordinary way then words the refusal.
+        """
         if kernel.parameter_bytes > MAX_PARAMETER_BYTES:
             return None
         try:
@@ -501,7 +527,7 @@ class CpuContext:
     def record(
         self, kernel: Kernel, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int
     ) -> tuple[bytes, bool]:
-        """A launch, checked, as the queue takes it, and whether its blocks are shared out. Raises LaunchRejected."""
+        """Check and pack a launch. Returns its record and whether threads share its blocks. Raises LaunchRejected."""
         head, is_shared = self._head(kernel, grid, block, shared_bytes, tag)
         if len(params) != kernel.parameter_bytes:
             raise LaunchRejected(
@@ -510,7 +536,8 @@ class CpuContext:
         return head + params, is_shared
 
     def _head(self, kernel: Kernel, grid: Dim3, block: Dim3, shared_bytes: int, tag: int) -> tuple[bytes, bool]:
-        """A launch's head, and whether several threads are to run its blocks. Raises LaunchRejected."""
+        """Pack a launch's head; the bool says whether several threads are to run its blocks. Raises LaunchRejected."""
+        # Step 1: can this kernel run here at all?
         if not isinstance(kernel, CpuKernel) or kernel.number not in self._kernel_names:
             raise LaunchRejected("this kernel's module is not loaded")
         if kernel.refusal is not None:
@@ -518,18 +545,22 @@ class CpuContext:
             raise LaunchRejected(f"kernel {kernel.name} can't run on the embedded driver: {why}", hint=hint)
         if kernel.is_cooperative:
             raise cooperative_refused(kernel.name)
+        # Step 2: the shape, and shared memory. Dynamic shared memory lies behind the static variables, aligned.
         _check_shape(kernel, grid, block)
         shared = kernel.static_shared_bytes
         if shared_bytes:
             shared = kernel.dynamic_shared_offset + shared_bytes
         if shared_bytes < 0:
-            raise LaunchRejected(f"kernel {kernel.name}: {shared_bytes} is no number of bytes of shared memory")
+            raise LaunchRejected(f"kernel {kernel.name}: shared memory must be 0 or more bytes, not {shared_bytes}")
         if shared > MAX_SHARED_BYTES:
             raise too_much_shared(kernel.name, shared_bytes, kernel.dynamic_shared_offset, MAX_SHARED_BYTES)
+        # Step 3: a single block runs in the stream's thread, unless it may have to wait for memory that another
+        # changes.
         spread = IN_ORDER
         blocks = math.prod(grid)
         if blocks > 1 or kernel.needs.parks:
             spread = self._areas.spread(kernel.needs, blocks, math.prod(block), shared, self._hosts)
+        # Step 4: the head in the layout of native/structures.py; parameters follow it in the record.
         head = LAUNCH_HEAD.pack(
             kernel.entry,
             blocks,
@@ -545,7 +576,6 @@ class CpuContext:
         return head, spread is not IN_ORDER
 
     def submit(self, record: bytes, is_shared: bool) -> None:
-        """Queue what `record` gave."""
         self._stream.submit(record, is_shared=is_shared)
 
     def graph(self, steps: Sequence[Step], admit: AdmitGraph = admit_any, poll: Poll = keep_waiting) -> CpuGraph:
@@ -553,7 +583,7 @@ class CpuContext:
         return CpuGraph(self, steps)
 
     def flush_printed(self) -> None:
-        """Write it (`Context.flush_printed`); `sync` has done so already, if nothing was launched since."""
+        """Write what kernels printed (`Context.flush_printed`); `sync` has done it if nothing was launched since."""
         self._flush()
 
     def watch(self, poll: Poll) -> None:
@@ -561,22 +591,23 @@ class CpuContext:
         self._stream.poll = poll
 
     def running(self) -> dict[int, int]:
-        """Return the running launch (`Context.running`); the stream counts in any case."""
+        """Return the running launch's number by stream (`Context.running`); all streams share queue 0."""
         queued, ended = self._stream.progress()
         return {} if queued == ended else {0: ended}
 
     def sync(self, poll: Poll = keep_waiting) -> None:
-        """Wait for all launches (`Context.sync`)."""
         self._stream.wait(poll)
         self._flush()
         self._raise_fault()
 
     def fault(self) -> KernelFault | None:
-        """Take the fault (`Context.fault`), once the launches behind it are skipped, which takes microseconds."""
+        """Take the fault (`Context.fault`). First the launches behind it are skipped, which takes microseconds."""
         if not self._stream.has_fault:
             return None
+        # The fault record is stable only once the stream has stopped.
         self._stream.wait()
         self._flush()
+        # Texts and allocations must be read before `forget_fault` lets launches run again.
         state = self._stream.state
         error = describe(
             Fault.from_address(state.fault),
@@ -589,7 +620,8 @@ class CpuContext:
         return error
 
     def close(self) -> None:
-        """Close the context (`Context.close`). A kernel that goes on keeps the memory until the process ends."""
+        """Close the context (`Context.close`). A kernel that still runs keeps the memory until the process ends."""
+        # Only when the stream's threads have ended may the memory below them go.
         if not self._is_closed and self._stream.close():
             self._is_closed = True
             self._flush()
@@ -601,15 +633,16 @@ class CpuContext:
 
     @property
     def is_closed(self) -> bool:
-        """Say whether `close` could do its work."""
+        """Whether `close` has returned the memory; False while a kernel still runs."""
         return self._is_closed
 
     def rest(self) -> bool:
-        """End the stream's threads if they are idle; the next launch starts others. False if a kernel goes on."""
+        """End the stream's threads if they are idle; the next launch starts others. False if a kernel still runs."""
         return self._stream.rest()
 
     def _text_at(self, address: int) -> str:
-        """The characters at a device address, as far as they may be read."""
+        """Return the null-terminated text at a device address, up to the first byte that may not be read."""
+        # Byte by byte: the text may end just before memory that belongs to no allocation.
         text = bytearray()
         while len(text) < MAX_ASSERTION_TEXT:
             try:
@@ -622,13 +655,13 @@ class CpuContext:
         return text.decode("utf-8", errors="replace")
 
     def _flush(self) -> None:
-        """Hand on what kernels have printed; none runs meanwhile."""
+        """Pass kernels' output to `printed`. Called only while no kernel runs."""
         for number, text in joined(self._prints.take()):
             self.printed(self._kernel_names.get(number, ""), text)
         self._name_strays()
 
     def _name_strays(self) -> None:
-        """Report each ended region in which something was accessed, once, as kernels' output is."""
+        """Report each ended region that kernels have accessed, once, to the operator."""
         for address, size_bytes in self._regions.new_strays():
             count = self._regions.stray_accesses(address)
             self.noted(
@@ -643,12 +676,13 @@ class CpuContext:
 
 
 def _pass(kernel: Kernel) -> None:
-    """Nothing is kept of who was launched natively: slots name their kernels."""
+    """Remember nothing about a native launch: a slot of the queue names its kernel."""
 
 
 def _check_shape(kernel: CpuKernel, grid: Dim3, block: Dim3) -> None:
     """Raise LaunchRejected for a grid or block that no card, or not this kernel, would take."""
     x, y, z = grid
+    # The grid's bounds are those of every card, the block's too; the kernel may set tighter ones.
     if not (0 < x <= _MAX_X and 0 < y <= _MAX_Y and 0 < z <= _MAX_Z):
         raise LaunchRejected(f"the grid {grid} is not within (1, 1, 1) and {MAX_GRID_DIMS}")
     x, y, z = block
@@ -659,5 +693,6 @@ def _check_shape(kernel: CpuKernel, grid: Dim3, block: Dim3) -> None:
             f"the block {block} has {x * y * z} threads, kernel {kernel.name} takes at most"
             f" {kernel.max_threads_per_block}"
         )
+    # `.reqntid` of the image.
     if kernel.required_block is not None and block != kernel.required_block:
         raise LaunchRejected(f"kernel {kernel.name} demands blocks of {kernel.required_block}, not {block}")

@@ -13,14 +13,13 @@ from gpulease.daemon.sandbox.measures import Needs
 
 
 class CpuDriver:
-    """Computes on the host. Any card's UUID will do: it has no cards, only slices of the host's memory."""
+    """Runs kernels on the host. It accepts any card's UUID: it has no cards, only slices of the host's memory."""
 
     def __init__(self, architecture: Architecture = SM_90, shuffle: int | None = None) -> None:
         self._open = partial(CpuContext, architecture=architecture, shuffle=shuffle)
 
     @property
     def name(self) -> str:
-        """Always "cpu"."""
         return "cpu"
 
     def preload(self) -> None:
@@ -34,7 +33,6 @@ class CpuDriver:
         ready_to_look_up()
 
     def needs(self) -> Needs:
-        """No file at all."""
         return Needs()
 
     def keep_for(self, owner: int) -> tuple[int, ...]:
@@ -43,18 +41,19 @@ class CpuDriver:
         return () if folder is None else (folder,)
 
     def open_context(self, card: str, slice_bytes: int) -> CpuContext:
-        """A context with room for that many bytes. Raises DriverError if the host has no address space for it."""
+        """Open a context with room for `slice_bytes`. Raises DriverError if the host has no address space for it."""
         return self._open(slice_bytes)
 
     def rewind(self, context: Context) -> Opening:
-        """Another context: nothing of the first is of use but the code and the pages it made this process touch."""
+        """Close a warmed-up context; what the next one reuses, code and touched pages, belongs to the process."""
         context.close()
         return self._open
 
     def recycle(self, context: Context) -> Opening:
-        """Another context: all memory that kernels could reach goes back to the host. Their code goes too."""
+        """Close a lease's context: memory that its kernels could reach goes back to the host, as their code does."""
+        # A context that can't close has a running kernel, so this process must not serve another lease.
         context.close()
         if not isinstance(context, CpuContext) or not context.is_closed:
-            raise DriverError("a kernel goes on")
+            raise DriverError("a kernel still runs")
         forget_code()
         return self._open

@@ -1,7 +1,7 @@
-"""Events of the embedded driver: a kernel of its own writes the time, queued like any other.
+"""Events of the embedded driver: a kernel of the driver's own writes the time, queued like any other kernel.
 
-One array of device memory holds all stamps. The queue keeps its order, so a slot may be used again while the stamp of
-a forgotten event is still to come: the new one is written later.
+One array of device memory holds all stamps. The queue keeps its order, so a slot may be used again while a forgotten
+event's stamp is still to come: the new stamp is written later.
 """
 
 from typing import Final
@@ -28,7 +28,7 @@ ALL_STAMPS_BYTES: Final = MAX_EVENTS * STAMP_BYTES
 
 
 class StampedEvent:
-    """An event, whose slot is free again when the last reference goes.
+    """An event; its slot is free again when the last reference goes.
 
     Attributes:
         address: Device address of its stamp.
@@ -39,7 +39,7 @@ class StampedEvent:
         self.address = address
 
     def is_done(self) -> bool:
-        """Say whether the stamp was written, or skipped behind a fault."""
+        """Say whether the stamp was written, or skipped because of a fault."""
         return self._ticket.is_done()
 
     def __del__(self) -> None:

@@ -1,10 +1,10 @@
 """Translate an image, keep its code, and load it into a context (the interface's `Module` and `Kernel`).
 
-All that can be wrong with an image is found when it is loaded. A kernel that can't be translated keeps the reason, with
-which its launch is refused; an image without any other kernel is refused itself. Kernels are compiled when they are
-first launched (kernel_code.py). Compiled code does not depend on the process it was made in: it names what it calls,
-and a table that each launch names holds the addresses of variables. So this process, or another one later, can use it
-again (`daemon/native/code_cache.py`).
+Everything that can be wrong with an image is found when it is loaded. A kernel that can't be translated keeps the
+reason, and its launch is refused with it; an image with only such kernels is refused itself. Kernels are
+compiled when they are first launched (kernel_code.py). Compiled code does not depend on the process that made it: it
+calls functions by name, and finds variables in a table that each launch names. So this process, or a later
+one, can use it again (`daemon/native/code_cache.py`).
 """
 
 import ctypes
@@ -48,22 +48,23 @@ from gpulease.daemon.ptx.translate.callees import FIRST_HANDLE, HANDLE_STEP
 from gpulease.daemon.ptx.translate.cooperative import cooperative_kernels
 from gpulease.daemon.ptx.translate.module import Part, translate
 
+# The first four bytes of images that only a card takes.
 _BINARY_MAGICS = {b"\x7fELF": "a cubin", b"\x50\xed\x55\xba": "a fatbin"}
 
 
 @dataclass(frozen=True, slots=True)
 class KernelFacts:
-    """Facts of one entry point.
+    """What loading needs to know of one kernel; kept between processes, so only plain values.
 
     Attributes:
-        required_block: The block its .reqntid demands, or None.
-        static_shared_bytes: Shared memory its variables take.
-        dynamic_shared_offset: Where shared memory asked for at launch begins.
-        part: Which of the image's parts it is in.
-        symbol: Its name there.
+        required_block: The block that its .reqntid demands, or None.
+        static_shared_bytes: Shared memory that its variables take.
+        dynamic_shared_offset: Where shared memory requested at launch begins.
+        part: Index of the image's part that has its code.
+        symbol: The name of its function in that part.
         is_cooperative: Whether only a cooperative launch could run it; see `cooperative_refused`.
-        needs: What a block of it takes beside.
-        refusal: Why it can't be translated, and what to do; None if it can be. Without symbol and needs then.
+        needs: What a block of it takes in addition.
+        refusal: Why it can't be translated, and what to do; None if it can be. Then symbol and needs are empty.
     """
 
     name: str
@@ -82,7 +83,7 @@ class KernelFacts:
 
 @dataclass(frozen=True, slots=True)
 class ModuleVariable:
-    """A variable of the module: what it starts with, and what of that is known at load only."""
+    """A variable of the module: its first value, and which addresses in that are known only at load."""
 
     name: str
     size: int
@@ -92,10 +93,10 @@ class ModuleVariable:
 
 @dataclass(frozen=True, slots=True)
 class TranslatedImage:
-    """A whole image.
+    """A whole image, as it is kept between processes.
 
     Attributes:
-        addressed: The functions whose addresses kernels take.
+        addressed: The functions that kernels take the addresses of.
         parts: What its kernels are compiled from.
     """
 
@@ -105,13 +106,14 @@ class TranslatedImage:
     parts: tuple[PartSource, ...]
 
     def to_bytes(self) -> bytes:
-        """As it is kept. Raises OverflowError for a number of over 64 bits."""
+        """Serialize for the cache. Raises OverflowError for a number of over 64 bits."""
         data: bytes = msgpack.packb(astuple(self))
         return data
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "TranslatedImage":
-        """As it was kept by the same version. Raises ValueError or TypeError for what was not."""
+        """Read what `to_bytes` of this version wrote. Raises ValueError or TypeError for anything else."""
+        # msgpack gives tuples of tuples in the fields' order.
         kernels, variables, addressed, parts = msgpack.unpackb(data, use_list=False)
         return cls(
             tuple(map(_kernel_from, kernels)),
@@ -134,8 +136,10 @@ def translate_image(
     image: bytes, *, slice_bytes: int, architecture: Architecture = SM_90, shuffle: int | None = None
 ) -> TranslatedImage:
     """Parse and translate. Raises ImageRejected for an image of which no kernel could run."""
+    # Text to tree, and the tree with each kernel's functions and shared variables resolved.
     tree = link(parse(_decode(image), architecture))
     variables = tuple(ModuleVariable(v.name, v.size, v.initial, v.relocations) for v in tree.variables)
+    # Refuse what can't be loaded before the long translation.
     check_size(variables, slice_bytes)
     parts = translate(tree, shuffle)
     sources = tuple(PartSource.of(part.text, part.effort) for part in parts)
@@ -143,14 +147,15 @@ def translate_image(
 
 
 def check_size(variables: tuple[ModuleVariable, ...], slice_bytes: int) -> None:
-    """Refuse a module whose variables can't all fit a slice."""
+    """Raise ImageRejected if a module's variables can't all fit a slice."""
     wanted = sum(variable.size for variable in variables)
     if wanted > slice_bytes:
         raise ImageRejected(f"the module's variables take {wanted} bytes, the slice has {slice_bytes}")
 
 
 def _decode(image: bytes) -> str:
-    """The PTX text, or a refusal of what is none."""
+    """Return the PTX text. Raises ImageRejected for a binary, and for text that is too long or not UTF-8."""
+    # A binary gets a hint, since it would run on a card.
     kind = _BINARY_MAGICS.get(image[:4])
     if kind is not None:
         raise ImageRejected(
@@ -159,22 +164,25 @@ def _decode(image: bytes) -> str:
         )
     if len(image) > MAX_IMAGE_BYTES:
         raise ImageRejected(f"{len(image)} bytes of PTX are more than {MAX_IMAGE_BYTES}")
+    # PTX from a C string ends in null bytes; managed variables need a card's page faults.
     text = text_of(image)
     refuse_managed_text(text)
     try:
         return text.decode("utf-8")
     except UnicodeDecodeError as error:
         line = text.count(b"\n", 0, error.start) + 1
-        raise rejected("this is no text", line=line) from None
+        raise rejected("the image must be PTX text in UTF-8", line=line) from None
 
 
 def _kernels(tree: Image, parts: list[Part]) -> tuple[KernelFacts, ...]:
     places = {name: (n, symbol) for n, part in enumerate(parts) for name, symbol in part.runners.items()}
     needs = {name: found for part in parts for name, found in part.needs.items()}
+    # If a kernel's largest block does not fit an area, it could not run even alone.
     for function in tree.functions:
         if function.name in needs and not needs[function.name].fit(_most_threads(function)):
             reason = f"a block of {_most_threads(function)} threads keeps more than there is room for"
             tree.refusals[function.name] = rejected(reason, line=function.line)
+    # Raises if this left no kernel.
     tree.check()
     cooperative = cooperative_kernels(tree)
     return tuple(
@@ -224,23 +232,23 @@ class LoadedCode:
 
     @property
     def size_bytes(self) -> int:
-        """Count the bytes that the image's parts take."""
         return sum(code.size_bytes for code in self.codes)
 
 
-# By key, the one used last at the end.
+# Code that this process holds, by key; the most recently used is last.
 _held: OrderedDict[bytes, LoadedCode] = OrderedDict()
 
 
 def ready_to_look_up() -> None:
-    """Read what keys are made of: this driver's own sources, which a worker can't open."""
+    """Read this driver's own sources, from which keys are made, before a worker's sandbox hides them."""
     key_of(b"image", b"", ptx)
 
 
 def load_code(
     image: bytes, *, slice_bytes: int, architecture: Architecture = SM_90, shuffle: int | None = None
 ) -> LoadedCode:
-    """An image's code, translated now or before for that architecture and order. Raises ImageRejected."""
+    """Return an image's code, translated now or earlier for this architecture and order. Raises ImageRejected."""
+    # The architecture decides what is refused, and the seed is compiled into the code: both belong to the key.
     key = key_of(f"image for {architecture}, shuffled by {shuffle}".encode(), image, ptx)
     code = _held.get(key)
     if code is None:
@@ -252,12 +260,13 @@ def load_code(
         code = _held[key] = LoadedCode(translated, tuple(map(PartCode, translated.parts)))
         drop_oldest_code()
     _held.move_to_end(key)
+    # The code may come from a lease with a larger slice.
     check_size(code.image.variables, slice_bytes)
     return code
 
 
 def forget_code() -> None:
-    """Let go of all that this process holds."""
+    """Drop all code that this process holds; a loaded module keeps its own."""
     _held.clear()
 
 
@@ -272,20 +281,20 @@ def _kept_image(key: bytes) -> TranslatedImage | None:
 
 
 def _keep(key: bytes, translated: TranslatedImage) -> None:
-    # An addend past 64 bits can't be; no compiler writes one.
+    # A constant past 64 bits can't be kept; no compiler writes one.
     with suppress(OverflowError):
         keep(key, translated.to_bytes())
 
 
 def drop_oldest_code() -> None:
-    """Drop what was not used for longest, if this process holds too much; what is loaded lives on with its module."""
+    """Drop the least recently used code while this process holds too much; a loaded module keeps its own."""
     total = sum(held.size_bytes for held in _held.values())
     while total > MAX_HELD_CODE_BYTES and len(_held) > 1:
         _, dropped = _held.popitem(last=False)
         total -= dropped.size_bytes
 
 
-# Numbers of functions in this process: a pointer to one means nothing to another module.
+# Numbers of functions, unique in this process, so a pointer means nothing to another module.
 _HANDLES = itertools.count()
 
 
@@ -294,11 +303,11 @@ class CpuKernel:
     """The embedded driver's `Kernel` (drivers/interface.py).
 
     Attributes:
-        number: Its place among all kernels the context ever loaded, for fault reports.
-        required_block: The block its .reqntid demands, or None.
-        static_shared_bytes: Shared memory its variables take.
-        dynamic_shared_offset: Where shared memory asked for at launch begins.
-        code: The code that has its runner.
+        number: Its number among all kernels that the context ever loaded, for fault reports.
+        required_block: The block that its .reqntid demands, or None.
+        static_shared_bytes: Shared memory that its variables take.
+        dynamic_shared_offset: Where shared memory requested at launch begins.
+        code: The code that has its runner, the function that runs blocks.
         symbol: The runner's name there.
         variables: Host address of its module's table of variables.
         needs: What a block of it takes.
@@ -330,7 +339,7 @@ class CpuKernel:
         return self.code.address(self.symbol)
 
     def figures(self) -> Figures:
-        """Return what its shared variables leave of a block's shared memory, and its local windows."""
+        """Return what its variables leave of a block's shared memory, and the bytes of its local windows."""
         return Figures(
             self.static_shared_bytes,
             MAX_SHARED_BYTES - self.dynamic_shared_offset,
@@ -346,13 +355,13 @@ class CpuModule:
     device_bytes: int
     code: LoadedCode
     variable_addresses: tuple[int, ...]
-    # Keeps the table that kernels read the addresses from, and their paces.
+    # Owns the memory of the variables' table and of the kernels' paces, which native code reads.
     tables: tuple[Any, Any]
     shared_bytes: int = 0
     kept_bytes: int = 0
 
     def variable(self, name: str) -> tuple[int, int]:
-        """Return where `_place` put it."""
+        """Return a variable's address and size; (0, 0) if there is none of that name."""
         for variable, address in zip(self.code.image.variables, self.variable_addresses, strict=True):
             if variable.name == name:
                 return address, variable.size
@@ -369,19 +378,24 @@ def load(
     architecture: Architecture = SM_90,
     shuffle: int | None = None,
 ) -> CpuModule:
-    """Translate and place. Raises ImageRejected; nothing is left behind then."""
+    """Translate an image and place its variables. Raises ImageRejected, and keeps no memory then."""
+    # Step 1: the code, perhaps from the cache, and the caller's consent to the memory it takes.
     code = load_code(image, slice_bytes=slice_bytes, architecture=architecture, shuffle=shuffle)
     variables = code.image.variables
     device_bytes = sum(variable.size for variable in variables)
     admit(device_bytes, 0, 0)
     addresses = _place(variables, arena)
+    # Step 2: variables have addresses now; functions that are addressed get handles; then initialisers are filled
+    # in.
     names = [variable.name for variable in variables]
     named = dict(zip(names, addresses, strict=True))
     handles = {name: FIRST_HANDLE + HANDLE_STEP * next(_HANDLES) for name in code.image.addressed}
     _relocate(variables, named | handles, arena)
     addresses_and_handles = (*addresses, *handles.values())
+    # Step 3: the table in which compiled code finds both, in the order the translation counted them.
     table = (ctypes.c_uint64 * max(1, len(addresses_and_handles)))(*addresses_and_handles)
     paces = (ctypes.c_uint64 * max(1, len(code.image.kernels)))()
+    # Step 4: a kernel object for each entry point.
     kernels = {
         facts.name: _kernel(
             facts,
@@ -396,7 +410,7 @@ def load(
 
 
 def _place(variables: tuple[ModuleVariable, ...], arena: Arena) -> tuple[int, ...]:
-    """Give each variable its memory and first value; those without bytes get the null address."""
+    """Allocate each variable and write its first value. A variable of no bytes gets the null address."""
     addresses: list[int] = []
     try:
         for variable in variables:
@@ -410,9 +424,10 @@ def _place(variables: tuple[ModuleVariable, ...], arena: Arena) -> tuple[int, ..
 
 
 def _relocate(variables: tuple[ModuleVariable, ...], addresses: Mapping[str, int], arena: Arena) -> None:
-    """Write the addresses that initialisers name."""
+    """Write the addresses that initialisers name (PTX ISA section 5.4, "Initializers")."""
     for variable in variables:
         for relocation in variable.relocations:
+            # A mask operator in the source became a shift. A symbol without an address gives 0.
             value = (addresses.get(relocation.symbol, 0) + relocation.addend) >> relocation.shift
             place = addresses[variable.name] + relocation.offset
             size = relocation.size
@@ -420,7 +435,6 @@ def _relocate(variables: tuple[ModuleVariable, ...], addresses: Mapping[str, int
 
 
 def release(addresses: "list[int] | tuple[int, ...]", arena: Arena) -> None:
-    """Take variables' memory back."""
     for address in addresses:
         if address:
             arena.free(address)

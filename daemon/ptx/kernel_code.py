@@ -1,8 +1,8 @@
-"""A part of an image: its IR, and native code from the first launch of one of its kernels on.
+"""A part of an image: its IR, and native code from the first launch of one of its kernels.
 
-Most kernels of a large module are never launched, and LLVM takes ten times as long as all that comes before it. So an
-image is parsed, translated and refused when it is loaded, and its parts are compiled when they are wanted. IR is kept
-compressed, to a fifth: it is some seven times as long as the code it becomes.
+Most kernels of a large module are never launched, and LLVM takes ten times as long as parsing and translating. So an
+image is parsed, translated and perhaps refused when it is loaded, and each part is compiled on demand. IR is kept
+compressed to a fifth: it is some seven times as long as the code that it becomes.
 """
 
 import zlib
@@ -13,13 +13,13 @@ from gpulease.daemon.drivers.interface import LaunchRejected
 from gpulease.daemon.native.code_cache import keep, key_of, read_kept
 from gpulease.daemon.native.compiler import BadIr, Effort, NativeCode, emit_object, load_object
 
-# The fastest: the default makes it a sixth smaller and takes three times as long.
+# zlib's fastest level: the default level makes IR a sixth smaller and takes three times as long.
 _COMPRESSION = 1
 
 
 @dataclass(frozen=True, slots=True)
 class PartSource:
-    """Source of a part's code.
+    """What a part is compiled from.
 
     Attributes:
         effort: The value of its Effort.
@@ -33,14 +33,13 @@ class PartSource:
 
     @classmethod
     def of(cls, text: str, effort: Effort) -> "PartSource":
-        """The source of that IR."""
         data = text.encode()
         key = key_of(b"part " + effort.value.encode(), data, ptx)
         return cls(effort.value, key, zlib.compress(data, _COMPRESSION))
 
 
 def compile_source(source: PartSource) -> bytes:
-    """The object code of a part. Raises LaunchRejected for IR that LLVM refuses."""
+    """Compile a part to object code. Raises LaunchRejected for IR that LLVM refuses."""
     try:
         return emit_object(zlib.decompress(source.packed).decode(), Effort(source.effort))
     except BadIr as error:
@@ -66,13 +65,14 @@ class PartCode:
         return self._native is not None
 
     def address(self, symbol: str) -> int:
-        """The address of a function, compiled now if need be. Raises LaunchRejected for IR that LLVM refuses."""
+        """Return a function's address; compiles the part if needed. Raises LaunchRejected like `compile_source`."""
         found = self._addresses.get(symbol)
         if found is None:
             found = self._addresses[symbol] = self._compiled().address(symbol)
         return found
 
     def _compiled(self) -> NativeCode:
+        # Three places, cheapest first: this process, the directory of kept code, LLVM.
         if self._native is None:
             data = read_kept(self._source.key)
             if data is None:

@@ -1,14 +1,15 @@
-"""Bounds of the driver, and the refusal of an image that passes one.
+"""Bounds of the driver, and the refusal of an image that exceeds one.
 
-A tenant writes the PTX, so everything it can make large has a bound here. Units are in the names. Each limit says what
-it stops, or which card it was taken from.
+A tenant writes the PTX, so everything that it can make large has a bound here. Units are in the names. Each limit says
+what it stops, or which card it was taken from.
 """
 
 from gpulease.daemon.drivers.interface import ImageRejected
 
 
 def rejected(reason: str, *, line: int = 0, text: str = "", kernel: str = "", hint: str = "") -> ImageRejected:
-    """The error for one offending line; `text` is that line's source, `kernel` the function it lies in."""
+    """Word the refusal of one line; `text` is that line's source, `kernel` the function that it belongs to."""
+    # A log shows the source on a line of its own, a message in the same line.
     shown = " ".join(text.split())[:200]
     place = f" of kernel {kernel}" if kernel else ""
     where = f"line {line}{place}: " if line else ""
@@ -22,7 +23,7 @@ def rejected(reason: str, *, line: int = 0, text: str = "", kernel: str = "", hi
 # Text that costs seconds to scan before anything else can refuse it. nvcc's largest kernels are a few MB.
 MAX_IMAGE_BYTES = 16 * 1024 * 1024
 
-# Blocks in blocks: stops text like "{{{{" from growing the scope stack without end.
+# Blocks within blocks: stops text like "{{{{" from growing the scope stack without end.
 MAX_BLOCK_DEPTH = 64
 
 # `%r<999999999>`: ranges are never spelled out in memory, but a number past any real kernel's is an attack.
@@ -34,7 +35,9 @@ MAX_INSTRUCTIONS = 1 << 15
 # Of all kernels and functions of an image: each is an object of some 700 bytes while the image is loaded.
 MAX_IMAGE_INSTRUCTIONS = 1 << 17
 
-# Of a kernel that gets functions put into it whose loops watch memory, though it might call them: each loop in it keeps
+# Of a kernel into which functions are inlined because their loops watch memory, though it might call them: each loop
+# keeps the registers that are live in it, and a larger kernel could be refused for what it keeps, while its calls
+# load.
 # the registers that live there, and what a larger one keeps could have an image refused that calls let load.
 MAX_WATCHING_INSTRUCTIONS = 8192
 
@@ -83,7 +86,7 @@ MAX_SIMPLIFIED_ACCESSES = 1024
 # Functions that a kernel reaches: optimising goes along calls, and a chain of 2000 takes minutes.
 MAX_OPTIMISED_FUNCTIONS = 128
 
-# Looks at calls to find out what each kernel reaches: hostile images could make it kernels times functions.
+# Steps along calls to find what each kernel reaches: hostile images could make it kernels times functions.
 MAX_CALL_GRAPH_STEPS = 1 << 19
 
 # The .param variables of one function's calls, each of which is in its frame before optimisation.
@@ -152,7 +155,7 @@ MAX_LANE_LINES = 40_000
 # Accesses and waits of such a kernel: code for lanes is optimised without what takes time in their square.
 MAX_LANE_ACCESSES = 384
 
-# Blocks of a kernel whose threads run together. Each has a mask in every other's way: 64 made up of jumps back take
+# Blocks of a kernel that is translated for lanes. Each has a mask in every other's way: 64 made up of jumps back take
 # 0.2 s to compile, 128 one second, 250 take minutes. nvcc's kernels have tens, of which few part the lanes.
 MAX_LANE_BLOCKS = 128
 
@@ -201,7 +204,7 @@ MAX_CHUNK_BLOCKS = 64
 # as much again before it does anything.
 WAKE_NS = 20_000
 
-# How often an idle thread looks for more work, letting others have the core in between (some 0.3 us), before it sleeps.
+# How often an idle thread polls for more work, yielding the core in between (some 0.3 us), before it sleeps.
 HELPER_YIELDS = 64
 
 # --- The stream ------------------------------------------------------------------------------------------------
@@ -209,13 +212,13 @@ HELPER_YIELDS = 64
 # Launches queued before `launch` waits: deep enough to hide a waking thread, small enough to drain fast.
 QUEUE_DEPTH = 1024
 
-# How long a waiter looks at the counter before it sleeps, seconds: longer than a small kernel takes.
+# How long a waiter polls the counter before it sleeps, seconds: longer than a small kernel takes.
 SPIN_S = 50e-6
 
-# How often a sleeping waiter looks up and calls its poll, nanoseconds.
+# How often a sleeping waiter wakes to poll, nanoseconds.
 POLL_INTERVAL_NS = 1_000_000
 
-# How long the stream's thread looks for more work before it sleeps, in rounds of some 40 ns.
+# How long the stream's thread polls for more work before it sleeps, in rounds of some 40 ns.
 IDLE_SPINS = 512
 
 # How long `close` waits for a kernel that is still running, seconds, before it leaves it to the process's end.

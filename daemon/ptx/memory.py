@@ -1,11 +1,11 @@
-"""Memory: the context's allocations, the places where blocks run, mappings that cost nothing until touched.
+"""Device memory and the memory of running blocks, in mappings that cost nothing until they are touched.
 
-Device memory is one reservation of address space per context. Sizes are rounded up to powers of two, with at least a
-granule behind each allocation that no kernel may touch: an access just before or behind one is a fault, never a
-neighbour's. Each size class has a range of its own with room for more blocks than a slice can hold, so an allocation
-that fits the slice always finds a place: there is no fragmentation, only address space, which is free. Pages exist only
-where touched, and go back when freed. Behind the classes lie the addresses of regions (region_pages.py). A running
-block has its shared memory, local windows and frames in an area of its own.
+Device memory is one reservation of address space per context. Sizes are rounded up to powers of two, with at least one
+granule behind each allocation that no kernel may touch: an access just before or behind an allocation faults, and never
+reaches a neighbour. Each size class has its own range, with room for more blocks than a slice can hold, so what fits a
+slice always finds a place: nothing fragments, and address space is free. Pages exist only where touched, and go back
+to the host when freed. Behind the classes lie the addresses of regions (region_pages.py). A running block
+has its shared memory, local windows and frames in an area of its own.
 """
 
 import ctypes
@@ -31,10 +31,10 @@ _MAP_NORESERVE = 0x4000
 
 
 class Mapping:
-    """Anonymous, zeroed pages at a fixed address, made real one by one on first touch.
+    """Anonymous, zeroed pages at a fixed address, which the host backs one by one on first touch.
 
     Raises:
-        DriverError: The host gives this process no such address space.
+        DriverError: The host denies this process the address space.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -47,40 +47,42 @@ class Mapping:
             ) from None
         self.size_bytes = size_bytes
         self.view = memoryview(self._map)
+        # The buffer's address, without keeping a pointer that would stop `close`.
         anchor = ctypes.c_char.from_buffer(self._map)
         self.address = ctypes.addressof(anchor)
         del anchor
 
     def discard(self, offset: int, size: int) -> None:
-        """Give whole pages back to the host: they read as zeros. Both numbers are multiples of the page size."""
+        """Give whole pages back to the host; they then read as zeros. Both numbers are multiples of the page size."""
         self._map.madvise(mmap.MADV_DONTNEED, offset, size)
 
     def close(self) -> None:
-        """Give all back; nothing may touch the memory any more."""
+        """Unmap the pages; nothing may touch the memory afterwards."""
         self.view.release()
         self._map.close()
 
 
-# Areas of different blocks are in different pages, so no two threads write to one cache line.
+# Areas of different blocks are in different pages, so no two threads write to the same cache line.
 _STRIDE_STEP = 4096
 
-# A launch's last five numbers: chunk, places, and the strides of shared memory, local windows and frames.
+# How a launch's blocks are handed out: blocks per chunk, places, and the strides of shared memory, local windows and
+# frames. They are a launch head's last numbers (native/structures.py).
 Spread = tuple[int, int, int, int, int]
 
-# All blocks one after another in the first place.
+# All blocks run one after another in the first place.
 IN_ORDER: Spread = (0, 0, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Memory that a kernel's block takes beside shared memory, and how its blocks may be handed out.
+    """Memory that a kernel's block takes in addition to shared memory, and whether its blocks may wait.
 
     Attributes:
         local_bytes: Local windows, whatever the block's size.
         local_bytes_per_thread: Local windows, for each thread on top.
         frame_bytes: Frames, whatever the block's size.
         frame_bytes_per_thread: Frames, for each thread on top.
-        parks: Whether a block may come back because it waits for another.
+        parks: Whether a block may be set aside while it waits for another block.
     """
 
     local_bytes: int
@@ -90,28 +92,29 @@ class Needs:
     parks: bool
 
     def areas(self, threads: int) -> tuple[int, int]:
-        """Bytes of local windows and of frames of a block of so many threads, in whole steps."""
+        """Return the bytes of local windows and of frames for a block of `threads`, each in whole strides."""
         local = self.local_bytes + threads * self.local_bytes_per_thread
         frames = self.frame_bytes + threads * self.frame_bytes_per_thread
         return round_up(local, _STRIDE_STEP), round_up(frames, _STRIDE_STEP)
 
     def fit(self, threads: int) -> bool:
-        """Say whether there is room for one such block."""
+        """Say whether an area has room for one block of `threads`."""
         local, frames = self.areas(threads)
         return local <= RESIDENT_LOCAL_BYTES and frames <= RESIDENT_FRAME_BYTES
 
 
 class Areas:
-    """The environments of a context's blocks, and what theirs is.
+    """The environments in which a context's blocks run, and the memory of those environments.
 
     Args:
-        first: What is the same in all; the areas are filled in.
+        first: What all environments share; this class fills in the areas.
     """
 
     def __init__(self, first: Environment) -> None:
         self._memory = Mapping(RESIDENT_SHARED_BYTES + RESIDENT_LOCAL_BYTES + RESIDENT_FRAME_BYTES)
         self._places = (Environment * MAX_RESIDENT_BLOCKS)()
         self._faults = (Fault * MAX_RESIDENT_BLOCKS)()
+        # Native code makes the other places from the first: each lies one stride behind the one before.
         first.shared = self._memory.address
         first.local = first.shared + RESIDENT_SHARED_BYTES
         first.frames = first.local + RESIDENT_LOCAL_BYTES
@@ -120,12 +123,16 @@ class Areas:
         self.address = ctypes.addressof(self._places)
 
     def spread(self, needs: Needs, blocks: int, threads: int, shared_bytes: int, hosts: int) -> Spread:
-        """Divide a launch of such blocks, of which one fits, among so many host threads."""
+        """Choose how a launch of blocks that each fit is divided among `hosts` threads."""
+        # Nothing to divide, and no block that could wait for a later one.
         if not needs.parks and (hosts == 1 or blocks == 1):
             return IN_ORDER
+        # A block that may be set aside is handed out alone, others in chunks, so that threads rarely meet at the
+        # counter.
         chunk = 1 if needs.parks else max(1, min(MAX_CHUNK_BLOCKS, blocks // (CHUNKS_PER_THREAD * hosts)))
         shared = round_up(shared_bytes, _STRIDE_STEP)
         local, frames = needs.areas(threads)
+        # As many places as the scarcest kind of memory allows.
         places = min(
             MAX_RESIDENT_BLOCKS,
             RESIDENT_SHARED_BYTES // (shared or 1),
@@ -135,30 +142,31 @@ class Areas:
         return chunk, places, shared, local, frames
 
     def close(self) -> None:
-        """Give the memory back; nothing may run any more."""
+        """Unmap the areas; nothing may run afterwards."""
         self._memory.close()
 
 
-# Behind each allocation, in its block. A class's least allocation leaves one byte too few for a block of half the size.
+# Bytes behind each allocation, in its block, that stay forbidden. Hence the smallest allocation of a class is one byte
+# more than what fits a block of half the size.
 _RED_ZONE_BYTES = GRANULE_BYTES
 
-# Allocations' bytes that each class has blocks for, in slices: modules' variables are bounded by one slice more.
+# How many slices' worth of allocations each class has blocks for: one for the lease's own, one for modules' variables.
 _SLICES_PER_CLASS = 2
 
-# An allocation counts for as many bytes at least; of smaller ones there can be fewer than a slice's worth.
+# Each allocation counts for at least as many bytes, so of smaller ones fewer than a slice's worth fit.
 _LEAST_COUNTED_BYTES = 128
 
-# From here on freed blocks are whole pages and go back to the host; smaller ones are zeroed in place.
+# Blocks of this size and above are whole pages and go back to the host when freed; smaller ones are zeroed in place.
 _DISCARD_BYTES = 64 * 1024
 
-# Larger slices than any card has; keeps all of it within a process's 47 bits of addresses.
+# Larger than any card's memory; keeps everything within the 47 bits of a process's addresses.
 MAX_SLICE_BYTES = 1 << 39
 
-# A session that opens a region as large as its slice, again and again, comes to an end after so many. Stops it from
-# using up the process's addresses, because none is used twice.
+# How often a session can open a region as large as its slice: no region's address is used twice, so this bounds the
+# addresses that a session can use up.
 _REGION_TURNS = 1024
 
-# The same for the largest slices.
+# The same bound in bytes, for the largest slices.
 _MAX_REGIONS_BYTES = 1 << 44
 
 _SHADOW_ENTRY_BYTES = 2
@@ -170,7 +178,7 @@ _NO_ENTRIES = bytes(len(_FULL_ENTRIES))
 
 
 class _SizeClass:
-    """The blocks of one size; offsets are bytes from the arena's start."""
+    """The blocks of one size; offsets are in bytes from the arena's start."""
 
     def __init__(self, start: int, block_bytes: int, blocks: int) -> None:
         self.start = start
@@ -180,7 +188,7 @@ class _SizeClass:
         self._freed: list[int] = []
 
     def take(self) -> int | None:
-        """A free block's offset, or None."""
+        # A used block first: its pages may still be there.
         if self._freed:
             return self._freed.pop()
         if self._fresh == self.end:
@@ -189,12 +197,11 @@ class _SizeClass:
         return self._fresh - self.block_bytes
 
     def give(self, offset: int) -> None:
-        """Make a block free again."""
         self._freed.append(offset)
 
 
 def _shift_of(size_bytes: int) -> int:
-    """The power of two that an allocation and what lies behind it take."""
+    """Return the shift of the block size for an allocation: its bytes and its red zone, up to a power of two."""
     return (size_bytes + _RED_ZONE_BYTES - 1).bit_length()
 
 
@@ -206,7 +213,7 @@ class Arena:
 
     Attributes:
         regions_start: The first address of regions.
-        regions_bytes: Addresses that all regions of the context together can take.
+        regions_bytes: How many bytes of addresses all regions of the context can take together.
         allocated_bytes: The sum of all allocations' sizes.
 
     Raises:
@@ -217,6 +224,7 @@ class Arena:
         if not 0 < slice_bytes <= MAX_SLICE_BYTES:
             raise DriverError(f"a slice has 1 to {MAX_SLICE_BYTES} bytes, not {slice_bytes}")
         self._slice_bytes = slice_bytes
+        # Step 1: lay the size classes out one behind the other, from the smallest to the one that fits the whole slice.
         self._classes: list[_SizeClass] = []
         end = 0
         for shift in range(_FIRST_SHIFT, _shift_of(slice_bytes) + 1):
@@ -229,14 +237,16 @@ class Arena:
         self._sizes: dict[int, int] = {}
         self.allocated_bytes = 0
         self.regions_bytes = min(_REGION_TURNS * round_up(slice_bytes, REGION_GRANULE_BYTES), _MAX_REGIONS_BYTES)
-        # One granule more, never given out: lookups outside of the arena end there.
+        # Step 2: the regions' addresses lie behind the classes. Lookups outside of the arena are clamped to one more
+        # granule at the end, which is never given out.
         self.memory = Mapping(end + REGION_GRANULE_BYTES + self.regions_bytes + GRANULE_BYTES)
         self.regions_start = round_up(self.memory.address + end, REGION_GRANULE_BYTES)
         self.last_granule = (self.regions_start + self.regions_bytes - self.memory.address) >> GRANULE_SHIFT
+        # Step 3: one entry of the shadow for each granule, all zero: nothing may be touched yet.
         self.shadow = Mapping((self.last_granule + 1) * _SHADOW_ENTRY_BYTES)
 
     def allocate(self, size_bytes: int) -> int:
-        """The address of that many zeroed bytes. Raises OutOfMemory."""
+        """Allocate zeroed bytes and return their address. Raises OutOfMemory."""
         if size_bytes <= 0:
             raise DriverError(f"an allocation has at least 1 byte, not {size_bytes}")
         if size_bytes > self._slice_bytes:
@@ -246,16 +256,18 @@ class Arena:
             raise OutOfMemory(f"no address space is left for {size_bytes} bytes")
         self._sizes[offset] = size_bytes
         self.allocated_bytes += size_bytes
+        # From here on kernels may touch the bytes.
         self._mark(offset, size_bytes)
         return self.memory.address + offset
 
     def free(self, address: int) -> None:
-        """Take back what `allocate` gave; its bytes are zero again and may not be touched."""
+        """Free an allocation; its bytes become zeros and forbidden. Raises DriverError for any other address."""
         offset = address - self.memory.address
         size = self._sizes.pop(offset, None)
         if size is None:
             raise DriverError(f"{address:#x} is not the address of an allocation")
         self.allocated_bytes -= size
+        # Forbid the bytes before they are reused, then zero them: the next owner must find zeros.
         self._unmark(offset, size)
         held_in = self._class_of(offset)
         if held_in.block_bytes >= _DISCARD_BYTES:
@@ -265,9 +277,10 @@ class Arena:
         held_in.give(offset)
 
     def bytes_at(self, address: int, size: int) -> memoryview:
-        """Return so many bytes of one allocation. Raises DriverError if they are not all in one."""
+        """Return `size` bytes of one allocation. Raises DriverError if they are not all in one."""
         offset = address - self.memory.address
         if 0 <= offset < self._classes[-1].end:
+            # The block that holds the address, and whether an allocation of enough bytes begins there.
             held_in = self._class_of(offset)
             start = offset - (offset - held_in.start) % held_in.block_bytes
             if offset + size <= start + self._sizes.get(start, -1):
@@ -275,11 +288,12 @@ class Arena:
         raise DriverError(f"{size} bytes at {address:#x} are not within one allocation")
 
     def beside(self, address: int, size: int) -> str:
-        """Name the allocation that an access just misses, in words; "" if there is none on either side."""
+        """Say in words which allocation an access just misses; "" if there is none on either side."""
         offset = address - self.memory.address
         if not 0 <= offset < self._classes[-1].end:
             return ""
         held_in = self._class_of(offset)
+        # The access lies in the red zone of this block, or just before the next block.
         start = offset - (offset - held_in.start) % held_in.block_bytes
         behind = start + held_in.block_bytes
         misses = []
@@ -289,32 +303,35 @@ class Arena:
             misses.append((behind - offset, "before the start", behind))
         if not misses:
             return ""
+        # Of two candidates, the closer one.
         distance, where, of = min(misses)
         return f"{distance} bytes {where} of the {self._sizes[of]} allocated at {self.memory.address + of:#x}"
 
     def allow(self, address: int, size_bytes: int) -> None:
-        """Let kernels touch memory of a region; both numbers are multiples of a region's granule."""
+        """Let kernels touch a region's memory; both numbers are multiples of a region's granule."""
         self._mark(address - self.memory.address, size_bytes)
 
     def take_back(self, address: int, size_bytes: int) -> None:
-        """Forbid a region's memory again, and give its pages, and those of its shadow, back to the host."""
+        """Forbid a region's memory, and give its pages, and those of its shadow, back to the host."""
+        # Step 1: the shadow's pages that hold entries of this region alone are given back, which zeroes them.
         offset = address - self.memory.address
         first, end = (at // GRANULE_BYTES * _SHADOW_ENTRY_BYTES for at in (offset, offset + size_bytes))
         inner = min(end, round_up(first, mmap.PAGESIZE))
         inner_end = max(inner, end // mmap.PAGESIZE * mmap.PAGESIZE)
         if inner < inner_end:
             self.shadow.discard(inner, inner_end - inner)
+        # Step 2: entries at either end share a page with neighbours' entries, so they are zeroed by hand.
         self.shadow.view[first:inner] = bytes(inner - first)
         self.shadow.view[inner_end:end] = bytes(end - inner_end)
         for page in {at // mmap.PAGESIZE * mmap.PAGESIZE for at in (first, end)}:
-            # Neighbours' entries may lie there, too; it goes with the last of them.
+            # Step 3: a shared page goes back with the last of its entries.
             entries = bytes(self.shadow.view[page : page + mmap.PAGESIZE])
             if entries == bytes(len(entries)):
                 self.shadow.discard(page, len(entries))
+        # Step 4: the region's own pages.
         self.memory.discard(offset, size_bytes)
 
     def close(self) -> None:
-        """Give everything back to the host."""
         self.memory.close()
         self.shadow.close()
 
@@ -322,7 +339,7 @@ class Arena:
         return self._classes[bisect_right(self._starts, offset) - 1]
 
     def _mark(self, offset: int, size: int) -> None:
-        """Write into the shadow how much of each granule is there."""
+        """Write into the shadow how many bytes of each granule may be touched; the last granule may be partial."""
         first, rest = offset >> GRANULE_SHIFT, size % GRANULE_BYTES
         whole = size >> GRANULE_SHIFT
         self._fill(first, whole, _FULL_ENTRIES)

@@ -1,7 +1,7 @@
 """Format kernels' output: from the records of native code (translate/vprintf.py) to text, as CUDA's printf does.
 
-A record holds the format's bytes, and behind the last byte of each conversion the values it takes: 8 bytes each, and a
-string's bytes behind its address. So a decoder that goes through the format in the same way finds them in turn.
+A record holds the bytes of the format. Behind the last byte of each conversion follow the values that it takes: 8 bytes
+each, and behind a string's address the string's bytes. A decoder that parses the format as the writer did finds them.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ _FLAGS = b" #+-0"
 _SIGNED = b"di"
 _TEXT_ROOM = MAX_PRINT_WIDTH * 2 + 400  # a double has up to 309 digits before the point
 
-# What each byte means behind a percent sign.
+# What each byte means after a percent sign; native code reads the same table.
 MARKS = bytearray(256)
 for _mark, _bytes in (
     (Mark.FLAG, b" #+-0123456789.h"),
@@ -36,7 +36,7 @@ for _mark, _bytes in (
 
 
 class PrintBuffer:
-    """The records of the launches since it was last emptied. When it is full, what comes later is dropped."""
+    """The records of launches since `take` last emptied it. When it is full, later records are dropped and counted."""
 
     def __init__(self) -> None:
         self._mapping = Mapping(_HEAD_BYTES + MAX_PRINT_BYTES)
@@ -45,16 +45,18 @@ class PrintBuffer:
         self._head.capacity = MAX_PRINT_BYTES
 
     def take(self) -> list[tuple[int, str]]:
-        """The texts so far, each with its kernel's number; the buffer is empty then. Nothing may run meanwhile."""
+        """Return the texts so far, each with its kernel's number, and empty the buffer. No kernel may run meanwhile."""
         head = self._head
         if not head.used and not head.dropped:
             return []
+        # Copied before it is parsed: its contents are a tenant's.
         data = bytes(self._mapping.view[_HEAD_BYTES : _HEAD_BYTES + head.used])
         texts: list[tuple[int, str]] = []
         position = length = 0
         dropped = head.dropped
         while position < len(data):
             record = PrintRecord.from_buffer_copy(data, position)
+            # Padding can make a text longer than its record, so the text is bounded on its own.
             if length < MAX_PRINT_BYTES:
                 text = render(data[position + _RECORD_BYTES : position + record.size])
                 length += len(text)
@@ -62,6 +64,7 @@ class PrintBuffer:
             else:
                 dropped += 1
             position += record.size
+        # Whatever was lost is reported in a last line, under the last kernel that printed.
         if dropped:
             last = texts[-1][0] if texts else -1
             texts.append((last, f"... the output of {dropped} calls of printf did not fit {MAX_PRINT_BYTES} bytes\n"))
@@ -69,7 +72,6 @@ class PrintBuffer:
         return texts
 
     def close(self) -> None:
-        """Give the memory back."""
         self._mapping.close()
 
 
@@ -79,12 +81,12 @@ def print_to_output(kernel: str, text: str) -> None:
 
 
 def print_to_log(what: str, text: str) -> None:
-    """Write to this process's standard error, each line under a name."""
+    """Write lines to this process's standard error, each prefixed with the name of what it is about."""
     sys.stderr.write("".join(f"{what}: {line}\n" for line in text.splitlines()))
 
 
 def joined(texts: list[tuple[int, str]]) -> Iterator[tuple[int, str]]:
-    """Texts of one kernel that follow one another as one: a line may be printed in parts."""
+    """Join consecutive texts of one kernel: a line may be printed in parts."""
     kernel, parts = -1, list[str]()
     for number, text in texts:
         if number != kernel and parts:
@@ -98,7 +100,7 @@ def joined(texts: list[tuple[int, str]]) -> Iterator[tuple[int, str]]:
 
 @dataclass(slots=True)
 class _Conversion:
-    """A conversion of a format, as far as it has been read."""
+    """What was read of a conversion so far: its text, the values of its stars, and whether its argument has 64 bits."""
 
     text: bytearray = field(default_factory=bytearray)
     stars: list[int] = field(default_factory=list)
@@ -106,10 +108,10 @@ class _Conversion:
 
 
 def render(record: bytes) -> str:
-    """Format the text of one printf call."""
     out = bytearray()
     conversion: _Conversion | None = None
     position = 0
+    # The format ends at its null byte. Outside of a conversion bytes are copied.
     while position < len(record) and record[position]:
         byte = record[position]
         position += 1
@@ -119,6 +121,7 @@ def render(record: bytes) -> str:
             else:
                 out.append(byte)
             continue
+        # Inside a conversion. Native code has put a value behind each byte that takes one.
         mark = MARKS[byte]
         value = int.from_bytes(record[position : position + 8], "little")
         if mark in (Mark.STAR, Mark.INTEGER, Mark.WIDE, Mark.STRING):
@@ -132,6 +135,7 @@ def render(record: bytes) -> str:
             case Mark.FLAG:
                 conversion.text.append(byte)
             case Mark.STRING:
+                # The string's bytes follow its address; a null pointer has none.
                 end = record.index(0, position) if value else position
                 out += _pad(conversion, record[position:end] if value else b"(null)")
                 position = end + 1 if value else position
@@ -139,6 +143,7 @@ def render(record: bytes) -> str:
             case Mark.INTEGER | Mark.WIDE:
                 out += _number(conversion, byte, value)
                 conversion = None
+            # Not a conversion, or "%%".
             case _:
                 out += b"%" if byte == ord("%") else b"%" + conversion.text + bytes([byte])
                 conversion = None
@@ -147,10 +152,12 @@ def render(record: bytes) -> str:
 
 def _number(conversion: _Conversion, kind: int, value: int) -> bytes:
     letter = bytes([kind])
+    # %n would write to memory: CUDA's printf ignores it too.
     if letter == b"n":
         return b""
     if letter == b"c":
         return _pad(conversion, bytes([value & 255]), is_cut=False)
+    # Integers have the width that their length modifiers say; each is then passed to libc as a long long.
     flags, width, precision = _layout(conversion)
     short = conversion.text.count(b"h")
     bits = 64 if conversion.is_long else {0: 32, 1: 16}.get(short, 8)
@@ -163,6 +170,7 @@ def _number(conversion: _Conversion, kind: int, value: int) -> bytes:
     else:
         argument = ctypes.c_longlong(_signed(value, bits) if letter in _SIGNED else value & (2**bits - 1))
         length = b"ll"
+    # The form is rebuilt from parsed and bounded numbers, so no tenant's text reaches libc.
     form = b"%" + flags + (b"%d" % width if width else b"")
     form += (b".%d" % precision if precision is not None else b"") + length + letter
     room = ctypes.create_string_buffer(_TEXT_ROOM)
@@ -171,7 +179,8 @@ def _number(conversion: _Conversion, kind: int, value: int) -> bytes:
 
 
 def _layout(conversion: _Conversion) -> tuple[bytes, int, int | None]:
-    """Flags, width and precision; a negative width means to the left, a negative precision none."""
+    """Return flags, width and precision. A negative width means left-aligned, a negative precision none (C's rules)."""
+    # Stars take their values in the order in which they stand: width first.
     text = bytes(conversion.text).replace(b"h", b"")
     stars = iter(conversion.stars)
     start = len(text) - len(text.lstrip(_FLAGS))
@@ -186,6 +195,7 @@ def _layout(conversion: _Conversion) -> tuple[bytes, int, int | None]:
 
 
 def _count(text: bytes, stars: Iterator[int]) -> int:
+    # At most nine digits: the caller bounds the number, and a longer one must not cost time.
     if text[:1] == b"*":
         return next(stars, 0)
     digits = text[: len(text) - len(text.lstrip(b"0123456789"))][:9]

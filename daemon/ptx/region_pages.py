@@ -1,8 +1,8 @@
-"""Regions on the embedded driver: addresses of their own in the arena, given out one behind the other and never again.
+"""Regions on the embedded driver: the arena's addresses behind the allocations, given out in turn and never again.
 
 The end of a region takes it out of the shadow table, and its pages go back to the host. Generated code that finds
-nothing in the shadow table looks here (translate/access.py): in an ended region a load gives zeros, a store goes
-nowhere, an atomic operation gives zero, and each is counted.
+nothing in the shadow table asks the table here (translate/access.py): in an ended region a load gives zeros, a store
+goes nowhere, an atomic operation gives zero, and each is counted.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ _WORD_BYTES = 8
 
 
 class Regions:
-    """The regions of one context, whose methods these are (drivers/interface.py).
+    """The regions of one context, with the context's methods for them (drivers/interface.py).
 
     Attributes:
         address: Where generated code finds the `Returned`.
@@ -27,7 +27,8 @@ class Regions:
         self._arena = arena
         granules = arena.regions_bytes // REGION_GRANULE_BYTES
         head_bytes = ctypes.sizeof(Returned)
-        # Behind the head: each granule's counter, and the counters, a region's at the place of its first granule.
+        # Two words for each granule behind the head: the address of its region's counter, and room for a counter. A
+        # region uses the counter of its first granule.
         self._memory = Mapping(head_bytes + 2 * granules * _WORD_BYTES)
         self.address = self._memory.address
         self._words = self._memory.view.cast("Q")
@@ -42,12 +43,12 @@ class Regions:
         self._active: dict[int, int] = {}
         self._ended: dict[int, int] = {}
         self.taken_bytes = 0
-        # Accesses that were seen when last asked, and the regions that were named.
+        # The sum of stray accesses at the last poll, and the regions that were reported.
         self._seen = 0
         self._named: set[int] = set()
 
     def open(self, size_bytes: int) -> int:
-        """Give the next addresses out. Raises OutOfMemory where none are left."""
+        """Give out the next addresses. Raises OutOfMemory when none are left, DriverError for a part of a granule."""
         if size_bytes <= 0 or size_bytes % REGION_GRANULE_BYTES:
             raise DriverError(f"a region's size must be a multiple of {REGION_GRANULE_BYTES} bytes, not {size_bytes}")
         if size_bytes > self._end - self._next:
@@ -57,6 +58,7 @@ class Regions:
                 hint="Free the lease and acquire another.",
             )
         address = self._next
+        # The pages exist when they are touched; only the shadow must allow them.
         self._arena.allow(address, size_bytes)
         self._next += size_bytes
         self._active[address] = size_bytes
@@ -64,11 +66,12 @@ class Regions:
         return address
 
     def end(self, address: int) -> RegionReturn:
-        """Have accesses counted from now on, and then give the memory back."""
+        """End a region: its memory goes back, and later accesses are counted. Raises DriverError if none is there."""
         size_bytes = self._active.pop(address, None)
         if size_bytes is None:
             raise DriverError(f"{address:#x} is not the address of a region that can be ended")
         self._ended[address] = size_bytes
+        # The table first: a kernel that finds the shadow empty must already find the counter.
         counter = self.address + self._counter_of(address) * _WORD_BYTES
         self._fill_table(address, size_bytes, counter)
         self._arena.take_back(address, size_bytes)
@@ -76,18 +79,19 @@ class Regions:
         return RegionReturn(size_bytes, 0)
 
     def release(self, address: int) -> None:
-        """Let accesses fault."""
+        """Make accesses to an ended region fault. Raises DriverError if it is not one."""
         size_bytes = self._ended.pop(address, None)
         if size_bytes is None:
             raise DriverError(f"{address:#x} is not the address of an ended region")
+        # A zero word means: in no ended region.
         self._fill_table(address, size_bytes, 0)
 
     def covers(self, address: int) -> bool:
-        """Say whether an address is one of regions, given out or not."""
+        """Say whether an address is within the regions' range, given out or not."""
         return self._arena.regions_start <= address < self._end
 
     def bytes_at(self, address: int, size_bytes: int) -> memoryview:
-        """Return so many bytes of one active region. Raises DriverError if they are not all in one."""
+        """Return `size_bytes` of one active region. Raises DriverError if they are not all in one."""
         for start, held in self._active.items():
             if start <= address and address + size_bytes <= start + held:
                 offset = address - self._arena.memory.address
@@ -95,11 +99,12 @@ class Regions:
         raise DriverError(f"{size_bytes} bytes at {address:#x} are not within one active region")
 
     def stray_accesses(self, address: int) -> int:
-        """Return how many accesses there were in a region, by its first address, since it ended."""
+        """Return how many accesses were made to a region, named by its address, since it ended."""
         return self._words[self._counter_of(address)]
 
     def new_strays(self) -> list[tuple[int, int]]:
-        """Return address and size of the ended regions in which something was accessed, each of them once."""
+        """Return address and size of ended regions that were accessed; each region is returned once."""
+        # One sum over all regions makes the usual case, no stray access at all, a single comparison.
         if self._head.strays == self._seen:
             return []
         self._seen = self._head.strays
@@ -112,7 +117,6 @@ class Regions:
         return found
 
     def close(self) -> None:
-        """Give the tables back; nothing may run any more."""
         self._words.release()
         self._memory.close()
 
@@ -120,6 +124,7 @@ class Regions:
         return self._counters + (address - self._arena.regions_start) // REGION_GRANULE_BYTES
 
     def _fill_table(self, address: int, size_bytes: int, word: int) -> None:
+        # One word for each granule of the region.
         first = self._table + (address - self._arena.regions_start) // REGION_GRANULE_BYTES
         count = size_bytes // REGION_GRANULE_BYTES
         self._words[first : first + count] = memoryview(array("Q", [word]) * count)

@@ -1,11 +1,11 @@
-"""Queue launches for native threads: a ring that the caller fills and one thread empties, with helpers beside it.
+"""Queue launches for native threads: a ring that the caller fills and one thread empties, with helper threads.
 
-The stream's thread never needs Python's lock, so a caller that computes or spins in Python does not hold it up. The
-caller writes a slot, then posts a semaphore; a counter in shared memory tells it the progress.
+The stream's thread never needs Python's lock, so a caller that computes or spins in Python does not delay it. The
+caller writes a slot, then posts a semaphore; it reads the progress from a counter in shared memory.
 
-Helpers share the blocks of a launch, and sleep while there is nothing to share. The stream's thread wakes them if a
-launch takes longer than waking does. It goes by how long the kernel's blocks took the last time, and by the blocks it
-has run itself meanwhile (native/team.ll).
+Helpers share the blocks of a launch, and sleep while there is nothing to share. The stream's thread wakes them if the
+launch takes longer than waking does. It judges by how long the kernel's blocks took last time, and by the blocks that
+it has run itself in the meantime (native/team.ll).
 """
 
 import ctypes
@@ -35,47 +35,48 @@ from gpulease.daemon.ptx.memory import Mapping
 from gpulease.daemon.ptx.native.structures import PARAMETERS_OFFSET, StreamState, Team
 from gpulease.protocol.time_units import NS_PER_S
 
-# How many host threads run a worker's blocks, at most; an operator's setting.
+# How many host threads may run a worker's blocks; an operator's setting.
 THREADS_VARIABLE = "GPULEASE_CPU_THREADS"
 
 _LIBC = ctypes.CDLL(None)
 
-# No less than sizeof(pthread_attr_t) on any machine: 56 on x86-64, 64 on AArch64.
+# At least sizeof(pthread_attr_t) on every machine: 56 on x86-64, 64 on AArch64.
 _ATTRIBUTES_BYTES = 128
 
 
 def host_threads() -> int:
     """Return how many threads may run blocks: this process's cores, or fewer by the operator's or the driver's limit.
 
-    Raises DriverError for a setting that is no number of threads.
+    Raises DriverError for a setting that is not a positive number.
     """
     cores = len(os.sched_getaffinity(0))
     allowed = os.environ.get(THREADS_VARIABLE) or str(cores)
     if not allowed.isdecimal() or int(allowed) == 0:
         raise DriverError(
-            f"{THREADS_VARIABLE} is {allowed!r}, which is no number of threads",
-            hint="Set it to 1 or more, or to nothing for as many as there are cores.",
+            f"{THREADS_VARIABLE} must be a number of threads, not {allowed!r}",
+            hint="Set it to 1 or more, or leave it empty for one thread per core.",
         )
     return min(cores, int(allowed), MAX_HOST_THREADS)
 
 
 class NativeThread:
-    """A thread that runs a native function of one argument, and that Python knows nothing of.
+    """A thread that runs a native function of one argument, without Python's knowledge.
 
-    Python's own are detached, so glibc keeps the stack of the last one that ended, with whatever kernels left there,
-    for the next. That of a joined one goes back to the host where glibc keeps none (see daemon/host/heap_wipe.py).
+    Python's own threads are detached, so glibc keeps the stack of the last one that ended, with whatever kernels left
+    there, for the next. A joined thread's stack goes back to the host when glibc caches none (see
+    daemon/host/heap_wipe.py).
 
     Raises:
         RuntimeError: The host gives this process no more threads.
     """
 
     def __init__(self, code: NativeCode, function: str, argument: int) -> None:
-        # For as long as it may run.
+        # Keeps the code alive for as long as the thread may run it.
         self._code = code
         self._handle = ctypes.c_ulong()
         attributes = ctypes.create_string_buffer(_ATTRIBUTES_BYTES)
         _LIBC.pthread_attr_init(attributes)
-        # Room for a kernel's calls.
+        # Device functions' calls use this stack; translate/functions.py checks that they fit.
         _LIBC.pthread_attr_setstacksize(attributes, ctypes.c_size_t(STREAM_STACK_BYTES))
         begin = ctypes.c_void_p(code.address(function))
         error = _LIBC.pthread_create(ctypes.byref(self._handle), attributes, begin, ctypes.c_void_p(argument))
@@ -84,16 +85,16 @@ class NativeThread:
             raise RuntimeError(os.strerror(error))
 
     def join(self) -> None:
-        """Wait for its end; once. One that is never joined keeps no process from ending."""
+        """Wait once for its end. A thread that is never joined does not keep the process from ending."""
         _LIBC.pthread_join(self._handle, None)
 
 
 class Helpers:
-    """The helpers of one stream; none is there until `start`.
+    """The helper threads of one stream; none runs until `start`.
 
     Args:
         places: Address of the environments that blocks run in.
-        hosts: How many threads are to run blocks, the stream's among them.
+        hosts: How many threads are to run blocks, the stream's thread included.
     """
 
     def __init__(self, places: int, hosts: int) -> None:
@@ -105,9 +106,10 @@ class Helpers:
         self._done = ctypes.c_void_p(self.address + Team.done.offset)
 
     def start(self, code: NativeCode) -> None:
-        """Start them unless they are there; no launch has been queued yet that they could take part in."""
+        """Start the helpers if none run. Called before any launch that they could take part in is queued."""
         if self._threads or not self._count:
             return
+        # A second start must not find counts or posts that the first left.
         self.team.ending = self.team.idle = 0
         for semaphore in (self._work, self._done):
             _LIBC.sem_init(semaphore, 0, 0)
@@ -115,13 +117,14 @@ class Helpers:
             try:
                 thread = NativeThread(code, "run_helper", self.address)
             except RuntimeError:
-                # The host gives this process no more threads: those there are will do.
+                # The host gives this process no more threads: those that run are enough.
                 break
             self._threads.append(thread)
         self.team.helpers = len(self._threads)
 
     def end(self) -> None:
-        """End them, if they are there. The stream's thread has ended before."""
+        """End the helpers. The stream's thread must have ended before."""
+        # Each wakes once, reads `ending` and returns.
         self.team.ending = 1
         for _ in self._threads:
             _LIBC.sem_post(self._work)
@@ -133,10 +136,10 @@ class Helpers:
 
 SLOT_BYTES = PARAMETERS_OFFSET + MAX_PARAMETER_BYTES
 
-# The launch that has no entry.
+# A launch without an entry ends the stream's thread.
 _END = bytes(PARAMETERS_OFFSET)
 
-# Words of StreamState, for the caller's view of it.
+# Words of StreamState by index, for the caller's view of it.
 _COMPLETED = StreamState.completed.offset // 8
 _FAULTED = StreamState.faulted.offset // 8
 _WAITING = StreamState.waiting.offset // 8
@@ -147,14 +150,15 @@ class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-# Calls through _LIBC let other Python threads run meanwhile; those through _QUICK are too short for that to pay.
+# Calls through _LIBC release Python's lock meanwhile; those through _QUICK are too short for that to pay.
 
 _QUICK = ctypes.PyDLL(None)
 
 
 @cache
 def stream_code() -> NativeCode:
-    """The native loops, compiled once per process. Starts no thread."""
+    """Return the native loops, compiled once per process. Starts no thread."""
+    # The loops call libc by these names; the linker of generated code looks nothing up on its own.
     for name in ("sem_wait", "sem_trywait", "sem_post", "sched_yield"):
         bind_symbol(f"gpulease_{name}", getattr(_LIBC, name))
     texts = [files(native).joinpath(name).read_text("ascii") for name in ("team.ll", "stream.ll", "submit.ll")]
@@ -162,7 +166,7 @@ def stream_code() -> NativeCode:
 
 
 class Stream:
-    """Launches in order. One caller's thread uses it.
+    """A queue of launches that run in order. Only one thread of the caller uses it.
 
     Args:
         places: Address of the environments that blocks run in.
@@ -170,9 +174,9 @@ class Stream:
         prints: Address of the head of what kernels print.
 
     Attributes:
-        poll: Called before each launch and while one waits for room, if there is one; it may raise.
-        spin_s: How long a wait looks again and again before it sleeps.
-        yields: Whether others may run between two looks.
+        poll: If set, called before each launch and while one waits for room; it may raise.
+        spin_s: How long a wait polls the counter before it sleeps.
+        yields: Whether other threads may run between two polls.
     """
 
     def __init__(self, places: int, hosts: int, prints: int = 0) -> None:
@@ -183,6 +187,7 @@ class Stream:
         self._ring = Mapping(QUEUE_DEPTH * SLOT_BYTES)
         self._slots = self._ring.view
         self._thread: NativeThread | None = None
+        # The structure must not move: the native thread keeps its address.
         self.state = StreamState(
             ring=self._ring.address,
             slot_bytes=SLOT_BYTES,
@@ -196,6 +201,7 @@ class Stream:
             _LIBC.sem_init(self._at(semaphore.offset), 0, 0)
         self._done_at = self._at(StreamState.done.offset)
         queued_at = self._at(StreamState.queued.offset)
+        # Bound once, because every launch posts.
         post = _QUICK.sem_post
         self._post: Callable[[], object] = lambda: post(queued_at)
 
@@ -205,42 +211,46 @@ class Stream:
         number = words[_SUBMITTED]
         if self.poll is not None:
             self.poll()
+        # Step 1: room. The slot is free once the loop is past the launch that used it a full ring ago.
         if number - words[_COMPLETED] >= QUEUE_DEPTH:
             self._wait_for(number - QUEUE_DEPTH + 1, self.poll)
+        # Step 2: threads, started by the first launch that needs them and again after `rest`.
         if is_shared and not self.state.has_helpers:
             self._helpers.start(stream_code())
             self.state.has_helpers = 1
         if self._thread is None:
-            # Before the launch counts as queued: nobody would ever run it if the host gives no thread.
+            # Before the launch counts as queued: if the host gives no thread, none would ever run it.
             self._thread = NativeThread(stream_code(), "run_stream", ctypes.addressof(self.state))
             self.state.has_thread = 1
+        # Step 3: fill the slot, then publish the count, then wake the loop: it must never read a half-written slot.
         start = (number % QUEUE_DEPTH) * SLOT_BYTES
         self._slots[start : start + len(record)] = record
         words[_SUBMITTED] = number + 1
         self._post()
 
     def wait(self, poll: Poll | None = None) -> None:
-        """Return once all that was queued has run or been skipped; `poll` may raise to give up."""
+        """Return once everything queued has run or been skipped; `poll` may raise to give up."""
         submitted = self._words[_SUBMITTED]
         if self._words[_COMPLETED] != submitted:
             self._wait_for(submitted, poll)
 
     def progress(self) -> tuple[int, int]:
-        """Return how many launches were queued, and how many the loop has finished."""
+        """Return how many launches were queued, and how many of them the loop has finished."""
         return self._words[_SUBMITTED], self._words[_COMPLETED]
 
     @property
     def has_fault(self) -> bool:
-        """Say whether a launch has faulted and nobody has taken the fault."""
+        """Whether a launch has faulted and the fault has not been taken yet."""
         return self._words[_FAULTED] != 0
 
     def forget_fault(self) -> None:
-        """Let launches run again: those queued so far were skipped."""
+        """Let launches run again, after those queued so far have been skipped."""
+        # A launch behind the fault must not run because the flag was cleared early.
         self.wait()
         self._words[_FAULTED] = 0
 
     def rest(self) -> bool:
-        """End the threads if they are idle, or are soon, until the next launch; say whether they have ended."""
+        """End the threads if they are idle, or will be within CLOSE_WAIT_S, until the next launch. Returns success."""
         if self._thread is None:
             return True
         deadline = time.monotonic() + CLOSE_WAIT_S
@@ -248,6 +258,7 @@ class Stream:
             self.wait(lambda: _give_up_after(deadline))
         except TimeoutError:
             return False
+        # The stream's thread ends first: it is the one that wakes helpers.
         self.submit(_END)
         self._thread.join()
         self._thread = None
@@ -257,7 +268,7 @@ class Stream:
         return True
 
     def close(self) -> bool:
-        """End the threads and give memory back; False if a kernel goes on and nothing could be done."""
+        """End the threads and unmap the ring. Returns False, having done nothing, if a kernel still runs."""
         if not self.rest():
             return False
         self._words.release()
@@ -269,14 +280,17 @@ class Stream:
         return ctypes.c_void_p(ctypes.addressof(self.state) + offset)
 
     def _wait_for(self, count: int, poll: Poll | None) -> None:
-        """Wait until so many slots are behind the loop: look for a moment, then sleep with looks in between."""
+        """Wait until the loop has finished `count` slots: poll for a moment, then sleep and poll in turn."""
         words = self._words
+        # State 1: spin. A short kernel ends before a sleeping thread would wake.
         deadline = time.perf_counter() + self.spin_s
         while words[_COMPLETED] < count:
             if time.perf_counter() > deadline:
                 break
             if self.yields:
                 os.sched_yield()
+        # State 2: sleep. `waiting` asks the loop to post `done`. The count is read again after it is set, so a launch
+        # that ended in between is not missed.
         words[_WAITING] = 1
         try:
             while words[_COMPLETED] < count:
@@ -287,7 +301,7 @@ class Stream:
             words[_WAITING] = 0
 
     def _sleep(self) -> None:
-        """Until the loop has finished a launch, or for one poll interval."""
+        """Sleep until the loop has finished a launch, or for one poll interval."""
         until = time.clock_gettime_ns(time.CLOCK_MONOTONIC) + POLL_INTERVAL_NS
         _LIBC.sem_clockwait(self._done_at, time.CLOCK_MONOTONIC, ctypes.byref(_Timespec(*divmod(until, NS_PER_S))))
 

@@ -1,4 +1,4 @@
-"""The code that kernels call: block.ll, matrix.ll, warp_matrix.ll, each compiled before any kernel is linked."""
+"""The native functions that kernels call: block.ll, matrix.ll, warp_matrix.ll. They are bound before any kernel."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -24,11 +24,12 @@ DECLARATIONS = (
 
 @cache
 def block_code() -> NativeCode:
-    """Compile and let IR find it. Starts no thread."""
+    """Compile block.ll and bind its functions by name. Starts no thread."""
     return _bound("block.ll", (RELEASE_WARP, SETTLE_BLOCK, SAME_WORDS, REDUCE_WORDS))
 
 
-# Functions of native/matrix.ll for one lane, of native/warp_matrix.ll for a warp: what they multiply follows.
+# Prefixes of the functions of native/matrix.ll for one lane, and of native/warp_matrix.ll for a warp; the name of what
+# they multiply follows.
 LANES_PART = "gpulease_multiply_"
 WARPS_WHOLE = "gpulease_warp_"
 FLOATS, BYTES, DOUBLES = "floats", "bytes", "doubles"
@@ -43,10 +44,10 @@ TURN_MATRIX = "gpulease_turn_matrix"
 
 @cache
 def matrix_code() -> tuple[NativeCode, NativeCode]:
-    """Compile and let IR find it. Starts no thread."""
+    """Compile the products of matrices and bind them by name. Starts no thread."""
     products = FLOATS, BYTES, DOUBLES
     lanes = _bound("matrix.ll", [LANES_PART + product for product in products])
-    # Calls the other.
+    # The warps' functions call those for lanes, so these come second.
     return lanes, _bound(
         "warp_matrix.ll", [*(WARPS_WHOLE + one for one in products), LOAD_ROWS, STORE_ROWS, TURN_MATRIX]
     )
@@ -60,6 +61,6 @@ def _bound(file: str, names: Sequence[str]) -> NativeCode:
 
 
 def bind_library() -> None:
-    """Let kernels find all of it, whether they were compiled in this process or not. Starts no thread."""
+    """Bind all of it, for kernels compiled in this process or an earlier one. Starts no thread."""
     block_code()
     matrix_code()

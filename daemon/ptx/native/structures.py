@@ -1,8 +1,8 @@
 """Structures that Python and generated code share: their fields' offsets are the contract between the two.
 
-A thread that waits keeps a frame. In a kernel whose only waits are for barrier 0 a frame is `SHORT_HEAD_BYTES` with the
-place to go on at, then the registers kept. In all others it is a `FrameHead`, the words the thread shows to its warp,
-those words again as they were when its last exchange was complete, then the registers kept.
+A waiting thread keeps a frame. In a kernel that waits only at barrier 0, a frame is `SHORT_HEAD_BYTES` with the place
+where the thread resumes, then the registers kept. In all others it is a `FrameHead`, the words that the thread shows to
+its warp, the same words as of its last complete exchange, then the registers kept.
 """
 
 import ctypes
@@ -12,7 +12,7 @@ from enum import IntEnum
 SHORT_HEAD_BYTES = 8
 SLOT_BYTES = 8
 
-# Words a thread can show in one exchange.
+# Words that a thread can show in one exchange.
 MAX_SHOWN_WORDS = 32
 
 # Named barriers of a block (PTX ISA section 9.7.13.1).
@@ -20,7 +20,7 @@ BARRIERS = 16
 
 
 class State(IntEnum):
-    """States in which a thread waits; block.ll has the same numbers."""
+    """States of a thread; block.ll has the same numbers."""
 
     READY = 0
     YIELDED = 1
@@ -31,12 +31,12 @@ class State(IntEnum):
 
 
 class FrameHead(ctypes.Structure):
-    """Head of a waiting thread's frame: the thread's request, and the answer it reads when it goes on.
+    """Head of a waiting thread's frame: the thread's request, and the result that it reads when it resumes.
 
     `kind` is the barrier's number, or what must be equal for threads to exchange; `members` the barrier's number of
     threads (0: all), or the member mask; `flag` the predicate contributed; `line` the PTX line; `place` the thread's
     indices, packed. Results: `group` is the lanes that exchanged, or the number of threads at the barrier; `ballot`
-    those lanes whose flag is set, or their number.
+    those lanes with the flag set, or their number.
     """
 
     _fields_ = (
@@ -56,7 +56,7 @@ class FrameHead(ctypes.Structure):
 HEAD_BYTES = ctypes.sizeof(FrameHead)
 MAX_HEAD_BYTES = HEAD_BYTES + 2 * SLOT_BYTES * MAX_SHOWN_WORDS
 
-# Before the first frame: how many threads have arrived at each barrier without waiting.
+# In front of the first frame: how many threads have arrived at each barrier without waiting.
 BOARD_BYTES = 4 * BARRIERS
 
 # A thread's x, y and z in `place`: shifts; x and y are at most 1023, z at most 63.
@@ -70,19 +70,17 @@ class Status(IntEnum):
     DONE = 0
     WAITS = 1
     FAULT = 2
-    # A function's only: the thread has ended in there; what is called through a pointer is no function.
+    # Returned by a device function only: the thread has ended in it, or the pointer called is not a function.
     EXITED = 20
     NO_FUNCTION = 21
 
 
 class Access(IntEnum):
-    """Kinds of access that fault."""
-
     LOAD = 1
     STORE = 2
     TRAP = 3
     ATOMIC = 4
-    # The rest touch no memory. `address` is, up to PART_OF_WARP, the barrier's number or a mask of lanes.
+    # The rest touch no memory. Up to PART_OF_WARP, `address` is the barrier's number or a mask of lanes.
     BARRIER = 5
     BARRIER_OPERAND = 6
     EXCHANGE = 7
@@ -115,9 +113,9 @@ class Fault(ctypes.Structure):
 class Environment(ctypes.Structure):
     """A place for a block to run in: the context's memory, and areas of its own; host addresses and bytes.
 
-    `block` is the flat number of the one that is in it, or the first of some; `resumes` is 1 if it goes on there and 0
-    if it begins; `next` links places. `returned` is the address of a `Returned`, `scratch` where stray atomic
-    operations of this place's block go; it is zeroed for each.
+    `block` is the flat number of the block that is in it, or of the first of some; `resumes` is 1 if that block was set
+    aside and continues, 0 if it begins; `next` links places. `returned` is the address of a `Returned`, `scratch` where
+    stray atomic operations of this place's block go; it is zeroed for each.
     """
 
     _fields_ = (
@@ -142,9 +140,9 @@ class Environment(ctypes.Structure):
 class Returned(ctypes.Structure):
     """The regions that have ended, for accesses that find nothing in the shadow table.
 
-    From `start` on there are `granules` granules. `counters` is the address of a table with one word for each: the
-    address of its region's count of stray accesses, 0 if it is in no ended region. `strays` counts those of all
-    regions. Stray loads find `zeros`, and stray stores go to `sink`, which nobody reads.
+    Regions begin at `start` and take `granules` granules. `counters` is the address of a table with one word for each:
+    the address of its region's count of stray accesses, 0 if it is in no ended region. `strays` counts those of all
+    regions. Stray loads read `zeros`, and stray stores write `sink`, which is never read.
     """
 
     _fields_ = (
@@ -159,7 +157,7 @@ class Returned(ctypes.Structure):
 
 REGION_SHIFT = 21
 REGION_GRANULE_BYTES = 1 << REGION_SHIFT
-"""Regions begin and end at multiples of so many bytes, as on a card."""
+"""Regions begin and end at multiples of this many bytes, as on a card."""
 
 
 class PrintHead(ctypes.Structure):
@@ -175,7 +173,7 @@ class PrintHead(ctypes.Structure):
 
 
 class PrintRecord(ctypes.Structure):
-    """The head of one call's record; `size` counts it too."""
+    """The head of one call's record; `size` includes it."""
 
     _fields_ = (("size", ctypes.c_uint32), ("kernel", ctypes.c_uint32))
 
@@ -192,9 +190,9 @@ class Mark(IntEnum):
 
 
 class Launch(ctypes.Structure):
-    """The head of a queue slot: one launch. Its parameters follow. No entry means: end the stream.
+    """The head of a queue slot: one launch. Its parameters follow. A slot without entry ends the stream's thread.
 
-    Its blocks are handed out `chunk` at a time, to at most `places` environments whose areas lie a stride apart; if
+    Its blocks are handed out `chunk` at a time, to at most `places` environments with areas a stride apart; if
     `chunk` is 0 they all run one after another in the first. `pace` is the address of how long a block of this kernel
     took last, in nanoseconds, 0 if that is not known.
     """
@@ -233,10 +231,10 @@ class Semaphore(ctypes.Structure):
 class StreamState(ctypes.Structure):
     """State that the caller and the stream's native loop share; stream.ll has the same offsets.
 
-    `completed` counts slots that are behind the loop; `faulted` is 1 from a fault until it is taken, and then `tag`
-    and `kernel` are the launch's and `fault` is its record's address; `waiting` is 1 while the caller sleeps on `done`.
-    What follows `done` is the caller's own (submit.ll): how many slots it filled, which threads there are, and where
-    what kernels print begins.
+    `completed` counts slots that the loop has finished; `faulted` is 1 from a fault until it is taken, and during that
+    time `tag` and `kernel` are the launch's and `fault` is its record's address; `waiting` is 1 while the caller
+    sleeps on `done`. What follows `done` is the caller's own (submit.ll): how many slots it filled, which threads
+    exist, and where what kernels print begins.
     """
 
     _fields_ = (
@@ -263,9 +261,9 @@ class StreamState(ctypes.Structure):
 class Team(ctypes.Structure):
     """State that the threads of a launch share; team.ll has the same offsets.
 
-    `places` is the address of the first of the environments; `helpers` the number of threads beside the stream's;
-    `wake_ns` what must be left to do for them to be woken; `next` the first block not handed out; `stop` is 1 from a
-    fault on, whose record `fault` names; `used` counts the places taken, `idle` the helpers that sleep.
+    `places` is the address of the first of the environments; `helpers` the number of threads in addition to the
+    stream's; `wake_ns` the remaining work that justifies waking them; `next` the first block not handed out; `stop`
+    becomes 1 with a fault, and `fault` names its record; `used` counts the places taken, `idle` the helpers that sleep.
     """
 
     _fields_ = (
@@ -275,7 +273,7 @@ class Team(ctypes.Structure):
         ("wake_ns", ctypes.c_uint64),
         ("idle_yields", ctypes.c_uint64),
         ("ending", ctypes.c_uint64),
-        # What is written for every chunk, and what idle threads look at, lie in cache lines of their own.
+        # What is written for every chunk, and what idle threads poll, lie in cache lines of their own.
         ("_gap1", ctypes.c_uint64 * 2),
         ("next", ctypes.c_uint64),
         ("stop", ctypes.c_uint64),

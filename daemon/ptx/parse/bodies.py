@@ -1,4 +1,4 @@
-"""A kernel's body: its declarations, labels and instructions (PTX ISA section 4.3)."""
+"""Parse a function's body: its declarations, labels and instructions (PTX ISA section 4.3)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -30,15 +30,15 @@ from gpulease.daemon.ptx.parse.syntax import (
 
 _AREA_LIMITS = {Space.SHARED: MAX_STATIC_SHARED_BYTES, Space.LOCAL: MAX_LOCAL_BYTES, Space.CALL: MAX_CALL_BYTES}
 
-# Refused here, as their operands have forms of their own (PTX ISA sections 9.7.10 and 9.7.11).
+# Refused here, because their operands have forms of their own (PTX ISA sections 9.7.10 and 9.7.11).
 _TEXTURED = frozenset(("tex", "tld4", "suld", "sust", "sured"))
 
-# So are products by groups of warps (PTX ISA section 9.7.15.5), whose operands are up to 128 registers.
+# Refused as well: products by groups of warps, with up to 128 registers as operands.
 _GROUPED = "wgmma"
 
 
 def _advice(opcode: str, modifiers: list[str]) -> str | None:
-    """Advise what to do without an instruction that is refused whatever its operands; None for others."""
+    """Return what to do without an instruction that is refused whatever its operands; None for any other."""
     if opcode in _TEXTURED:
         return "read and write plain memory instead of textures and surfaces"
     if opcode == _GROUPED or "tensor" in modifiers:
@@ -48,16 +48,16 @@ def _advice(opcode: str, modifiers: list[str]) -> str | None:
 
 @dataclass(slots=True)
 class Area:
-    """Bytes of one space that a kernel's variables take, growing as they are met."""
+    """Bytes of one space that a kernel's variables take, growing as declarations are parsed."""
 
     space: Space
     size: int = 0
     alignment: int = 1
-    # Module-wide shared variables count for the kernels that name them only.
+    # Module-wide shared variables take room only in the kernels that name them.
     adopted: dict[str, Variable] = field(default_factory=dict)
 
     def place(self, variable: Variable) -> Variable:
-        """The variable at the area's end, which moves behind it."""
+        """Return the variable at the area's end, aligned, and extend the area past it."""
         offset = round_up(self.size, variable.alignment)
         self.size = offset + variable.size
         self.alignment = max(self.alignment, variable.alignment)
@@ -65,14 +65,14 @@ class Area:
 
 
 class BodyParser(CallParser):
-    """Reads one body. Nested blocks are kept on a list, not on Python's stack."""
+    """Parses one body. Nested blocks are kept on a list, not on Python's stack."""
 
     def __init__(self, cursor: Cursor, outer: Scope, signature: Signature, signatures: Mapping[str, Signature]) -> None:
         super().__init__(cursor, signatures)
         self.scope = Scope(outer)
         self.registers = RegisterFile()
         self.instructions: list[Instruction] = []
-        # Instructions, and the labels of indexed branches.
+        # Counts instructions, and the labels of indexed branches, which become instructions' operands.
         self.steps = 0
         self.shared = Area(Space.SHARED)
         self.local = Area(Space.LOCAL)
@@ -80,11 +80,12 @@ class BodyParser(CallParser):
         self._pending: list[tuple[int, Scope, Token]] = []
         self._depth = 0
         self._stack: stack_memory.StackMemory | None = None
+        # Parameters are names of the outermost block.
         for parameter in (*signature.parameters, *signature.results):
             self.scope.declare(parameter.name, parameter)
 
     def parse(self) -> None:
-        """Take the whole body, from its `{` to the matching `}`."""
+        """Parse the whole body, from its `{` to the matching `}`."""
         cursor = self.cursor
         cursor.expect("{")
         while True:
@@ -98,11 +99,13 @@ class BodyParser(CallParser):
                     self._enter()
                 case _:
                     self._parse_statement()
+        # Only now are all labels known.
         self._resolve_labels()
 
     def find(self, name: str) -> Register | Variable | None:
-        """Resolve a name in the current block; a module's shared variable gets its place in this kernel."""
+        """Resolve a name in the current block; a module's shared variable gets its place here when first named."""
         meaning = self.scope.find(name, self.registers)
+        # Everything but a sized, module-wide shared variable means the same everywhere.
         if not isinstance(meaning, Variable) or meaning.space is not Space.SHARED or meaning.is_dynamic:
             return meaning
         if meaning.offset >= 0:
@@ -126,6 +129,7 @@ class BodyParser(CallParser):
     def _parse_statement(self) -> None:
         cursor = self.cursor
         at = cursor.peek
+        # Errors that the scopes raise know no line; add it here.
         try:
             match at.kind:
                 case "directive":
@@ -153,6 +157,7 @@ class BodyParser(CallParser):
             case "param":
                 self._declare(parse_variable(cursor, Space.CALL, 0), self.calls, at)
             case "loc" | "file":
+                # Debug information and hints: neither changes what the kernel computes.
                 cursor.skip_line(at.line)
             case "pragma":
                 cursor.expect("string")
@@ -165,6 +170,7 @@ class BodyParser(CallParser):
 
     def _place(self, area: Area, variable: Variable, at: Token) -> Variable:
         placed = area.place(variable)
+        # Declared sizes are a tenant's: the limit applies to the sum, before anything is allocated.
         limit = _AREA_LIMITS[area.space]
         if area.size > limit:
             raise self.cursor.problem(f"the kernel needs over {limit} bytes of .{area.space.value} memory", at)
@@ -174,6 +180,7 @@ class BodyParser(CallParser):
         """Take `.reg .b32 %r<10>, %x;` (PTX ISA section 5.1.1)."""
         cursor = self.cursor
         scalar = parse_scalar(cursor)
+        # Ranges and single registers may be mixed in one directive.
         while True:
             name = cursor.expect("word").text
             if cursor.accept("<"):
@@ -182,6 +189,7 @@ class BodyParser(CallParser):
                 if count > MAX_REGISTERS_PER_RANGE:
                     raise cursor.problem(f"{count} registers are more than {MAX_REGISTERS_PER_RANGE}", at)
                 cursor.expect(">")
+                # A range is kept as a range; its members exist only when an instruction names them.
                 self.scope.declare_range(name, count, scalar)
             else:
                 self.scope.declare(name, self.registers.add(name, scalar))
@@ -192,6 +200,7 @@ class BodyParser(CallParser):
     def _parse_instruction_or_label(self) -> None:
         cursor = self.cursor
         first = cursor.peek
+        # Step 1: a guard, then a word: the opcode, or a label if a colon follows.
         guard = self._parse_guard()
         opcode = cursor.expect("word")
         if guard is None and cursor.accept(":"):
@@ -199,24 +208,30 @@ class BodyParser(CallParser):
             if cursor.peek.text in LISTS:
                 self.scope.listings[opcode.text] = self.parse_listing()
             return
+        # Step 2: the modifiers, one directive each.
         modifiers = []
         while (modifier := cursor.directive()) is not None:
             modifiers.append(modifier)
+        # Step 3: refuse what no operand can save, with advice in place of a complaint about the operands.
         if advice := _advice(opcode.text, modifiers):
             spelling = ".".join((opcode.text, *modifiers))
             reason = f"the instruction {spelling[:80]} is not supported by the embedded driver: {advice}"
             raise cursor.problem(reason, opcode)
+        # Step 4: operands, in the form that the opcode asks for.
         operands: tuple[Operand, ...]
         operands = self.parse_call() if opcode.text == "call" else self.parse_operands()
         if len(self.instructions) >= MAX_INSTRUCTIONS:
             raise cursor.problem(f"more than {MAX_INSTRUCTIONS} instructions", first)
+        # A label may be defined later, and is looked up from the block that names it.
         if any(isinstance(operand, Target) for operand in operands):
             self._pending.append((len(self.instructions), self.scope, first))
+        # Step 5: `alloca` and its kin are replaced by the instructions that perform them.
         text = cursor.source.line_text(first.start)
         made = Instruction(first.line, text, guard, opcode.text, tuple(modifiers), operands)
         self.instructions.extend(self._stack_steps(made, opcode) if made.opcode in stack_memory.OPCODES else (made,))
 
     def _stack_steps(self, made: Instruction, at: Token) -> list[Instruction]:
+        # The first such instruction of a function reserves the memory and the registers.
         if self._stack is None:
             room = self._place(self.local, stack_memory.ROOM, at)
             taken, is_over = (self.registers.add(f"alloca.{name}", SCALARS[name]) for name in ("u64", "pred"))
@@ -233,8 +248,10 @@ class BodyParser(CallParser):
         return Guard(self._parse_register(), negated)
 
     def _resolve_labels(self) -> None:
-        """Turn names into places: a label may stand behind the branch to it."""
+        """Replace labels' names by places; a label may follow the branch to it."""
         self.steps = len(self.instructions)
+        # An indexed branch carries all labels of its list, so a short text can name very many: count them as they
+        # appear.
         for index, scope, at in self._pending:
             instruction = self.instructions[index]
             operands: list[Operand] = []
@@ -250,7 +267,7 @@ class BodyParser(CallParser):
             self.instructions[index] = replace(instruction, operands=tuple(operands))
 
     def _listed(self, name: str, scope: Scope) -> tuple[str, ...]:
-        """The labels of a .branchtargets; the name itself if it is none."""
+        """Return the labels of a .branchtargets, or the name itself if it names none."""
         listing = scope.find_listing(name)
         return listing.names if isinstance(listing, Listing) and listing.kind == ".branchtargets" else (name,)
 

@@ -14,9 +14,11 @@ _POINTER_BYTES = 8
 
 
 def parse_relocation(cursor: Cursor, first: Token, scalar: Scalar, offset: int) -> Relocation:
-    """Take the rest of an address whose first token is taken; it fills one element of that type."""
+    """Parse an address that fills one element of a type; its first token was taken before."""
+    # `0xFF00(x)`: a number comes first, a mask.
     if first.kind != "word":
         return _parse_masked(cursor, first, scalar, offset)
+    # A whole address needs an integer element of 64 bits.
     if scalar.is_float or scalar.size != _POINTER_BYTES:
         raise cursor.problem(f"an address does not fit a .{scalar.name}", first)
     symbol, addend = _parse_symbol(cursor, first)
@@ -24,7 +26,7 @@ def parse_relocation(cursor: Cursor, first: Token, scalar: Scalar, offset: int) 
 
 
 def _parse_masked(cursor: Cursor, first: Token, scalar: Scalar, offset: int) -> Relocation:
-    """Parse one byte of an address, which a mask picks out."""
+    """Parse one byte of an address, selected by a mask such as 0xFF00."""
     mask = parse_integer(first.text) if first.kind == "number" else None
     shifts = [shift for shift in range(0, 64, 8) if mask == 0xFF << shift]
     if not shifts or scalar.size != 1:
@@ -36,7 +38,7 @@ def _parse_masked(cursor: Cursor, first: Token, scalar: Scalar, offset: int) -> 
 
 
 def _parse_symbol(cursor: Cursor, first: Token) -> tuple[str, int]:
-    """Global and generic addresses are the same here, so `generic` says nothing."""
+    """Parse `x+4` or `generic(x)+4`. Global and generic addresses are equal here, so `generic` changes nothing."""
     name = first.text
     if name == "generic" and cursor.accept("("):
         name = cursor.expect("word").text
@@ -55,43 +57,41 @@ def _parse_addend(cursor: Cursor) -> int:
 
 
 _OPAQUE = frozenset({"texref", "samplerref", "surfref"})
-"""Handles of images (PTX ISA section 5.3). No kernel that uses one is translated, and its module's others run."""
+"""Handles of images (PTX ISA section 5.3). A kernel that uses one is refused; its module's other kernels run."""
 
 # Device memory is handed out in steps of 256 bytes: a stricter alignment could not be kept.
 MAX_ALIGNMENT = 256
 
-# A declared size past any card's memory; it keeps every sum of offsets far from 64 bits.
+# A declared size past any card's memory is refused; this keeps every sum of offsets far from 64 bits.
 MAX_VARIABLE_BYTES = 1 << 40
 
 _VECTOR_LENGTHS = {"v2": 2, "v4": 4}
 
 
 def round_up(value: int, alignment: int) -> int:
-    """The next multiple of a power of two."""
+    """Return the next multiple of `alignment`, a power of two."""
     return (value + alignment - 1) & -alignment
 
 
 def parse_scalar(cursor: Cursor) -> Scalar:
-    """Take a type directive such as .u32."""
     at = cursor.peek
     name = cursor.directive()
     scalar = SCALARS.get(name or "")
     if scalar is None:
-        raise cursor.problem(f"{at.text[:60]!r} is no type this driver supports", at)
+        raise cursor.problem(f"the type must be one that this driver supports, not {at.text[:60]!r}", at)
     return scalar
 
 
 def parse_alignment(cursor: Cursor) -> int:
-    """Take the number behind .align."""
     at = cursor.peek
     alignment = cursor.integer()
     if alignment < 1 or alignment > MAX_ALIGNMENT or alignment & (alignment - 1):
-        raise cursor.problem(f"alignment {alignment} is no power of two up to {MAX_ALIGNMENT}", at)
+        raise cursor.problem(f"the alignment must be a power of two up to {MAX_ALIGNMENT}, not {alignment}", at)
     return alignment
 
 
 def parse_parameter(cursor: Cursor, offset: int, space: Space = Space.PARAM) -> Variable:
-    """Take one parameter or result, to be placed at or behind `offset` (PTX ISA section 5.1.6)."""
+    """Parse one parameter or result, to be placed at `offset` or after it, as its alignment demands (section 5.1.6)."""
     at = cursor.peek
     if cursor.directive() != "param":
         raise cursor.problem("expected a .param", at)
@@ -99,13 +99,14 @@ def parse_parameter(cursor: Cursor, offset: int, space: Space = Space.PARAM) -> 
 
 
 def parse_variable(cursor: Cursor, space: Space, offset: int, *, is_extern: bool = False) -> Variable:
-    """Take what follows .global, .const, .shared or .local, up to its semicolon."""
+    """Parse what follows .global, .const, .shared or .local, up to its semicolon."""
     variable = _parse_variable(cursor, space, offset, is_extern=is_extern)
     cursor.expect(";")
     return variable
 
 
 def _parse_variable(cursor: Cursor, space: Space, offset: int, *, is_extern: bool = False) -> Variable:
+    # Step 1: attributes, name and lengths. A vector counts as one element, aligned to its whole size.
     alignment, lanes, scalar = _parse_attributes(cursor)
     name = cursor.expect("word")
     lengths = _parse_lengths(cursor)
@@ -115,11 +116,13 @@ def _parse_variable(cursor: Cursor, space: Space, offset: int, *, is_extern: boo
         size *= length or 0
     if size > MAX_VARIABLE_BYTES:
         raise cursor.problem(f"{name.text[:60]} has {size} bytes", name)
+    # Step 2: only dynamic shared memory may have no size; everything else needs a definition in this image.
     is_dynamic = space is Space.SHARED and is_extern
     if (None in lengths or is_extern) and not is_dynamic and cursor.peek.kind != "=":
         raise cursor.problem(f"{name.text[:60]} is declared here but defined nowhere", name)
     initial = b""
     relocations: tuple[Relocation, ...] = ()
+    # Step 3: the initialiser, which can also give an array its first length.
     if cursor.peek.kind == "=":
         initial, relocations = _parse_initialiser(cursor, space, scalar)
         if None in lengths:
@@ -128,22 +131,24 @@ def _parse_variable(cursor: Cursor, space: Space, offset: int, *, is_extern: boo
             raise cursor.problem(f"{name.text[:60]} has {size} bytes but {len(initial)} to start with", name)
         if len(lengths) > 1:
             raise cursor.problem("initialisers of arrays of arrays are not supported", name)
+    # Step 4: an explicit .align replaces the natural alignment.
     alignment = max(alignment, natural if not alignment else 1)
     return Variable(name.text, space, size, alignment, round_up(offset, alignment), initial, is_dynamic, relocations)
 
 
 def _parse_attributes(cursor: Cursor) -> tuple[int, int, Scalar]:
-    """Take alignment, vector length and type, in nvcc's order; .ptr and what belongs to it says nothing we need."""
+    """Parse alignment, vector length and type, in nvcc's order; `.ptr` and what follows it changes nothing here."""
     alignment, lanes, scalar = 0, 1, None
     while cursor.peek.kind == "directive":
         at = cursor.take()
         name = at.text[1:]
         if name == "align":
-            # Behind the type it is .ptr's: what the parameter points to, not the parameter.
+            # After the type it belongs to .ptr: the alignment of what the parameter points to, not of the parameter.
             given = parse_alignment(cursor)
             alignment = alignment if scalar else given
         elif name in _VECTOR_LENGTHS:
             lanes = _VECTOR_LENGTHS[name]
+        # A handle of an image takes 64 bits.
         elif name in _OPAQUE and scalar is None:
             scalar = SCALARS["b64"]
         elif name in SCALARS and scalar is None and SCALARS[name] != PREDICATE:
@@ -158,6 +163,7 @@ def _parse_attributes(cursor: Cursor) -> tuple[int, int, Scalar]:
 def _parse_lengths(cursor: Cursor) -> list[int | None]:
     lengths: list[int | None] = []
     while cursor.accept("["):
+        # `x[]` is an array that gets its length from its initialiser, or dynamic shared memory.
         if lengths and cursor.peek.kind == "]":
             raise cursor.problem("only the first length of an array may be left out")
         lengths.append(None if cursor.peek.kind == "]" else cursor.integer())
@@ -168,10 +174,11 @@ def _parse_lengths(cursor: Cursor) -> list[int | None]:
 
 
 def _parse_initialiser(cursor: Cursor, space: Space, scalar: Scalar) -> tuple[bytes, tuple[Relocation, ...]]:
-    """Take `= 1` or `= {1, x+4, generic(y)}` (PTX ISA section 5.4.4)."""
+    """Parse `= 1` or `= {1, x+4, generic(y)}` (PTX ISA section 5.4.4)."""
     if space not in (Space.GLOBAL, Space.CONST):
         raise cursor.problem(f"a .{space.value} variable can't be initialised")
     cursor.expect("=")
+    # Bytes go into `parts`; addresses are known only at load, so their bytes are zeros for now.
     relocations: list[Relocation] = []
     if not cursor.accept("{"):
         return _parse_initial(cursor, scalar, 0, relocations), tuple(relocations)
@@ -198,12 +205,13 @@ def _parse_initial(cursor: Cursor, scalar: Scalar, offset: int, relocations: lis
 
 
 def _number_pattern(token: Token, scalar: Scalar, negative: bool) -> int | None:
-    """The bits of a literal as one element, or None if it isn't one of that type."""
+    """Return the bits of a literal as one element, or None if the literal is not one of that type."""
     if token.kind == "number" and not scalar.is_float:
         value = parse_integer(token.text)
         return None if value is None else (-value if negative else value) & (2**scalar.bits - 1)
     if token.kind != "real" or negative or not scalar.is_float:
         return None
+    # `0f` and `0d` literals give the bits; a decimal one is a double, rounded to the element's type.
     real = parse_real(token.text)
     if real is None:
         return None
@@ -214,18 +222,19 @@ def _number_pattern(token: Token, scalar: Scalar, negative: bool) -> int | None:
 
 
 def parse_real(text: str) -> tuple[int, int] | None:
-    """A real literal as (bit pattern, width); width 0 means a decimal one, kept as a double (section 4.5.2)."""
+    """Parse a real literal to its bits and width; width 0 means a decimal literal, kept as a double (section 4.5.2)."""
     if text[:2] in ("0f", "0F"):
         return int(text[2:], 16), 32
     if text[:2] in ("0d", "0D"):
         return int(text[2:], 16), 64
+    # float() takes time in the square of the digits.
     if len(text) > 64:
         return None
     return int.from_bytes(struct.pack("<d", float(text)), "little"), 0
 
 
 def decimal_pattern(pattern: int, bits: int) -> int | None:
-    """A double's bits rounded to a type of that width; None if it overflows."""
+    """Round a double, given as bits, to a type of `bits` bits; None if it overflows."""
     if bits == 64:
         return pattern
     try:
@@ -238,11 +247,12 @@ def decimal_pattern(pattern: int, bits: int) -> int | None:
 def parse_parameters(
     cursor: Cursor, space: Space, most_bytes: int = MAX_PARAMETER_BYTES
 ) -> tuple[tuple[Variable, ...], int]:
-    """Take `(.param .u32 a, ...)`, or nothing; also its size in bytes."""
+    """Parse `(.param .u32 a, ...)`, or nothing. Returns the parameters and their size in bytes."""
     parameters: list[Variable] = []
     size = 0
     if not cursor.accept("("):
         return (), 0
+    # Each parameter begins at the next offset that its alignment allows, as the driver API lays them out.
     while not cursor.accept(")"):
         if parameters:
             cursor.expect(",")
@@ -257,7 +267,7 @@ def parse_parameters(
 
 
 def skip_function_directives(cursor: Cursor) -> None:
-    """Take what may follow a function's parameters: it changes nothing here (PTX ISA section 11.4)."""
+    """Skip what may follow a function's parameters: none of it changes anything here (PTX ISA section 11.4)."""
     while cursor.peek.kind == "directive":
         at = cursor.take()
         if at.text != ".noreturn":

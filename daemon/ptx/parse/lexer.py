@@ -1,4 +1,4 @@
-"""PTX text to tokens (PTX ISA section 4, "Syntax"), and a cursor in them with one token of look-ahead."""
+"""PTX text to tokens (PTX ISA section 4, "Syntax"), and a cursor over them with one token of look-ahead."""
 
 import re
 from collections.abc import Iterator
@@ -17,7 +17,8 @@ class Token(NamedTuple):
     line: int
 
 
-# Every alternative is linear: no nested repetition, and an unclosed comment ends the scan instead of being looked
+# Every alternative takes linear time: no nested repetition, and an unclosed comment ends the scan instead of being
+# searched for again at each "/*", so hostile text can't make the scan quadratic.
 # for again at each "/*", so hostile text can't make it quadratic.
 _TOKEN = re.compile(
     r"""(?P<blank>[ \t\r\n\f\v]+|//[^\n]*|/\*.*?\*/)
@@ -36,26 +37,25 @@ _INTEGER = re.compile(r"(?:0[xX](?P<x>[0-9a-fA-F]+)|0[bB](?P<b>[01]+)|(?P<o>0[0-
 
 
 class Source:
-    """The text, and the tokens in it."""
-
     def __init__(self, text: str) -> None:
         self.text = text
 
     def line_text(self, position: int) -> str:
-        """The source of the line a place lies in, at most 200 characters either way."""
+        """Return the source line of a position, at most 200 characters before and after it."""
         start = self.text.rfind("\n", max(0, position - 200), position) + 1 or max(0, position - 200)
         end = self.text.find("\n", position, position + 200)
         return self.text[start : end if end >= 0 else position + 200]
 
     def problem(self, reason: str, at: Token, *, kernel: str = "", hint: str = "") -> ImageRejected:
-        """The error for a token."""
+        """Word the refusal of a token, with its line and kernel."""
         return rejected(reason, line=at.line, text=self.line_text(at.start), kernel=kernel, hint=hint)
 
     def tokens(self, position: int = 0, line: int = 1) -> Iterator[Token]:
-        """All tokens from there on, closed by one of kind "end". Nothing is kept: memory does not grow with text."""
+        """Yield the tokens from a position on, then one of kind "end". Memory does not grow with the text."""
         length, match = len(self.text), _TOKEN.match
         while position < length:
             found = match(self.text, position)
+            # The text is a tenant's: an unknown character ends the scan with a refusal.
             if found is None or found.lastgroup == "unclosed":
                 at = Token("?", self.text[position], position, line)
                 raise self.problem("this comment never ends" if found else "unexpected character", at)
@@ -69,13 +69,13 @@ class Source:
 
 
 def parse_integer(text: str) -> int | None:
-    """The value of an integer literal cut to 64 bits as PTX does (section 4.5.1), or None if it isn't one."""
+    """Parse an integer literal cut to 64 bits as PTX does (section 4.5.1), or return None if the text is not one."""
     value = parse_whole_integer(text)
     return None if value is None else value & (2**64 - 1)
 
 
 def parse_whole_integer(text: str) -> int | None:
-    """The value of an integer literal as it is written, or None if it isn't one."""
+    """Parse an integer literal as written, however large, or return None if the text is not one."""
     if len(text) > MAX_NUMBER_CHARACTERS:
         return None
     found = _INTEGER.fullmatch(text)
@@ -98,51 +98,51 @@ class Cursor:
         self.kernel = ""
 
     def take(self) -> Token:
-        """The next token, which is then behind the cursor."""
+        """Take and return the next token. At the end of the text it is "end" every time."""
         token = self.peek
         if token.kind != "end":
             self.peek = next(self._tokens)
         return token
 
     def go_back(self, token: Token) -> None:
-        """Make a token that was taken before the next one again."""
+        """Move the cursor back to a token that was taken before; scanning restarts there."""
         self._tokens = self.source.tokens(token.start, token.line)
         self.peek = next(self._tokens)
 
     def accept(self, kind: str) -> bool:
-        """Take the next token if it is of that kind."""
+        """Take the next token if it is of this kind; say whether it was."""
         if self.peek.kind != kind:
             return False
         self.take()
         return True
 
     def expect(self, kind: str) -> Token:
-        """Take the next token, which must be of that kind."""
+        """Take the next token. Raises ImageRejected if it is of another kind."""
         if self.peek.kind != kind:
             raise self.problem(f"expected {kind!r}, found {self.peek.text[:60] or 'the end'!r}")
         return self.take()
 
     def directive(self) -> str | None:
-        """Take a directive and give its name without the dot, or None if none comes next."""
+        """Take a directive and return its name without the dot; take nothing and return None for any other token."""
         return self.take().text[1:] if self.peek.kind == "directive" else None
 
     def integer(self) -> int:
-        """Take an unsigned integer literal: a size, a count. Cut to 64 bits it would be another one."""
+        """Take an unsigned integer literal: a size or a count. Beyond 64 bits it is refused, not cut like operands."""
         token = self.expect("number")
         value = parse_whole_integer(token.text)
         if value is None:
-            raise self.problem(f"{token.text[:60]!r} is no number", token)
+            raise self.problem(f"expected a number, found {token.text[:60]!r}", token)
         if value >= 1 << 64:
             raise self.problem(f"{token.text[:60]} does not fit 64 bits", token)
         return value
 
     def skip_line(self, line: int) -> None:
-        """Take all that is left on a line: for directives that end with it."""
+        """Take the remaining tokens of a line: some directives end with it."""
         while self.peek.line == line and self.peek.kind != "end":
             self.take()
 
     def skip_braces(self) -> None:
-        """Take a balanced `{...}`: for debug sections."""
+        """Take a balanced `{...}`: debug sections, and the bodies of refused functions."""
         self.expect("{")
         depth = 1
         while depth:
@@ -152,5 +152,5 @@ class Cursor:
             depth += (token.kind == "{") - (token.kind == "}")
 
     def problem(self, reason: str, at: Token | None = None, *, hint: str = "") -> ImageRejected:
-        """The error for a token, the next one unless told."""
+        """Word the refusal of a token, by default the next one."""
         return self.source.problem(reason, at or self.peek, kernel=self.kernel, hint=hint)

@@ -25,7 +25,7 @@ from gpulease.daemon.ptx.parse.syntax import (
     Vector,
 )
 
-# Stands for a label that is looked up when its function is complete.
+# Stands for a label that is resolved when its function is complete.
 UNRESOLVED = -1
 
 # PTX ISA section 4.5.4: the one predefined constant.
@@ -33,7 +33,7 @@ _PREDEFINED = {"WARP_SZ": 32}
 
 
 class OperandParser:
-    """Reads operands; a subclass says what a name means where the cursor stands."""
+    """Parses operands; a subclass says what a name means at the cursor."""
 
     def __init__(self, cursor: Cursor) -> None:
         self.cursor = cursor
@@ -43,7 +43,7 @@ class OperandParser:
         raise NotImplementedError
 
     def parse_operands(self) -> tuple[Operand, ...]:
-        """Take operands up to and with the semicolon."""
+        """Parse operands, up to and including the semicolon."""
         cursor = self.cursor
         operands: list[Operand] = []
         while not cursor.accept(";"):
@@ -66,19 +66,19 @@ class OperandParser:
                 return Negated(self._parse_register())
             case _:
                 first = self._parse_single()
+                # `p|q`: two destinations.
                 if not cursor.accept("|"):
                     return first
                 return Pair(first, self._parse_single())
 
     def _parse_single(self) -> Operand:
-        """Take one name or number."""
         cursor = self.cursor
         negative = cursor.accept("-")
         token = cursor.take()
         if token.kind in ("number", "real"):
             return self._parse_number(token, negative)
         if token.kind != "word" or negative:
-            raise cursor.problem(f"{token.text[:60] or 'the end'!r} is no operand this driver supports", token)
+            raise cursor.problem(f"expected an operand, found {token.text[:60] or 'the end'!r}", token)
         if token.text == "_":
             return Sink()
         if token.text in _PREDEFINED:
@@ -86,6 +86,7 @@ class OperandParser:
         return self._parse_name(token)
 
     def _parse_name(self, token: Token) -> Operand:
+        # In this order: a declared name; then a special register, which begins with a percent sign; else a label.
         meaning = self._find(token)
         if isinstance(meaning, Register):
             if self.cursor.peek.kind == "directive":
@@ -106,10 +107,10 @@ class OperandParser:
             value = parse_integer(token.text)
             if value is not None:
                 return Integer((-value if negative else value) & (2**64 - 1))
-        raise self.cursor.problem(f"{token.text[:60]!r} is no number this driver supports", token)
+        raise self.cursor.problem(f"expected a number, found {token.text[:60]!r}", token)
 
     def _parse_offset(self) -> int:
-        """Take `+4`, `-4` or `+-4`, or nothing: 0."""
+        """Parse `+4`, `-4` or `+-4`; without a sign, take nothing and return 0."""
         cursor = self.cursor
         if cursor.peek.kind not in ("+", "-"):
             return 0
@@ -123,7 +124,7 @@ class OperandParser:
         return -value if negative else value
 
     def _parse_address(self) -> Address:
-        """Take `[name]`, `[name+4]` or `[4096]` (PTX ISA section 6.4.1)."""
+        """Parse `[name]`, `[name+4]` or `[4096]` (PTX ISA section 6.4.1)."""
         cursor = self.cursor
         cursor.expect("[")
         base: Register | Variable | Integer
@@ -164,12 +165,12 @@ class OperandParser:
             raise self.cursor.problem(str(error), token) from None
 
 
-# Directives that stand behind a label.
+# Directives that may follow a label.
 LISTS = (".branchtargets", ".calltargets", ".callprototype")
 
 
 class CallParser(OperandParser):
-    """Reads calls; arguments and results are .param variables, as compilers write them."""
+    """Parses calls; arguments and results are .param variables, as compilers write them."""
 
     scope: Scope
 
@@ -178,9 +179,10 @@ class CallParser(OperandParser):
         self._signatures = signatures
 
     def parse_call(self) -> tuple[Operand, ...]:
-        """Take `(result), function, (arguments), prototype;`: the site, behind the register if there is one."""
+        """Parse `(result), function, (arguments), prototype;` to a CallSite, which follows a pointer's register."""
         cursor = self.cursor
         at = cursor.peek
+        # Step 1: the parts, of which only the function is always there (PTX ISA section 9.7.12.5, "call").
         results: tuple[Variable, ...] = ()
         if cursor.peek.kind == "(":
             results = self._parse_passed()
@@ -195,20 +197,23 @@ class CallParser(OperandParser):
             else:
                 listed = cursor.expect("word")
         cursor.expect(";")
+        # Step 2: the signature: the prototype's for a call through a register, else the function's own.
         meaning = self._find(target)
         if isinstance(meaning, Register):
             site = CallSite("", self._listed_signature(listed, target), arguments, results)
         elif isinstance(meaning, Variable) and meaning.space is Space.CODE:
             site = CallSite(meaning.name, self._signatures[meaning.name], arguments, results)
         else:
-            raise cursor.problem(f"{target.text[:60]} is no function", target)
+            raise cursor.problem(f"{target.text[:60]} is not a function", target)
+        # Step 3: compare what is passed with it.
         self._check(site, at)
         return (meaning, site) if isinstance(meaning, Register) else (site,)
 
     def parse_listing(self) -> Listing:
-        """Take what follows a label: `.branchtargets L1, L2;`, `.calltargets f, g;` or a prototype."""
+        """Parse what follows a label: `.branchtargets L1, L2;`, `.calltargets f, g;` or a prototype."""
         cursor = self.cursor
         kind = cursor.take().text
+        # The prototype's own name is a placeholder.
         if kind == ".callprototype":
             results, result_bytes = parse_parameters(cursor, Space.RESULT)
             cursor.expect("word")
@@ -224,13 +229,14 @@ class CallParser(OperandParser):
         cursor.expect(";")
         if kind == ".branchtargets":
             return Listing(kind, tuple(names))
+        # The common signature stands for all targets, so the call needs no prototype.
         found = [self._signatures.get(name) for name in names]
         if found[0] is None or any(other is None or other.layout != found[0].layout for other in found):
             raise cursor.problem("the functions of a .calltargets must be declared and have the same parameters")
         return Listing(kind, tuple(names), found[0])
 
     def _parse_passed(self) -> tuple[Variable, ...]:
-        """Take `(a, b)`."""
+        """Parse `(a, b)`, the variables of a call's arguments or results."""
         cursor = self.cursor
         cursor.expect("(")
         passed: list[Variable] = []
@@ -258,4 +264,4 @@ class CallParser(OperandParser):
             (site.results, site.signature.results),
         ):
             if [variable.size for variable in given] != [variable.size for variable in wanted]:
-                raise self.cursor.problem("what is passed does not fit the function's parameters or results", at)
+                raise self.cursor.problem("the sizes of the arguments and results must be those of the function", at)

@@ -1,7 +1,7 @@
 """A whole PTX text to an `Image` (PTX ISA sections 4 and 11).
 
-Whatever the text, the only error that comes out is `ImageRejected`. A function whose body is refused is skipped: its
-module's other kernels can run.
+Whatever the text, the only error raised is `ImageRejected`. A function with a refused body is skipped: the other
+kernels of its module can run.
 """
 
 from dataclasses import replace
@@ -29,16 +29,17 @@ from gpulease.daemon.ptx.parse.syntax import Bounds, Function, Image, Signature,
 _LINKAGE = ("visible", "extern", "weak", "common")
 _SPACES = {"global": Space.GLOBAL, "const": Space.CONST, "shared": Space.SHARED}
 
-# Marks a module's shared variable, which has no place until a kernel names it.
+# Marks a module's shared variable: each kernel that names it gives it a place of its own.
 _NO_PLACE = -1
 
-# Shared memory that is CUDA's own (PTX ISA section 10, %reserved_smem_offset): a kernel that asks where it lies gets it
+# Shared memory that belongs to CUDA (PTX ISA section 10, %reserved_smem_offset): a kernel that reads its address gets
+# it like a variable. Cooperative groups need 288 bytes there, for the barriers of tiles of several warps.
 # like a variable. Cooperative groups count on 288 bytes, for the barriers of tiles of several warps.
 _RESERVED_SHARED = Variable("%reserved_smem_offset_1", Space.SHARED, 288, 16, _NO_PLACE)
 
 
 def parse(text: str, architecture: Architecture = SM_90) -> Image:
-    """The tree of a PTX text that a device of that architecture can run. Raises ImageRejected."""
+    """Parse a PTX text that a device of this architecture can run. Raises ImageRejected."""
     return _ImageParser(Cursor(Source(text)), architecture).parse()
 
 
@@ -48,6 +49,7 @@ class _ImageParser:
         self._architecture = architecture
         self.scope = Scope(None)
         self.scope.declare(_RESERVED_SHARED.name, _RESERVED_SHARED)
+        # Kernels, functions with a body, and the signatures of all functions declared so far, by name.
         self.functions: dict[str, Function] = {}
         self.subroutines: dict[str, Function] = {}
         self.signatures: dict[str, Signature] = {}
@@ -59,6 +61,7 @@ class _ImageParser:
         self._most_parameter_bytes = MAX_PARAMETER_BYTES
 
     def parse(self) -> Image:
+        # Step 1: the two directives that begin every module decide whether this device runs it at all.
         version, at = self._parse_version(), self.cursor.peek
         target = self._parse_target()
         if not takes_long_parameters(version, target):
@@ -66,8 +69,10 @@ class _ImageParser:
         if why := self._architecture.why_not(version, target):
             hint = f"Compile it for this device with a toolkit that it knows: nvcc -ptx -arch={self._architecture}."
             raise self.cursor.problem(why, at, hint=hint)
+        # Step 2: everything else, in any order.
         while self.cursor.peek.kind != "end":
             self._parse_item()
+        # Step 3: what could only be checked when all names are known.
         self._resolve_aliases()
         self._check_relocations()
         image = Image(
@@ -78,6 +83,7 @@ class _ImageParser:
             tuple(self.subroutines.values()),
             refusals=self._refusals,
         )
+        # Raises if every kernel was refused.
         image.check()
         return image
 
@@ -85,11 +91,11 @@ class _ImageParser:
         """Take `.version 9.0`, which must come first (PTX ISA section 11.1.1)."""
         cursor = self.cursor
         if cursor.directive() != "version":
-            raise cursor.problem("PTX begins with .version", hint="Load PTX text as nvcc -ptx writes it.")
+            raise cursor.problem("the image must begin with .version", hint="Load PTX text as nvcc -ptx writes it.")
         token = cursor.expect("real")
         major, _, minor = token.text.partition(".")
         if not (major.isdigit() and minor.isdigit() and len(token.text) < 8):
-            raise cursor.problem(f"{token.text[:60]!r} is no PTX version", token)
+            raise cursor.problem(f"the PTX version must be a number like 8.0, not {token.text[:60]!r}", token)
         return int(major), int(minor)
 
     def _parse_target(self) -> str:
@@ -98,6 +104,7 @@ class _ImageParser:
         if cursor.directive() != "target":
             raise cursor.problem("expected .target")
         name = cursor.expect("word").text
+        # Further words are options such as `debug`, which change nothing here.
         while cursor.accept(","):
             cursor.expect("word")
         return name
@@ -107,6 +114,7 @@ class _ImageParser:
         at = cursor.peek
         if cursor.accept(";"):
             return
+        # `.visible .extern .weak .common` come before what they apply to.
         linkage: list[str] = []
         while (name := cursor.directive()) in _LINKAGE:
             linkage.append(str(name))
@@ -126,14 +134,17 @@ class _ImageParser:
                 self._parse_alias(at)
             case "global" | "const" | "shared":
                 self._parse_variable(_SPACES[name], is_extern="extern" in linkage)
+            # The only address size that PTX for a 64-bit host can have.
             case "address_size":
                 if cursor.integer() != 64:
                     raise cursor.problem("only 64-bit addresses are supported", at)
+            # Debug information.
             case "file" | "loc":
                 cursor.skip_line(at.line)
             case "section":
                 cursor.expect("directive")
                 cursor.skip_braces()
+            # Pragmas are hints to the compiler (PTX ISA section 11.5).
             case "pragma":
                 cursor.expect("string")
                 cursor.expect(";")
@@ -143,6 +154,8 @@ class _ImageParser:
 
     def _parse_variable(self, space: Space, *, is_extern: bool) -> None:
         variable = parse_variable(self.cursor, space, 0, is_extern=is_extern)
+        # Shared variables get their place from the kernel; the most aligned dynamic array decides where dynamic memory
+        # begins.
         if space is Space.SHARED:
             variable = replace(variable, offset=_NO_PLACE)
             if variable.is_dynamic:
@@ -169,9 +182,11 @@ class _ImageParser:
         cursor.kernel = name[:60]
         signature = Signature(*parse_parameters(cursor, Space.PARAM), results, result_bytes)
         skip_function_directives(cursor)
+        # A function may be declared any number of times, and defined once.
         known = self.signatures.get(name)
         if name in self.subroutines or name in self.functions:
             raise NameTaken(name)
+        # The name can be called and its address taken from here on.
         if known is None:
             self.scope.declare(name, Variable(name, Space.CODE, 0, 1))
         elif known.layout != signature.layout:
@@ -184,29 +199,32 @@ class _ImageParser:
         cursor.kernel = ""
 
     def _parse_function(self, name: str, at: Token, signature: Signature, *, is_kernel: bool) -> Function:
-        """Take what follows the parameters. If it is refused, keep why, and take no instructions."""
+        """Parse what follows the parameters. If that is refused, keep the refusal and no instructions."""
         cursor, start = self.cursor, self.cursor.peek
         if len(self.functions) + len(self.subroutines) >= MAX_FUNCTIONS:
             raise cursor.problem(f"more than {MAX_FUNCTIONS} kernels", at)
         body, bounds = BodyParser(cursor, self.scope, signature, self.signatures), Bounds()
+        # Only kernels have performance directives; a refusal anywhere in the body concerns this function alone.
         try:
             bounds = self._parse_bounds() if is_kernel else bounds
             body.parse()
             self._count_instructions(body.steps, at)
         except ImageRejected as error:
             self._refusals[name] = error
+            # Recovery: forget the half-parsed body, and continue behind its closing brace.
             body = BodyParser(cursor, self.scope, signature, self.signatures)
             self._skip_body(start, error)
         cursor.kernel = ""
         return replace(self._function(name, at, signature, body), bounds=bounds, is_kernel=is_kernel)
 
     def _count_instructions(self, count: int, at: Token) -> None:
+        # An image's sum, so that many small functions are bounded as one large one is.
         if count > self._instructions_left:
             raise self.cursor.problem(f"the image has more than {MAX_IMAGE_INSTRUCTIONS} instructions", at)
         self._instructions_left -= count
 
     def _skip_body(self, start: Token, error: ImageRejected) -> None:
-        """Go back behind a function's parameters, and take what is between braces. Raises the error if nothing is."""
+        """Go back to the end of a function's parameters, and take its braces. Raises `error` if they don't balance."""
         self.cursor.go_back(start)
         try:
             while self.cursor.peek.kind not in ("{", ";", "end"):
@@ -245,21 +263,22 @@ class _ImageParser:
         cursor.expect(";")
 
     def _resolve_aliases(self) -> None:
-        """Give each alias the body of its function."""
+        """Give each alias the body of the function that it names (PTX ISA section 11.3.3)."""
         defined = dict(self.subroutines)
         for name, (meant, at) in self._aliases.items():
             function = defined.get(meant)
             if function is None or name not in self.signatures or name in defined:
-                raise self.cursor.problem("an alias is a declared function that stands for a defined one", at)
+                raise self.cursor.problem("an alias must be declared and not defined, and name a defined function", at)
             if self.signatures[name].layout != function.signature.layout:
                 raise self.cursor.problem(f"{name[:60]} is declared with other parameters", at)
+            # A copy counts like the original: a chain of aliases must not multiply the work.
             self._count_instructions(len(function.instructions), at)
             self.subroutines[name] = replace(function, name=name)
             if meant in self._refusals:
                 self._refusals[name] = self._refusals[meant]
 
     def _check_relocations(self) -> None:
-        """Refuse initialisers that name what has no address in device memory."""
+        """Raise ImageRejected for an initialiser that names something without an address in device memory."""
         known = {variable.name for variable in self.variables} | self.subroutines.keys()
         for variable in self.variables:
             for relocation in variable.relocations:
@@ -268,7 +287,7 @@ class _ImageParser:
                     raise self.cursor.problem(f"the address of {name}, which initialises a variable, is unknown")
 
     def _parse_bounds(self) -> Bounds:
-        """Take performance directives (PTX ISA section 11.4); those that bound no launch have no effect here."""
+        """Parse performance directives (PTX ISA section 11.4); those that limit no launch have no effect here."""
         cursor = self.cursor
         bounds = Bounds()
         while cursor.peek.kind == "directive":
@@ -296,6 +315,6 @@ class _ImageParser:
         while len(dims) < 3 and self.cursor.accept(","):
             dims.append(self.cursor.integer())
         if not all(0 < dim <= 2**31 for dim in dims):
-            raise self.cursor.problem("a block has at least one thread in each dimension", at)
+            raise self.cursor.problem("a block must have at least one thread in each dimension", at)
         x, y, z = (*dims, 1, 1)[:3]
         return x, y, z

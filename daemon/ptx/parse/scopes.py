@@ -19,7 +19,7 @@ class TooManyRegisters(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """A label before .branchtargets, .calltargets or .callprototype, and the list behind it."""
+    """A label's .branchtargets, .calltargets or .callprototype, and the list that follows."""
 
     kind: str
     names: tuple[str, ...] = ()
@@ -28,12 +28,11 @@ class Listing:
 
 @dataclass(slots=True)
 class RegisterFile:
-    """The registers a function really names, in order of their first mention."""
+    """The registers that a function really names, in order of their first mention."""
 
     registers: list[Register] = field(default_factory=list)
 
     def add(self, name: str, scalar: Scalar) -> Register:
-        """A new register."""
         if len(self.registers) >= MAX_REGISTERS_PER_FUNCTION:
             raise TooManyRegisters(f"more than {MAX_REGISTERS_PER_FUNCTION} registers in one function")
         register = Register(len(self.registers), name, scalar)
@@ -43,7 +42,7 @@ class RegisterFile:
 
 @dataclass(slots=True)
 class Scope:
-    """The names of one block. A range of registers stays a range; members are made when first named."""
+    """The names of one block. A range of registers stays a range; a member is made when it is first named."""
 
     parent: "Scope | None"
     names: dict[str, Register | Variable] = field(default_factory=dict)
@@ -53,32 +52,35 @@ class Scope:
     _stems: set[str] = field(default_factory=set)
 
     def declare(self, name: str, meaning: Register | Variable) -> None:
-        """Give a name its meaning in this block."""
+        """Declare a name in this block. Raises NameTaken."""
         if name in self.names or name in self.labels or self._range_of(name):
             raise NameTaken(name)
         self.names[name] = meaning
 
     def declare_range(self, prefix: str, count: int, scalar: Scalar) -> None:
-        """Declare prefix0 to prefix(count-1)."""
+        """Declare prefix0 to prefix(count-1). Raises NameTaken if one of them certainly exists."""
+        # Two ranges can overlap only if one prefix is the other plus digits: then one is a stem of the other.
         stems = list(_stems(prefix))
         if prefix in self._ranges or prefix in self._stems or any(stem in self._ranges for stem in stems):
             raise NameTaken(prefix)
+        # Not all members are looked up, because a range can have a million: nvcc never mixes both kinds of names.
         if any(self.names.get(f"{prefix}{n}") for n in (0, count - 1)):
             raise NameTaken(prefix)
         self._ranges[prefix] = (count, scalar)
         self._stems.update(stems)
 
     def declare_label(self, name: str, index: int) -> None:
-        """Mark the instruction a label stands before."""
+        """Declare a label before the instruction of this index. Raises NameTaken."""
         if name in self.labels or name in self.names:
             raise NameTaken(name)
         self.labels[name] = index
 
     def find(self, name: str, registers: RegisterFile) -> Register | Variable | None:
-        """Resolve a name in this block or in those around it."""
+        """Resolve a name in this block or in those around it; None if it is not declared."""
         scope: Scope | None = self
         while scope is not None:
             meaning = scope.names.get(name)
+            # A member of a range becomes a register when it is first named, and from then on is a name like any other.
             if meaning is None and (scalar := scope._range_of(name)):
                 meaning = scope.names[name] = registers.add(name, scalar)
             if meaning is not None:
@@ -87,7 +89,7 @@ class Scope:
         return None
 
     def find_label(self, name: str) -> int | None:
-        """The instruction a label stands before, seen from this block."""
+        """Return the index of the instruction that a label precedes, as seen from this block, or None."""
         scope: Scope | None = self
         while scope is not None:
             if name in scope.labels:
@@ -96,7 +98,7 @@ class Scope:
         return None
 
     def find_listing(self, name: str) -> Listing | None:
-        """The list of targets or the prototype that has a label, seen from this block."""
+        """Return a label's list of targets or prototype, as seen from this block, or None."""
         scope: Scope | None = self
         while scope is not None:
             if name in scope.listings:
@@ -108,13 +110,14 @@ class Scope:
         for prefix in _stems(name):
             held = self._ranges.get(prefix)
             number = name[len(prefix) :]
+            # `%r01` is no member of `%r<100>`: members are written without leading zeros.
             if held and (number == "0" or number[0] != "0") and int(number) < held[0]:
                 return held[1]
         return None
 
 
 def _stems(name: str) -> list[str]:
-    """Yield the stems of a name that may be a numbered member: without its last digit, two digits, and so on."""
+    """Return what precedes the trailing digits of a name: without its last digit, its last two, and so on."""
     stems = []
     for cut in range(1, min(_RANGE_DIGITS, len(name) - 1) + 1):
         if not "0" <= name[-cut] <= "9":

@@ -1,7 +1,7 @@
-"""Memory taken from the stack while a function runs (PTX ISA section 9.7.17), written as the instructions that take it.
+"""Memory taken from the stack while a function runs (PTX ISA section 9.7.17), as the instructions that take it.
 
-A function that has `alloca` gets a local variable, and a register with the number of its bytes that are taken. The
-register is 0 at first, as all are. `stacksave` and `stackrestore` read and write it.
+A function with `alloca` gets a local variable, and a register that counts the bytes taken of it. The register begins at
+0, as all do. `stacksave` and `stackrestore` read and write it.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from gpulease.daemon.ptx.parse.syntax import (
 OPCODES = frozenset(("alloca", "stacksave", "stackrestore"))
 
 ROOM = Variable("alloca", Space.LOCAL, MAX_STACK_BYTES, 16, 0, b"", False, ())
-"""The variable, to be placed in the function's local memory."""
+"""The variable, to be placed in the function's local memory. Its alignment is the largest that `alloca` can ask for."""
 
 _DEFAULT_ALIGNMENT = 8
 
@@ -34,8 +34,8 @@ class StackMemory:
 
     Attributes:
         room: The variable.
-        taken: The register with the bytes taken, .u64.
-        is_over: A predicate for the check.
+        taken: The register that counts the bytes taken, .u64.
+        is_over: A predicate for the check against the limit.
     """
 
     room: Variable
@@ -43,8 +43,9 @@ class StackMemory:
     is_over: Register
 
     def steps(self, first: Instruction) -> list[Instruction] | None:
-        """Write an instruction of OPCODES with others; None if its operands or its type are none of the ISA's."""
+        """Write an instruction of OPCODES as others. None if its operands or its type are not those of the ISA."""
         operands = first.operands
+        # Only the 64-bit forms exist in 64-bit PTX; `.local` says that the address is one of local memory.
         if first.modifiers not in (("u64",), ("local", "u64")) or not operands:
             return None
         match first.opcode, operands:
@@ -52,6 +53,7 @@ class StackMemory:
                 return [self._step(first, "mov", _U64, into, self.taken)]
             case "stackrestore", (value,):
                 return [self._step(first, "mov", _U64, self.taken, value)]
+            # The optional third operand is the alignment, a constant.
             case "alloca", (Register() as into, size, *rest) if first.guard is None and len(rest) <= 1:
                 alignment = rest[0].value if rest and isinstance(rest[0], Integer) else _DEFAULT_ALIGNMENT
                 if alignment & alignment - 1 or not 0 < alignment <= ROOM.alignment:
@@ -63,11 +65,13 @@ class StackMemory:
         limit, taken, over = Integer(MAX_STACK_BYTES), self.taken, self.is_over
         stop = self._step(first, "trap", (), guard=Guard(over, negated=False))
         return [
-            # Both are looked at: a huge size alone could come round to a small sum.
+            # Check both the size and the sum: a huge size alone could wrap around to a small sum.
             self._step(first, "setp", _PRED, over, size, limit),
             stop,
+            # Round the count up to the alignment.
             self._step(first, "add", _U64, taken, taken, Integer(alignment - 1)),
             self._step(first, "and", _B64, taken, taken, Integer(-alignment & 2**64 - 1)),
+            # The address is the variable's plus the count; then the size is taken.
             self._step(first, "mov", _U64, into, Symbol(self.room)),
             self._step(first, "add", _U64, into, into, taken),
             self._step(first, "add", _U64, taken, taken, size),

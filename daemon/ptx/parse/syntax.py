@@ -1,6 +1,6 @@
 """The tree that a PTX text becomes, and PTX's fundamental types (PTX ISA section 5.2, "Types").
 
-Names are resolved: an operand holds the register or variable it means.
+Names are resolved: an operand holds the register or variable that it names.
 """
 
 from dataclasses import field
@@ -11,8 +11,6 @@ from gpulease.protocol.fast_dataclass import dataclass
 
 
 class Kind(Enum):
-    """Meanings of a type's bits."""
-
     BITS = "b"
     SIGNED = "s"
     UNSIGNED = "u"
@@ -30,21 +28,21 @@ class Scalar:
 
     @property
     def size(self) -> int:
-        """Bytes in memory; 0 for a predicate, which has no place there."""
+        """Bytes in memory; 0 for a predicate, which can't be stored."""
         return self.bits // 8
 
     @property
     def is_float(self) -> bool:
-        """Say whether arithmetic on the type rounds."""
+        """Whether the type is .f32 or .f64; .f16 and its kin are bits to this driver."""
         return self.kind is Kind.FLOAT
 
     @property
     def is_signed(self) -> bool:
-        """Say whether widening repeats the sign bit."""
         return self.kind is Kind.SIGNED
 
     def accepts(self, register: "Scalar") -> bool:
-        """Say whether an operand of this type may be a register of that one (PTX ISA section 9.2)."""
+        """Say whether an operand of this type may be a register of the other type (PTX ISA section 9.2)."""
+        # Sizes must agree, and a predicate matches only itself. Then bits match everything, integers each other.
         if self.bits != register.bits or Kind.PREDICATE in (self.kind, register.kind):
             return self == register
         return Kind.BITS in (self.kind, register.kind) or self.is_float == register.is_float
@@ -57,7 +55,8 @@ def _scalars() -> dict[str, Scalar]:
             table[f"{kind.value}{bits}"] = Scalar(f"{kind.value}{bits}", bits, kind)
     for bits in (32, 64):
         table[f"f{bits}"] = Scalar(f"f{bits}", bits, Kind.FLOAT)
-    # Section 5.2.3: held in .b16 and .b32 registers as well. No host type is theirs, so what they mean is up to the
+    # Section 5.2.3: these are held in .b16 and .b32 registers as well. The host has no such types, so the instruction
+    # decides what the bits mean.
     # instruction.
     for name, bits in (("f16", 16), ("bf16", 16), ("f16x2", 32), ("bf16x2", 32)):
         table[name] = Scalar(name, bits, Kind.BITS)
@@ -69,7 +68,7 @@ PREDICATE = SCALARS["pred"]
 
 
 class Space(Enum):
-    """State spaces (PTX ISA section 5.1)."""
+    """The state spaces of variables and addresses (PTX ISA section 5.1)."""
 
     GENERIC = "generic"
     GLOBAL = "global"
@@ -77,7 +76,7 @@ class Space(Enum):
     SHARED = "shared"
     LOCAL = "local"
     PARAM = "param"
-    # Not spelled in PTX: the .param variables of a function's results and of calls, and what functions' names mean.
+    # Not spelled in PTX: the .param variables of a function's results and of calls, and the space of functions' names.
     RESULT = "result"
     CALL = "call"
     CODE = "code"
@@ -108,11 +107,11 @@ class Variable:
     """A declared variable of any space.
 
     Attributes:
-        offset: Bytes from the start of its function's or module's area of that space; of no meaning for
-            GLOBAL and CONST, which get their place at load.
-        initial: The bytes it starts with, b"" for zeros.
+        offset: Bytes from the start of its function's or module's area of that space; without meaning for GLOBAL and
+            CONST, which are placed at load.
+        initial: Its first bytes, b"" for zeros.
         is_dynamic: `.extern .shared x[]`: it begins where the static shared memory ends.
-        relocations: What of `initial` is known at load only.
+        relocations: The parts of `initial` that are known only at load.
     """
 
     name: str
@@ -136,7 +135,7 @@ class Signature:
 
     @property
     def layout(self) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
-        """Return the layout that a call through a pointer must have in common with its function."""
+        """Return offsets and sizes; a function can be called through a pointer if its prototype has the same."""
         parameters = tuple((v.offset, v.size) for v in self.parameters)
         return parameters, tuple((v.offset, v.size) for v in self.results)
 
@@ -173,7 +172,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Symbol:
-    """A variable's address plus a constant."""
+    """The address of a variable plus a constant number of bytes."""
 
     variable: Variable
     offset: int = 0
@@ -181,7 +180,7 @@ class Symbol:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """`[base+offset]` (PTX ISA section 6.4.1)."""
+    """`[base+offset]` (PTX ISA section 6.4.1); the base is a register, a variable or an absolute address."""
 
     base: "Register | Variable | Integer"
     offset: int
@@ -189,14 +188,14 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Vector:
-    """`{a, b}` (PTX ISA section 6.4.2)."""
+    """`{a, b}` as an operand (PTX ISA section 6.4.2)."""
 
     elements: tuple["Operand", ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """`p|q`, the two destinations of setp."""
+    """`p|q`, the two destinations of `setp` and `shfl`."""
 
     first: "Operand"
     second: "Operand"
@@ -204,14 +203,14 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Negated:
-    """`!p`."""
+    """`!p`, a predicate used as its complement."""
 
     register: Register
 
 
 @dataclass(frozen=True, slots=True)
 class Sink:
-    """`_`: a destination that is thrown away."""
+    """`_`, a destination that discards the value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +228,7 @@ Operand = Register | Integer | Real | Special | Target | Symbol | Address | Vect
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """`@p` or `@!p` (PTX ISA section 9.3)."""
+    """`@p` or `@!p`, which predicates an instruction (PTX ISA section 9.3)."""
 
     register: Register
     negated: bool
@@ -237,7 +236,7 @@ class Guard:
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """An instruction. `modifiers` follow the opcode, dot by dot; `line` is 1-based."""
+    """An instruction. `modifiers` follow the opcode, one per dot; `line` is 1-based."""
 
     line: int
     text: str
@@ -248,7 +247,6 @@ class Instruction:
 
     @property
     def spelling(self) -> str:
-        """Opcode and modifiers, as written."""
         return ".".join((self.opcode, *self.modifiers))
 
 
@@ -258,7 +256,7 @@ class Bounds:
 
     Attributes:
         max_threads: The product of .maxntid.
-        required: The block .reqntid demands, or None.
+        required: The block that .reqntid demands, or None.
     """
 
     max_threads: int = 0
@@ -267,14 +265,14 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """An .entry or .func with its body. Sizes are bytes.
+    """An .entry or .func with its body. Sizes are in bytes.
 
     Attributes:
-        shared_bytes: Of the shared variables whose size is declared.
+        shared_bytes: Of the shared variables with a declared size.
         dynamic_shared_offset: Where `.extern` shared arrays begin, which get their size at launch.
         results: What a .func returns; their sum is `result_bytes`.
         call_bytes: Of the .param variables of its calls.
-        module_shared: The module's shared variables it names.
+        module_shared: The module's shared variables that it names.
     """
 
     name: str
@@ -307,9 +305,9 @@ class Image:
     """A whole PTX module: version, target, its kernels, the variables that live in device memory, its functions.
 
     Attributes:
-        addressed: The functions whose addresses are named, in the order of their places behind the variables;
-            None until the image is linked (translate/call_graph.py).
-        refusals: Why kernels and functions can't be translated, by name, as far as is known. A refused one that could
+        addressed: The functions that are addressed; the table of addresses has them in this order, behind the
+            variables. None until the image is linked (translate/call_graph.py).
+        refusals: Why kernels and functions can't be translated, by name, as far as known. A refused one that could
             not be parsed has no instructions.
     """
 

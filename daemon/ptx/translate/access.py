@@ -1,11 +1,12 @@
 """Compute an access's address, and check that the access is allowed (PTX ISA sections 5.1 and 6.4).
 
 Global addresses are host addresses in the context's arena. Its shadow table holds, for each granule of 256 bytes, how
-many of them may be touched; as an access is aligned and at most 16 bytes long it never lies in two granules, so one
-load and one comparison decide. The last granule is never given out: an address outside of the arena is looked up there.
+many of its bytes may be touched. An access is aligned and at most 16 bytes long, so it never spans two granules, and
+one load and one comparison decide. The last granule is never given out: addresses outside of the arena are clamped to
+it.
 
-Only an access that this forbids is looked up among the regions that have ended (drivers/interface.py). There it is
-counted, and gets other memory in place of the region's: a load zeros, a store memory that nobody reads.
+Only an access that this check forbids is searched among the regions that have ended (drivers/interface.py). There it is
+counted, and gets other memory in place of the region's: a load gets zeros, a store memory that is never read.
 
 Shared, local and parameter addresses are offsets into a window of known size. A generic address is valid if it is
 valid as a global one, or lies in the host memory of the block's shared or the thread's local window.
@@ -27,7 +28,7 @@ from gpulease.daemon.ptx.translate.callees import PASSED, RETURNED
 from gpulease.daemon.ptx.translate.ir import INVARIANT, LIKELY, IrWriter, Value, constant
 from gpulease.daemon.ptx.translate.operand_values import ENVIRONMENT, LAUNCH, OperandTranslator, bits_type
 
-# Bytes that one entry of the shadow table speaks of.
+# Bytes that one entry of the shadow table describes.
 GRANULE_SHIFT = 8
 GRANULE_BYTES = 1 << GRANULE_SHIFT
 
@@ -37,17 +38,17 @@ MAX_ACCESS_BYTES = 16
 # The .param variables of a function's calls.
 CALLS = Value("ptr", "%calls")
 
-# Spaces whose addresses are offsets.
+# Spaces in which an address is an offset into a window.
 _WINDOWS = tuple(space for space in Space if space not in (Space.GENERIC, Space.GLOBAL, Space.CONST))
 
 NULL = Value("ptr", "null")
 
-# Numbers for the fault record.
+# Spaces' numbers in fault records.
 SPACE_NUMBERS = {space: number for number, space in enumerate(Space)}
 
 RECORD_FAULT = "record_fault"
 
-# Kept out of line: it runs once, and every access has a call of it.
+# Kept out of line: it runs once per fault, and every access contains a call of it.
 RECORD_FAULT_IR = f"""
 define internal void @{RECORD_FAULT}(ptr %environment, i64 %address, i32 %size, i32 %access, i32 %space, i32 %line)
     noinline cold {{
@@ -68,7 +69,8 @@ define internal void @{RECORD_FAULT}(ptr %environment, i64 %address, i32 %size, 
 
 _STAND_IN = "stand_in"
 
-# It touches nothing that the kernel knows, and keeps its registers: a loop with an access is as good as without it.
+# Stands in for an access in an ended region. It touches no memory that the kernel knows and preserves all registers,
+# so a loop with an access is compiled as well as one without.
 STAND_IN_IR = f"""
 define internal preserve_allcc ptr @{_STAND_IN}(ptr %environment, i64 %address, i32 %size, i32 %access)
     noinline cold nounwind noimplicitfloat memory(argmem: readwrite, inaccessiblemem: readwrite) {{
@@ -120,11 +122,13 @@ none:
 def checked_pointer(
     t: OperandTranslator, operand: Operand, space: Space, size: int, access: Access, *, wanted: Value | None = None
 ) -> Value:
-    """A host pointer for an access of `size` bytes; the thread faults if it may not be.
+    """Return a host pointer for an access of `size` bytes; where the access is not allowed, the thread faults.
 
-    Of a global one only the first `wanted` bytes, an i64, need be there. The rest can be read too, and mean nothing.
+    With `wanted`, an i64, only the first `wanted` bytes must exist. The others can be read, and their values mean
+    nothing.
     """
     address, space = address_in(t, operand, space)
+    # A constant offset within the static size needs no check at all.
     if space in _WINDOWS and _is_surely_inside(address, size, _static_limit(t, space)):
         return t.ir.offset(window_base(t, space), address)
     fault, go_on = t.ir.fresh("fault"), t.ir.fresh("valid")
@@ -143,15 +147,16 @@ def checked_access(
     what: tuple[int, Access],
     make: Callable[[Value], Sequence[Value]],
 ) -> Sequence[Value]:
-    """Make a load or store of that size: what `make` gives for the pointer; of an ended region zeros.
+    """Perform a load or store of `what` bytes and kind, and return what `make` returns; zeros for an ended region.
 
-    `make` writes one basic block. So the loop around it stays as simple as one can be.
+    `make` writes a single basic block for the pointer that it gets. So the loop around the access stays simple.
     """
     size, access = what
     address, space = address_in(t, operand, space)
     if space in _WINDOWS:
         return make(checked_pointer(t, operand, space, size, access))
     ir = t.ir
+    # Three ways: allowed; not allowed, but in an ended region, where nothing is accessed at all; neither, a fault.
     inside, outside, fault, done = (ir.fresh(stem) for stem in ("inside", "outside", "fault", "done"))
     ir.branch_if(is_valid(t, address, space, size), inside, outside, extra=LIKELY)
     ir.block(outside)
@@ -162,6 +167,7 @@ def checked_access(
     made = make(pointer_at(t, address, space))
     ir.branch(done)
     ir.block(done)
+    # A load in an ended region gives 0.
     return [ir.value(one.type, f"phi {one.type} [ {one.text}, %{inside} ], [ 0, %{outside} ]") for one in made]
 
 
@@ -173,7 +179,7 @@ def reach(
     otherwise: str,
     wanted: Value | None = None,
 ) -> Value:
-    """A host pointer for an access of that size and kind; goes to a label where it may not be."""
+    """Return a host pointer for an access of this size and kind; branches to `otherwise` where it is not allowed."""
     size, _ = what
     valid = is_valid(t, address, space, size, wanted)
     if space not in _WINDOWS:
@@ -185,9 +191,10 @@ def reach(
 
 
 def reach_global(ir: IrWriter, address: Value, valid: Value, what: tuple[int, Access], otherwise: str) -> Value:
-    """A host pointer for a global access, or for one in an ended region."""
+    """Return a host pointer for a global access, or for its substitute in an ended region."""
     size, access = what
     inside, outside, there = (ir.fresh(stem) for stem in ("inside", "outside", "there"))
+    # LIKELY keeps the substitute's way out of the loop that LLVM lays out.
     ir.branch_if(valid, inside, outside, extra=LIKELY)
     ir.block(outside)
     other = stand_in(ir, address, size, access)
@@ -200,13 +207,13 @@ def reach_global(ir: IrWriter, address: Value, valid: Value, what: tuple[int, Ac
 
 
 def stand_in(ir: IrWriter, address: Value, size: int, access: Access) -> Value:
-    """A pointer to what an access in an ended region gets instead; null if the address is in none."""
+    """Return a pointer to the substitute for an access in an ended region; null if the address is in none."""
     given = ", ".join(map(str, (ENVIRONMENT, address, constant("i32", size), constant("i32", access))))
     return ir.value("ptr", f"call preserve_allcc ptr @{_STAND_IN}({given})")
 
 
 def address_in(t: OperandTranslator, operand: Operand, space: Space) -> tuple[Value, Space]:
-    """The address an operand names, as i64, and the space it is in."""
+    """Return the address that an operand names, as i64, and the space that it is in."""
     if not isinstance(operand, Address):
         raise t.problem("expected an address in brackets")
     if isinstance(operand.base, Variable):
@@ -215,7 +222,7 @@ def address_in(t: OperandTranslator, operand: Operand, space: Space) -> tuple[Va
 
 
 def shared_offset(t: OperandTranslator, operand: Operand, *, is_generic: bool) -> Value:
-    """The offset in shared memory that an operand names, by itself or as a generic address; not checked yet."""
+    """Return the offset in shared memory that an operand names, directly or as a generic address; not checked yet."""
     address, space = address_in(t, operand, Space.GENERIC if is_generic else Space.SHARED)
     if space is Space.GENERIC:
         return t.ir.binary("sub", address, t.ir.cast("ptrtoint", window_base(t, Space.SHARED), "i64"))
@@ -225,7 +232,7 @@ def shared_offset(t: OperandTranslator, operand: Operand, *, is_generic: bool) -
 
 
 def shared_pointer(t: OperandTranslator, operand: Operand, size: int, access: Access, *, is_generic: bool) -> Value:
-    """A host pointer for an access of shared memory, whichever way its address is given."""
+    """Return a host pointer for an access of shared memory, whichever way its address is written."""
     offset = shared_offset(t, operand, is_generic=is_generic)
     fail_unless(t, is_valid(t, offset, Space.SHARED, size), access, Space.SHARED, offset, size)
     return pointer_at(t, offset, Space.SHARED)
@@ -240,14 +247,14 @@ def is_valid(t: OperandTranslator, address: Value, space: Space, size: int, want
 
 
 def pointer_at(t: OperandTranslator, address: Value, space: Space) -> Value:
-    """The host pointer for an address that is valid."""
+    """Return the host pointer for an address that was found valid."""
     if space in _WINDOWS:
         return t.ir.offset(window_base(t, space), address)
     return t.ir.cast("inttoptr", address, "ptr")
 
 
 def fail_unless(t: OperandTranslator, valid: Value, access: Access, space: Space, address: Value, size: int) -> None:
-    """End the kernel with a fault unless a flag is set."""
+    """End the kernel with a fault unless the flag is set."""
     ir = t.ir
     go_on, fail = ir.fresh("valid"), ir.fresh("fault")
     ir.branch_if(valid, go_on, fail, extra=LIKELY)
@@ -262,7 +269,7 @@ def _fail(t: OperandTranslator, access: Access, space: Space, address: Value, si
 
 
 def record_fault(t: OperandTranslator, access: Access, space: Space, address: Value, size: int) -> None:
-    """Leave behind what the fault is that the kernel is about to end with."""
+    """Write the fault record for the fault with which the kernel is about to end."""
     line = t.instruction.line if t.instruction else 0
     details = [constant("i32", n) for n in (size, access, SPACE_NUMBERS[space], line)]
     arguments = ", ".join(map(str, (ENVIRONMENT, address, *details)))
@@ -270,7 +277,7 @@ def record_fault(t: OperandTranslator, access: Access, space: Space, address: Va
 
 
 def window_base(t: OperandTranslator, space: Space) -> Value:
-    """The host address at which a window begins."""
+    """Return the host address at which a window begins."""
     match space:
         case Space.SHARED:
             return t.ir.fixed("ptr", ENVIRONMENT, Environment.shared.offset)
@@ -288,7 +295,7 @@ def window_base(t: OperandTranslator, space: Space) -> Value:
 
 
 def window_limit(t: OperandTranslator, space: Space) -> Value:
-    """The bytes in a window, as i64; those of shared memory are known at launch only."""
+    """Return a window's size as i64; that of shared memory is known only at launch."""
     if space is not Space.SHARED:
         return constant("i64", _static_limit(t, space))
     size = t.ir.fixed("i32", LAUNCH, Launch.shared_bytes.offset)
@@ -309,9 +316,10 @@ def _static_limit(t: OperandTranslator, space: Space) -> int:
 
 
 def _space_of(t: OperandTranslator, variable: Variable, space: Space) -> Space:
-    """The space of an access that names a variable: its own, whether or not the instruction repeats it."""
+    """Return the space of an access that names a variable: the variable's own. Raises ImageRejected for another."""
     if variable.space is Space.CODE:
         raise t.problem(f"{variable.name[:60]} is a function")
+    # PTX writes .param for a kernel's parameters, a function's results and a call's variables alike.
     if space is Space.PARAM and variable.space in (Space.CALL, Space.RESULT):
         return variable.space
     if space not in (Space.GENERIC, variable.space):
@@ -327,6 +335,7 @@ def _address(t: OperandTranslator, operand: Address, *, wraps: bool) -> Value:
             return constant("i64", (value + operand.offset) & (2**64 - 1))
         case Register() as register:
             base = t.read(register, address_type(t, register))
+            # In a window a 32-bit address wraps at 32 bits, so it is extended after the addition.
             if wraps and register.type.bits == 32:
                 return t.ir.resize(add_wrapping(t.ir, base, operand.offset), "i64", signed=False)
             base = t.ir.resize(base, "i64", signed=False)
@@ -334,25 +343,28 @@ def _address(t: OperandTranslator, operand: Address, *, wraps: bool) -> Value:
 
 
 def add_wrapping(ir: IrWriter, base: Value, offset: int) -> Value:
-    """An offset added to 32-bit addresses of a window, which end at 32 bits, as a card adds it."""
+    """Add an offset to a window's 32-bit addresses, which wrap at 32 bits as on a card."""
     signed = (offset + (1 << 31)) % (1 << 32) - (1 << 31)
     return ir.binary("add", base, signed) if signed else base
 
 
 def address_type(t: OperandTranslator, register: Register) -> Scalar:
-    """As what a register is read that holds an address. Raises ImageRejected for one that can hold none."""
+    """Return the type as which to read a register that holds an address. Raises ImageRejected if it can hold none."""
     if register.type.bits not in (32, 64) or register.type.is_float:
-        raise t.problem(f"{register.name} is .{register.type.name}, which holds no address")
+        raise t.problem(f"{register.name} is .{register.type.name}, which can't hold an address")
     return bits_type(register.type.bits)
 
 
 def global_is_valid(ir: IrWriter, address: Value, size: int, wanted: Value | None = None) -> Value:
-    """Compute whether a global address may be accessed; with `wanted`, only that many bytes need to exist."""
+    """Compute whether a global address may be accessed; with `wanted`, only that many bytes must exist."""
+    # These three never change while a kernel runs, so LLVM hoists them out of loops.
     arena = ir.fixed("i64", ENVIRONMENT, Environment.arena.offset)
     shadow = ir.fixed("ptr", ENVIRONMENT, Environment.shadow.offset)
     last = ir.fixed("i64", ENVIRONMENT, Environment.last_granule.offset)
+    # An address below the arena wraps to a huge offset, and is clamped like one above.
     offset = ir.binary("sub", address, arena)
     granule = ir.intrinsic("llvm.umin.i64", "i64", ir.binary("lshr", offset, GRANULE_SHIFT), last)
+    # The granule's entry says how many of its bytes exist, from its start.
     entry = ir.offset(shadow, ir.binary("shl", granule, 1))
     allowed = ir.cast("zext", ir.load("i16", entry, extra=", align 2" + INVARIANT), "i64")
     end = ir.binary("add", ir.binary("and", offset, GRANULE_BYTES - 1), wanted or constant("i64", size))
@@ -360,13 +372,15 @@ def global_is_valid(ir: IrWriter, address: Value, size: int, wanted: Value | Non
 
 
 def window_is_valid(ir: IrWriter, offset: Value, size: int, limit: Value) -> Value:
-    """Compute whether an offset may be accessed in a window of so many bytes."""
+    """Compute whether `size` bytes at an offset lie within a window of `limit` bytes."""
+    # Two comparisons, because the sum of offset and size could wrap.
     inside = ir.compare("icmp ult", offset, limit)
     room = ir.compare("icmp uge", ir.binary("sub", limit, offset), size)
     return ir.binary("and", ir.binary("and", inside, room), _is_aligned(ir, offset, size))
 
 
 def _generic_is_valid(t: OperandTranslator, address: Value, size: int, valid: Value) -> Value:
+    # Whichever window the address is in, its offset from the window's host address is small.
     for space in (Space.SHARED, Space.LOCAL):
         base = t.ir.cast("ptrtoint", window_base(t, space), "i64")
         offset = t.ir.binary("sub", address, base)
@@ -380,7 +394,7 @@ def _is_aligned(ir: IrWriter, address: Value, size: int) -> Value:
 
 
 def _is_surely_inside(address: Value, size: int, limit: int) -> bool:
-    """Say whether a constant address lies inside what exists at every launch."""
+    """Say whether a constant offset lies within memory that exists at every launch."""
     if not address.text.isdigit():
         return False
     offset = int(address.text)

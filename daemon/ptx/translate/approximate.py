@@ -1,8 +1,8 @@
 """Approximate functions of f32 and f64 (PTX ISA section 9.7.3).
 
-Each is computed in double precision and rounded once, so that its error is far below the ISA's bound; the values that
-the ISA lists (of zeros, infinities, NaN) come out exactly. A GPU's own approximations differ in their last bits. 2 to a
-power is written out as arithmetic: LLVM can run it on several threads of a loop at once, unlike a call.
+Each is computed in double precision and rounded once, so its error is far below the ISA's bound; the results that the
+ISA lists for zeros, infinities and NaN are exact. A GPU's own approximations differ in their last bits. 2^x is written
+out as arithmetic: unlike a call, LLVM can vectorize it for the threads of a loop.
 """
 
 import math
@@ -14,13 +14,13 @@ from gpulease.daemon.ptx.translate.forms import Family, Modifiers
 from gpulease.daemon.ptx.translate.ir import Value, constant
 from gpulease.daemon.ptx.translate.operand_values import OperandTranslator
 
-# The series of 2^r to this power of r; what it leaves out is under 2^-36 for r within half.
+# The series of 2^r has powers of r up to this one; the rest is below 2^-36 for r within a half.
 _DEGREE = 9
 
-# Added to a double of magnitude under 2^51 it leaves the nearest integer in the low bits.
+# Added to a double of magnitude under 2^51, it leaves the nearest integer in the low bits.
 _ROUNDER = 1.5 * 2.0**52
 
-# Powers beyond are 0 and infinity as f32, far from the ends of f64.
+# Beyond it, a power is 0 or infinity as an f32, and still far from the ends of f64.
 _LIMIT = 300.0
 
 _BIAS = 1023
@@ -28,22 +28,25 @@ _EXPONENT_SHIFT = 52
 
 
 def real(type_name: str, number: float) -> Value:
-    """A float constant, bit for bit: LLVM spells both types by the double's bits."""
+    """Return a float constant, bit for bit: LLVM spells both types by the double's bits."""
     return Value(type_name, f"0x{struct.unpack('<Q', struct.pack('<d', number))[0]:016X}")
 
 
 def power_of_two(t: OperandTranslator, value: Value) -> Value:
-    """2^value of a double, good to 36 bits; NaN stays NaN."""
+    """Compute 2^value of a double to 36 bits; NaN stays NaN."""
     ir = t.ir
+    # Clamp, which NaN passes unchanged.
     low, high = real("double", -_LIMIT), real("double", _LIMIT)
     value = ir.select(ir.compare("fcmp ogt", value, high), high, value)
     value = ir.select(ir.compare("fcmp olt", value, low), low, value)
+    # Split the exponent into its nearest integer and a rest within a half.
     shifted = ir.binary("fadd", value, real("double", _ROUNDER))
     rest = ir.binary("fsub", value, ir.binary("fsub", shifted, real("double", _ROUNDER)))
+    # The series of 2^rest by Horner's rule.
     result = real("double", _coefficient(_DEGREE))
     for power in range(_DEGREE - 1, -1, -1):
         result = ir.intrinsic("llvm.fma.f64", "double", result, rest, real("double", _coefficient(power)))
-    # Bits above the exponent's fall off, those of the rounder's own among them.
+    # Put the integer into the exponent's bits. Bits above the exponent are shifted out, the rounder's own among them.
     whole = ir.cast("bitcast", shifted, "i64")
     scale = ir.binary("shl", ir.binary("add", whole, constant("i64", _BIAS)), _EXPONENT_SHIFT)
     return ir.binary("fmul", result, ir.cast("bitcast", scale, "double"))
@@ -57,13 +60,14 @@ FAMILY = Family("Approximate functions", "9.7.3")
 
 _F32 = SCALARS["f32"]
 _F64 = SCALARS["f64"]
+# LLVM calls the host's mathematical library for these.
 _LIBRARY = {"lg2": "llvm.log2.f64", "sin": "llvm.sin.f64", "cos": "llvm.cos.f64", "tanh": "llvm.tanh.f64"}
 
-# 2^126 as an f32's bits: dividing by more than this, div.approx does not scale (section 9.7.3.8).
+# 2^126 as an f32's bits: for larger divisors, div.approx does not scale (section 9.7.3.8).
 _LARGEST_DIVISOR = 0x7E800000
 _INFINITY = 0x7F800000
 
-# Of an f64: all but the 32 bits that the .ftz forms leave out, and half of what is left out.
+# Masks of an f64: the upper 32 bits, which the .ftz forms use alone, and half a unit of the last bit that is kept.
 _UPPER = -(1 << 32)
 _HALF_UNIT = 1 << 31
 _F64_INFINITY = 0x7FF << 52
@@ -79,40 +83,40 @@ _F64_NAN = 0x7FF80000_00000000
 @FAMILY.form("rsqrt.approx{.ftz}.f32", 2)
 @FAMILY.form("tanh.approx.f32", 2)
 def through_double(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """A function's value in double precision, rounded to nearest even."""
+    """Compute a function in double precision and round to nearest even."""
     value = t.ir.cast("fpext", read_float(t, i, 1, _F32, m), "double")
     write_float(t, i, _F32, m, t.ir.cast("fptrunc", function_of(t, i.opcode, value), "float"))
 
 
 @FAMILY.form("sqrt.approx{.ftz}.f32", 2)
 def square_root(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Correctly rounded."""
+    """Correctly rounded, so within the bound of any approximation."""
     value = read_float(t, i, 1, _F32, m)
     write_float(t, i, _F32, m, t.ir.intrinsic("llvm.sqrt.f32", "float", value))
 
 
 @FAMILY.form("rcp.approx{.ftz}.f32", 2)
 def reciprocal(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Correctly rounded."""
+    """Correctly rounded, so within the bound of any approximation."""
     value = read_float(t, i, 1, _F32, m)
     write_float(t, i, _F32, m, t.ir.binary("fdiv", real("float", 1.0), value))
 
 
 @FAMILY.form("div.full{.ftz}.f32", 3)
 def divide_full(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Correctly rounded."""
+    """Correctly rounded, so within the bound of any approximation."""
     left, right = (read_float(t, i, n, _F32, m) for n in (1, 2))
     write_float(t, i, _F32, m, t.ir.binary("fdiv", left, right))
 
 
 @FAMILY.form("div.approx{.ftz}.f32", 3)
 def divide(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Correctly rounded, but by what is over 2^126 the ISA has 0, and NaN for an infinity divided by it."""
+    """Correctly rounded, except that a divisor over 2^126 gives 0, or NaN for an infinite dividend, as the ISA says."""
     ir = t.ir
     left, right = (read_float(t, i, n, _F32, m) for n in (1, 2))
     size = ir.binary("and", t.to_bits(right, _F32), 0x7FFFFFFF)
     is_large = ir.binary("and", ir.compare("icmp ugt", size, _LARGEST_DIVISOR), ir.compare("icmp ult", size, _INFINITY))
-    # Its reciprocal is flushed: left times zero of the divisor's sign.
+    # The reciprocal of such a divisor is flushed, so multiply by zero with the divisor's sign.
     nothing = ir.intrinsic("llvm.copysign.f32", "float", real("float", 0.0), right)
     result = ir.select(is_large, ir.binary("fmul", left, nothing), ir.binary("fdiv", left, right))
     write_float(t, i, _F32, m, result)
@@ -120,18 +124,19 @@ def divide(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 @FAMILY.form("rsqrt.approx.f64", 2)
 def inverse_root(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Two roundings, and a step that takes back most of their error."""
+    """`rsqrt.approx.f64`: two rounded operations, and a correction of most of their error."""
     ir = t.ir
     value = t.read(i.operands[1], _F64)
     root = ir.intrinsic("llvm.sqrt.f64", "double", value)
     first = ir.binary("fdiv", real("double", 1.0), root)
-    # 1/sqrt(v) = first / sqrt(1 - e) with e = 1 - v*first^2. It is taken of the root, which does not overflow.
+    # 1/sqrt(v) = first / sqrt(1 - e) with e = 1 - v*first^2. The error is computed from the root, which does not
+    # overflow.
     lost = ir.intrinsic("llvm.fma.f64", "double", ir.unary("fneg", root), root, value)
     inexact = ir.intrinsic("llvm.fma.f64", "double", ir.unary("fneg", root), first, real("double", 1.0))
     relative = ir.binary("fmul", ir.binary("fmul", ir.binary("fmul", lost, first), first), real("double", -0.5))
     better = ir.intrinsic("llvm.fma.f64", "double", first, ir.binary("fadd", inexact, relative), first)
     magnitude = ir.binary("and", t.to_bits(value, _F64), _F64_MAGNITUDE)
-    # Near the ends of the range what the root lost would be lost itself.
+    # Near the ends of the range the correction itself would be inexact, so the uncorrected value is used.
     low, high = 0x100 << 52, 0x700 << 52
     is_plain = ir.binary("and", ir.compare("icmp ugt", magnitude, low), ir.compare("icmp ult", magnitude, high))
     t.write(i.operands[0], _F64, ir.select(is_plain, better, first))
@@ -140,7 +145,7 @@ def inverse_root(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("rcp.approx.ftz.f64", 2)
 @FAMILY.form("rsqrt.approx.ftz.f64", 2)
 def gross(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Of the upper 32 bits alone, and so is the result (sections 9.7.3.14 and 9.7.3.17)."""
+    """Compute from the upper 32 bits alone, and keep only those of the result (sections 9.7.3.14 and 9.7.3.17)."""
     ir = t.ir
     bits = ir.binary("and", t.to_bits(t.read(i.operands[1], _F64), _F64), _UPPER)
     value = t.from_bits(_flush_f64(t, bits), _F64)
@@ -148,6 +153,7 @@ def gross(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
         value = ir.intrinsic("llvm.sqrt.f64", "double", value)
     bits = t.to_bits(ir.binary("fdiv", real("double", 1.0), value), _F64)
     magnitude = ir.binary("and", bits, _F64_MAGNITUDE)
+    # Round to the upper half by adding half a unit; infinities must not be rounded into NaN.
     rounded = ir.binary("and", ir.binary("add", bits, _HALF_UNIT), _UPPER)
     is_finite = ir.compare("icmp ult", magnitude, _F64_INFINITY)
     is_nan = ir.compare("icmp ugt", magnitude, _F64_INFINITY)
@@ -156,7 +162,7 @@ def gross(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 
 def function_of(t: OperandTranslator, name: str, value: Value) -> Value:
-    """The function that an opcode names, of a double, to nearly double precision."""
+    """Compute the function that an opcode names, of a double, to nearly double precision."""
     if name == "ex2":
         return power_of_two(t, value)
     if name == "rsqrt":
@@ -166,7 +172,7 @@ def function_of(t: OperandTranslator, name: str, value: Value) -> Value:
 
 
 def _flush_f64(t: OperandTranslator, bits: Value) -> Value:
-    """A subnormal f64's bits as zero of its sign."""
+    """Return a subnormal f64's bits as a zero of its sign."""
     magnitude = t.ir.binary("and", bits, _F64_MAGNITUDE)
     sign = t.ir.binary("and", bits, -1 << 63)
     return t.ir.select(t.ir.compare("icmp ult", magnitude, _SMALLEST_NORMAL_F64), sign, bits)

@@ -1,4 +1,4 @@
-"""Copies to shared memory that need not be waited for (PTX ISA section 9.7.9.25, "cp.async"), made at once."""
+"""Asynchronous copies to shared memory (PTX ISA section 9.7.9.25, "cp.async"), made at once."""
 
 from typing import TYPE_CHECKING
 
@@ -38,21 +38,24 @@ _WORD = SCALARS["u32"]
     prefetch=_PREFETCHES,
 )
 def copy(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """4, 8 or 16 bytes; of fewer that are taken, or none, the rest are zeros."""
+    """`cp.async`: copy 4, 8 or 16 bytes; with a source size or predicate, the bytes not copied are zeros."""
     ir, size = t.ir, copied_bytes(t, i, m)
     kind = f"i{8 * size}"
     into = checked_pointer(t, i.operands[0], Space.SHARED, size, Access.STORE)
+    # The optional fourth operand is the number of bytes, or the predicate; a cache policy may follow.
     count = len(i.operands) - ("policy" in m)
     check_policy(t, i, m, 3 if count == 3 else 4)
     if count == 3:
         ir.emit(f"store {_source(t, i, size, None)}, {into}, align {size}")
         return
+    # Only the bytes taken need to exist, so zeros are written first, and the source is read only if there are any.
     taken = bytes_taken(t, i.operands[3], size)
     ir.emit(f"store {kind} 0, {into}, align {size}")
     some, done = ir.fresh("some"), ir.fresh("copied")
     ir.branch_if(ir.compare("icmp ne", taken, 0), some, done)
     ir.block(some)
     value = _source(t, i, size, ir.cast("zext", taken, "i64"))
+    # Mask the bytes that are not taken.
     unwanted = ir.binary("sub", constant("i32", 8 * size), ir.binary("shl", taken, 3))
     mask = ir.binary("lshr", Value(kind, "-1"), ir.resize(unwanted, kind, signed=False))
     ir.emit(f"store {ir.binary('and', value, mask)}, {into}, align {size}")
@@ -63,27 +66,27 @@ def copy(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("cp.async.wait_all", 0, writes=False)
 @FAMILY.form("cp.async.wait_group", 1, writes=False)
 def wait(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Nothing: every copy has been made."""
+    """Do nothing: every copy was made at once, so no group is pending."""
     if i.operands and not isinstance(i.operands[0], Integer):
-        raise t.problem("the number of groups is a constant")
+        raise t.problem("the number of groups must be a constant")
 
 
 def copied_bytes(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> int:
-    """The size of a copy."""
+    """Return the size of a copy. Raises ImageRejected for a size that the instruction does not have."""
     size = i.operands[2]
     if not isinstance(size, Integer) or size.value not in ((16,) if m["way"] == "cg" else (4, 8, 16)):
-        raise t.problem("a copy is of 4, 8 or 16 bytes, with .cg of 16")
+        raise t.problem("a copy must be of 4, 8 or 16 bytes, with .cg of 16")
     return size.value
 
 
 def _source(t: "ThreadTranslator", i: Instruction, size: int, wanted: Value | None) -> Value:
-    """The source's bytes, of which the wanted ones must be there."""
+    """Load the source, of which only the first `wanted` bytes must exist."""
     source = checked_pointer(t, i.operands[1], Space.GLOBAL, size, Access.LOAD, wanted=wanted)
     return t.ir.value(f"i{8 * size}", f"load i{8 * size}, {source}, align {size}")
 
 
 def bytes_taken(t: "ThreadTranslator", operand: Operand, size: int) -> Value:
-    """Compute how many bytes to copy: a number, or all or none by a predicate. More than the size means all."""
+    """Compute how many bytes to copy: a number up to `size`, or all or none by a predicate that ignores the source."""
     is_flag = isinstance(operand, Negated) or (isinstance(operand, Register) and operand.type == PREDICATE)
     if is_flag:
         ignored = t.read(operand, PREDICATE)

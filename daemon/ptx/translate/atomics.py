@@ -1,11 +1,11 @@
-"""Atomic operations (PTX ISA sections 9.7.13, "atom" and "red").
+"""Atomic operations (PTX ISA section 9.7.13, "atom" and "red").
 
-Shared memory belongs to one block, whose threads run on one host thread: there a load, the operation and a store will
-do. Elsewhere the host's atomic instructions are used, because other host threads may look on. Both order all accesses,
-so orderings and scopes need nothing more.
+Shared memory belongs to one block, and its threads run on one host thread, so a load, the operation and a store are
+enough there. Elsewhere the host's atomic instructions are used, because other host threads may access the memory. Both
+order all accesses, so orderings and scopes need nothing more.
 
-Sums of 16-bit floats (PTX ISA section 9.7.4, "add") are made exactly, or with more than twice the precision, in f32
-first, so rounding once more rounds right.
+Sums of 16-bit floats (PTX ISA section 9.7.4, "add") are first made in f32, exactly or with more than twice the
+precision, so rounding once more gives the correctly rounded sum.
 """
 
 from collections.abc import Callable
@@ -31,12 +31,12 @@ from gpulease.daemon.ptx.translate.operand_values import OperandTranslator
 if TYPE_CHECKING:
     from gpulease.daemon.ptx.translate.thread import ThreadTranslator
 
-# CUDA's one NaN of each.
+# CUDA's NaN of both 16-bit formats.
 _NAN = 0x7FFF
 
 
 def by_halves(ir: IrWriter, add: Callable[[IrWriter, Value, Value], Value], left: Value, right: Value) -> Value:
-    """Add one i16, or the two halves of i32."""
+    """Apply `add` to an i16, or separately to the two halves of an i32."""
     if left.type == "i16":
         return add(ir, left, right)
     low = add(ir, ir.cast("trunc", left, "i16"), ir.cast("trunc", right, "i16"))
@@ -45,7 +45,7 @@ def by_halves(ir: IrWriter, add: Callable[[IrWriter, Value, Value], Value], left
 
 
 def add_f16(ir: IrWriter, left: Value, right: Value) -> Value:
-    """To nearest even, subnormals kept."""
+    """Add two .f16, rounded to nearest even, with subnormals kept."""
     wide = [ir.cast("fpext", ir.cast("bitcast", value, "half"), "float") for value in (left, right)]
     total = ir.binary("fadd", *wide)
     rounded = ir.cast("bitcast", ir.cast("fptrunc", total, "half"), "i16")
@@ -53,17 +53,19 @@ def add_f16(ir: IrWriter, left: Value, right: Value) -> Value:
 
 
 def add_bf16(ir: IrWriter, left: Value, right: Value) -> Value:
-    """To nearest even, subnormals kept."""
+    """Add two .bf16, rounded to nearest even, with subnormals kept."""
+    # A .bf16 is the upper half of an f32.
     shifted = [ir.binary("shl", ir.cast("zext", value, "i32"), 16) for value in (left, right)]
     wide = [ir.cast("bitcast", value, "float") for value in shifted]
     total = ir.binary("fadd", *wide)
     bits = ir.cast("bitcast", total, "i32")
+    # Round half to even: add just under half a unit, and the last kept bit.
     odd = ir.binary("and", ir.binary("lshr", bits, 16), 1)
     rounded = ir.binary("lshr", ir.binary("add", bits, ir.binary("add", odd, 0x7FFF)), 16)
     return ir.select(ir.compare("fcmp uno", total, total), constant("i16", _NAN), ir.cast("trunc", rounded, "i16"))
 
 
-# Cooperative groups write these three behind the operation, Triton the other way round, and ptxas takes both.
+# Cooperative groups write order, scope and space after the operation, Triton before it; ptxas accepts both.
 FAMILY = Family("Atomic operations", "9.7.13")
 
 _ORDERS = ("relaxed", "acquire", "release", "acq_rel")
@@ -83,15 +85,15 @@ _TYPES = {
 }
 _HALF_TYPES = ("f16", "bf16", "f16x2", "bf16x2")
 
-# The register type an operand of these is held in.
+# Types of the registers that hold operands of these types.
 _HELD = {"f16": "b16", "bf16": "b16", "f16x2": "b32", "bf16x2": "b32"}
 
-# Gives what is to be stored for what was there; both are integers of the operand's width.
+# Computes what to store from what was there; both are integers of the operand's width.
 Update = Callable[[Value], Value]
 
 
 def _forms(function: Callable[["ThreadTranslator", Instruction, Modifiers], None]) -> None:
-    """All spellings of the operations with one operand."""
+    """Register all spellings of the operations with one operand."""
     for operation, types in _TYPES.items():
         _register(function, f".{operation}.type", type=types)
     _register(function, ".add.noftz.type", type=_HALF_TYPES)
@@ -107,7 +109,7 @@ def _register(
 
 
 def combine(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Store what was there combined with an operand; `atom` gives what was there."""
+    """`atom`, `red`: store what was there combined with an operand; `atom` returns what was there."""
     place, source = i.operands[-2:]
     into = i.operands[0] if i.opcode == "atom" else None
     kind = m["type"]
@@ -125,13 +127,14 @@ _forms(combine)
 
 
 def combine_vector(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Several at once, each by itself; the whole must be aligned."""
+    """`atom`, `red` on vectors: each element separately; the whole vector must be aligned."""
     place, source = i.operands[-2:]
     into = i.operands[0] if i.opcode == "atom" else None
     kind, count = m["type"], int(m["vec"][1:])
     scalar = SCALARS[_HELD.get(kind, kind)]
     sources, results = _elements(t, source, count), None if into is None else _elements(t, into, count)
     operands = [t.to_bits(t.read(element, scalar), scalar) for element in sources]
+    # One check for the whole; then each element is an atomic operation of its own, as the ISA allows.
     pointer = checked_pointer(t, place, Space.GLOBAL, scalar.size * count, Access.ATOMIC)
     for number, operand in enumerate(operands):
         update = _update(t, "add", kind, m, operand, TRUE)
@@ -152,7 +155,7 @@ for _rest, _vectors, _kinds in (
     "atom{.order}{.scope}{.space}.exch.type", 3, order=_ORDERS, scope=_SCOPES, space=_SPACES, type=("b32", "b64")
 )
 def swap(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Store an operand; the result is what was there."""
+    """`atom.exch`: store an operand; the result is what was there."""
     scalar = m.scalar()
     operand = t.read(i.operands[2], scalar)
     pointer = checked_pointer(t, i.operands[1], _space(m), scalar.size, Access.ATOMIC)
@@ -165,7 +168,7 @@ def swap(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     "atom{.order}{.scope}{.space}.cas.type", 4, order=_ORDERS, scope=_SCOPES, space=_SPACES, type=("b16", "b32", "b64")
 )
 def compare_and_swap(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Store the second operand if the first was there; the result is what was there."""
+    """`atom.cas`: store the second operand if the first was there; the result is what was there."""
     scalar, ir = m.scalar(), t.ir
     expected, operand = (t.read(i.operands[n], scalar) for n in (2, 3))
     pointer = checked_pointer(t, i.operands[1], _space(m), scalar.size, Access.ATOMIC)
@@ -178,9 +181,10 @@ def compare_and_swap(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> Non
 
 
 def _update(t: OperandTranslator, operation: str, kind: str, m: Modifiers, operand: Value, flushes: Value) -> Update:
-    """Compute the new value from the old one."""
+    """Return the function that computes the new value from the old one."""
     ir = t.ir
     match operation, kind:
+        # inc and dec wrap at the operand (section 9.7.13, "atom").
         case "inc", _:
             return lambda old: ir.select(
                 ir.compare("icmp uge", old, operand), constant("i32", 0), ir.binary("add", old, 1)
@@ -204,19 +208,20 @@ def _update(t: OperandTranslator, operation: str, kind: str, m: Modifiers, opera
 
 
 def _add_float(t: OperandTranslator, scalar: Scalar, m: Modifiers, old: Value, operand: Value, flushes: Value) -> Value:
-    """A sum, rounded to nearest even; in global memory that of f32 flushes subnormals, in shared memory not."""
+    """Add floats, rounded to nearest even. A sum of f32 flushes subnormals in global memory, but not in shared."""
     ir = t.ir
     left, right = t.from_bits(old, scalar), t.from_bits(operand, scalar)
     exact = t.to_bits(finish(t, scalar, m, ir.binary("fadd", left, right)), scalar)
     if scalar.bits == 64 or flushes == FALSE:
         return exact
+    # Whether the address is shared may be known only at run time, so both sums are computed.
     total = flush(t, ir.binary("fadd", flush(t, left), flush(t, right)))
     flushed = t.to_bits(finish(t, scalar, m, total), scalar)
     return ir.select(flushes, flushed, exact)
 
 
 def _flushes(t: "ThreadTranslator", place: Operand, m: Modifiers, pointer: Value) -> Value:
-    """Compute whether a place lies outside shared memory."""
+    """Compute whether an address lies outside of shared memory."""
     space = _space_of(t, place, m)
     if space is not Space.GENERIC:
         return FALSE if space is Space.SHARED else TRUE
@@ -225,7 +230,7 @@ def _flushes(t: "ThreadTranslator", place: Operand, m: Modifiers, pointer: Value
     return t.ir.compare("icmp uge", offset, window_limit(t, Space.SHARED))
 
 
-# Operations the host has, by LLVM's names.
+# The operations that the host has, by LLVM's names; all others are loops of compare-and-exchange.
 _NATIVE = {
     (operation, kind): {"min": "umin", "max": "umax"}.get(operation, operation) if kind[0] != "s" else operation
     for operation in ("add", "min", "max", "and", "or", "xor")
@@ -235,19 +240,22 @@ _NATIVE = {
 
 
 def _apply(t: OperandTranslator, space: Space, pointer: Value, operand: Value, native: str, update: Update) -> Value:
-    """Change what is at a place in one step; what was there before."""
+    """Change what is at an address in one atomic step; returns what was there before."""
     ir, kind = t.ir, operand.type
+    # Way 1: shared memory, which no other host thread accesses.
     if space is Space.SHARED:
         before = ir.load(kind, pointer)
         ir.store(update(before), pointer)
         return before
+    # Way 2: an instruction of the host.
     if native:
         return ir.value(kind, f"atomicrmw {native} {pointer}, {operand} seq_cst")
+    # Way 3: compute and exchange until no other thread has changed the value meanwhile.
     start, again, done, seen = (ir.fresh(stem) for stem in ("start", "try", "tried", "seen"))
     ir.block(start)
     first = ir.value(kind, f"load atomic {kind}, {pointer} seq_cst, align {int(kind[1:]) // 8}")
     ir.block(again)
-    # What a failed try found is named ahead: the phi that takes it stands first.
+    # A failed attempt's value is named in advance, because the phi that uses it comes first.
     expected = ir.value(kind, f"phi {kind} [ {first.text}, %{start} ], [ %{seen}, %{again} ]")
     before, swapped = _exchange(t, pointer, expected, update(expected))
     ir.emit(f"%{seen} = freeze {before}")
@@ -271,7 +279,7 @@ def _space_of(t: OperandTranslator, place: Operand, m: Modifiers) -> Space:
     if not isinstance(place, Address) or not isinstance(place.base, Variable):
         return _space(m)
     if place.base.space not in (Space.GLOBAL, Space.SHARED):
-        raise t.problem(f"there are no atomic operations on .{place.base.space.value} memory")
+        raise t.problem(f"atomic operations must be on .global or .shared memory, not on .{place.base.space.value}")
     return place.base.space
 
 

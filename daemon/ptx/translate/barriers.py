@@ -1,9 +1,9 @@
 """Barriers of a block (PTX ISA section 9.7.13.1, "bar, barrier").
 
 A barrier for all threads is complete when all that have not ended wait at it. One for a number of threads counts
-whole warps: lanes of a warp that ended, or that its block never had, count with the rest of it. Threads that wait at a
-barrier with different numbers of threads or operations, or more of them than the number, are never let go, which is a
-fault.
+whole warps: lanes that ended, or that a partial warp never had, count with the rest of their warp. Threads that wait at
+a barrier with different numbers of threads or operations, or more threads than the number, are never released, which
+is a fault.
 """
 
 from typing import TYPE_CHECKING
@@ -25,7 +25,7 @@ FAMILY = Family("Barriers", "9.7.13.1")
 _WORD = SCALARS["b32"]
 _MAX_COUNT = 1024
 
-# A barrier's kind is its number, and from this bit on what it does.
+# A barrier's kind: its number in the low bits, and the operation above this bit.
 _KIND_SHIFT = 4
 _REDUCTIONS = ("popc", "and", "or")
 _CLUSTER = (1 + len(_REDUCTIONS)) << _KIND_SHIFT
@@ -34,7 +34,7 @@ _CLUSTER = (1 + len(_REDUCTIONS)) << _KIND_SHIFT
 @FAMILY.form("bar{.cta}.sync", (1, 2), writes=False)
 @FAMILY.form("barrier{.cta}.sync{.aligned}", (1, 2), writes=False)
 def barrier(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Wait for all threads of the block, or a number of them."""
+    """Wait for all threads of the block, or for a number of them."""
     number = _number(t, i.operands[0])
     wait_at_barrier(t, number, _count(t, i.operands[1:], number))
 
@@ -42,14 +42,15 @@ def barrier(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("bar{.cta}.arrive", 2, writes=False)
 @FAMILY.form("barrier{.cta}.arrive{.aligned}", 2, writes=False)
 def arrive(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Count as one of those a barrier waits for, and go on."""
+    """Count as one of those that a barrier waits for, without waiting."""
     ir = t.ir
     number = _number(t, i.operands[0])
     _count(t, i.operands[1:], number)
+    # Arrivals are counted on a board in front of the block's frames, which native/block.ll reads.
     board = ir.load("ptr", ir.offset(ENVIRONMENT, Environment.frames.offset))
     place = ir.offset(board, ir.binary("shl", ir.cast("zext", number, "i64"), 2))
     threads = block_threads(ir)
-    # The block's last thread comes with the lanes its warp lacks.
+    # The block's last thread also counts the lanes that its warp lacks.
     is_last = ir.compare("icmp eq", ir.binary("add", flat_thread(ir), 1), threads)
     lacking = ir.binary("and", ir.binary("sub", constant("i32", 0), threads), WARP_THREADS - 1)
     come = ir.binary("add", ir.select(is_last, lacking, constant("i32", 0)), 1)
@@ -59,7 +60,7 @@ def arrive(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("bar{.cta}.red.popc.u32", (3, 4))
 @FAMILY.form("barrier{.cta}.red.popc{.aligned}.u32", (3, 4))
 def count_flags(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Wait, and learn of how many threads the predicate is set."""
+    """Wait, and return for how many threads the predicate is true."""
     _, trues = _reduce(t, i, "popc")
     t.write(i.operands[0], SCALARS["u32"], trues)
 
@@ -67,7 +68,7 @@ def count_flags(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("bar{.cta}.red.op.pred", (3, 4), op=("and", "or"))
 @FAMILY.form("barrier{.cta}.red.op{.aligned}.pred", (3, 4), op=("and", "or"))
 def combine_flags(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Wait, and learn whether the predicate is set of all threads, or of any."""
+    """Wait, and return whether the predicate is true for all threads, or for any."""
     came, trues = _reduce(t, i, m["op"])
     result = t.ir.compare("icmp eq", trues, came) if m["op"] == "and" else t.ir.compare("icmp ne", trues, 0)
     t.write(i.operands[0], PREDICATE, result)
@@ -75,12 +76,12 @@ def combine_flags(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 
 @FAMILY.form("barrier.cluster.arrive{.order}{.aligned}", 0, writes=False, order=("release", "relaxed"))
 def arrive_in_cluster(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Nothing: the wait that belongs to it waits for all (section 9.7.13.3)."""
+    """Do nothing: the wait that follows waits for all threads (section 9.7.13.3)."""
 
 
 @FAMILY.form("barrier.cluster.wait{.acquire}{.aligned}", 0, writes=False)
 def wait_in_cluster(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Wait for all threads of the cluster, which is the block, to come here too."""
+    """Wait for all threads of the cluster, which is the block."""
     wait_at_barrier(t, constant("i32", _CLUSTER), constant("i32", 0))
 
 
@@ -88,12 +89,14 @@ def _reduce(t: "ThreadTranslator", i: Instruction, operation: str) -> tuple[Valu
     number = _number(t, i.operands[1])
     count = _count(t, i.operands[2:-1], number)
     flag = t.read(i.operands[-1], PREDICATE)
+    # Threads at the same barrier with another operation must not be combined, so the kind contains the operation.
     kind = t.ir.binary("or", number, (1 + _REDUCTIONS.index(operation)) << _KIND_SHIFT)
     return wait_at_barrier(t, kind, count, flag)
 
 
 def _number(t: "ThreadTranslator", operand: Operand) -> Value:
     number = t.read(operand, _WORD)
+    # A constant is checked now, a register when the kernel runs.
     if isinstance(operand, Integer):
         if operand.value >= BARRIERS:
             raise t.problem(f"barriers are numbered 0 to {BARRIERS - 1}")
@@ -103,14 +106,14 @@ def _number(t: "ThreadTranslator", operand: Operand) -> Value:
 
 
 def _count(t: "ThreadTranslator", operands: tuple[Operand, ...], number: Value) -> Value:
-    """The number of threads a barrier is for, 0 for all."""
+    """Return the number of threads that a barrier is for, 0 for all."""
     if not operands:
         return constant("i32", 0)
     count = t.read(operands[0], _WORD)
     operand = operands[0]
     if isinstance(operand, Integer):
         if not 0 < operand.value <= _MAX_COUNT or operand.value % WARP_THREADS:
-            raise t.problem(f"a barrier is for a multiple of {WARP_THREADS} threads, {_MAX_COUNT} at most")
+            raise t.problem(f"a barrier must be for a multiple of {WARP_THREADS} threads, {_MAX_COUNT} at most")
         return count
     is_whole = t.ir.compare("icmp eq", t.ir.binary("and", count, WARP_THREADS - 1), 0)
     fits = t.ir.compare("icmp ult", t.ir.binary("sub", count, 1), _MAX_COUNT)

@@ -1,4 +1,4 @@
-"""Copies of many bytes (PTX ISA section 9.7.9.25.4, "cp.async.bulk"), made at once. Tensors' copies are refused."""
+"""Bulk copies (PTX ISA section 9.7.9.25.4, "cp.async.bulk"), made at once. Copies of tensors are refused."""
 
 from typing import TYPE_CHECKING
 
@@ -20,12 +20,13 @@ _WORD = SCALARS["u32"]
 _COUNTED = "mbarrier::complete_tx::bytes"
 _HINT = "L2::cache_hint"
 
-# Addresses and sizes are multiples of it.
+# Addresses and sizes must be multiples of it, in bytes.
 _STEP = 16
 
 _OFFSET = Value("ptr", "%offset")
 
-# How a copy's function says what it could not access: less than a step, so it can be added to what was copied.
+# How a copy's function reports which side it could not access: less than a step, so it can be added to the bytes
+# copied.
 _FAILED = {Access.LOAD: 1, Access.STORE: 2}
 
 
@@ -47,8 +48,9 @@ _FAILED = {Access.LOAD: 1, Access.STORE: 2}
     counted=(_COUNTED,),
 )
 def copy_counted(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """To shared memory; an mbarrier gets to know that the bytes have come."""
+    """Copy to shared memory, and count the bytes as arrived at an mbarrier."""
     spaces = [Space(m[name].split("::")[0]) for name in ("into", "source")]
+    # The mbarrier's address is checked before anything is copied.
     place = object_of(t, i.operands[3], is_generic=False)
     size = _copy(t, i, spaces, m, 4)
     settle(t, place, bytes_more=t.ir.binary("sub", constant("i64", 0), size))
@@ -56,30 +58,30 @@ def copy_counted(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 
 @FAMILY.form("cp.async.bulk.global.shared::cta.bulk_group{.policy}", (3, 4), writes=False, policy=(_HINT,))
 def copy_grouped(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """To global memory."""
+    """Copy from shared to global memory, as part of a bulk group."""
     _copy(t, i, [Space.GLOBAL, Space.SHARED], m, 3)
 
 
 @FAMILY.form("cp.async.bulk.commit_group", 0, writes=False)
 @FAMILY.form("cp.async.bulk.wait_group{.read}", 1, writes=False)
 def wait(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Nothing: every copy has been made."""
+    """Do nothing: every copy was made at once, so no group is pending."""
     if i.operands and not isinstance(i.operands[0], Integer):
-        raise t.problem("the number of groups is a constant")
+        raise t.problem("the number of groups must be a constant")
 
 
 @FAMILY.form("cp.async.bulk.prefetch.L2.global{.policy}", (2, 3), writes=False, policy=(_HINT,))
 def prefetch(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Nothing: it speaks of caches."""
+    """Check the operands and do nothing: a prefetch is about caches."""
     address_in(t, i.operands[0], Space.GLOBAL)
     t.read(i.operands[1], _WORD)
     check_policy(t, i, m, 2)
 
 
 def _copy(t: "ThreadTranslator", i: Instruction, spaces: list[Space], m: Modifiers, count: int) -> Value:
-    """Copy, and give the number of bytes."""
     ir = t.ir
     check_policy(t, i, m, count)
+    # Step 1: addresses, and the size, which must be whole steps.
     (into, into_space), (source, source_space) = (
         address_in(t, operand, space) for operand, space in zip(i.operands, spaces, strict=False)
     )
@@ -88,10 +90,12 @@ def _copy(t: "ThreadTranslator", i: Instruction, spaces: list[Space], m: Modifie
     size = ir.cast("zext", t.read(i.operands[2], _WORD), "i64")
     is_whole = ir.compare("icmp eq", ir.binary("and", size, _STEP - 1), 0)
     fail_unless(t, is_whole, Access.STORE, into_space, ir.binary("add", into, size), _STEP)
+    # Step 2: the copy, in a function for these two spaces.
     name = f"bulk.{into_space.value}.{source_space.value}"
     _define(t, name, into_space, source_space)
     arguments = ", ".join(map(str, (LAUNCH, ENVIRONMENT, LOCAL, into, source, size)))
     ended = ir.value("i64", f"call i64 @{name}({arguments})")
+    # Step 3: what it returns is the bytes copied, plus a number that says which access failed.
     done = ir.binary("and", ended, -_STEP)
     places = ((source, source_space, Access.LOAD), (into, into_space, Access.STORE))
     for address, space, access in places:
@@ -101,13 +105,14 @@ def _copy(t: "ThreadTranslator", i: Instruction, spaces: list[Space], m: Modifie
 
 
 def _define(t: "ThreadTranslator", name: str, into_space: Space, source_space: Space) -> None:
-    """A function that copies until all is done or something may not be accessed, and gives how much it has copied.
+    """Define a function that copies step by step until it is done or may not access a step.
 
-    What may not be accessed is added, as one of `_FAILED`.
+    It returns the number of bytes copied, plus one of `_FAILED` if an access was not allowed.
     """
     inner = OperandTranslator(t.function, {}, IrWriter(t.declarations))
     ir = inner.ir
     into, source, size = (Value("i64", f"%{name}") for name in ("into", "source", "size"))
+    # A loop over the steps; each checks both addresses, as the ranges may span several allocations.
     ir.block("entry")
     ir.emit(f"{_OFFSET.text} = alloca i64")
     ir.store(constant("i64", 0), _OFFSET)
@@ -121,6 +126,7 @@ def _define(t: "ThreadTranslator", name: str, into_space: Space, source_space: S
     ir.emit(f"store {ir.load('i128', taken)}, {given}, align {_STEP}")
     ir.store(ir.binary("add", offset, _STEP), _OFFSET)
     ir.branch("each")
+    # A failed check reports the offset at which it happened.
     for label, access in (("unread", Access.LOAD), ("unwritten", Access.STORE)):
         ir.block(label)
         ir.ret_value(ir.binary("add", offset, _FAILED[access]))

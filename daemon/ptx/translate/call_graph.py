@@ -1,7 +1,7 @@
-"""Link kernels and functions of one image before any is translated.
+"""Link the kernels and functions of one image before any is translated.
 
-Which functions a kernel can reach; where shared variables lie that functions name, which must be the same place for
-every kernel; which functions are inlined.
+Decides which functions a kernel can reach; where the shared variables lie that functions name, which is the same place
+for every kernel; which functions are inlined.
 """
 
 from collections.abc import Iterator
@@ -33,17 +33,22 @@ from gpulease.daemon.ptx.translate.waits import find_waits, watches
 
 
 def link(image: Image) -> Image:
-    """The image with its kernels as they are to be translated, and why some can't be. Raises ImageRejected."""
+    """Return the image with its kernels in the form to translate, and the refusals of others. Raises ImageRejected."""
+    # Already linked.
     if image.addressed is not None:
         return image
+    # Step 1: number the functions that are addressed, and place shared variables, before bodies are copied.
     refusals, variables = dict(image.refusals), with_heap(image)
     image = replace(image, addressed=_addressed(image), refusals=refusals, variables=variables)
     image = _place_shared(image)
+    # Step 2: functions with barriers or warp operations must be inlined, and so must all their callers.
     functions = {function.name: function for function in image.subroutines}
     callers, watching = _callers(image), watching_functions(image)
     must = _spread({name for name, function in functions.items() if meets(function)}, callers)
-    # Inside of a call a thread can't let the others run, so one that waits there for another would for ever.
+    # Step 3: those that wait in a loop should be as well: inside a call a thread can't let others run, so it would
+    # wait there for ever.
     turning = {name for name, function in functions.items() if find_waits(function.instructions, watching).yields}
+    # If that makes a kernel too large, fall back: calls at least let the image load.
     if turning - must:
         wanted = must | _spread(turning, callers)
         found = _inlined(image, functions, wanted, MAX_WATCHING_INSTRUCTIONS)
@@ -53,6 +58,7 @@ def link(image: Image) -> Image:
 
 
 def _inlined(image: Image, functions: dict[str, Function], wanted: set[str], most: int) -> Image:
+    # A kernel that can't be expanded is refused alone.
     inliner = Inliner(functions, wanted, most)
     refusals, kernels = dict(image.refusals), []
     for kernel in image.functions:
@@ -65,13 +71,13 @@ def _inlined(image: Image, functions: dict[str, Function], wanted: set[str], mos
 
 
 def callees_of(function: Function) -> set[str]:
-    """The names in a function's calls; "" for a call through a register."""
+    """Return the names of a function's callees; "" stands for a call through a register."""
     sites = (instruction.operands[-1] for instruction in function.instructions if instruction.opcode == "call")
     return {site.name for site in sites if isinstance(site, CallSite)}
 
 
 class CallGraph:
-    """Callers and callees in an image."""
+    """Answers which functions a kernel reaches; hostile images are bounded by MAX_CALL_GRAPH_STEPS."""
 
     def __init__(self, image: Image) -> None:
         self._addressed = image.addressed or ()
@@ -79,11 +85,12 @@ class CallGraph:
         self._steps = 0
 
     def reached(self, kernel: Function) -> set[str]:
-        """The functions that may run when a kernel does; behind a pointer may be any whose address is named."""
+        """Return the functions that may run when a kernel does; a pointer may lead to any that is addressed."""
         found: set[str] = set()
         pending = [callees_of(kernel)]
         while pending:
             names = pending.pop()
+            # Callees count as often as they are seen: hostile images could make this kernels times functions.
             self._steps += len(names)
             if self._steps > MAX_CALL_GRAPH_STEPS:
                 raise rejected("too many kernels call too many functions", line=kernel.line, kernel=kernel.name)
@@ -97,9 +104,10 @@ class CallGraph:
 
 
 def watching_functions(image: Image) -> frozenset[str]:
-    """Functions in which a thread may look at memory that others write; "" if one whose address is named does."""
+    """Return the functions in which a thread may poll memory that others write; "" if a pointer may lead to one."""
     callers = _callers(image)
     found = _spread({f.name for f in image.subroutines if any(watches(i) for i in f.instructions)}, callers)
+    # A call through a pointer polls if any function behind a pointer does, and then so do that call's callers.
     return frozenset(_spread({*found, ""}, callers) if found.intersection(image.addressed or ()) else found)
 
 
@@ -112,7 +120,7 @@ def _callers(image: Image) -> dict[str, set[str]]:
 
 
 def _spread(seeds: set[str], callers: dict[str, set[str]]) -> set[str]:
-    """The seeds, and all that call them directly or not."""
+    """Return the seeds and everything that calls them, directly or not."""
     found, pending = set(seeds), list(seeds)
     while pending:
         fresh = callers.get(pending.pop(), set()) - found
@@ -122,7 +130,8 @@ def _spread(seeds: set[str], callers: dict[str, set[str]]) -> set[str]:
 
 
 def variables_of(function: Function) -> Iterator[Variable]:
-    """The variables a function's instructions name, each time they do."""
+    """Yield the variables that a function's instructions name, each time they do."""
+    # The list grows while it is iterated: elements of vectors are operands, too.
     pending: list[Operand] = [operand for i in function.instructions for operand in i.operands]
     for operand in pending:
         match operand:
@@ -133,6 +142,7 @@ def variables_of(function: Function) -> Iterator[Variable]:
 
 
 def _addressed(image: Image) -> tuple[str, ...]:
+    # Addresses are taken by instructions and by initialisers of variables.
     defined = {function.name for function in image.subroutines}
     named = {v.name for f in (*image.functions, *image.subroutines) for v in variables_of(f) if v.space is Space.CODE}
     named.update(relocation.symbol for variable in image.variables for relocation in variable.relocations)
@@ -140,7 +150,7 @@ def _addressed(image: Image) -> tuple[str, ...]:
 
 
 class _Shared:
-    """Places of shared variables, one after another."""
+    """Offsets of shared variables, one after another; `before` is what they lie behind."""
 
     def __init__(self, before: "_Shared | None" = None) -> None:
         self.size: int = before.size if before else 0
@@ -148,41 +158,44 @@ class _Shared:
         self._places: dict[tuple[str, Variable], Variable] = {}
 
     def add(self, owner: str, variable: Variable) -> None:
-        """Give a variable a place unless it has one; the owner of a module's is ""."""
+        """Place a variable unless it has a place; the owner of a module's variable is ""."""
         if self.find(owner, variable) is None:
             offset = round_up(self.size, variable.alignment)
             self.size = offset + variable.size
             self._places[owner, variable] = replace(variable, offset=offset)
 
     def find(self, owner: str, variable: Variable) -> Variable | None:
-        """A variable in its place, if it has one."""
+        """Return a variable in its place, or None if it has none."""
         found = self._places.get((owner, variable))
         return self._before.find(owner, variable) if found is None and self._before else found
 
 
 def _static(function: Function) -> dict[Variable, str]:
-    """The sized shared variables a function names, and whose they are."""
+    """Return the sized shared variables that a function names, and the owner of each."""
     named = {v for v in variables_of(function) if v.space is Space.SHARED and not v.is_dynamic}
     return {v: "" if v in function.module_shared else function.name for v in sorted(named, key=lambda v: v.offset)}
 
 
 def _key(variable: Variable, owner: str) -> Variable:
-    """A module's variable has another place in each function; here it is one."""
+    """A module's variable has a different place in each function; give it one identity."""
     return variable if owner else replace(variable, offset=0)
 
 
 def _place_shared(image: Image) -> Image:
-    """Shared variables of functions come first, at the same place for all; a kernel's own lie behind them."""
+    """Place functions' shared variables first, at the same offsets for all kernels; a kernel's own lie behind them."""
+    # Step 1: one layout for the variables of all functions.
     shared, sharing = _Shared(), set()
     for function in image.subroutines:
         for variable, owner in _static(function).items():
             shared.add(owner, _key(variable, owner))
             sharing.add(function.name)
+    # Step 2: dynamic shared memory begins behind everything, and functions know only one offset for it.
     dynamic = [v for f in (*image.functions, *image.subroutines) for v in variables_of(f) if v.is_dynamic]
     alignment = max([1, *(variable.alignment for variable in dynamic)])
     uses_dynamic = {f.name for f in image.subroutines if any(v.is_dynamic for v in variables_of(f))}
     graph = CallGraph(image)
     kernels, common = [], 0
+    # Step 3: kernels that reach a function with shared variables move theirs behind; the others stay as they are.
     for kernel in image.functions:
         reached = graph.reached(kernel)
         if sharing & reached:
@@ -193,6 +206,7 @@ def _place_shared(image: Image) -> Image:
         if uses_dynamic & reached:
             common = max(common, kernel.dynamic_shared_offset)
         kernels.append((kernel, bool(uses_dynamic & reached)))
+    # Step 4: every kernel and function that can see dynamic memory uses the largest of the offsets.
     return replace(
         image,
         functions=tuple(

@@ -1,7 +1,7 @@
-"""The native functions a part's kernels call, by name or through a pointer (PTX ISA section 9.7.12.5).
+"""The native functions that a part's kernels call, by name or through a pointer (PTX ISA section 9.7.12.5).
 
-A function's address is a number that is no address of memory, out of the module's table of variables: a call through
-a pointer looks its number up, so it reaches a function of this image or none.
+A function's address is a number from the module's table of variables, and not an address of memory. A call through a
+pointer looks the number up, so it reaches a function of this image or none.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,11 +19,11 @@ RETURNED = Value("ptr", "%results")
 STACK = Value("i64", "%stack")
 STACK_END = Value("i64", "%stack_end")
 
-# What every function is given alike; the rest differs from call to call.
+# Arguments that every function gets alike; the others differ from call to call.
 GIVEN = (LAUNCH, Value("ptr", "%environment"), Value("ptr", "%local"), *(Value("i32", f"%{n}") for n in ARGUMENTS))
 SIGNATURE = ", ".join(map(str, (*GIVEN, PASSED, RETURNED, STACK, STACK_END)))
 
-# Functions' numbers are this far apart, and begin where no device memory is.
+# Functions' numbers are this far apart, and begin where there is no device memory.
 HANDLE_STEP = 16
 FIRST_HANDLE = 1 << 56
 
@@ -34,14 +34,14 @@ Layout = tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]
 
 @dataclass(slots=True)
 class Callees:
-    """Names for the functions of one part; those that are asked for are to be translated.
+    """Names the functions of one part; a function that is named will be translated.
 
     Attributes:
-        addressed: Functions whose addresses are named; `first_place` is the first one's place in the table.
-        watching: Functions that look at memory which other threads may write; "" is one behind a pointer.
-        prints: Whether any of what was translated prints.
-        allocates: Whether any of it calls malloc or free.
-        pending: Functions that have a name and no body yet.
+        addressed: Functions that are addressed; `first_place` is the first one's place in the table.
+        watching: Functions that poll memory which other threads may write; "" stands for one behind a pointer.
+        prints: Whether translated code prints.
+        allocates: Whether translated code calls malloc or free.
+        pending: Functions that have a name but no body yet.
     """
 
     functions: Mapping[str, Function] = field(default_factory=dict)
@@ -60,11 +60,10 @@ class Callees:
             self._by_layout.setdefault(self.functions[name].signature.layout, []).append((place, name))
 
     def mark(self) -> tuple[int, int]:
-        """Note the names there are; none is pending."""
+        """Return how many names exist, for `undo`; called while none is pending."""
         return len(self._names), len(self._dispatchers)
 
     def undo(self, mark: tuple[int, int]) -> None:
-        """Forget the names given since."""
         self.pending.clear()
         names, dispatchers = mark
         while len(self._names) > names:
@@ -78,7 +77,7 @@ class Callees:
         return isinstance(site, CallSite) and (not site.name or site.name in self.functions)
 
     def name(self, function: str) -> str | None:
-        """A function's name in the IR, or None if it has no body."""
+        """Return a function's name in the IR, or None if it has no body; its first use makes it pending."""
         if function not in self.functions:
             return None
         if function not in self._names:
@@ -87,23 +86,25 @@ class Callees:
         return self._names[function]
 
     def dispatcher(self, signature: Signature) -> str:
-        """The name of what calls the function behind a pointer."""
+        """Return the name of the function that calls through pointers of this signature."""
         layout = signature.layout
         if layout not in self._dispatchers:
             self._dispatchers[layout] = f"dispatch{len(self._dispatchers)}"
+            # Any of them may be behind the pointer, so all must be translated.
             for _, function in self._by_layout.get(layout, ()):
                 self.name(function)
         return self._dispatchers[layout]
 
     def dispatchers(self, declarations: set[str]) -> list[str]:
-        """The dispatchers' IR."""
+        """Return the IR of all dispatchers named so far."""
         return [self._dispatcher(layout, name, declarations) for layout, name in self._dispatchers.items()]
 
     def _dispatcher(self, layout: Layout, name: str, declarations: set[str]) -> str:
-        """Choose by the function's number; one with other parameters is none."""
+        """Write a dispatcher: it selects by the function's number, among the functions with these parameters."""
         ir = IrWriter(declarations)
         table = ir.load("ptr", ir.offset(LAUNCH, Launch.variables.offset), extra=INVARIANT)
         first = ir.load("i64", ir.offset(table, 8 * self.first_place), extra=INVARIANT)
+        # The number as an index into the addressed functions; rotated, so one between two functions becomes huge.
         distance = ir.binary("sub", _HANDLE, first)
         step = constant("i64", HANDLE_STEP.bit_length() - 1)
         number = ir.intrinsic("llvm.fshr.i64", "i64", distance, distance, step)
@@ -119,7 +120,7 @@ class Callees:
 
 
 def frame_address(ir: IrWriter) -> Value:
-    """Return the address of the native frame."""
+    """Return the address of the native frame, as i64."""
     found = ir.intrinsic("llvm.frameaddress.p0", "ptr", constant("i32", 0))
     return ir.cast("ptrtoint", found, "i64")
 

@@ -22,10 +22,11 @@ _INDEX = SCALARS["u32"]
 
 @FAMILY.form("call{.uni}", (1, 2), writes=False)
 def call(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Copy the arguments, call, copy the results; a fault or an exit in there ends this too."""
+    """Copy the arguments, call, copy the results. A fault or an exit in the function ends the caller as well."""
     site = i.operands[-1]
     if not isinstance(site, CallSite):
         raise t.problem("a call names a function")
+    # Step 1: the call. Through a pointer it goes to a dispatcher of all functions with this signature.
     if not site.name:
         target = t.read(i.operands[0], _HANDLE)
         status = _call(t, site, t.callees.dispatcher(site.signature), target)
@@ -33,16 +34,19 @@ def call(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
         fail_unless(t, is_function, Access.NO_FUNCTION, Space.CODE, target, 0)
     elif (name := t.callees.name(site.name)) is not None:
         status = _call(t, site, name)
+    # A declared function without body may be one of CUDA's own, such as vprintf or malloc.
     elif site.name in SYSTEM_CALLS:
         SYSTEM_CALLS[site.name](t, site)
         return
     else:
         raise t.problem(f"{site.name[:60]} is declared but defined nowhere")
+    # Step 2: leave the caller if the thread did not return normally.
     go_on, ended = t.ir.fresh("returned"), t.ir.fresh("ended")
     t.ir.branch_if(t.ir.compare("icmp eq", status, Status.DONE), go_on, ended, extra=LIKELY)
     t.ir.block(ended)
     t.pass_on(status)
     t.ir.block(go_on)
+    # Step 3: results go from the place where the callee left them to the caller's variables.
     base, returned = window_base(t, Space.CALL), Value("ptr", "%returned")
     for given, formal in zip(site.results, site.signature.results, strict=True):
         t.ir.copy(t.ir.offset(base, given.offset), t.ir.offset(returned, formal.offset), given.size)
@@ -50,6 +54,7 @@ def call(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 
 def _call(t: "ThreadTranslator", site: CallSite, name: str, *further: Value) -> Value:
     t.make_room(site.signature)
+    # Arguments are copied: a callee may keep no pointer into the caller's variables.
     passed, returned = Value("ptr", "%passed"), Value("ptr", "%returned")
     if site.arguments:
         base = window_base(t, Space.CALL)
@@ -61,11 +66,12 @@ def _call(t: "ThreadTranslator", site: CallSite, name: str, *further: Value) -> 
 
 @FAMILY.form("brx.idx{.uni}", tuple(range(2, 1 << 12)), writes=False)
 def branch_by_index(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Go on at the label with that number in the list; one past the list ends the kernel."""
+    """`brx.idx`: continue at the label with that number in the list; a number past the list faults."""
     index, *targets = i.operands
     if not isinstance(index, Register):
         raise t.problem("an indexed branch takes a register")
     count_turn(t)
+    # A switch over the list's positions; each case is a block of its own that jumps to its label.
     number = t.read(index, _INDEX)
     places: list[str] = []
     for target in targets:
@@ -79,4 +85,5 @@ def branch_by_index(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None
         t.jump(target.index if isinstance(target, Target) else 0)
     t.ir.block(outside)
     fail_unless(t, FALSE, Access.NO_TARGET, Space.CODE, t.ir.cast("zext", number, "i64"), 0)
+    # Not reached: the flag above is constant, but LLVM wants the block to end.
     t.ir.ret_value(constant("i32", Status.FAULT))

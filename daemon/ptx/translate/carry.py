@@ -1,7 +1,7 @@
 """Arithmetic with carry (PTX ISA section 9.7.2).
 
-The carry flag lives from an instruction ending in .cc to the next that reads it. Here that is a value of the code
-between two labels: a chain that a branch, a label or a barrier breaks, or that depends on a predicate, is refused.
+The carry flag lives from an instruction ending in .cc to the next one that reads it. Here the flag is an IR value of
+straight code: a chain that a branch, a label or a barrier breaks, or that depends on a predicate, is refused.
 """
 
 from gpulease.daemon.ptx.parse.syntax import Instruction, Scalar
@@ -20,7 +20,7 @@ _WORDS = ("u32", "s32", "u64", "s64")
 @FAMILY.form("sub.cc.type", 3, type=_WORDS)
 @FAMILY.form("subc{.cc}.type", 3, type=_WORDS)
 def add_sub(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Sum and carry, or difference less borrow; the flag is the carry or borrow out."""
+    """`add`, `sub` with carry: the flag is the carry or borrow out."""
     scalar = m.scalar()
     left, right = (t.read(i.operands[n], scalar) for n in (1, 2))
     flag = _flag(t, i.opcode[:3]) if i.opcode.endswith("c") else None
@@ -30,7 +30,7 @@ def add_sub(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("mad.half.cc.type", 4, half=("lo", "hi"), type=_WORDS)
 @FAMILY.form("madc.half{.cc}.type", 4, half=("lo", "hi"), type=_WORDS)
 def multiply_add(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Compute one half of a*b, plus c and the carry; the flag is the carry out of the sum."""
+    """`mad` with carry: one half of a*b, plus c and the carry; the flag is the carry out of the sum."""
     scalar: Scalar = m.scalar()
     left, right, added = (t.read(i.operands[n], scalar) for n in (1, 2, 3))
     part = product(t, m["half"], scalar, left, right)
@@ -41,13 +41,14 @@ def multiply_add(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 def _with_flag(
     t: OperandTranslator, operation: str, operands: tuple[Value, Value], flag: Value | None
 ) -> tuple[Value, Value]:
-    """The sum or difference, and whether it carried."""
+    """Return a sum or difference, with the flag in if there is one, and whether it carried out."""
     ir, (left, right) = t.ir, operands
     result = ir.binary(operation, left, right)
-    # A sum that wrapped is below either part; a difference wraps if it takes more than there is.
+    # A sum that wrapped is below either term; a difference wraps if more is subtracted than there is.
     carried = ir.compare("icmp ult", *((result, left) if operation == "add" else (left, right)))
     if flag is None:
         return result, carried
+    # The flag is added or subtracted in a second step, which carries only from the last number before a wrap.
     more = ir.resize(flag, left.type, signed=False)
     again = ir.binary(operation, result, more)
     at_end = ir.compare("icmp eq", again if operation == "add" else result, constant(left.type, 0))
@@ -58,11 +59,13 @@ def _flag(t: OperandTranslator, operation: str) -> Value:
     made_by, flag = t.carry or ("", None)
     if flag is None:
         raise t.problem("the carry comes from no .cc instruction right before, in the same straight code")
+    # Additions and subtractions leave opposite flags, so who made it matters.
     if made_by == operation:
         return flag
     if operation == "sub":
         raise t.problem("a carry taken as a borrow is not supported")
     # A card subtracts by adding the complement and 1, so an addition finds a carry where nothing was borrowed. CUDA's
+    # own division of 128-bit integers relies on it, though the ISA's text does not mention it.
     # own division of 128-bit integers relies on it; the ISA's text has no word of it.
     return t.ir.invert(flag)
 

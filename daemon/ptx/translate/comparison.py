@@ -8,7 +8,7 @@ from gpulease.daemon.ptx.translate.operand_values import OperandTranslator
 
 FAMILY = Family("Comparison and selection", "9.7.6")
 
-# Section 9.3.1: those ending in u are true if either operand is NaN.
+# Section 9.3.1: the conditions that end in u are true if either operand is NaN.
 FLOAT_CONDITIONS = {
     **{name: f"fcmp o{name}" for name in ("eq", "ne", "lt", "le", "gt", "ge")},
     **{f"{name}u": f"fcmp u{name}" for name in ("eq", "ne", "lt", "le", "gt", "ge")},
@@ -16,7 +16,7 @@ FLOAT_CONDITIONS = {
     "nan": "fcmp uno",
 }
 
-# lo, ls, hi and hs spell unsigned comparisons.
+# lo, ls, hi and hs are spellings of unsigned comparisons.
 _UNSIGNED_NAMES = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}
 INTEGER_CONDITIONS = ("eq", "ne", "lt", "le", "gt", "ge")
 UNSIGNED_CONDITIONS = (*INTEGER_CONDITIONS, *_UNSIGNED_NAMES)
@@ -36,12 +36,13 @@ _SIGNED = tuple(name for name in INTEGERS if name[0] == "s")
 @FAMILY.form("setp.cmp.type", 3, cmp=tuple(FLOAT_CONDITIONS), type=("f64",))
 @FAMILY.form("setp.cmp.bool.type", 4, cmp=tuple(FLOAT_CONDITIONS), bool=COMBINE, type=("f64",))
 def set_predicate(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """p|q = (a cmp b) op c, (not (a cmp b)) op c (section 9.7.6.2)."""
+    """`setp`: p|q = (a cmp b) op c, (not (a cmp b)) op c (section 9.7.6.2)."""
     scalar = m.scalar()
     left, right = (t.read(i.operands[n], scalar) for n in (1, 2))
     if "ftz" in m:
         left, right = flush(t, left), flush(t, right)
     result = t.ir.compare(condition_of(m["cmp"], scalar), left, right)
+    # The second destination gets the complement before the combination, not after it.
     other = t.ir.invert(result)
     if "bool" in m:
         with_this = t.read(i.operands[3], PREDICATE)
@@ -51,14 +52,13 @@ def set_predicate(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 @FAMILY.form("selp.type", 4, type=(*BITS, *INTEGERS, *FLOATS))
 def select(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Select one of two values by a predicate (section 9.7.6.3)."""
+    """`selp`: one of two values by a predicate (section 9.7.6.3)."""
     scalar = m.scalar()
     left, right = (t.read(i.operands[n], scalar) for n in (1, 2))
     t.write(i.operands[0], scalar, t.ir.select(t.read(i.operands[3], PREDICATE), left, right))
 
 
 def condition_of(name: str, scalar: Scalar) -> str:
-    """A comparison as LLVM spells it."""
     if scalar.is_float:
         return FLOAT_CONDITIONS[name]
     name = _UNSIGNED_NAMES.get(name, name)
@@ -68,7 +68,7 @@ def condition_of(name: str, scalar: Scalar) -> str:
 
 
 def write_pair(t: OperandTranslator, destination: Operand, result: Value, other: Value) -> None:
-    """Both results of setp, or the first if one is asked for."""
+    """Write both results of a comparison, or the first if there is only one destination."""
     if isinstance(destination, Pair):
         t.write(destination.first, PREDICATE, result)
         t.write(destination.second, PREDICATE, other)

@@ -17,10 +17,11 @@ FAMILY = Family("Control flow", "9.7.12")
 
 @FAMILY.form("bra{.uni}", 1, writes=False)
 def branch(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Go on at a label."""
+    """`bra`: continue at a label, where a loop that polls memory may first let others run."""
     target = i.operands[0]
     if not isinstance(target, Target):
         raise t.problem("a branch goes to a label")
+    # Before the jump, because a loop ends with a branch: here a watching thread may let others run.
     count_turn(t)
     t.jump(target.index)
 
@@ -28,17 +29,16 @@ def branch(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("ret{.uni}", 0, writes=False)
 @FAMILY.form("exit", 0, writes=False)
 def leave(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """End the thread, or with `ret` the function."""
+    """`ret`, `exit`: end the function or the thread; in a kernel both end the thread."""
     t.leave(is_exit=i.opcode == "exit")
 
 
 @FAMILY.form("trap", 0, writes=False)
 def trap(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """End the kernel with a fault."""
     fail_unless(t, FALSE, Access.TRAP, Space.GENERIC, constant("i64", 0), 0)
 
 
 @FAMILY.form("brkpt", 0, writes=False)
 def break_point(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """End the kernel with a fault, as no debugger is there to go on."""
+    """End the kernel with a fault, since no debugger can resume it."""
     fail_unless(t, FALSE, Access.BREAKPOINT, Space.GENERIC, constant("i64", 0), 0)

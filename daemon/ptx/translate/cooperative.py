@@ -1,10 +1,10 @@
-"""Kernels that only a cooperative launch can run, told from PTX.
+"""Recognize in PTX the kernels that only a cooperative launch can run.
 
-nvcc's grid synchronisation takes the address of the grid's barrier from %envreg1 and %envreg2, compares it with 0, and
-traps if it is 0, as it is in any but a cooperative launch. So this follows the registers that hold the address, as 0,
-to the branches that depend on it. Code behind a branch that is not taken then (`if (grid.is_valid())`) never runs. A
-kernel needs a cooperative launch if such a branch leads straight to a trap. An address that goes through a stack or a
-call (nvcc -G) is not followed: there, any trap that the kernel reaches counts.
+nvcc's grid synchronisation reads the address of the grid's barrier from %envreg1 and %envreg2, compares it with 0, and
+traps if it is 0, which it is in every launch that is not cooperative. So this module follows the registers that hold
+the address, taken as 0, to the branches that depend on it. Code that only a branch not taken reaches (`if
+(grid.is_valid())`) never runs. A kernel needs a cooperative launch if such a branch leads straight to a trap. An
+address that goes through a stack or a call (nvcc -G) is not followed: there, any trap that the kernel reaches counts.
 """
 
 import re
@@ -36,13 +36,13 @@ from gpulease.daemon.ptx.translate.specials import GRID_BARRIER
 _TARGET: Final = re.compile(rb"^[ \t]*\.target\s+sm_(\d{2,3})", re.MULTILINE)
 
 _SHARED_SPACES: Final = ("global", "shared")
-"""Spaces that nvcc never passes the address through: those of the stack and of calls are param, local and generic."""
+"""nvcc never passes the address through these spaces; those of the stack and of calls are param, local and generic."""
 
 _MAX_ROUNDS: Final = 4
-"""How often code that can't run is left out, which may show more of it. Stops code made up to take a round a block."""
+"""How often unreachable code is removed, which may uncover more of it. Stops code that needs a round per block."""
 
 _KNOWN_BELOW: Final = 128
-"""Only smaller values are followed: in them, no integer type differs from another."""
+"""Only values below are followed: all integer types agree on them."""
 
 _COMPARISONS: Final[dict[str, Callable[[int, int], bool]]] = {
     "eq": eq, "ne": ne, "lt": lt, "le": le, "gt": gt, "ge": ge, "lo": lt, "ls": le, "hi": gt, "hs": ge,
@@ -51,12 +51,12 @@ _COMPARISONS: Final[dict[str, Callable[[int, int], bool]]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """Facts of a function in an ordinary launch.
+    """What is known of a function in a launch that is not cooperative.
 
     Attributes:
         reached: The instructions that may run.
         needs_barrier: Whether a trap depends on the barrier's address.
-        passes_on: Whether the address, or what was made of it, leaves the registers.
+        passes_on: Whether the address, or a value computed from it, leaves the registers.
     """
 
     reached: tuple[Instruction, ...]
@@ -65,19 +65,23 @@ class _Facts:
 
 
 def cooperative_kernels(tree: Image) -> frozenset[str]:
-    """The kernels of a linked image that only a cooperative launch can run."""
+    """Return the kernels of a linked image that only a cooperative launch can run."""
+    # The usual case: no function reads the barrier's address.
     functions = (*tree.functions, *tree.subroutines)
     if not any(_reads_barrier(function) for function in functions):
         return frozenset()
+    # Step 1: each function by itself: what of it can run, and what depends on the address.
     facts = {f.name: _facts(f) if _reads_barrier(f) else _Facts(f.instructions) for f in functions}
     trapping = {name for name, found in facts.items() if any(i.opcode == "trap" for i in found.reached)}
-    # The call graph looks at calls alone, so labels may lead nowhere here.
+    # Step 2: a call graph of the code that can run. The graph reads only calls, so labels may lead nowhere here.
     kernels, subroutines = (
         tuple(replace(f, instructions=facts[f.name].reached) for f in part)
         for part in (tree.functions, tree.subroutines)
     )
     graph = CallGraph(replace(tree, functions=kernels, subroutines=subroutines))
     found: set[str] = set()
+    # Step 3: a kernel with all that it reaches: a trap that the address decides, or any trap once the address was
+    # passed on.
     for kernel in kernels:
         names = {kernel.name, *graph.reached(kernel)}
         passes_on = any(facts[name].passes_on for name in names)
@@ -87,13 +91,14 @@ def cooperative_kernels(tree: Image) -> frozenset[str]:
 
 
 def confirm_by_text(ptx: bytes, found: frozenset[str]) -> frozenset[str]:
-    """Of kernels that machine code made of a PTX text seems to say need a cooperative launch, those that do.
+    """Confirm a finding in machine code by its PTX: keep the kernels that do need a cooperative launch.
 
-    Machine code does not show what a trap depends on. Of text that this can't read, all do.
+    Machine code does not show what a trap depends on. If this module can't read the text, all kernels are kept.
     """
     target = _TARGET.search(ptx)
     if not found or target is None or len(ptx) > MAX_IMAGE_BYTES:
         return found
+    # The driver for cards may accept text that this parser refuses, so a refusal proves nothing.
     try:
         tree = link(parse(ptx.decode(), Architecture(int(target[1]))))
     except (ImageRejected, UnicodeDecodeError):
@@ -112,7 +117,7 @@ def _is_barrier(operand: Operand) -> bool:
 
 
 def _operands(instruction: Instruction) -> list[Operand]:
-    """The operands, those in vectors one by one, without addresses: what is read at one does not depend on it here."""
+    """Return the operands, a vector's one by one, without addresses: what is loaded does not depend on the barrier."""
     found: list[Operand] = []
     for operand in instruction.operands:
         found += operand.elements if isinstance(operand, Vector) else [operand]
@@ -120,6 +125,7 @@ def _operands(instruction: Instruction) -> list[Operand]:
 
 
 def _facts(function: Function) -> _Facts:
+    # Step 1: until nothing changes, compute values from the code that can run, and with them which code can run.
     body = function.instructions
     blocks = blocks_of(body)
     reached = list(range(len(blocks)))
@@ -129,19 +135,21 @@ def _facts(function: Function) -> _Facts:
         before, reached = reached, _reached(follows)
         if reached == before:
             break
+    # Step 2: blocks that trap for sure, and whether the address decides that a block ends in or goes to one of them.
     sure = _surely_trapping([body[block.end - 1] for block in blocks], follows, values)
     needs_barrier = any(
         values.decides(last) and (number in sure if last.opcode == "trap" else not sure.isdisjoint(follows[number]))
         for number in reached
         for last in (body[blocks[number].end - 1],)
     )
+    # Step 3: what runs, without instructions that a guard is known to keep from running.
     runs = [body[n] for number in reached for n in range(blocks[number].start, blocks[number].end)]
     runs = [i for i in runs if values.runs(i) is not False]
     return _Facts(tuple(runs), needs_barrier, any(values.leave_by(i) for i in runs))
 
 
 def _followers(last: Instruction, block: Block, values: "_Values", *, falls: bool) -> tuple[int, ...]:
-    """The blocks that may follow one. `falls`: whether there is a next block, which stands behind the targets."""
+    """Return the blocks that may follow one. `falls`: whether there is a next block; it comes after the targets."""
     runs = values.runs(last)
     if runs is None or last.guard is None or last.opcode not in ENDS:
         return block.follows
@@ -159,7 +167,8 @@ def _reached(follows: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _surely_trapping(last: Sequence[Instruction], follows: Sequence[Sequence[int]], values: "_Values") -> set[int]:
-    """The blocks from which the one way leads to a trap. `last` is each one's last instruction."""
+    """Return the blocks from which the only way leads to a trap. `last` has each block's last instruction."""
+    # Walk backwards from the traps, through blocks with a single follower.
     before: dict[int, list[int]] = {}
     for number, followers in enumerate(follows):
         if len(set(followers)) == 1:
@@ -175,7 +184,10 @@ def _surely_trapping(last: Sequence[Instruction], follows: Sequence[Sequence[int
 
 
 class _Values:
-    """The values that an ordinary launch gives registers, as far as they follow from the barrier's address being 0."""
+    """The register values of a launch that is not cooperative, as far as they follow from the address being 0.
+
+    `_known` maps a register to its value; `_derived` has the registers that depend on the address.
+    """
 
     def __init__(self, body: Sequence[Instruction]) -> None:
         self._known: dict[int, int] = {}
@@ -186,7 +198,7 @@ class _Values:
             for register in _registers_read(instruction):
                 readers.setdefault(register, []).append(instruction)
         pending = deque(body)
-        # A register becomes derived once and known once, so each instruction is looked at a few times at most.
+        # A register becomes derived once and known once, so each instruction is visited a few times at most.
         while pending:
             for register in self._follow(pending.popleft()):
                 pending.extend(readers.get(register, ()))
@@ -205,12 +217,12 @@ class _Values:
         return guard is not None and (guard.register.index in self._derived or guard.register.index in self._known)
 
     def leave_by(self, instruction: Instruction) -> bool:
-        """Say whether an instruction passes a value that depends on the address to a stack or another function."""
+        """Say whether an instruction stores a value derived from the address to a stack or to a call's parameters."""
         is_private = instruction.opcode == "st" and not any(m.startswith(_SHARED_SPACES) for m in instruction.modifiers)
         return is_private and not self._derived.isdisjoint(_registers_read(instruction))
 
     def _follow(self, instruction: Instruction) -> list[int]:
-        """Look at an instruction, and return the registers of which more is known than before."""
+        """Visit an instruction; return the registers of which more is known than before."""
         changed: list[int] = []
         value = self._value(instruction)
         is_derived = any(map(_is_barrier, _operands(instruction))) or any(
@@ -220,6 +232,7 @@ class _Values:
             fresh = is_derived and register.index not in self._derived
             if fresh:
                 self._derived.add(register.index)
+            # A register that several instructions write has no single value.
             if value is not None and self._writes[register.index] == 1 and register.index not in self._known:
                 self._known[register.index], fresh = value, True
             if fresh:
@@ -227,7 +240,8 @@ class _Values:
         return changed
 
     def _value(self, instruction: Instruction) -> int | None:
-        """Return the value that an instruction writes to its one result, if it is known and small."""
+        """Return the value that an instruction writes to its only result, if it is known and small."""
+        # A guarded instruction may not run, so the register may keep an earlier value.
         if instruction.guard is not None or not isinstance(next(iter(instruction.operands), None), Register):
             return None
         value = _evaluate(instruction, [self._of(operand) for operand in _operands(instruction)[1:]])
@@ -243,31 +257,34 @@ class _Values:
 
 
 def _results(instruction: Instruction) -> list[Register]:
-    """The registers an instruction may write: those it names first."""
+    """Return the registers that an instruction may write: those of its first operand."""
     first = instruction.operands[:1]
     return [register for operand in first if not isinstance(operand, Address) for register in registers_of(operand)]
 
 
 def _registers_read(instruction: Instruction) -> list[int]:
-    """The registers of an instruction's guard and sources, without those in addresses."""
+    """Return the registers of an instruction's guard and sources, without those in addresses."""
     guard = [] if instruction.guard is None else [instruction.guard.register.index]
     sources = (operand for operand in instruction.operands[1:] if not isinstance(operand, Address))
     return guard + [register.index for operand in sources for register in registers_of(operand)]
 
 
 def _evaluate(instruction: Instruction, values: Sequence[int | None]) -> int | None:
-    """An instruction's result. `values` are its sources; None is one that is not known."""
+    """Compute an instruction's result. `values` are its sources; None is an unknown one."""
     match instruction.opcode, values:
+        # One known source can be enough: a selector, a 0 in an AND, a true in an OR.
         case "selp", [first, second, int(chosen)]:
             return first if chosen else second
         case "and", _ if 0 in values:
             return 0
         case "or", _ if 1 in values and instruction.modifiers == ("pred",):
             return 1
+        # Zeros packed together, inserted or shifted stay zero.
         case "mov", _ if not any(value is None or value for value in values):
             return 0
         case (("bfi" | "shl" | "shr"), [0, *rest]) if instruction.opcode != "bfi" or rest[0] == 0:
             return 0
+        # A float's bits are its value only for 0.
         case (("mov" | "cvt"), [int(value)]) if value == 0 or "f" not in "".join(instruction.modifiers):
             return value
         case (("and" | "or" | "xor" | "add" | "setp"), [int(first), int(second)]):

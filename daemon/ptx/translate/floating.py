@@ -1,6 +1,6 @@
 """Floating-point arithmetic (PTX ISA section 9.7.3).
 
-Everything here is correctly rounded to nearest even, as a GPU does it, and never contracted: a PTX `mul` and `add` stay
+Everything here is correctly rounded to nearest even, as on a GPU, and never contracted: a PTX `mul` and `add` remain
 two roundings. Other rounding modes are in directed.py, approximations in approximate.py.
 """
 
@@ -14,11 +14,12 @@ FAMILY = Family("Floating point", "9.7.3")
 _F32 = SCALARS["f32"]
 _F64 = SCALARS["f64"]
 
-# CUDA C++ Programming Guide, "Floating-Point Standard": a single-precision operation makes this NaN, whatever the
+# CUDA C++ Programming Guide, "Floating-Point Standard": a single-precision operation produces this NaN, whatever NaN
+# its inputs were. The ISA does not say for double precision; the host's NaN is kept there.
 # inputs' were. Of a double one the ISA says nothing; the host's is kept.
 _CANONICAL_NAN = 0x7FFFFFFF
 
-# Of an f32's bits: all but the sign, and those of an infinity. What is above it is a NaN.
+# Masks of an f32's bits: all but the sign, and an infinity's. Magnitudes above an infinity's are NaN.
 _MAGNITUDE = 0x7FFFFFFF
 _INFINITY = 0x7F800000
 
@@ -30,7 +31,7 @@ _OPERATIONS = {"add": "fadd", "sub": "fsub", "mul": "fmul", "div": "fdiv"}
 @FAMILY.form("mul{.rn}{.ftz}{.sat}.f32", 3)
 @FAMILY.form("div.rn{.ftz}.f32", 3)
 def binary_f32(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Calculate in f32 with one rounding to nearest even."""
+    """Compute in f32 with one rounding to nearest even."""
     left, right = (read_float(t, i, n, _F32, m) for n in (1, 2))
     write_float(t, i, _F32, m, t.ir.binary(_OPERATIONS[i.opcode], left, right))
 
@@ -40,7 +41,7 @@ def binary_f32(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("mul{.rn}.f64", 3)
 @FAMILY.form("div.rn.f64", 3)
 def binary_f64(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Calculate in f64 with one rounding to nearest even."""
+    """Compute in f64 with one rounding to nearest even."""
     left, right = (read_float(t, i, n, _F64, m) for n in (1, 2))
     write_float(t, i, _F64, m, t.ir.binary(_OPERATIONS[i.opcode], left, right))
 
@@ -50,7 +51,7 @@ def binary_f64(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("fma.rn.f64", 4)
 @FAMILY.form("mad.rn.f64", 4)
 def fused(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Product and sum with one rounding; mad is the same from sm_20 on."""
+    """Product and sum with one rounding; mad is the same since sm_20."""
     scalar = _last_scalar(i)
     operands = [read_float(t, i, n, scalar, m) for n in (1, 2, 3)]
     write_float(t, i, scalar, m, t.ir.intrinsic(f"llvm.fma.f{scalar.bits}", ir_type(scalar), *operands))
@@ -59,7 +60,6 @@ def fused(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("sqrt.rn{.ftz}.f32", 2)
 @FAMILY.form("sqrt.rn.f64", 2)
 def square_root(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Rounded to nearest even."""
     scalar = _last_scalar(i)
     value = read_float(t, i, 1, scalar, m)
     write_float(t, i, scalar, m, t.ir.intrinsic(f"llvm.sqrt.f{scalar.bits}", ir_type(scalar), value))
@@ -68,7 +68,6 @@ def square_root(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("rcp.rn{.ftz}.f32", 2)
 @FAMILY.form("rcp.rn.f64", 2)
 def reciprocal(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """1/a, rounded to nearest even."""
     scalar = _last_scalar(i)
     one = float_constant(t, scalar, 1.0)
     write_float(t, i, scalar, m, t.ir.binary("fdiv", one, read_float(t, i, 1, scalar, m)))
@@ -79,9 +78,10 @@ def reciprocal(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("abs{.ftz}.f32", 2)
 @FAMILY.form("abs.f64", 2)
 def sign(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """The sign bit turned over or cleared. The ISA leaves NaNs open: as on an H100, f64's stay, f32's are canonical."""
+    """Flip or clear the sign bit. The ISA leaves NaN open: as on an H100, f64's stay and f32's become canonical."""
     scalar = _last_scalar(i)
     value = read_float(t, i, 1, scalar, m)
+    # On the bits, because LLVM's fneg and fabs may change a NaN.
     bits = t.to_bits(value, scalar)
     sign_bit = 1 << (scalar.bits - 1)
     result = t.ir.binary("xor", bits, sign_bit) if i.opcode == "neg" else t.ir.binary("and", bits, sign_bit - 1)
@@ -98,9 +98,10 @@ def minimum_maximum(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     """A number wins over a NaN, and +0 is greater than -0 (sections 9.7.3.11 and 9.7.3.12)."""
     scalar, ir = _last_scalar(i), t.ir
     left, right = (read_float(t, i, n, scalar, m) for n in (1, 2))
+    # First as if both were numbers, then equal operands, then NaN on either side.
     wins = ir.compare("fcmp olt" if i.opcode == "min" else "fcmp ogt", left, right)
     result = ir.select(wins, left, right)
-    # Equal numbers have equal bits, except zeros: or keeps -0, and keeps +0.
+    # Equal numbers have equal bits, except for zeros: `or` keeps a -0, `and` keeps a +0.
     merge = "or" if i.opcode == "min" else "and"
     bits = ir.binary(merge, t.to_bits(left, scalar), t.to_bits(right, scalar))
     result = ir.select(ir.compare("fcmp oeq", left, right), t.from_bits(bits, scalar), result)
@@ -110,7 +111,6 @@ def minimum_maximum(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 @FAMILY.form("copysign.type", 3, type=("f32", "f64"))
 def copy_sign(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """B with the sign of a."""
     scalar = m.scalar()
     sign_bit = 1 << (scalar.bits - 1)
     source, magnitude = (t.to_bits(t.read(i.operands[n], scalar), scalar) for n in (1, 2))
@@ -119,21 +119,22 @@ def copy_sign(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 
 def read_float(t: OperandTranslator, i: Instruction, position: int, scalar: Scalar, m: Modifiers) -> Value:
-    """An operand, flushed if the instruction says so."""
+    """Read a float operand, subnormals flushed to zero if the instruction has .ftz."""
     value = t.read(i.operands[position], scalar)
     return flush(t, value) if "ftz" in m else value
 
 
 def write_float(t: OperandTranslator, i: Instruction, scalar: Scalar, m: Modifiers, value: Value) -> None:
-    """Finish a result as its modifiers and type say, and write it."""
+    """Finish a result as its modifiers and type demand, and write it."""
     t.write(i.operands[0], scalar, finish(t, scalar, m, value))
 
 
 def finish(t: OperandTranslator, scalar: Scalar, m: Modifiers, value: Value) -> Value:
-    """A rounded result, flushed, clamped to [0, 1], its NaN made canonical.
+    """Flush a rounded result, clamp it to [0, 1], or make its NaN canonical, as modifiers and type demand.
 
-    The last is done on the bits: to LLVM one NaN is as good as another, so it would drop a choice between floats.
+    NaN is replaced in the bits: to LLVM all NaN are equal, so it would drop a choice between floats.
     """
+    # The order is the ISA's: .ftz applies to the rounded result, .sat after it.
     if "ftz" in m and scalar == _F32:
         value = flush(t, value)
     if "sat" in m:
@@ -146,7 +147,7 @@ def finish(t: OperandTranslator, scalar: Scalar, m: Modifiers, value: Value) -> 
 
 
 def flush(t: OperandTranslator, value: Value) -> Value:
-    """A subnormal f32 as zero of its sign (section 9.7.3, ".ftz")."""
+    """Return a subnormal f32 as a zero of its sign (section 9.7.3, ".ftz")."""
     magnitude = t.ir.intrinsic("llvm.fabs.f32", "float", value)
     smallest_normal = t.from_bits(constant("i32", 0x00800000), _F32)
     zero = t.ir.intrinsic("llvm.copysign.f32", "float", float_constant(t, _F32, 0.0), value)
@@ -154,14 +155,15 @@ def flush(t: OperandTranslator, value: Value) -> Value:
 
 
 def saturate(t: OperandTranslator, scalar: Scalar, value: Value) -> Value:
-    """Clamped to [0.0, 1.0], NaN and -0 to +0 (section 9.7.3, ".sat")."""
+    """Clamp to [0.0, 1.0]; NaN and -0 become +0 (section 9.7.3, ".sat")."""
     zero, one = (float_constant(t, scalar, number) for number in (0.0, 1.0))
+    # "ogt" is false for NaN and for -0, so both take the constant.
     positive = t.ir.select(t.ir.compare("fcmp ogt", value, zero), value, zero)
     return t.ir.select(t.ir.compare("fcmp olt", positive, one), positive, one)
 
 
 def float_constant(t: OperandTranslator, scalar: Scalar, number: float) -> Value:
-    """0.0 or 1.0: numbers that decimal spells exactly."""
+    """Return 0.0 or 1.0 as a constant; only numbers that decimal spells exactly are allowed."""
     return Value(ir_type(scalar), f"{number:e}")
 
 

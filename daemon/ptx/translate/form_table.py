@@ -1,4 +1,4 @@
-"""All families, and the search for the form an instruction has."""
+"""All families of instructions, and the search for the form that an instruction has."""
 
 from gpulease.daemon.ptx.limits import rejected
 from gpulease.daemon.ptx.parse.syntax import Instruction
@@ -66,7 +66,7 @@ FAMILIES = (
     PHASES,
 )
 
-# Instructions that do nothing but write registers, of which no thread's depends on another's.
+# Instructions of these families only write registers, each thread's from its own operands: lanes run them together.
 _PURE = (
     INTEGER,
     CARRY,
@@ -100,15 +100,18 @@ _FORMS = _by_opcode()
 
 
 def find_form(instruction: Instruction, kernel: str) -> tuple[Form, Modifiers]:
-    """The form of an instruction and what its modifiers say. Raises ImageRejected if there is none."""
+    """Return an instruction's form, and its modifiers by name. Raises ImageRejected if it has none."""
+    # First the order of modifiers that the ISA gives, which is nearly always the right one.
     for form in _FORMS.get(instruction.opcode, ()):
         modifiers = form.match(instruction)
         if modifiers is not None:
             return form, modifiers
+    # Then any order that ptxas accepts as well.
     for form in _FORMS.get(instruction.opcode, ()):
         modifiers = form.match_in_any_order(instruction)
         if modifiers is not None:
             return form, modifiers
+    # For a known opcode, another spelling could help the user.
     known = instruction.opcode in _FORMS
     what = "this form of" if known else "the instruction"
     raise rejected(
@@ -121,7 +124,7 @@ def find_form(instruction: Instruction, kernel: str) -> tuple[Form, Modifiers]:
 
 
 def supported_table() -> str:
-    """Return the table of supported instructions in README.md."""
+    """Return README.md's table of supported instructions, in Markdown."""
     lines = ["| family | PTX ISA | forms |", "|---|---|---|"]
     for family in FAMILIES:
         forms = "<br>".join(f"`{_describe(form)}`" for form in family.forms)

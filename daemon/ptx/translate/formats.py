@@ -1,8 +1,8 @@
 """Floating-point formats narrower than double, and rounding to them (PTX ISA sections 5.2.3 and 6.5.2).
 
-Arithmetic on them is done in doubles, which hold every number of theirs, so only the last step rounds. Where even the
-double is inexact it is rounded to odd: of the two doubles around the exact value the one whose last bit is 1. As a
-double has more than two digits above each format, rounding that again gives what rounding the exact value would.
+Arithmetic is done in doubles, which hold every number of these formats, so only the last step rounds. Where even the
+double is inexact it is rounded to odd: of the two doubles around the exact value, the odd one. A double
+has more than two digits more than each format, so rounding that again gives what rounding the exact value would give.
 """
 
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ from gpulease.daemon.ptx.translate.approximate import real
 from gpulease.daemon.ptx.translate.ir import Value, constant
 from gpulease.daemon.ptx.translate.operand_values import OperandTranslator
 
+# Parts of a double.
 _MAGNITUDE = (1 << 63) - 1
 _SIGN = -1 << 63
 _EXPONENT = 0x7FF << 52
@@ -24,10 +25,10 @@ class Format:
     """A floating-point format.
 
     Attributes:
-        bits: Its width where it is stored.
-        digits: Those of its fraction that are written down.
+        bits: Its width when stored.
+        digits: The stored digits of its fraction.
         bias: What is added to an exponent; also the largest exponent.
-        nan: The NaN that instructions make.
+        nan: The NaN that instructions produce.
     """
 
     bits: int
@@ -37,47 +38,44 @@ class Format:
 
     @property
     def sign(self) -> int:
-        """The sign's bit."""
         return 1 << (self.bits - 1)
 
     @property
     def infinity(self) -> int:
-        """Infinity's bits; magnitudes above are NaN."""
+        """The bits of infinity; greater magnitudes are NaN."""
         return (2 * self.bias + 1) << self.digits
 
     @property
     def largest(self) -> float:
-        """The largest finite number."""
         return (2.0 - 2.0**-self.digits) * 2.0**self.bias
 
     @property
     def smallest_normal(self) -> float:
-        """Return the smallest normal number; smaller ones are subnormal."""
+        """The smallest normal number; smaller ones are subnormal."""
         return 2.0 ** (1 - self.bias)
 
 
 F16 = Format(bits=16, digits=10, bias=15, nan=0x7FFF)
 BF16 = Format(bits=16, digits=7, bias=127, nan=0x7FFF)
 F32 = Format(bits=32, digits=23, bias=127, nan=0x7FFFFFFF)
-# A .tf32 is an f32 whose last 13 bits are 0.
+# A .tf32 is an f32 with 0 in its last 13 bits.
 TF32 = Format(bits=32, digits=10, bias=127, nan=0x7FFFFFFF)
 
 FORMATS = {"f16": F16, "bf16": BF16, "f32": F32, "tf32": TF32}
 
 
 def bits_of(t: OperandTranslator, value: Value) -> Value:
-    """A double's bits."""
     return t.ir.cast("bitcast", value, "i64")
 
 
 def double_of(t: OperandTranslator, bits: Value) -> Value:
-    """The double that has these bits."""
     return t.ir.cast("bitcast", bits, "double")
 
 
 def decode(t: OperandTranslator, bits: Value, source: Format) -> Value:
-    """A number's bits as a double: exact."""
+    """Return a number's bits as a double, which is exact."""
     ir = t.ir
+    # Every format but .f16 is the upper part of an f32.
     if source != F16:
         word = ir.resize(bits, "i32", signed=False)
         if source == BF16:
@@ -85,9 +83,11 @@ def decode(t: OperandTranslator, bits: Value, source: Format) -> Value:
         return ir.cast("fpext", ir.cast("bitcast", word, "float"), "double")
     wide = ir.resize(bits, "i64", signed=False)
     magnitude = ir.binary("and", wide, 0x7FFF)
-    # Exponent and fraction in place, the bias wrong by a factor: right for subnormals too.
+    # Put exponent and fraction in place; the bias is then wrong by a factor, which a product repairs, also for
+    # subnormals.
     placed = ir.binary("shl", magnitude, _DIGITS - F16.digits)
     scaled = ir.binary("fmul", double_of(t, placed), real("double", 2.0 ** (_BIAS - F16.bias)))
+    # Infinity and NaN have the largest exponent, which the product would have made a number.
     special = ir.binary("or", placed, _INFINITY)
     is_special = ir.compare("icmp uge", magnitude, 0x7C00)
     number = ir.select(is_special, special, bits_of(t, scaled))
@@ -96,7 +96,7 @@ def decode(t: OperandTranslator, bits: Value, source: Format) -> Value:
 
 
 def encode(t: OperandTranslator, value: Value, into: Format) -> Value:
-    """The bits of a double that the format holds; of any NaN the format's one."""
+    """Return the bits of a double that the format can hold; any NaN becomes the format's own."""
     ir = t.ir
     is_nan = ir.compare("fcmp uno", value, value)
     if into == F16:
@@ -109,12 +109,13 @@ def encode(t: OperandTranslator, value: Value, into: Format) -> Value:
 
 
 def _encode_f16(t: OperandTranslator, value: Value) -> Value:
+    # Normal numbers: correct the bias and shift the fraction into place.
     ir = t.ir
     bits = bits_of(t, value)
     magnitude = ir.binary("and", bits, _MAGNITUDE)
     rebiased = ir.binary("sub", magnitude, (_BIAS - F16.bias) << _DIGITS)
     normal = ir.binary("lshr", rebiased, _DIGITS - F16.digits)
-    # A subnormal counts units of 2^-24: the last digit of a double just above 2^28.
+    # Subnormal ones count units of 2^-24, which is the last digit of a double just above 2^28.
     counted = ir.binary("fadd", double_of(t, magnitude), real("double", 2.0**28))
     subnormal = ir.binary("and", bits_of(t, counted), 0x7FF)
     is_small = ir.compare("icmp ult", magnitude, (_BIAS + 1 - F16.bias) << _DIGITS)
@@ -125,8 +126,9 @@ def _encode_f16(t: OperandTranslator, value: Value) -> Value:
 
 
 def round_to(t: OperandTranslator, value: Value, into: Format, mode: str) -> Value:
-    """A double as the number of the format that the mode picks: rn, rz, rm, rp, or rna (ties away from zero)."""
+    """Round a double to a number of the format, in the mode rn, rz, rm, rp, or rna (ties away from zero)."""
     ir = t.ir
+    # Step 1: round the magnitude. Its exponent, kept within the format's range, decides where the last digit is.
     bits = bits_of(t, value)
     sign = ir.binary("and", bits, _SIGN)
     magnitude = ir.binary("and", bits, _MAGNITUDE)
@@ -137,25 +139,29 @@ def round_to(t: OperandTranslator, value: Value, into: Format, mode: str) -> Val
     # A double of this size has the format's last digit as its own: adding it rounds there, to nearest even.
     rounder = double_of(t, ir.binary("add", exponent, (_DIGITS - into.digits) << _DIGITS))
     nearest = ir.binary("fsub", ir.binary("fadd", size, rounder), rounder)
+    # One unit of the last digit, for the other modes.
     unit = double_of(t, ir.binary("sub", exponent, into.digits << _DIGITS))
     is_negative = ir.compare("icmp slt", bits, 0)
     rounded = _pick(t, mode, (size, nearest, unit), is_negative)
+    # Step 2: overflow gives infinity or the largest number, depending on the mode's direction.
     infinity, largest = real("double", float("inf")), real("double", into.largest)
     past = {"rn": infinity, "rna": infinity, "rz": largest}.get(mode)
     if past is None:
         below, above = (infinity, largest) if mode == "rm" else (largest, infinity)
         past = ir.select(is_negative, below, above)
     rounded = ir.select(ir.compare("fcmp ogt", rounded, largest), past, rounded)
+    # Step 3: an infinity stays one, and the sign returns.
     rounded = ir.select(ir.compare("fcmp oeq", size, infinity), infinity, rounded)
     return double_of(t, ir.binary("or", bits_of(t, rounded), sign))
 
 
 def _pick(t: OperandTranslator, mode: str, around: tuple[Value, Value, Value], is_negative: Value) -> Value:
-    """The multiple of the unit that a mode wants, of a magnitude and its nearest multiple."""
+    """Choose a multiple of the unit by the mode, given a magnitude and its nearest multiple."""
     ir = t.ir
     size, nearest, unit = around
     if mode == "rn":
         return nearest
+    # The nearest multiple may lie above; towards zero wants the one below.
     lower = ir.select(ir.compare("fcmp ogt", nearest, size), ir.binary("fsub", nearest, unit), nearest)
     if mode == "rz":
         return lower
@@ -163,13 +169,15 @@ def _pick(t: OperandTranslator, mode: str, around: tuple[Value, Value, Value], i
     if mode == "rna":
         half = ir.binary("fmul", unit, real("double", 0.5))
         return ir.select(ir.compare("fcmp oge", ir.binary("fsub", size, lower), half), upper, lower)
+    # Down is away from zero for negative numbers, up for positive ones.
     away = ir.select(ir.compare("fcmp olt", lower, size), upper, lower)
     return ir.select(is_negative, *((away, lower) if mode == "rm" else (lower, away)))
 
 
 def sum_to_odd(t: OperandTranslator, left: Value, right: Value) -> Value:
-    """The sum of two doubles rounded to odd; exact zeros, infinities and NaN as the host makes them."""
+    """Return the sum of two doubles rounded to odd; exact zeros, infinities and NaN are the host's."""
     ir = t.ir
+    # If the sum is inexact and its last bit even, the neighbour on the error's side is the odd one.
     total, error = sum_and_error(t, left, right)
     bits = bits_of(t, total)
     points_down = ir.compare("icmp slt", ir.binary("xor", bits, bits_of(t, error)), 0)
@@ -180,7 +188,7 @@ def sum_to_odd(t: OperandTranslator, left: Value, right: Value) -> Value:
 
 
 def sum_and_error(t: OperandTranslator, left: Value, right: Value) -> tuple[Value, Value]:
-    """Knuth's two-sum: the rounded sum and, exactly, what rounding it lost."""
+    """Knuth's two-sum: return the rounded sum and, exactly, the error of the rounding."""
     ir = t.ir
     total = ir.binary("fadd", left, right)
     right_part = ir.binary("fsub", total, left)
@@ -190,7 +198,7 @@ def sum_and_error(t: OperandTranslator, left: Value, right: Value) -> tuple[Valu
 
 
 def flush_narrow(t: OperandTranslator, value: Value, kind: Format) -> Value:
-    """A number that is subnormal in the format as zero of its sign, in a double."""
+    """Return a double that would be subnormal in the format as a zero of its sign."""
     ir = t.ir
     bits = bits_of(t, value)
     limit = bits_of(t, real("double", kind.smallest_normal))

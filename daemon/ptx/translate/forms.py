@@ -1,11 +1,12 @@
 """Match an instruction's spelling to the function that translates it.
 
 A form's template is written as the PTX ISA writes syntax: `add{.rn}{.ftz}{.sat}.f32` or `setp.cmp.type`, where a name
-with choices (`cmp`, `type`) stands for one of them and any other name for itself. What matches no form is refused:
-an unknown modifier may change the result.
+with choices (`cmp`, `type`) stands for one of them and any other name for itself. An instruction that matches no form
+is refused: an unknown modifier may change the result.
 
-ptxas takes most modifiers in any order, and compilers use that: CUB writes `vote.ballot.sync.b32`. So do forms, but
-for what ptxas tells by its place: types, layouts or spaces among one another, and a part of the opcode (`mul.lo`).
+ptxas takes most modifiers in any order, and compilers rely on that: CUB writes `vote.ballot.sync.b32`. Forms do the
+same, except for what ptxas distinguishes by position: types, layouts or spaces among one another, and a part of the
+opcode (`mul.lo`).
 """
 
 import re
@@ -18,15 +19,17 @@ from gpulease.daemon.ptx.parse.syntax import SCALARS, Instruction, Scalar
 if TYPE_CHECKING:
     from gpulease.daemon.ptx.translate.thread import ThreadTranslator
 
+# Kinds of modifiers that must keep their order among themselves: types, layouts, spaces.
 _TOLD_BY_PLACE = (
     re.compile(r"(?:b|u|s|f|bf|tf)\d+(?:x\d)?|e\dm\d(?:x\d)?|pred"),
     re.compile(r"row|col"),
     re.compile(r"global|shared(?:::cta|::cluster)?"),
 )
 
-# Modifiers that come first or nowhere (seen with ptxas 13.0).
+# Modifiers that come first or not at all (seen with ptxas 13.0).
 _FIRST = ("lo", "hi", "wide", "l", "r", "warp", "to", "async", "idx")
 
+# One modifier of a template, in braces if it is optional.
 _SLOT = re.compile(r"(\{)?\.(\w+(?:::\w+)?)\}?")
 
 UNSIGNED = ("u16", "u32", "u64")
@@ -38,7 +41,7 @@ FLOATS = ("f32", "f64")
 
 @dataclass(frozen=True, slots=True)
 class Modifiers:
-    """The modifiers of an instruction, by the names its form gives them."""
+    """The modifiers of an instruction, by their names in the form that it matches."""
 
     found: dict[str, str]
 
@@ -53,7 +56,6 @@ class Modifiers:
         return self.found.get(name, "")
 
     def scalar(self, name: str = "type") -> Scalar:
-        """The type chosen for a name."""
         return SCALARS[self.found[name]]
 
 
@@ -66,8 +68,8 @@ class Form:
 
     Attributes:
         slots: For each modifier in order: its name, its choices, whether it may be left out.
-        arity: How many operands it takes.
-        writes: Whether the first operand is where the result goes.
+        arity: The numbers of operands that it may have.
+        writes: Whether the first operand receives the result.
     """
 
     template: str
@@ -78,20 +80,23 @@ class Form:
     translate: Translate
 
     def match(self, instruction: Instruction) -> Modifiers | None:
-        """The instruction's modifiers by name, or None if it is spelled otherwise."""
+        """Return the instruction's modifiers by name, or None if its spelling is another."""
         found: dict[str, str] = {}
         given = list(instruction.modifiers)
+        # Slots and modifiers advance together; an optional slot may be passed over.
         for name, choices, optional in self.slots:
             if given and given[0] in choices:
                 found[name] = given.pop(0)
             elif not optional:
                 return None
+        # A modifier left over is unknown here.
         if given or len(instruction.operands) not in self.arity:
             return None
         return Modifiers(found)
 
     def match_in_any_order(self, instruction: Instruction) -> Modifiers | None:
-        """Match modifiers in an order that only ptxas and this driver take."""
+        """Match modifiers in an order that the ISA does not list, but ptxas takes."""
+        # Sort the modifiers into the slots' order, then match as usual.
         given = list(instruction.modifiers)
         if any(modifier in _FIRST for modifier in given[1:]):
             return None
@@ -103,18 +108,19 @@ class Form:
                 given.remove(fitting)
             elif not optional:
                 return None
+        # Where position carries meaning, sorting must not have changed the order.
         if given or _told_by_place(instruction.modifiers) != _told_by_place(arranged):
             return None
         return self.match(replace(instruction, modifiers=tuple(arranged)))
 
 
 def _told_by_place(modifiers: Sequence[str]) -> list[list[str]]:
-    """Types, layouts and spaces, each in their order."""
+    """Return the types, the layouts and the spaces, each in their order."""
     return [[modifier for modifier in modifiers if kind.fullmatch(modifier)] for kind in _TOLD_BY_PLACE]
 
 
 class Family:
-    """Instructions described together in one section of the PTX ISA."""
+    """The instructions that one section of the PTX ISA describes together."""
 
     def __init__(self, title: str, section: str) -> None:
         self.title = title
@@ -124,7 +130,7 @@ class Family:
     def form(
         self, template: str, arity: int | tuple[int, ...], *, writes: bool = True, **choices: Sequence[str]
     ) -> Callable[[Translate], Translate]:
-        """Register a function as what translates a form."""
+        """Register the decorated function as the translation of a form."""
 
         def register(translate: Translate) -> Translate:
             opcode = re.split(r"[.{]", template, maxsplit=1)[0]

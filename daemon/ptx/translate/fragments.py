@@ -1,10 +1,10 @@
 """Map elements of a matrix to the lanes of a warp (PTX ISA section 9.7.15.5, the figures of `mma`), and move them.
 
 All shapes follow one rule. A matrix is cut into tiles of 8 rows (of B: columns) by 4 words; lane 4g + t has word t of
-row g in each tile. Tiles are numbered downwards first in A, along the columns of B. Of C a lane has the two elements
-2t and 2t + 1 of row g in tiles of 8 by 8. `wmma` leaves its fragments' layout open: they have the same here.
+row g in each tile. In A tiles are numbered downwards first, in B along the columns. Of C a lane has the two elements
+2t and 2t + 1 of row g in tiles of 8 by 8. `wmma` leaves its fragments' layout open: here they have the same one.
 
-One function for each kind, with a loop, loads or stores a lane's elements.
+A lane's elements are loaded or stored by one function for each kind of matrix, with a loop.
 """
 
 import re
@@ -24,19 +24,19 @@ _SHAPE = re.compile(r"m(\d+)n(\d+)k(\d+)")
 _EIGHT = 8
 _LANES_OF_ROW = 4
 
-# Bits of an element.
+# Bits of an element, by its type.
 BITS = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8, "s8": 8, "u8": 8, "f32": 32, "s32": 32, "f64": 64}
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Division of the matrices of one shape and type into tiles.
+    """How the matrices of one shape and type are divided into tiles.
 
     Attributes:
         m: Rows of A and C.
         n: Columns of B and C.
         k: Columns of A, rows of B.
-        per_word: Elements in a word of A and B; words are 4 bytes, of f64 8.
+        per_word: Elements in a word of A and B; a word has 4 bytes, for f64 8.
     """
 
     m: int
@@ -46,44 +46,43 @@ class Tiles:
 
     @property
     def rows(self) -> int:
-        """Eights of rows of A and C."""
+        """The number of tiles that the rows of A and C make."""
         return self.m // _EIGHT
 
     @property
     def columns(self) -> int:
-        """Eights of columns of B and C."""
+        """The number of tiles that the columns of B and C make."""
         return self.n // _EIGHT
 
     @property
     def chunks(self) -> int:
-        """Words that a lane has of a row of A, or a column of B."""
+        """How many words a lane has of a row of A, or of a column of B."""
         return self.k // (_LANES_OF_ROW * self.per_word)
 
     @property
     def a_words(self) -> int:
-        """A lane's words of A."""
         return self.rows * self.chunks
 
     @property
     def b_words(self) -> int:
-        """A lane's words of B."""
         return self.columns * self.chunks
 
     @property
     def results(self) -> int:
-        """A lane's elements of C."""
         return 2 * self.rows * self.columns
 
     def elements(self, part: str) -> list[tuple[int, int]]:
-        """A lane's elements of "a", "b" or "c" in order, as distances from row (of B: column) g and word t.
+        """Return a lane's elements of "a", "b" or "c" in order, as distances from row (of B: column) g and word t.
 
-        The second is across the row (of B: down the column), in elements.
+        The second distance is across the row (of B: down the column), in elements.
         """
+        # Of C there are two neighbouring elements in each tile.
         if part == "c":
             return [
                 (_EIGHT * (n // 2 % self.rows), n % 2 + _EIGHT * (n // (2 * self.rows))) for n in range(self.results)
             ]
         width = _LANES_OF_ROW * self.per_word
+        # Of A and B there is a word in each tile, `per_word` elements wide.
         found = []
         for word in range(self.a_words if part == "a" else self.b_words):
             if part == "a":
@@ -95,7 +94,7 @@ class Tiles:
 
 
 def tiles_of(shape: str, kind: str) -> Tiles:
-    """The division of `m16n8k16` and its like for an element type of A and B; where only C matters, for its own."""
+    """Return the division of a shape such as `m16n8k16` for the element type of A and B, or of C if only C is used."""
     found = _SHAPE.fullmatch(shape)
     assert found is not None, shape
     m, n, k = map(int, found.groups())
@@ -105,13 +104,13 @@ def tiles_of(shape: str, kind: str) -> Tiles:
 _ROOM, _START, _STEP = Value("ptr", "%room"), Value("i64", "%start"), Value("i64", "%step")
 _COUNTER = Value("ptr", "%counter")
 
-# Whether all went well, and the first address where it did not.
+# What the functions below return: whether all accesses were allowed, and the first address that was not.
 _RESULT = "{ i1, i64 }"
 
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """Part "a", "b" or "c" of a matrix multiplication, by rows or columns, of elements of one type."""
+    """A matrix "a", "b" or "c" of a product, stored by rows or columns, with elements of one type."""
 
     tiles: Tiles
     part: str
@@ -120,23 +119,22 @@ class Passage:
 
     @property
     def size(self) -> int:
-        """Bytes of an element."""
         return BITS[self.type] // 8
 
     @property
     def default_stride(self) -> int:
-        """Elements from a row (column) to the next where the instruction does not say."""
+        """The distance from a row (column) to the next, in elements, when the instruction gives none."""
         tiles = self.tiles
         rows, columns = {"a": (tiles.m, tiles.k), "b": (tiles.k, tiles.n), "c": (tiles.m, tiles.n)}[self.part]
         return columns if self.layout == "row" else rows
 
     @property
     def _groups_are_near(self) -> bool:
-        """Say whether lanes of different groups, not those of one, have neighbouring elements."""
+        """Whether lanes of different groups g, rather than those of one group, have neighbouring elements."""
         return (self.layout == "row") == (self.part == "b")
 
     def first(self, ir: IrWriter, address: Value, step: Value, lane: Value) -> Value:
-        """The address of the element at row g, word t of the matrix at an address; rows are `step` bytes apart."""
+        """Return the address of the element at row g, word t of a matrix with rows that are `step` bytes apart."""
         width = 2 if self.part == "c" else self.tiles.per_word
         group = ir.cast("zext", ir.binary("lshr", lane, 2), "i64")
         word = ir.binary("mul", ir.cast("zext", ir.binary("and", lane, 3), "i64"), width)
@@ -147,7 +145,8 @@ class Passage:
     def call(
         self, t: "ThreadTranslator", space: Space, room: Value, start: Value, step: Value, *, stores: bool
     ) -> Value:
-        """Move the lane's elements, of which `start` is the first one's address; `{ whether it may, where not }`."""
+        """Move the lane's elements, the first of them at `start`; returns whether all was allowed, and where not."""
+        # One function for each kind of matrix and space; the local window's size is a constant in it.
         tiles = self.tiles
         kind = f"{self.part}.{self.layout}.{self.type}.{tiles.m}.{tiles.n}.{tiles.k}.{space.value}.{t.local_limit}"
         name = f"matrix.{'store' if stores else 'load'}.{kind}"
@@ -161,6 +160,7 @@ class Passage:
         ir, kind = inner.ir, f"i{8 * self.size}"
         elements = self.tiles.elements(self.part)
         distances = [(n, g) if self._groups_are_near else (g, n) for g, n in elements]
+        # The distances are a table in the module: a loop over it is far shorter than the accesses written out.
         table = ", ".join(f"[2 x i64] [i64 {far}, i64 {self.size * near}]" for far, near in distances)
         ir.require(f"@{name}.places = internal constant [{len(distances)} x [2 x i64]] [{table}]")
         ir.block("entry")
@@ -168,6 +168,7 @@ class Passage:
         ir.store(constant("i64", 0), _COUNTER)
         ir.block("each")
         number = ir.load("i64", _COUNTER)
+        # One turn of the loop: compute the address, check it, move one element.
         entry = ir.offset(Value("ptr", f"@{name}.places"), ir.binary("shl", number, 4))
         far, near = ir.load("i64", entry), ir.load("i64", ir.offset(entry, 8))
         address = ir.binary("add", ir.binary("add", _START, ir.binary("mul", far, _STEP)), near)
@@ -177,6 +178,7 @@ class Passage:
         following = ir.binary("add", number, 1)
         ir.store(following, _COUNTER)
         ir.branch_if(ir.compare("icmp ult", following, len(distances)), "each", "done")
+        # Two ends: the first address that may not be accessed, or success.
         ir.block("stop")
         ir.ret_value(ir.value(_RESULT, f"insertvalue {_RESULT} zeroinitializer, {address}, 1"))
         ir.block("done")

@@ -2,9 +2,9 @@
 
     i32 func(launch, environment, local, tid.x, ..., ctaid.z, arguments, results, stack, stack_end)
 
-It runs for one thread, from its start to its end: functions at whose instructions threads wait have been inlined
-(inliner.py). Its local variables lie in the thread's local window from `stack` on; `stack_end` is the address below
-which its native frame may not reach. Where either does not suffice, the kernel ends: stack overflow.
+It runs for one thread, from its start to its end: functions with instructions at which threads wait have been inlined
+(inliner.py). Its local variables lie in the thread's local window from `stack` on; its native frame may not reach below
+the address `stack_end`. If either has no room left, the kernel ends with a stack overflow.
 """
 
 from gpulease.daemon.ptx.limits import (
@@ -27,8 +27,6 @@ _OWN_STACK = Value("i64", "%own_stack")
 
 
 class FunctionTranslator(BodyTranslator):
-    """Translates one .func's body."""
-
     def __init__(
         self,
         function: Function,
@@ -40,6 +38,7 @@ class FunctionTranslator(BodyTranslator):
     ) -> None:
         super().__init__(function, variable_places, declarations, callees)
         self._line_bytes = OPTIMISED_FRAME_BYTES_PER_LINE if is_optimised else FRAME_BYTES_PER_LINE
+        # Such functions should have been inlined; these could not be.
         for self.instruction in function.instructions:
             if self.instruction.opcode in MEETINGS:
                 raise self.problem(
@@ -48,35 +47,38 @@ class FunctionTranslator(BodyTranslator):
                 )
 
     def _find_waits(self) -> Waits:
-        # A loop in it does not let other threads run either: its native frame can't be left and come back to.
+        # Its loops don't let other threads run either: a native frame can't be left and entered again.
         return find_waits(())
 
     def address_of(self, variable: Variable, offset: int) -> Value:
-        """Local variables lie in this call's part of the window."""
+        """Return a variable's address; local variables lie in this call's part of the window."""
         if variable.space is Space.LOCAL:
             return self.ir.binary("add", _OWN_STACK, variable.offset + offset)
         return super().address_of(variable, offset)
 
     def stack(self) -> Value:
-        """Return the address at which the callee's local variables begin."""
+        """Return the address at which a callee's local variables begin."""
         return self.ir.binary("add", _OWN_STACK, self.function.local_bytes)
 
     def leave(self, *, is_exit: bool) -> None:
-        """Return to the caller, which ends too if the thread does."""
+        """Return to the caller, which ends as well if the thread exits."""
         self.ir.ret(Status.EXITED if is_exit else Status.DONE)
 
     def _signature(self, name: str) -> str:
-        # A call costs little beside what nvcc leaves as one, and a frame's bound holds only if it stays one.
+        # A call costs little next to a body that nvcc did not inline, and a frame's bound holds only if it stays a
+        # call.
         return f"define internal i32 @{name}({SIGNATURE}) noinline {{"
 
     def _open(self, opening: IrWriter) -> None:
-        """Check that both stacks have room for this call."""
+        """Write the check that both stacks have room for this call, then the buffers for its own calls."""
+        # Step 1: an upper bound of the native frame, from the length of the code.
         frame = (
             self._line_bytes * len(self.ir.lines) + self.function.call_bytes + self.passed_bytes + self.returned_bytes
         )
         if frame > MAX_FRAME_BYTES:
             self.instruction = None
             raise self.problem("the function is too large to be called")
+        # Step 2: align this call's local variables, and compare both stacks with their limits.
         alignment = self.function.local_alignment
         rounded = opening.binary("add", STACK, alignment - 1)
         opening.emit(f"{_OWN_STACK.text} = and {rounded}, {-alignment}")
@@ -85,6 +87,7 @@ class FunctionTranslator(BodyTranslator):
         room = opening.binary("sub", frame_address(opening), STACK_END)
         valid = opening.binary("and", fits, opening.compare("icmp sge", room, frame))
         opening.branch_if(valid, "fits", "overflow")
+        # Step 3: an overflow is a fault of the kernel.
         opening.block("overflow")
         details = (0, Access.STACK_OVERFLOW, SPACE_NUMBERS[Space.LOCAL], self.function.line)
         arguments = ", ".join(map(str, (ENVIRONMENT, top, *(constant("i32", n) for n in details))))

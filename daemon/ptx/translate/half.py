@@ -1,7 +1,7 @@
 """Arithmetic on .f16, .bf16 and pairs of them (PTX ISA sections 9.7.4, 9.7.3.21 and 9.7.3.22).
 
-Each number becomes a double, in which sums, products and their sums are exact or rounded to odd; then it is rounded
-once, to nearest even. A NaN that is made is 0x7fff.
+Each number becomes a double, in which sums, products and their sums are exact or rounded to odd; then the result is
+rounded once, to nearest even. A NaN result is 0x7fff.
 """
 
 from collections.abc import Callable
@@ -29,6 +29,7 @@ _F16 = ("f16", "f16x2")
 _BF16 = ("bf16", "bf16x2")
 _ALL = _F16 + _BF16
 
+# A function from the operands' bits to the result's, for one number of the format `kind`.
 Lane = Callable[..., Value]
 
 
@@ -39,9 +40,8 @@ Lane = Callable[..., Value]
 @FAMILY.form("sub{.rn}.type", 3, type=_BF16)
 @FAMILY.form("mul{.rn}.type", 3, type=_BF16)
 def binary(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Calculate with one rounding."""
-
     def calculate(left: Value, right: Value) -> Value:
+        # The product of two such numbers is exact in a double; a sum may not be.
         if i.opcode == "mul":
             return t.ir.binary("fmul", left, right)
         return sum_to_odd(t, left, t.ir.unary("fneg", right) if i.opcode == "sub" else right)
@@ -53,7 +53,7 @@ def binary(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("fma.rn{.ftz}.relu.type", 4, type=_F16)
 @FAMILY.form("fma.rn{.relu}.type", 4, type=_BF16)
 def fused(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """The product, exact in a double, and the sum with one rounding."""
+    """`fma`: the product, exact in a double, and the sum with one rounding."""
 
     def calculate(left: Value, right: Value, added: Value) -> Value:
         return sum_to_odd(t, t.ir.binary("fmul", left, right), added)
@@ -65,7 +65,7 @@ def fused(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("ex2.approx.ftz.type", 2, type=_BF16)
 @FAMILY.form("tanh.approx.type", 2, type=_ALL)
 def function(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Rounded from nearly double precision: inside the ISA's bounds of 2^-9.9 and 2^-7 (ex2), 2^-10.987 and 2^-8."""
+    """Rounded from near double precision, so within the ISA's bounds: 2^-9.9, 2^-7 (ex2), 2^-10.987, 2^-8 (tanh)."""
     each_lane(t, i, m, 1, rounded(t, m, lambda value: function_of(t, i.opcode, value)))
 
 
@@ -74,7 +74,7 @@ def function(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("neg.type", 2, type=_BF16)
 @FAMILY.form("abs.type", 2, type=_BF16)
 def sign(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """The sign bit turned over or cleared. The ISA leaves a NaN's open: as on an H100, it becomes the canonical one."""
+    """Flip or clear the sign bit. The ISA leaves a NaN's open: as on an H100, it becomes the canonical NaN."""
 
     def lane(bits: Value, kind: Format) -> Value:
         bits = _flushed(t, m, bits, kind)
@@ -95,7 +95,7 @@ def sign(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("max{.ftz}{.NaN}.xorsign.abs.type", 3, type=_F16)
 @FAMILY.form("max{.NaN}.xorsign.abs.type", 3, type=_BF16)
 def minimum_maximum(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """+0 is greater than -0. A number wins over a NaN, or with .NaN loses; .xorsign.abs takes magnitudes."""
+    """+0 is greater than -0. A number wins over a NaN, or loses with .NaN; .xorsign.abs compares magnitudes."""
 
     def lane(left: Value, right: Value, kind: Format) -> Value:
         left, right = _flushed(t, m, left, kind), _flushed(t, m, right, kind)
@@ -105,13 +105,14 @@ def minimum_maximum(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 
 def each_lane(t: OperandTranslator, i: Instruction, m: Modifiers, count: int, lane: Lane) -> None:
-    """Apply a function of bits to a number, or to both numbers of a pair."""
+    """Apply a function of bits to a number, or to each number of a pair, and write the result."""
     kind, ir = m["type"], t.ir
     scalar, layout = SCALARS[kind], FORMATS[kind.removesuffix("x2")]
     operands = [t.read(i.operands[n], scalar) for n in range(1, count + 1)]
     if scalar.bits == 16:
         t.write(i.operands[0], scalar, lane(*operands, kind=layout))
         return
+    # A pair: take both halves out, and put the results back at their places.
     result = constant("i32", 0)
     for shift in (0, 16):
         parts = (ir.cast("trunc", ir.binary("lshr", operand, shift), "i16") for operand in operands)
@@ -121,18 +122,20 @@ def each_lane(t: OperandTranslator, i: Instruction, m: Modifiers, count: int, la
 
 
 def rounded(t: OperandTranslator, m: Modifiers, calculate: Lane) -> Lane:
-    """A function of doubles as one of bits: operands flushed if told, the result rounded and finished."""
+    """Wrap a function of doubles as one of bits: operands are flushed with .ftz, the result rounded and finished."""
 
     def lane(*operands: Value, kind: Format) -> Value:
         flushes = "ftz" in m
         numbers = [decode(t, bits, kind) for bits in operands]
         if flushes:
             numbers = [flush_narrow(t, number, kind) for number in numbers]
+        # One rounding; what precedes it is exact or rounded to odd, and what follows picks existing numbers.
         value = round_to(t, calculate(*numbers), kind, "rn")
         if flushes:
             value = flush_narrow(t, value, kind)
         if "sat" in m:
             value = saturate(t, _F64, value)
+        # "ole" is false for NaN, which .relu keeps.
         if "relu" in m:
             is_below = t.ir.compare("fcmp ole", value, real("double", 0.0))
             value = t.ir.select(is_below, real("double", 0.0), value)
@@ -142,22 +145,24 @@ def rounded(t: OperandTranslator, m: Modifiers, calculate: Lane) -> Lane:
 
 
 def least_or_most(t: OperandTranslator, opcode: str, m: Modifiers, operands: tuple[Value, ...], kind: Format) -> Value:
-    """The smaller or larger of two numbers' bits, as the modifiers say."""
+    """Return the smaller or larger of two numbers' bits, as the modifiers demand."""
     ir = t.ir
     left, right = operands
+    # The sign of the product, for .xorsign; then only magnitudes are compared.
     flipped = ir.binary("and", ir.binary("xor", left, right), kind.sign)
     if "xorsign" in m:
         left, right = (ir.binary("and", bits, kind.sign - 1) for bits in operands)
     left_is_nan, right_is_nan = (
         ir.compare("icmp ugt", ir.binary("and", bits, kind.sign - 1), kind.infinity) for bits in (left, right)
     )
-    # Magnitudes turned over below zero: then bits are in the order of the numbers, with -0 before +0.
+    # Complement a negative number's magnitude: then the bits have the order of the numbers, with -0 before +0.
     ordered = [
         ir.binary("xor", bits, ir.binary("lshr", ir.binary("ashr", bits, kind.bits - 1), 1)) for bits in (left, right)
     ]
     wins = ir.compare("icmp slt" if opcode == "min" else "icmp sgt", *ordered)
     result = ir.select(wins, left, right)
     nan = constant(left.type, kind.nan)
+    # With .NaN one NaN is enough for the result to be NaN, without it both must be.
     if "NaN" in m:
         is_nan = ir.binary("or", left_is_nan, right_is_nan)
     else:
@@ -169,7 +174,7 @@ def least_or_most(t: OperandTranslator, opcode: str, m: Modifiers, operands: tup
 
 
 def _flushed(t: OperandTranslator, m: Modifiers, bits: Value, kind: Format) -> Value:
-    """Bits of a subnormal as zero of its sign, if the instruction says so."""
+    """Return a subnormal's bits as a zero of its sign if the instruction has .ftz."""
     if "ftz" not in m:
         return bits
     magnitude = t.ir.binary("and", bits, kind.sign - 1)

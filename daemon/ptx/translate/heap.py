@@ -1,11 +1,11 @@
 """`malloc` and `free` in kernels (CUDA C++ Programming Guide, "Dynamic Global Memory Allocation").
 
-A module of which a function calls `malloc` has a variable more: the heap, which counts against the slice and goes with
-the module. Its first word is a lock; blocks follow, each behind a header with its size in bytes, and 1 more while it is
-in use. The first that fits is taken, after free ones behind it have been joined to it.
+A module with a function that calls `malloc` gets one more variable: the heap, which counts against the slice and ends
+with the module. Its first word is a lock; blocks follow, each after a header with its size in bytes, plus 1 while it
+is in use. The first block that fits is taken, after free blocks behind it have been joined to it.
 
-A kernel can write the lock and the headers, as all of the module's memory. So a header is believed only if its block
-ends within the heap; a walk takes at least 16 bytes a step. A kernel that leaves the lock set waits for itself.
+A kernel can write the lock and the headers, like all of the module's memory. So a header is trusted only if its block
+ends within the heap; a walk advances at least 16 bytes a step. A kernel that leaves the lock set waits for itself.
 """
 
 from typing import TYPE_CHECKING
@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from gpulease.daemon.ptx.translate.thread import ThreadTranslator
 
 HEAP = Variable("heap of malloc", Space.GLOBAL, HEAP_BYTES, 256)
-"""No image can name it: names have no blanks."""
+"""The heap's variable. No image can name it, because names contain no blanks."""
 
+# The first block's offset; a header's size; the smallest block, a header and 16 bytes.
 _BLOCKS_AT = 16
 _HEADER_BYTES = 16
 _LEAST_BYTES = 32
@@ -178,7 +179,7 @@ wrong:
 
 
 def with_heap(image: Image) -> tuple[Variable, ...]:
-    """An image's variables, and the heap if a function of it calls `malloc` and none defines it."""
+    """Return an image's variables, with the heap if one of its functions calls `malloc` and none defines it."""
     functions = (*image.functions, *image.subroutines)
     if any(function.name == "malloc" for function in functions):
         return image.variables
@@ -188,13 +189,14 @@ def with_heap(image: Image) -> tuple[Variable, ...]:
 
 
 def take(t: "ThreadTranslator", size: Value) -> Value:
-    """Take so many bytes, 64-bit; the address, 0 if there is no room."""
+    """Allocate `size` bytes, a 64-bit value; gives the address, or 0 if none fits."""
     t.callees.allocates = True
     return t.ir.value("i64", f"call i64 @heap_malloc({t.address_of(HEAP, 0)}, {size})")
 
 
 def give_back(t: "ThreadTranslator", address: Value) -> Value:
-    """Give a block back; whether it was one, or 0."""
+    """Free a block; gives whether the address was that of a block, or 0."""
+    # Without a heap no block can exist.
     if not t.has_variable(HEAP):
         return t.ir.compare("icmp eq", address, 0)
     t.callees.allocates = True

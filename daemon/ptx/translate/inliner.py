@@ -1,7 +1,7 @@
-"""Functions in which a thread waits, at barriers and warp operations or in loops, put into the kernels that call them.
+"""Inline functions in which a thread waits, at barriers and warp operations or in loops, into kernels.
 
-A kernel can stop at such an instruction and go on later, as it keeps what it needs in a frame; a function that is
-really called can't. The tree is rewritten, so all that follows sees one body.
+A kernel can stop at such an instruction and resume later, because it keeps what it needs in a frame; a function that
+was called natively can't. The tree is rewritten, so all later stages see one body.
 """
 
 from collections.abc import Callable
@@ -31,35 +31,37 @@ from gpulease.daemon.ptx.translate.waits import WAITING
 # Instructions at which threads meet (PTX ISA sections 9.7.9.23 to 9.7.9.28, 9.7.13, 9.7.14), supported or not.
 MEETINGS = WAITING.union(("wgmma",))
 
-# Functions in functions; also bounds Python's stack.
+# How deep functions may be nested in functions; also bounds Python's stack.
 _MAX_DEPTH = 64
 
 _TOO_MANY = "too many calls of functions with barriers or warp operations"
 
 
 def meets(function: Function) -> bool:
-    """Say whether the function's own body has such an instruction."""
+    """Say whether the function's own body has an instruction of MEETINGS."""
     return any(instruction.opcode in MEETINGS for instruction in function.instructions)
 
 
 class Inliner:
-    """Expands calls of the functions named in `wanted`, until a function has more than `most` instructions."""
+    """Expands calls of the functions named in `wanted`, as long as a function stays within `most` instructions."""
 
     def __init__(self, functions: dict[str, Function], wanted: set[str], most: int = MAX_INSTRUCTIONS) -> None:
         self._functions = functions
         self._wanted = wanted
         self._expanded: dict[str, Function] = {}
         self._most = most
+        # All functions' results together: bounds the work for an image of many functions that expand to the limit.
         self._left = 4 * MAX_INSTRUCTIONS
 
     def expand(self, function: Function, within: tuple[str, ...] = ()) -> Function:
-        """The function with those calls replaced by bodies. Raises ImageRejected."""
+        """Return the function with those calls replaced by bodies, its callees expanded first. Raises ImageRejected."""
         if function.name not in self._expanded:
             bodies = {}
             for number, instruction in enumerate(function.instructions):
                 name = self._callee_of(instruction)
                 if name is None:
                     continue
+                # `within` is the chain of callers: meeting one again means recursion.
                 if name in within or name == function.name or len(within) >= _MAX_DEPTH:
                     raise _problem(function, instruction, f"{name[:60]} waits for other threads and calls itself")
                 bodies[number] = self.expand(self._functions[name], (*within, function.name))
@@ -67,7 +69,7 @@ class Inliner:
         return self._expanded[function.name]
 
     def _joined(self, function: Function, bodies: dict[int, Function]) -> Function:
-        """The function with its calls replaced, which counts against what may be built in all."""
+        """Replace a function's calls by `bodies`, and count the result against the limit for the whole image."""
         if not bodies:
             return function
         joined = _splice(function, bodies, self._most)
@@ -86,24 +88,27 @@ def _problem(function: Function, instruction: Instruction, reason: str) -> Image
 
 
 def _splice(caller: Function, bodies: dict[int, Function], most: int) -> Function:
-    """The caller with each numbered call replaced by a body. Raises ImageRejected for more than `most` instructions."""
+    """Replace each numbered call by its body. Raises ImageRejected for more than `most` instructions."""
+    # Step 1: where each instruction of the caller will be. A guarded call takes one more, the branch around the body.
     places = [0]
     for number, instruction in enumerate(caller.instructions):
         body = bodies.get(number)
         length = 1 if body is None else len(body.instructions) + (instruction.guard is not None)
         places.append(places[-1] + length)
-    # Known before anything is built: a few lines of text could otherwise become gigabytes.
+    # Step 2: the bounds, before anything is built: a few lines of text could otherwise become gigabytes.
     steps = {body.name: _steps(body) for body in {id(body): body for body in bodies.values()}.values()}
     built = len(caller.instructions) + sum(steps[body.name] for body in bodies.values())
     registers = len(caller.registers) + sum(len(body.registers) for body in bodies.values())
     if built > most or registers > MAX_REGISTERS_PER_FUNCTION:
         raise rejected(_TOO_MANY, kernel=caller.name)
+    # Step 3: copy, with the caller's labels moved and the calls replaced.
     instructions: list[Instruction] = []
     for number, instruction in enumerate(caller.instructions):
         if number not in bodies:
             instructions.append(_map(instruction, _Renaming(target=lambda index: places[index])))
             continue
         after = places[number + 1]
+        # The call's guard becomes a branch over the body, taken when the guard is false.
         if instruction.guard is not None:
             skip = Guard(instruction.guard.register, not instruction.guard.negated)
             instructions.append(replace(instruction, guard=skip, opcode="bra", operands=(Target("", after),)))
@@ -115,19 +120,22 @@ def _splice(caller: Function, bodies: dict[int, Function], most: int) -> Functio
 
 
 def _steps(function: Function) -> int:
-    """Yield the instructions and the labels of their indexed branches, which are operands."""
+    """Count the instructions, and the labels of indexed branches, which are operands."""
     return sum(len(i.operands) if i.opcode == "brx" else 1 for i in function.instructions)
 
 
 def _body(
     caller: Function, call: Instruction, callee: Function, start: int, after: int
 ) -> tuple[Function, list[Instruction]]:
-    """A callee's instructions in terms of its caller's registers and variables, and the caller with room for them."""
+    """Return the caller with room for a callee's registers and variables, and the callee's instructions using them."""
     site = call.operands[-1]
+    # Arguments and results share storage with parameters after inlining, so they must not overlap.
     if not isinstance(site, CallSite) or set(site.arguments) & set(site.results):
         raise _problem(caller, call, "a result takes an argument's place")
+    # The callee's local and call variables are appended to the caller's, aligned.
     local = round_up(caller.local_bytes, callee.local_alignment)
     calls = round_up(caller.call_bytes, callee.call_alignment)
+    # Parameters become the variables that the caller passes.
     passed = dict(zip(callee.parameters + callee.results, site.arguments + site.results, strict=True))
     if any(given.alignment < wanted.alignment for wanted, given in passed.items()):
         raise _problem(caller, call, "an argument is less aligned than its parameter")
@@ -142,11 +150,14 @@ def _body(
     renaming = _Renaming(len(caller.registers), place, lambda index: start + index)
     instructions = []
     for instruction in callee.instructions:
+        # A parameter is now a variable of the caller, so its address must not be computed or kept.
         if "param" in instruction.modifiers and not _names_its_parameter(instruction):
             raise _problem(callee, instruction, "a function with barriers can't compute its parameters' addresses")
+        # A return continues behind the call.
         if instruction.opcode == "ret":
             instruction = replace(instruction, opcode="bra", modifiers=(), operands=(Target("", after - start),))
         instructions.append(_map(instruction, renaming))
+    # The callee's registers follow the caller's; the next call's registers and variables are appended to both.
     registers = tuple(replace(r, index=r.index + len(caller.registers)) for r in callee.registers)
     room = replace(
         caller,
@@ -165,7 +176,7 @@ def _names_its_parameter(instruction: Instruction) -> bool:
 
 
 class _Renaming:
-    """Copies of registers, variables and labels for one inlined call."""
+    """Maps registers, variables and labels for one inlined call."""
 
     def __init__(
         self,
@@ -178,11 +189,10 @@ class _Renaming:
         self.target = target
 
     def register(self, register: Register) -> Register:
-        """The register that stands for one."""
         return replace(register, index=register.index + self.registers) if self.registers else register
 
     def operand(self, operand: Operand) -> Operand:
-        """An operand in the new terms. Operands in operands are single ones, so this goes two deep at most."""
+        """Map an operand. Operands within operands are single ones, so the recursion is at most two deep."""
         match operand:
             case Register():
                 return self.register(operand)
@@ -215,6 +225,6 @@ def _map(instruction: Instruction, renaming: _Renaming) -> Instruction:
 
 
 def map_variables(function: Function, place: Callable[[Variable], Variable]) -> Function:
-    """The function with other places for its variables."""
+    """Return the function with `place` applied to each variable that it names."""
     renaming = _Renaming(place=place)
     return replace(function, instructions=tuple(_map(i, renaming) for i in function.instructions))

@@ -10,6 +10,7 @@ FAMILY = Family("Integer arithmetic", "9.7.1")
 _NARROW = ("u16", "u32", "s16", "s32")
 _WORDS = ("u32", "u64", "s32", "s64")
 _BIT_WORDS = ("b32", "b64")
+# The type of counts and positions.
 _LENGTH = SCALARS["u32"]
 
 
@@ -20,7 +21,6 @@ def _wider(scalar: Scalar) -> Scalar:
 @FAMILY.form("add.type", 3, type=INTEGERS)
 @FAMILY.form("sub.type", 3, type=INTEGERS)
 def add_sub(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Wrap around."""
     scalar = m.scalar()
     t.write(i.operands[0], scalar, t.ir.binary(i.opcode, *_pair(t, i, scalar)))
 
@@ -28,7 +28,7 @@ def add_sub(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("add.sat.s32", 3)
 @FAMILY.form("sub.sat.s32", 3)
 def saturating(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Stop at the smallest and the largest number."""
+    """`.sat`: the result is clamped to the smallest and largest number instead of wrapping."""
     scalar = SCALARS["s32"]
     left, right = _pair(t, i, scalar)
     t.write(i.operands[0], scalar, t.ir.intrinsic(f"llvm.s{i.opcode}.sat.i32", "i32", left, right))
@@ -36,7 +36,7 @@ def saturating(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 @FAMILY.form("mul.half.type", 3, half=("lo", "hi"), type=INTEGERS)
 def multiply(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Compute one half of the product."""
+    """`mul.lo`, `mul.hi`: one half of the whole product."""
     scalar = m.scalar()
     left, right = _pair(t, i, scalar)
     t.write(i.operands[0], scalar, product(t, m["half"], scalar, left, right))
@@ -44,7 +44,7 @@ def multiply(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 @FAMILY.form("mad.half.type", 4, half=("lo", "hi"), type=INTEGERS)
 def multiply_add(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Compute one half of the product, plus c."""
+    """`mad.lo`, `mad.hi`: one half of the whole product, plus c."""
     scalar = m.scalar()
     left, right = _pair(t, i, scalar)
     part = product(t, m["half"], scalar, left, right)
@@ -54,7 +54,7 @@ def multiply_add(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("mul.wide.type", 3, type=_NARROW)
 @FAMILY.form("mad.wide.type", 4, type=_NARROW)
 def multiply_wide(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """The whole product, plus c of its width if there is one."""
+    """`mul.wide`, `mad.wide`: the whole product, plus c of the product's width."""
     scalar = m.scalar()
     wide = _wider(scalar)
     left, right = _pair(t, i, scalar)
@@ -67,12 +67,14 @@ def multiply_wide(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("div.type", 3, type=INTEGERS)
 @FAMILY.form("rem.type", 3, type=INTEGERS)
 def divide(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """By zero the ISA leaves the result open: here, as on an H100, all ones for both, with no trap.
+    """`div`, `rem`. The ISA leaves a division by zero open: here, as on an H100, it gives all ones, without a trap.
 
-    The smallest signed number by -1 wraps around, with remainder 0.
+    The smallest signed number divided by -1 wraps around, with remainder 0.
     """
     scalar, ir = m.scalar(), t.ir
     left, right = _pair(t, i, scalar)
+    # The host would trap on a divisor of 0 and, signed, of -1. So divide by 1 in those cases, and select the result
+    # after.
     is_zero = ir.compare("icmp eq", right, 0)
     unsafe = is_zero
     if scalar.is_signed:
@@ -90,7 +92,6 @@ def divide(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("min.type", 3, type=INTEGERS)
 @FAMILY.form("max.type", 3, type=INTEGERS)
 def minimum_maximum(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """By the type's order."""
     scalar = m.scalar()
     left, right = _pair(t, i, scalar)
     sign = "s" if scalar.is_signed else "u"
@@ -100,7 +101,7 @@ def minimum_maximum(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 @FAMILY.form("neg.type", 2, type=SIGNED)
 def negate(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """The smallest number stays itself."""
+    """`neg`; the smallest number stays the same, as it has no negative."""
     scalar = m.scalar()
     value = t.read(i.operands[1], scalar)
     t.write(i.operands[0], scalar, t.ir.binary("sub", constant(value.type, 0), value))
@@ -108,17 +109,18 @@ def negate(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 @FAMILY.form("abs.type", 2, type=SIGNED)
 def absolute(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """The smallest number stays itself."""
+    """`abs`; the smallest number stays the same, as it has no negative."""
     scalar = m.scalar()
     value = t.read(i.operands[1], scalar)
     name = f"llvm.abs.i{scalar.bits}"
+    # The flag says that this case is defined.
     t.write(i.operands[0], scalar, t.ir.intrinsic(name, value.type, value, constant("i1", 0)))
 
 
 @FAMILY.form("popc.type", 2, type=_BIT_WORDS)
 @FAMILY.form("clz.type", 2, type=_BIT_WORDS)
 def count_bits(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Count ones, or leading zeros; all bits for 0."""
+    """`popc` counts ones, `clz` leading zeros: all bits for 0."""
     scalar = m.scalar()
     value = t.read(i.operands[1], scalar)
     if i.opcode == "popc":
@@ -130,7 +132,6 @@ def count_bits(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 @FAMILY.form("brev.type", 2, type=_BIT_WORDS)
 def reverse_bits(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Last bit first."""
     scalar = m.scalar()
     value = t.read(i.operands[1], scalar)
     t.write(i.operands[0], scalar, t.ir.intrinsic(f"llvm.bitreverse.i{scalar.bits}", value.type, value))
@@ -138,9 +139,10 @@ def reverse_bits(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 @FAMILY.form("bfind{.shiftamt}.type", 2, type=_WORDS)
 def find_bit(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """The highest bit that differs from the sign, or how far it is from the top; all ones if there is none."""
+    """`bfind`: the highest bit that differs from the sign, or its distance from the top; all ones if there is none."""
     scalar, ir = m.scalar(), t.ir
     value = t.read(i.operands[1], scalar)
+    # A negative number is complemented, so that in either case the highest one is searched.
     if scalar.is_signed:
         value = ir.binary("xor", value, ir.binary("ashr", value, scalar.bits - 1))
     in_front = ir.intrinsic(f"llvm.ctlz.i{scalar.bits}", value.type, value, constant("i1", 0))
@@ -153,20 +155,23 @@ def find_bit(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 @FAMILY.form("bfe.type", 4, type=_WORDS)
 def extract_field(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """`length` bits from `start`; a signed field repeats its highest bit that exists (section 9.7.1.18)."""
+    """`bfe`: `length` bits from `start`; a signed field is filled with its highest existing bit (section 9.7.1.18)."""
     scalar, ir = m.scalar(), t.ir
     kind = f"i{scalar.bits}"
     value = t.read(i.operands[1], scalar)
     start, length = (_field_number(t, i, n, kind) for n in (2, 3))
+    # LLVM's shifts are undefined at the width and above, so positions are clamped and the case selected.
     last = constant(kind, scalar.bits - 1)
     is_past = ir.compare("icmp ugt", start, last)
     shifted = ir.binary("lshr", value, ir.intrinsic(f"llvm.umin.{kind}", kind, start, last))
     field = ir.binary("and", ir.select(is_past, constant(kind, 0), shifted), ones(t, length))
     if scalar.is_signed:
+        # The sign bit is the field's last bit, or the value's if the field extends beyond it.
         end = ir.binary("sub", ir.binary("add", start, length), 1)
         top = ir.intrinsic(f"llvm.umin.{kind}", kind, end, last)
         sign = ir.cast("trunc", ir.binary("lshr", value, top), "i1")
         is_negative = ir.binary("and", sign, ir.compare("icmp ne", length, 0))
+        # All bits of the result above those that the value really has get the sign.
         held = ir.intrinsic(f"llvm.usub.sat.{kind}", kind, constant(kind, scalar.bits), start)
         filled = ir.binary("xor", ones(t, ir.intrinsic(f"llvm.umin.{kind}", kind, held, length)), -1)
         field = ir.binary("or", field, ir.select(is_negative, filled, constant(kind, 0)))
@@ -175,7 +180,7 @@ def extract_field(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 @FAMILY.form("bfi.type", 5, type=_BIT_WORDS)
 def insert_field(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """`length` bits of a into b from `start` on (section 9.7.1.19)."""
+    """`bfi`: `length` bits of a into b, at `start` (section 9.7.1.19)."""
     scalar, ir = m.scalar(), t.ir
     kind = f"i{scalar.bits}"
     field, into = t.read(i.operands[1], scalar), t.read(i.operands[2], scalar)
@@ -183,6 +188,7 @@ def insert_field(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     last = constant(kind, scalar.bits - 1)
     shift = ir.intrinsic(f"llvm.umin.{kind}", kind, start, last)
     is_past = ir.compare("icmp ugt", start, last)
+    # The mask of the bits replaced; empty if the field starts past the value.
     mask = ir.select(is_past, constant(kind, 0), ir.binary("shl", ones(t, length), shift))
     kept = ir.binary("and", into, ir.binary("xor", mask, -1))
     t.write(i.operands[0], scalar, ir.binary("or", kept, ir.binary("and", ir.binary("shl", field, shift), mask)))
@@ -193,7 +199,7 @@ def _pair(t: OperandTranslator, i: Instruction, scalar: Scalar) -> tuple[Value, 
 
 
 def product(t: OperandTranslator, half: str, scalar: Scalar, left: Value, right: Value) -> Value:
-    """Compute one half of a product."""
+    """Return the lower or upper half of a product."""
     if half == "lo":
         return t.ir.binary("mul", left, right)
     high = t.ir.binary("lshr", _whole_product(t, scalar, left, right), scalar.bits)
@@ -207,9 +213,10 @@ def _whole_product(t: OperandTranslator, scalar: Scalar, left: Value, right: Val
 
 
 def _field_number(t: OperandTranslator, i: Instruction, position: int, kind: str) -> Value:
-    """A field's start or length, a .u32 (sections 9.7.1.18 and 9.7.1.19).
+    """Read a field's start or length, a .u32 (sections 9.7.1.18 and 9.7.1.19).
 
-    Past 255 the ISA leaves it open: an H100 takes the low 8 bits for a 32-bit field, and all of them for a 64-bit one.
+    The ISA leaves numbers above 255 open: an H100 takes the low 8 bits for a 32-bit field, and all bits for a 64-bit
+    one.
     """
     number = t.read(i.operands[position], _LENGTH)
     if kind == "i32":
@@ -218,8 +225,9 @@ def _field_number(t: OperandTranslator, i: Instruction, position: int, kind: str
 
 
 def ones(t: OperandTranslator, length: Value) -> Value:
-    """So many low bits set; all of them if it is more than there are."""
+    """Return a number with `length` low bits set; all bits if it has no more than that."""
     bits = int(length.type[1:])
+    # A shift by the width is undefined in LLVM, so that case is selected.
     is_all = t.ir.compare("icmp uge", length, bits)
     amount = t.ir.select(is_all, constant(length.type, 0), length)
     some = t.ir.binary("sub", t.ir.binary("shl", constant(length.type, 1), amount), 1)

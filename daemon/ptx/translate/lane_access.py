@@ -1,8 +1,8 @@
-"""Loads and stores of many lanes at once (see access.py for what may be accessed).
+"""Loads and stores of many lanes at once (see access.py for the checks).
 
-Lanes mostly access what lies side by side. Whether they do is seen from the register that holds their addresses: then
-the first and the last granule are checked, and one masked vector is moved. Else a function takes one lane after
-another. An address that is the same for all lanes is accessed once, as one thread would.
+Lanes mostly access neighbouring memory. The register with their addresses shows whether they do: then the first and the
+last granule are checked, and one masked vector is moved. Otherwise a function takes one lane after another. An address
+that is the same for all lanes is accessed once, as one thread would.
 """
 
 from collections.abc import Sequence
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 _SPACES = (Space.GLOBAL, Space.CONST, Space.SHARED)
 _EACH_TIME = ("volatile", "relaxed", "acquire", "release")
 
-# What happens once for each lane, even if their operands are the same.
+# Instructions that happen once for each lane, even if the lanes' operands are equal.
 _COUNTED = ("atom", "red", "cp")
 
-# What lanes may access in global memory together: three granules have a part of it at most.
+# The most that lanes may access together in global memory: it then lies in at most three granules.
 _MOST_BYTES = 2 * GRANULE_BYTES
 
 _WORD_BYTES = 4
@@ -49,7 +49,7 @@ def is_private(i: Instruction) -> bool:
     if i.opcode == "ld":
         return not _is_shared_load(i)
     if i.opcode == "cvta":
-        # Each lane's local memory lies elsewhere.
+        # Each lane's local memory is elsewhere.
         return "local" in i.modifiers
     return i.opcode in _COUNTED
 
@@ -60,10 +60,11 @@ def _is_shared_load(i: Instruction) -> bool:
 
 
 def translate_access(t: "LaneTranslator", i: Instruction, m: Modifiers) -> bool:
-    """Translate a load or store of lanes whose addresses differ; False for any other instruction.
+    """Translate a load or store of lanes with different addresses; False for any other instruction.
 
-    Raises NotWide if it is to be done lane by lane.
+    Raises NotWide if it must be done lane by lane.
     """
+    # Step 1: what other translations do better: copies, and accesses that must happen one by one.
     if i.opcode == "cp":
         return translate_copy(t, i, m)
     if i.opcode in _COUNTED:
@@ -72,16 +73,19 @@ def translate_access(t: "LaneTranslator", i: Instruction, m: Modifiers) -> bool:
         return False
     if not set(_EACH_TIME).isdisjoint(i.modifiers):
         raise NotWide
+    # Step 2: an address without a register is equal for all lanes, except in their own memory.
     operand = i.operands[0 if i.opcode == "st" else 1]
     if not isinstance(operand, Address) or not isinstance(operand.base, Register):
         if i.opcode == "ld" and is_private(i):
             raise NotWide
         return False
     space = Space(m.get("space").split("::")[0] or "generic")
+    # Step 3: so is an address in a register that does not vary.
     if not is_wide(t.read(operand.base, address_type(t, operand.base))):
         if space not in (*_SPACES, Space.PARAM):
             raise NotWide
         return False
+    # Step 4: the addresses differ. What may span more granules than are checked together goes lane by lane.
     check_policy(t, i, m, 2)
     moved = elements(t, m, i.operands[1 if i.opcode == "st" else 0])
     is_long = space is not Space.SHARED and t.ir.lanes * m.scalar().size * len(moved) > _MOST_BYTES
@@ -93,7 +97,7 @@ def translate_access(t: "LaneTranslator", i: Instruction, m: Modifiers) -> bool:
 
 
 class _Access:
-    """A load or store for each lane, of a scalar or a few; vectors of all hold the first lane's first."""
+    """A load or store for each lane, of one or a few scalars; a vector of all has the first lane's scalars first."""
 
     def __init__(self, t: "LaneTranslator", operand: Address, base: Register, what: tuple[Space, Scalar, int]) -> None:
         self.t, self.ir = t, t.ir
@@ -101,19 +105,21 @@ class _Access:
         self._size = self._scalar.size * self._count
         self._base = t.read(base, address_type(t, base))
         self._offset = operand.offset
+        # A window's 32-bit addresses wrap, so the offset is added in 32 bits.
         if self._space is Space.SHARED and base.type.bits == 32:
             self._base, self._offset = add_wrapping(t.ir, self._base, operand.offset), 0
         self._kind = f"i{self._scalar.bits}"
         self._vector = f"<{t.ir.lanes * self._count} x {self._kind}>"
-        # Hosts of 256-bit vectors can't mask these; LLVM would write a branch for each lane.
+        # Hosts with 256-bit vectors can't mask elements this narrow; LLVM would write a branch for each lane.
         self._is_narrow = self._scalar.bits < 32
 
     def translate(self, moved: Sequence[Operand], *, stores: bool) -> None:
-        """Both ways, and which is taken."""
+        """Write both ways to move the elements, and the choice between them."""
         t, ir = self.t, self.ir
         values = [t.to_bits(t.read_wide(one, self._scalar), self._scalar) for one in moved] if stores else []
         value = self._interleave(values) if stores else None
         address = self._first_address()
+        # Together: neighbouring addresses, all of them allowed, and for narrow elements all lanes present.
         flag = ir.binary("and", self._side_by_side(), self._is_valid(address))
         if self._is_narrow:
             flag = ir.binary("and", flag, ir.compare("icmp eq", t.mask, -1))
@@ -122,10 +128,12 @@ class _Access:
         ir.block(together)
         quick = self._move_together(address, value)
         ir.branch(done)
+        # Apart: one lane after another, through memory.
         ir.block(apart)
         slow, last = self._move_each(value)
         ir.branch(done)
         ir.block(done)
+        # Results of a load meet here.
         if value is None:
             phi = f"phi {self._vector} [ {quick.text}, %{together} ], [ {slow.text}, %{last} ]"
             loaded = ir.wide_value(self._kind, phi)
@@ -134,12 +142,12 @@ class _Access:
                 t.write_wide(element, self._scalar, result)
 
     def _interleave(self, values: Sequence[Value]) -> Value:
-        """The lanes' values as one vector."""
+        """Combine the lanes' values into one vector, each lane's together."""
         ir = self.ir
         if len(values) == 1:
             return ir.widen(values[0])
         whole, lanes = [ir.widen(value).text for value in values], ir.lanes
-        # Pairs of vectors end to end until one is left, then each lane's values together.
+        # Concatenate pairs of vectors until one is left, then reorder it by lanes.
         width = lanes
         while len(whole) > 1:
             order = ", ".join(f"i32 {n}" for n in range(2 * width))
@@ -154,7 +162,7 @@ class _Access:
         return ir.wide_value(self._kind, pick)
 
     def _part(self, loaded: Value, number: int) -> Value:
-        """Return one part of each lane's values."""
+        """Extract one scalar of each lane from the vector of all."""
         if self._count == 1:
             return loaded
         order = ", ".join(f"i32 {lane * self._count + number}" for lane in range(self.ir.lanes))
@@ -162,27 +170,29 @@ class _Access:
         return self.ir.wide_value(self._kind, pick)
 
     def _first_address(self) -> Value:
-        """Return the first lane's address, or the one it would have, as i64."""
+        """Return the first lane's address as i64, or the address it would have if it took part."""
         first = self.ir.resize(self.ir.first(self._base), "i64", signed=False)
         return self.ir.binary("add", first, self._offset)
 
     def _side_by_side(self) -> Value:
-        """Compute whether each lane that takes part accesses the place behind the lane before."""
+        """Compute whether each lane that takes part accesses the place right after the lane before it."""
         ir, kind = self.ir, self._base.type
         first = ir.first(self._base)
         numbers = ir.each(kind, self._size)
+        # Compare with the first lane's address plus the lane's distance; absent lanes are taken to agree.
         same = ir.compare("icmp eq", self._base, ir.binary("add", ir.widen(first), numbers))
         absent = ir.binary("xor", self.t.mask, -1)
         every = ir.compare("icmp eq", ir.binary("or", ir.mask_of(same), absent), -1)
         if kind == "i64":
             return every
-        # 32-bit addresses are extended before they are used, so they must not have wrapped.
+        # 32-bit addresses are extended before use, so no lane's may have wrapped.
         most = 2**32 - self._size * ir.lanes
         return ir.binary("and", every, ir.compare("icmp ule", first, most))
 
     def _is_valid(self, address: Value) -> Value:
         """Compute whether everything from the first to the last lane that takes part may be accessed."""
         ir, size, mask = self.ir, self._size, self.t.mask
+        # The first and last lanes of the mask, and their addresses.
         before = ir.intrinsic(f"llvm.cttz.{mask.type}", mask.type, mask, constant("i1", 0))
         behind = ir.intrinsic(f"llvm.ctlz.{mask.type}", mask.type, mask, constant("i1", 0))
         after = ir.binary("sub", constant(mask.type, ir.lanes - 1), behind)
@@ -194,7 +204,7 @@ class _Access:
             limit = window_limit(self.t, self._space)
             ends = window_is_valid(ir, low, size, limit), window_is_valid(ir, high, size, limit)
             return ir.binary("and", *ends)
-        # Of a granule what comes first is there: the last access in it decides for all in it.
+        # A granule's bytes exist from its start, so the last access in each granule decides for all in it.
         edge = ir.binary("sub", ir.binary("or", low, GRANULE_BYTES - 1), size - 1)
         valid = global_is_valid(ir, high, size)
         for distance in range(0, ir.lanes * size, GRANULE_BYTES):
@@ -210,11 +220,13 @@ class _Access:
     def _move_together(self, address: Value, value: Value | None) -> Value:
         ir, vector, pointer = self.ir, self._vector, self._pointer(address)
         place = f"ptr align {self._size} {pointer.text}"
+        # Narrow elements come here only with all lanes present, so no mask is needed.
         if self._is_narrow:
             if value is None:
                 return ir.wide_value(self._kind, f"load {vector}, {pointer}, align {self._size}")
             ir.raw(f"store {vector} {value.text}, {pointer}, align {self._size}")
             return value
+        # LLVM's masked load and store never touch the memory of absent lanes.
         flags = self._flags()
         flag_type = f"<{ir.lanes * self._count} x i1>"
         name = f"v{ir.lanes * self._count}{self._kind}.p0"
@@ -229,7 +241,7 @@ class _Access:
         return value
 
     def _flags(self) -> Value:
-        """Return which elements take part."""
+        """Return a flag for each element: whether its lane takes part."""
         ir, flags = self.ir, self.ir.flags_of(self.t.mask)
         if self._count == 1:
             return flags
@@ -239,19 +251,20 @@ class _Access:
         return ir.wide_value("i1", f"shufflevector {kind} {flags.text}, {kind} poison, <{width} x i32> <{order}>")
 
     def _move_each(self, value: Value | None) -> tuple[Value, str]:
-        """Through memory; what was loaded, and the block that is in."""
+        """Move lane by lane, through memory; returns the values loaded, and the label of the block after the call."""
         values = self._values()
         self.ir.raw(f"store {self._vector} {value.text if value else 'zeroinitializer'}, {values}")
         last = self._call_each(values, is_store=value is not None)
         return self.ir.wide_value(self._kind, f"load {self._vector}, {values}"), last
 
     def _values(self) -> Value:
-        """Return memory for what the lanes load or store, each lane's parts together."""
+        """Return memory for what the lanes load or store, each lane's scalars together."""
         return self.t.room(f"values.{self._kind}.{self._count}", self._vector)
 
     def _call_each(self, values: Value, *, is_store: bool) -> str:
-        """Call the function for all such accesses, which moves one lane after another; the block behind it."""
+        """Call the function that moves one lane after another; returns the label of the block after the call."""
         t, ir = self.t, self.ir
+        # The function gets the lanes' addresses in memory, and the window for shared memory.
         wide = ir.binary("add", ir.resize(self._base, "i64", signed=False), self._offset)
         addresses = t.room("addresses", ir.wide_type("i64"))
         ir.raw(f"store {ir.whole(wide)}, {addresses}")
@@ -263,6 +276,7 @@ class _Access:
         return t.call_each(name, (ENVIRONMENT, base, limit, addresses, values, t.mask, line))
 
     def _require_function(self, *, is_store: bool) -> str:
+        # One function for each direction, space, size and width; the module has it once.
         name = f"{'store' if is_store else 'load'}_{self._space.value}_{self._size}_{self.ir.lanes}"
         declarations: set[str] = set()
         body = IrWriter(declarations)
@@ -277,25 +291,29 @@ class _Access:
 
 
 class _LongAccess(_Access):
-    """An access of two or four words for each lane: a function shuffles them, as vectors of all take LLVM long."""
+    """An access of two or four words for each lane, shuffled in a function: vectors of all lanes take LLVM long."""
 
     def translate(self, moved: Sequence[Operand], *, stores: bool) -> None:
-        """Both ways: where all lanes lie side by side, and through memory of the function's."""
+        """Write both ways: for lanes side by side at once, for others through the function's memory."""
+        # Step 1: registers are laid out in memory, one after another.
         t, ir = self.t, self.ir
         parts = t.room(f"parts.{self._kind}.{self._count}", f"[{self._count} x {ir.wide_type(self._kind)}]")
         places = [ir.offset(parts, ir.lanes * self._scalar.size * number) for number in range(self._count)]
         if stores:
             for one, place in zip(moved, places, strict=True):
                 ir.raw(f"store {ir.whole(t.to_bits(t.read_wide(one, self._scalar), self._scalar))}, {place}")
+        # Step 2: the choice, as for short accesses, but only if all lanes are present.
         address = self._first_address()
         flag = ir.binary("and", self._side_by_side(), self._is_valid(address))
         flag = ir.binary("and", flag, ir.compare("icmp eq", t.mask, -1))
         together, apart, done = (ir.fresh(stem) for stem in ("together", "apart", "accessed"))
         ir.branch_if(flag, together, apart, extra=LIKELY)
+        # Step 3, together: the function moves between the registers' layout and the lanes' memory.
         ir.block(together)
         self._move(self._pointer(address), parts, stores=stores)
         ir.branch(done)
         ir.block(apart)
+        # Step 3, apart: it moves through a buffer in the lanes' layout.
         values = self._values()
         if stores:
             self._move(values, parts, stores=True)
@@ -304,13 +322,14 @@ class _LongAccess(_Access):
             self._move(values, parts, stores=False)
         ir.branch(done)
         ir.block(done)
+        # Step 4: loaded registers come back.
         if not stores:
             for one, place in zip(moved, places, strict=True):
                 value = ir.wide_value(self._kind, f"load {ir.wide_type(self._kind)}, {place}")
                 t.write_wide(one, self._scalar, t.from_bits(value, self._scalar))
 
     def _move(self, lanes: Value, parts: Value, *, stores: bool) -> None:
-        """Between where a lane's values lie together and where those of all lanes do."""
+        """Move between the lanes' layout, each lane's values together, and the registers' layout."""
         ir = self.ir
         name = f"{'join' if stores else 'spread'}_{self._count}_{self._kind}_{ir.lanes}"
         body = IrWriter(set())
@@ -321,12 +340,13 @@ class _LongAccess(_Access):
 
 
 def _move_eights(ir: IrWriter, what: tuple[int, int, int], *, joins: bool) -> None:
-    """A function's body that moves the values of eight lanes at a time."""
+    """Write the body of a function that moves the values of eight lanes at a time."""
     count, size, lanes = what
     one, all_ = f"<8 x i{8 * size}>", f"<{8 * count} x i{8 * size}>"
     for eight in range(0, lanes, 8):
         together = ir.offset(Value("ptr", "%lanes"), eight * count * size)
         places = [ir.offset(Value("ptr", "%parts"), (lanes * part + eight) * size) for part in range(count)]
+        # Spreading: one load of eight lanes, then one shuffle and store for each register.
         if not joins:
             whole = ir.load(all_, together, extra=f", align {count * size}")
             for part, place in enumerate(places):
@@ -334,6 +354,7 @@ def _move_eights(ir: IrWriter, what: tuple[int, int, int], *, joins: bool) -> No
                 shuffle = f"shufflevector {whole}, {all_} poison, <8 x i32> <{order}>"
                 ir.emit(f"store {ir.value(one, shuffle)}, {place}, align 8")
             continue
+        # Joining: concatenate the registers' parts, and reorder them by lanes.
         held, width = [ir.load(one, place, extra=", align 8") for place in places], 8
         while len(held) > 1:
             order = ", ".join(f"i32 {n}" for n in range(2 * width))
@@ -348,14 +369,16 @@ def _move_eights(ir: IrWriter, what: tuple[int, int, int], *, joins: bool) -> No
 
 
 def _access_each(ir: IrWriter, space: Space, size: int, mask_type: str, *, is_store: bool) -> None:
-    """A function's body that accesses for one lane after another; it returns the first that may not, or `NO_LANE`."""
+    """Write a function body that takes one lane after another; it returns the first that may not, or `NO_LANE`."""
     kind = f"i{8 * size}"
+    # The lanes left are the bits of a mask; the lowest one is next.
     ir.block("head")
     left = Value(mask_type, "%left")
     ir.lines.append(f"  {left.text} = phi {mask_type} [ %mask, %entry ], [ %rest, %moved ]")
     lane = ir.intrinsic(f"llvm.cttz.{mask_type}", mask_type, left, constant("i1", 0))
     index = ir.resize(lane, "i64", signed=False)
     address = ir.load("i64", ir.offset(Value("ptr", "%addresses"), ir.binary("shl", index, 3)))
+    # Check as for a single thread.
     access = Access.STORE if is_store else Access.LOAD
     if space is Space.SHARED:
         valid = window_is_valid(ir, address, size, Value("i64", "%limit"))
@@ -364,10 +387,12 @@ def _access_each(ir: IrWriter, space: Space, size: int, mask_type: str, *, is_st
     else:
         pointer = reach_global(ir, address, global_is_valid(ir, address, size), (size, access), "failed")
         ir.branch("moved")
+    # A fault ends the loop, and names the lane.
     ir.block("failed")
     details = ", ".join(f"i32 {number}" for number in (size, access, SPACE_NUMBERS[space]))
     ir.emit(f"call void @{RECORD_FAULT}({ENVIRONMENT}, {address}, {details}, i32 %line)")
     ir.ret_value(ir.resize(lane, "i32", signed=False))
+    # Move, then clear the lane's bit.
     ir.block("moved")
     held = ir.offset(Value("ptr", "%values"), ir.binary("mul", index, size))
     source, into = (held, pointer) if is_store else (pointer, held)

@@ -1,4 +1,4 @@
-"""Asynchronous copies of many lanes at once (async_copies.py), by one function for all of a size.
+"""Asynchronous copies of many lanes at once (async_copies.py), by one function for each size.
 
 The function takes one lane after another. Neighbours mostly copy from the same granule, which is checked once.
 """
@@ -26,18 +26,19 @@ from gpulease.daemon.ptx.translate.operand_values import ENVIRONMENT
 if TYPE_CHECKING:
     from gpulease.daemon.ptx.translate.lanes import LaneTranslator
 
-# No number of bytes that are taken: no granule has been checked.
+# Equal to no number of bytes: no granule has been checked yet.
 _NO_SIZE = -1
 
 
 def translate_copy(t: "LaneTranslator", i: Instruction, m: Modifiers) -> bool:
-    """Translate a copy that a thread's own instruction makes; False for any other instruction."""
+    """Translate a `cp.async`; False for any other instruction."""
     if i.opcode != "cp" or "into" not in m:
         return False
     size = copied_bytes(t, i, m)
     count = len(i.operands) - ("policy" in m)
     check_policy(t, i, m, 3 if count == 3 else 4)
     taken = constant("i32", size) if count == 3 else bytes_taken(t, i.operands[3], size)
+    # The function reads the lanes' addresses and sizes from memory.
     into, source = (_laid_out(t, name, _address(t, i.operands[n], space)) for n, name, space in _ENDS)
     counts = _laid_out(t, "taken", taken)
     name = _require_function(t, size)
@@ -67,7 +68,7 @@ def _address(t: "LaneTranslator", operand: Operand, space: Space) -> Value:
 
 
 def _laid_out(t: "LaneTranslator", name: str, value: Value) -> Value:
-    """The lanes' values in memory, one behind the other."""
+    """Store the lanes' values to memory, one after another; returns where."""
     room = t.room(name, t.ir.wide_type(value.type))
     t.ir.raw(f"store {t.ir.whole(value)}, {room}")
     return room
@@ -88,14 +89,16 @@ def _require_function(t: "LaneTranslator", size: int) -> str:
 
 
 def _copy_each(ir: IrWriter, size: int, mask_type: str) -> None:
-    """A function's body that copies for one lane after another; it returns the first that may not, or `NO_LANE`."""
+    """Write a function body that takes one lane after another; it returns the first that may not, or `NO_LANE`."""
     kind, shift = f"i{8 * size}", size.bit_length() - 1
+    # Loop state: the lanes left, the granule last checked, and its size if all of it exists.
     slots = ir.binary("lshr", Value("i64", "%limit"), shift)
     ir.block("head")
     ir.lines.append(f"  %left = phi {mask_type} [ %mask, %entry ], [ %rest, %next ]")
     ir.lines.append("  %granule = phi i64 [ 0, %entry ], [ %granule.next, %next ]")
     ir.lines.append(f"  %whole = phi i32 [ {_NO_SIZE}, %entry ], [ %whole.next, %next ]")
     left, granule, whole = Value(mask_type, "%left"), Value("i64", "%granule"), Value("i32", "%whole")
+    # The next lane's operands.
     lane = ir.intrinsic(f"llvm.cttz.{mask_type}", mask_type, left, constant("i1", 0))
     index = ir.resize(lane, "i64", signed=False)
     place = ir.load("i64", ir.offset(Value("ptr", "%into"), ir.binary("shl", index, 3)))
@@ -103,18 +106,20 @@ def _copy_each(ir: IrWriter, size: int, mask_type: str) -> None:
     taken = ir.load("i32", ir.offset(Value("ptr", "%taken"), ir.binary("shl", index, 2)))
     wanted = ir.cast("zext", taken, "i64")
     pointer = ir.offset(Value("ptr", "%base"), place)
-    # One comparison: of a place that is not aligned the low bits come to be the highest.
+    # One comparison checks alignment and bounds: rotated, the low bits of an unaligned place become the highest.
     slot = ir.intrinsic("llvm.fshr.i64", "i64", place, place, constant("i64", shift))
     ir.branch_if(ir.compare("icmp ult", slot, slots), "inside", "outside", extra=LIKELY)
     ir.block("inside")
-    # Another: the granule is that which was checked, the address is aligned, and all bytes are taken.
+    # Another one suffices if the granule is the one just checked, the address is aligned, and all bytes are taken.
     differs = ir.binary("and", ir.binary("xor", address, granule), ~(GRANULE_BYTES - size))
     differs = ir.binary("or", differs, ir.cast("zext", ir.binary("xor", taken, whole), "i64"))
     ir.branch_if(ir.compare("icmp eq", differs, 0), "known", "unknown")
+    # Known: copy at once.
     ir.block("known")
     known = ir.load(kind, ir.cast("inttoptr", address, "ptr"), extra=f", align {size}")
     ir.emit(f"store {known}, {pointer}, align {size}")
     ir.branch("next")
+    # Unknown: nothing to copy, or a check of this address, which also finds out about its whole granule.
     ir.block("unknown")
     ir.branch_if(ir.compare("icmp eq", taken, 0), "none", "some")
     ir.block("none")
@@ -126,14 +131,17 @@ def _copy_each(ir: IrWriter, size: int, mask_type: str) -> None:
     is_whole = global_is_valid(ir, own, GRANULE_BYTES)
     found = ir.select(is_whole, constant("i32", size), constant("i32", _NO_SIZE))
     source = reach_global(ir, address, valid, (size, Access.LOAD), "missing")
+    # Bytes that are not taken become zeros.
     unwanted = ir.binary("sub", constant("i64", 8 * size), ir.binary("shl", wanted, 3))
     mask = ir.binary("lshr", Value(kind, "-1"), ir.resize(unwanted, kind, signed=False))
     value = ir.load(kind, source, extra=f", align {size}")
     ir.emit(f"store {ir.binary('and', value, mask)}, {pointer}, align {size}")
     ir.block("copied")
     ir.branch("next")
+    # Two faults: the destination is outside of shared memory, or the source may not be read.
     _fail(ir, "outside", lane, place, (size, Access.STORE, SPACE_NUMBERS[Space.SHARED]))
     _fail(ir, "missing", lane, address, (size, Access.LOAD, SPACE_NUMBERS[Space.GLOBAL]))
+    # The next lane: what is known of the granule depends on the way here.
     ir.block("next")
     for kept, fresh in ((granule, own), (whole, found)):
         ways = f"[ {kept.text}, %known ], [ {kept.text}, %none ], [ {fresh.text}, %copied ]"
@@ -146,7 +154,7 @@ def _copy_each(ir: IrWriter, size: int, mask_type: str) -> None:
 
 
 def _fail(ir: IrWriter, label: str, lane: Value, address: Value, what: tuple[int, Access, int]) -> None:
-    """The block in which a copy ends that may not be: it leaves the fault behind, and returns whose it is."""
+    """Write the block in which a forbidden copy ends: it records the fault, and returns the lane."""
     ir.block(label)
     details = ", ".join(f"i32 {number}" for number in what)
     ir.emit(f"call void @{RECORD_FAULT}({ENVIRONMENT}, {address}, {details}, i32 %line)")

@@ -1,7 +1,7 @@
 """Operations of a warp's lanes on one another's values, made at once (PTX ISA sections 9.7.9.6 and 9.7.13).
 
-They mean what warp.py's do. All members that have not ended take part where an instruction stands that uniformity.py
-lets lanes meet at; else those that do not would wait for a barrier, and the others for them for ever: a fault.
+They mean what warp.py's do. Where uniformity.py lets lanes meet at an instruction, all members that have not ended take
+part. If some do not, they would wait at a barrier, and the others for them forever, which is a fault.
 """
 
 from collections.abc import Sequence
@@ -23,15 +23,16 @@ from gpulease.daemon.ptx.translate.warp import has_lane, source_lane, two_result
 if TYPE_CHECKING:
     from gpulease.daemon.ptx.translate.lanes import LaneTranslator
 
+# Instructions of this module; those with a result that is equal for all lanes.
 EXCHANGES = MATRICES | {"shfl", "vote", "redux", "elect", "activemask"}
 _SAME_FOR_ALL = ("vote", "redux", "activemask")
 
 _WORD = SCALARS["b32"]
 
-# What leaves a reduction as it is.
+# Values that do not change a reduction's result, for lanes that do not take part.
 _NEUTRAL = {"add": 0, "or": 0, "xor": 0, "umax": 0, "and": -1, "umin": -1, "smin": 2**31 - 1, "smax": -(2**31)}
 
-# The indices of threads from one on, x fastest: for warps that lie in several rows.
+# The indices of 32 threads from a given one, x fastest: for warps that span several rows.
 _INDICES_IR = """
 define internal void @indices(i32 %x, i32 %y, i32 %z, i32 %width, i32 %height, ptr %into) noinline {
 entry:
@@ -75,25 +76,29 @@ def kinds_of(body: Sequence[Instruction]) -> Kinds:
 
 
 def open_warp(opening: VectorWriter) -> None:
-    """Name the indices and numbers of a warp's threads; the arguments are the first one's."""
+    """Name the indices and numbers of a warp's threads; the arguments are the first thread's."""
+    # Step 1: the threads' numbers in their block.
     launch = Value("ptr", "%launch")
     first = [Value("i32", f"%tid.{axis}") for axis in "xyz"]
     width, height = (_size(opening, launch, axis) for axis in range(2))
     rows = opening.binary("add", opening.binary("mul", first[2], height), first[1])
     flat = opening.binary("add", opening.binary("mul", rows, width), first[0])
-    # A warp begins at a multiple of 32, which only this spelling tells LLVM.
+    # A warp begins at a multiple of 32. LLVM sees that only in this spelling.
     start = opening.binary("shl", opening.binary("lshr", flat, 5), 5)
     opening.raw(f"%wide.flat = or {opening.whole(start)}, {opening.each('i32').text}")
+    # Step 2: do all lanes lie in the first one's row?
     absent = opening.intrinsic("llvm.ctlz.i32", "i32", Value("i32", "%given"), constant("i1", 0))
     last = opening.binary("sub", opening.binary("add", first[0], 32), absent)
     in_row = opening.compare("icmp ule", last, width)
     opening.require(_INDICES_IR)
     opening.emit("%indices = alloca [3 x [32 x i32]], align 64")
     opening.branch_if(in_row, "row", "rows")
+    # In one row, x counts up, and y and z are the same.
     opening.block("row")
     along = opening.wide_value("i32", f"add {opening.whole(first[0])}, {opening.each('i32').text}")
     near = [along, opening.widen(first[1]), opening.widen(first[2])]
     opening.branch("placed")
+    # In several rows, a loop computes all three indices.
     opening.block("rows")
     opening.emit(f"call void @indices({', '.join(map(str, (*first, width, height)))}, ptr %indices)")
     far = []
@@ -111,7 +116,7 @@ def _size(opening: IrWriter, launch: Value, axis: int) -> Value:
 
 
 def translate_exchange(t: "LaneTranslator", i: Instruction, m: Modifiers) -> None:
-    """Translate an exchange of the lanes that take part. Raises NotTogether."""
+    """Translate an exchange of the lanes that take part. Raises NotTogether if the mask varies."""
     match i.opcode:
         case "shfl":
             _shuffle(t, i, m)
@@ -122,6 +127,7 @@ def translate_exchange(t: "LaneTranslator", i: Instruction, m: Modifiers) -> Non
         case "elect":
             _elect(t, i)
         case "activemask":
+            # Lanes that run together are those that are here.
             t.write(i.operands[0], _WORD, t.mask)
         case opcode if opcode in MATRICES:
             _await(t, constant("i32", -1))
@@ -131,13 +137,15 @@ def translate_exchange(t: "LaneTranslator", i: Instruction, m: Modifiers) -> Non
 
 
 def _meet(t: "LaneTranslator", operand: Operand) -> Value:
-    """The members that have not ended, all of which must be here, and each lane be one."""
+    """Return the members that have not ended. Faults if one is missing, or a lane here is not a member."""
     ir = t.ir
     members = t.read(operand, _WORD)
+    # Lanes with different masks would be several exchanges at once.
     if is_wide(members):
         raise NotTogether
     wide, blamed = ir.cast("zext", members, "i64"), ir.blamed
     outside = ir.binary("and", t.mask, ir.binary("xor", members, -1))
+    # The fault names the first lane that lacks itself in its mask.
     ir.blamed = ir.intrinsic("llvm.cttz.i32", "i32", outside, constant("i1", 0))
     fail_unless(t, ir.compare("icmp eq", outside, 0), Access.NO_MEMBER, Space.GENERIC, wide, 0)
     ir.blamed = blamed
@@ -145,7 +153,7 @@ def _meet(t: "LaneTranslator", operand: Operand) -> Value:
 
 
 def _await(t: "LaneTranslator", members: Value) -> Value:
-    """The lanes that are here; a fault if members are not that have not ended."""
+    """Return the lanes that are here. Faults if a member that has not ended is missing."""
     ir, wide = t.ir, t.ir.cast("zext", members, "i64")
     missing = ir.binary("and", ir.binary("and", members, t.alive()), ir.binary("xor", t.mask, -1))
     fail_unless(t, ir.compare("icmp eq", missing, 0), Access.EXCHANGE, Space.GENERIC, wide, 0)
@@ -155,9 +163,11 @@ def _await(t: "LaneTranslator", members: Value) -> Value:
 def _shuffle(t: "LaneTranslator", i: Instruction, m: Modifiers) -> None:
     ir = t.ir
     distance, bounds = i.operands[2:4]
+    # A butterfly with a constant distance is a constant shuffle.
     if m["mode"] == "bfly" and isinstance(distance, Integer) and bounds == Integer(WARP_THREADS - 1):
         _cross(t, i, distance.value % WARP_THREADS)
         return
+    # In general each lane reads another's word from memory, by a gather that gives 0 for absent lanes.
     own = t.read(i.operands[1], _WORD)
     source, inside = source_lane(t, m["mode"], t.read(i.operands[2], _WORD), t.read(i.operands[3], _WORD))
     group = _meet(t, i.operands[4])
@@ -176,7 +186,7 @@ def _shuffle(t: "LaneTranslator", i: Instruction, m: Modifiers) -> None:
 
 
 def _cross(t: "LaneTranslator", i: Instruction, distance: int) -> None:
-    """Take a value from the lane whose number differs in some bits; of one that is not there, 0."""
+    """Take a value from the lane with a number that differs in some constant bits; from an absent lane, take 0."""
     ir = t.ir
     own = t.read(i.operands[1], _WORD)
     there = ir.flags_of(_meet(t, i.operands[4]))
@@ -197,6 +207,7 @@ def _vote(t: "LaneTranslator", i: Instruction, m: Modifiers) -> None:
     ir = t.ir
     flag = t.read(i.operands[1], PREDICATE)
     group = _meet(t, i.operands[2])
+    # The ballot is the flags as an integer, without lanes that do not take part.
     ballot = ir.binary("and", ir.mask_of(flag), group)
     if "ballot" in i.modifiers:
         t.write(i.operands[0], _WORD, ballot)
@@ -212,6 +223,7 @@ def _reduce(t: "LaneTranslator", i: Instruction, m: Modifiers) -> None:
         operation = ("s" if scalar.is_signed else "u") + operation
     value = t.read(i.operands[1], scalar)
     flags = ir.flags_of(_meet(t, i.operands[2]))
+    # Other lanes contribute a value that changes nothing, then LLVM reduces the vector.
     held = ir.select(flags, value, constant("i32", _NEUTRAL[operation]))
     name, kind = f"llvm.vector.reduce.{operation}.v{ir.lanes}i32", ir.wide_type("i32")
     ir.require(f"declare i32 @{name}({kind})")

@@ -20,11 +20,11 @@ _HELD_BITS = {1: 8, 8: 8, 16: 16, 32: 32, 64: 64, 128: 128}
 
 
 class LaneRegisters(BodyTranslator):
-    """State of the lanes at the current instruction, and access to their registers.
+    """The lanes' state at the current instruction, and access to their registers.
 
     Attributes:
         mask: The lanes that take part.
-        local_step: How far the lanes' windows of local memory are apart.
+        local_step: The distance between the lanes' windows of local memory, in bytes.
     """
 
     ir: VectorWriter
@@ -32,22 +32,22 @@ class LaneRegisters(BodyTranslator):
     local_step: int
     _lanes: Uniformity
     _mask_type: str
-    # Registers that some block needs, as bits.
+    # Registers that some block needs at its start, as bits.
     _shared: int
-    # Memory of the function's: names and types.
+    # The function's memory: names and types.
     _rooms: set[tuple[str, str]]
-    # While one lane runs: its number, and where the registers of all are.
+    # While one lane runs: its number, and where the registers of all lanes are.
     _lane: Value | None
     _rooms_of: dict[int, Value]
-    # Whether none but ended lanes are missing; whether the instruction is under a guard that varies.
+    # Whether only ended lanes are missing; whether the instruction is under a guard that varies.
     _takes_all: bool
     _is_guarded: bool
-    # Whether a block is one group, which waits for nobody.
+    # Whether a block is a single group, which has no other group to wait for.
     _is_alone: bool
 
     def _take(self, mask: Value) -> None:
-        """From here on these lanes take part."""
         self.mask = mask
+        # A fault that concerns all lanes names the first.
         self.ir.blamed = self._first_lane(mask)
 
     def _first_lane(self, mask: Value) -> Value:
@@ -56,24 +56,23 @@ class LaneRegisters(BodyTranslator):
         )
 
     def room(self, name: str, kind: str) -> Value:
-        """Memory of the function's, one of a name."""
+        """Reserve memory in the function under a name, once per name."""
         self._rooms.add((f"%{name}", kind))
         return Value("ptr", f"%{name}")
 
     def alive(self) -> Value:
-        """The lanes that have not ended, or all that take part where none else are left."""
+        """Return the lanes that have not ended; the mask itself while all of those take part."""
         return self.mask if self._takes_all else self.ir.load(self._mask_type, ALIVE)
 
     def fail_lane(self, lane: Value) -> None:
-        """End the kernel with a fault that is a lane's."""
         before, self.ir.blamed = self.ir.blamed, lane
         self.ir.ret(Status.FAULT)
         self.ir.blamed = before
 
     def call_each(self, name: str, given: Iterable[Value]) -> str:
-        """Call a function that acts for one lane after another, and end the kernel if one may not.
+        """Call a function that acts for one lane after another, and end the kernel if a lane's access is not allowed.
 
-        Such a function returns the lane that may not, or `NO_LANE`. Returns the block behind the call.
+        Such a function returns that lane, or `NO_LANE`. Returns the label of the block after the call.
         """
         ir = self.ir
         failed = ir.value("i32", f"call i32 @{name}({', '.join(map(str, given))})")
@@ -85,7 +84,7 @@ class LaneRegisters(BodyTranslator):
         return fine
 
     def local_window(self) -> Value:
-        """Return the address at which the lane's local memory begins."""
+        """Return the address at which the current lane's local memory begins. Raises NotWide outside of a lane."""
         if self._lane is None:
             raise NotWide
         distance = self.ir.binary("mul", self.ir.resize(self._lane, "i64", signed=False), self.local_step)
@@ -93,7 +92,7 @@ class LaneRegisters(BodyTranslator):
 
     @contextmanager
     def _as_lane(self, lane: Value, rooms: dict[int, Value]) -> Iterator[None]:
-        """Registers, indices and local memory are one lane's."""
+        """Within, registers, indices and local memory are those of one lane."""
         ir = self.ir
         blamed, self._rooms_of = ir.blamed, rooms
         self._lane = ir.blamed = ir.lane = lane
@@ -110,12 +109,14 @@ class LaneRegisters(BodyTranslator):
         if not self._varies(register):
             return super()._load(register)
         kind = f"i{register.type.bits}"
+        # For all lanes a vector; for one lane its element, which was spilled to memory.
         if self._lane is None:
             return self.ir.wide_value(kind, f"load {self.ir.wide_type(kind)}, ptr %r{register.index}")
         held = self.ir.load(_held(register), self._place(register))
         return self.ir.resize(held, kind, signed=False)
 
     def _store(self, register: Register, value: Value) -> None:
+        # A scalar register must get the same value in all lanes.
         if not self._varies(register):
             if is_wide(value) or self._lane is not None:
                 raise NotTogether
@@ -124,6 +125,7 @@ class LaneRegisters(BodyTranslator):
         if self._lane is not None:
             self.ir.store(self.ir.resize(value, _held(register), signed=False), self._place(register))
             return
+        # A lane that does not take part keeps its element, but only if something may still read it.
         is_needed = self._is_guarded or self._shared >> register.index & 1
         if is_needed and not self._takes_all:
             value = self.ir.select(self.ir.flags_of(self.mask), value, self._load(register))
@@ -133,7 +135,7 @@ class LaneRegisters(BodyTranslator):
         self.ir.raw(f"store {self.ir.whole(value)}, ptr %r{register.index}")
 
     def _place(self, register: Register) -> Value:
-        """Return the place of a lane's part of a register while lanes run one by one."""
+        """Return the address of the lane's element of a register, while lanes run one by one."""
         if self._lane is None or register.index not in self._rooms_of:
             raise NotTogether
         size = _HELD_BITS[register.type.bits] // 8
@@ -141,14 +143,13 @@ class LaneRegisters(BodyTranslator):
         return self.ir.offset(self._rooms_of[register.index], distance)
 
     def _spill(self, register: Register, number: int) -> Value:
-        """Put a register into memory."""
+        """Store a vector register to memory; returns where."""
         held, ir = _held(register), self.ir
         room = self.room(f"room{number}.{held}", ir.wide_type(held))
         ir.raw(f"store {ir.whole(ir.resize(self._load(register), held, signed=False))}, {room}")
         return room
 
     def _fetch(self, register: Register, room: Value) -> None:
-        """Take it back."""
         held, ir = _held(register), self.ir
         value = ir.wide_value(held, f"load {ir.wide_type(held)}, {room}")
         self._put(register, ir.resize(value, f"i{register.type.bits}", signed=False))
@@ -156,13 +157,15 @@ class LaneRegisters(BodyTranslator):
     # --- Waiting -----------------------------------------------------------------------------------------------
 
     def suspend(self, status: Status) -> None:
-        """Return to the block's loop, and go on behind this when called again; none but ended lanes are missing."""
+        """Return to the block's loop, and resume here when called again. Only ended lanes may be missing."""
         self.carry = None
+        # A single group has no other to wait for.
         if self._is_alone:
             return
         kept = self._kept_registers()
         resume = self.ir.fresh("resume")
         self._resumes.append(resume)
+        # Step 1: lay out the frame: where to resume, the lanes alive, then the registers, each at a whole slot.
         places, end = [], SHORT_HEAD_BYTES + SLOT_BYTES
         for register in kept:
             places.append(self.ir.offset(FRAME, end))
@@ -170,15 +173,18 @@ class LaneRegisters(BodyTranslator):
         self._saved_registers += len(kept)
         if end > MAX_LANE_FRAME_BYTES or self._saved_registers > MAX_LANE_SAVED_REGISTERS:
             raise NotTogether
+        # Step 2: save. Vectors of predicates are stored as a mask, one bit for each lane.
         for register, place in zip(kept, places, strict=True):
             value = self._load(register)
             stored = self.ir.mask_of(value) if is_wide(value) and value.type == "i1" else value
             text = self.ir.whole(stored) if is_wide(stored) else str(stored)
             self.ir.raw(f"store {text}, {place}, align {SLOT_BYTES}")
+        # Step 3: note the lanes and the place, and return.
         alive = self.ir.offset(FRAME, SHORT_HEAD_BYTES)
         self.ir.store(self.mask, alive)
         self.ir.store(constant("i32", len(self._resumes)), FRAME)
         self.ir.ret(status)
+        # Step 4: the code that runs when called again: load the registers and the mask.
         self.ir.block(resume)
         end = SHORT_HEAD_BYTES + SLOT_BYTES
         for register in kept:
@@ -204,5 +210,5 @@ class LaneRegisters(BodyTranslator):
 
 
 def _held(register: Register) -> str:
-    """As what a lane's part of a register is in memory."""
+    """Return the type of one lane's element of a register in memory."""
     return f"i{_HELD_BITS[register.type.bits]}"

@@ -2,11 +2,11 @@
 
     i32 lanes(launch, environment, frame, local, mask, tid.x, tid.y, tid.z, ctaid.x, ctaid.y, ctaid.z)
 
-The mask's bits are the threads that are there; tid.x is the first one's, and the others' follow. It returns a `Status`;
-above the low 8 bits of a fault's is the lane whose it is. Blocks stand in PTX's order, each with a mask of the lanes
-that wait for it. Of those the earliest always runs next, so lanes that a branch has parted meet again where its ways
-do (uniformity.py). Registers that are the same for all lanes are scalars, others vectors; of these a lane that does not
-take part keeps its part, if it can still need it. What can't be written for vectors is run lane by lane.
+The mask's bits are the threads that exist; tid.x is the first one's, and the others' follow. It returns a `Status`;
+for a fault, the bits above the low 8 are the lane at fault. Blocks stand in PTX's order, each with a mask of the lanes
+that wait for it. The earliest of those blocks always runs next, so lanes that a branch separated meet again where its
+ways do (uniformity.py). Registers that are equal in all lanes are scalars, others vectors. In a vector, a lane that
+does not take part keeps its element if it may still need it. What can't be written for vectors is run lane by lane.
 """
 
 from collections.abc import Callable
@@ -30,18 +30,18 @@ from gpulease.daemon.ptx.translate.uniformity import Unordered, leaves_at, unifo
 from gpulease.daemon.ptx.translate.vectors import NotTogether, NotWide, VectorWriter, is_wide
 from gpulease.daemon.ptx.translate.waits import WAITING, Waits, find_waits
 
-# How many threads run together: what one register of the widest hosts holds of 32-bit numbers.
+# How many threads run together: as many as the widest hosts' registers hold of 32-bit numbers.
 LANES = 16
 
-# Local windows of a block lie side by side; each begins as aligned as any variable may ask for.
+# Local windows of a block lie side by side; each is aligned as strictly as any variable may ask.
 LOCAL_STEP = 256
 
-# Whose instructions have an effect, and can be run lane by lane.
+# Opcodes that have an effect, and can be run lane by lane.
 _MEMORY = ("ld", "st", "atom", "red", "cp", "membar", "fence", "prefetch", "prefetchu", "createpolicy", "discard")
 _EFFECTS = (*_MEMORY, "trap", "brkpt", "nanosleep")
 _BRANCHES = ("bra", "ret", "exit")
 _BARRIERS = ("bar", "barrier")
-# With one of these an instruction is about a phase of an mbarrier, for which threads may wait.
+# An instruction with one of these modifiers is about a phase of an mbarrier, for which threads may wait.
 _PHASED = ("async", "bulk", "mbarrier")
 _OPCODES = PURE_OPCODES | EXCHANGES | {*_EFFECTS, *_BRANCHES, *_BARRIERS}
 
@@ -49,13 +49,15 @@ _MASK = Value("ptr", "%mask")
 
 
 class LaneTranslator(LaneRegisters):
-    """Translates one kernel's body for lanes. Raises NotTogether where that can't be done."""
+    """Translates one kernel's body for lanes. Raises NotTogether if that can't be done."""
 
     def __init__(self, function: Function, variable_places: dict[str, int], declarations: set[str]) -> None:
         super().__init__(function, variable_places, declarations, Callees())
+        # Step 1: refuse kernels with anything that has no translation for lanes.
         body = function.instructions
         if not self.waits.is_short or not body or function.call_bytes or not all(map(_is_known, body)):
             raise NotTogether
+        # Step 2: the width. Warp operations need all 32 lanes of a warp in one group.
         self._kinds_of = kinds_of(body)
         self.is_warp = bool(self._kinds_of.exchanges)
         lanes = WARP_THREADS if self.is_warp else LANES
@@ -63,22 +65,26 @@ class LaneTranslator(LaneRegisters):
         self.ir = VectorWriter(declarations, lanes)
         self._found = [find_form(instruction, function.name) for instruction in body]
         effects = [effect_of(i, writes_first=form.writes) for i, (form, _) in zip(body, self._found, strict=True)]
+        # Step 3: which registers and blocks are equal for all lanes, from the shape of the code.
         try:
             self._lanes = uniformity_of(body, effects, self._kinds_of)
         except (Unordered, TooComplex):
             raise NotTogether from None
         if len(self._lanes.blocks) > MAX_LANE_BLOCKS:
             raise NotTogether
+        # Step 4: barriers and exchanges are only possible in blocks where no lanes are missing.
         common = frozenset(range(len(self._lanes.blocks))) - self._lanes.apart
         for sites, blocks in ((self.waits.sites, common), (self._kinds_of.exchanges, self._lanes.meeting)):
             if not all(self._lies_in(index, blocks) for index in sites):
                 raise NotTogether
         if self.waits.sites:
             self._find_live([form for form, _ in self._found])
+        # Step 5: registers that some block needs at its start; others never hold a value across blocks.
         self._shared = 0
         for bits in self._lanes.live:
             self._shared |= bits
         self.local_step = round_up(self.local_limit, LOCAL_STEP)
+        # Step 6: the state of the translation.
         indices = ARGUMENTS[:3] if self.is_warp else ARGUMENTS[:1]
         self.ir.arguments = {name: Value("i32", f"%wide.{name}") for name in indices}
         if self.is_warp:
@@ -91,7 +97,7 @@ class LaneTranslator(LaneRegisters):
         self._takes_all = self._is_guarded = False
 
     def _find_waits(self) -> Waits:
-        """Barriers alone: exchanges are made at once."""
+        """Return the waits at barriers alone: exchanges are made within the function."""
         body = self.function.instructions
         meetings = [i for i in body if i.opcode in WAITING and i.opcode not in EXCHANGES and "warp" not in i.modifiers]
         is_short = find_waits(meetings).is_short and not find_waits(body).yields
@@ -99,7 +105,7 @@ class LaneTranslator(LaneRegisters):
         return Waits(sites, frozenset(), is_short, words=0, parks=False)
 
     def translate(self, name: str) -> str:
-        """The function's IR, under that name. Raises ImageRejected, NotTogether."""
+        """Return the function's IR, under that name. Raises ImageRejected, NotTogether."""
         self._name = name
         self.ir.branch("start")
         self.ir.block("start")
@@ -112,6 +118,7 @@ class LaneTranslator(LaneRegisters):
                 if self.ir.length > MAX_LANE_LINES:
                     raise NotTogether
             self._close_block(number)
+        # Behind the last block: no lanes are left.
         self.ir.block(f"check{len(self._lanes.blocks)}")
         self.ir.ret(Status.DONE)
         size = f"@{name}.frame = internal constant i64 {self.frame_bytes}"
@@ -120,7 +127,8 @@ class LaneTranslator(LaneRegisters):
     # --- Blocks and branches -----------------------------------------------------------------------------------
 
     def _open_block(self, number: int) -> None:
-        """Begin a block with the lanes that wait for it; without any, go on to the next."""
+        """Begin a block with the lanes that wait for it; if there are none, continue with the next block."""
+        # check: is any lane pending? take: move the pending lanes into the mask. in: the code.
         ir, pending = self.ir, self._pending(number)
         self.carry = None
         self._block = number
@@ -131,6 +139,7 @@ class LaneTranslator(LaneRegisters):
         ir.store(constant(self._mask_type, 0), pending)
         ir.store(found, _MASK)
         ir.block(f"in{number}")
+        # Where lanes never part, the mask is all that live.
         self._takes_all = number not in self._lanes.apart
         self._take(ir.load(self._mask_type, ALIVE if self._takes_all else _MASK))
 
@@ -138,7 +147,7 @@ class LaneTranslator(LaneRegisters):
         return Value("ptr", f"%pending{number}")
 
     def _waits_for(self, number: int, mask: Value) -> None:
-        """Let lanes wait for a block, or end where the last is behind them."""
+        """Add lanes to those that wait for a block; nothing for the end behind the last block."""
         if number < len(self._lanes.blocks):
             before = self.ir.load(self._mask_type, self._pending(number))
             self.ir.store(self.ir.binary("or", before, mask), self._pending(number))
@@ -149,16 +158,19 @@ class LaneTranslator(LaneRegisters):
             self._go(number + 1, self.mask)
 
     def _go(self, number: int, mask: Value) -> None:
-        """All lanes that take part go on at a block; ends the code at hand."""
+        """Send all lanes that take part to a block; this ends the current code."""
+        # A block that only leaves is left at once.
         if number < len(self._lanes.blocks) and leaves_at(self.function.instructions, self._lanes.blocks[number].start):
             self._go_or_leave(-1, mask)
             return
         is_back = number <= self._block
         if number < len(self._lanes.blocks) and (is_back or self._takes_all):
-            # Nobody waits for an earlier block, or for any while all are here.
+            # No lane waits for a block before this one, and none for any block while all lanes are here: jump straight
+            # there.
             self.ir.store(mask, _MASK)
             self.ir.branch(f"in{number}")
             return
+        # Otherwise an earlier block may have lanes pending: look for it in order.
         self._waits_for(number, mask)
         self.ir.branch(f"check{self._block + 1}")
 
@@ -168,6 +180,7 @@ class LaneTranslator(LaneRegisters):
 
     def _branch(self, instruction: Instruction) -> None:
         ir, body = self.ir, self.function.instructions
+        # A branch, or a way out of the kernel; `number` is the target's block, -1 for the end.
         target = instruction.operands[0] if instruction.operands else None
         if instruction.opcode == "bra" and not isinstance(target, Target):
             raise self.problem("a branch goes to a label")
@@ -175,9 +188,11 @@ class LaneTranslator(LaneRegisters):
         ends = leaves_at(body, index)
         number = -1 if ends else [block.start for block in self._lanes.blocks].index(index)
         flag = self._guard(instruction)
+        # Way 1: no guard, so all lanes go.
         if flag is None:
             self._go_or_leave(number, self.mask)
             return
+        # Way 2: the guard is equal for all lanes, an ordinary branch.
         if not is_wide(flag):
             taken, stay = ir.fresh("taken"), ir.fresh("stay")
             ir.branch_if(flag, taken, stay)
@@ -185,6 +200,7 @@ class LaneTranslator(LaneRegisters):
             self._go_or_leave(number, self.mask)
             ir.block(stay)
             return
+        # Way 3: the lanes part.
         self._part(number, ir.mask_of(flag))
 
     def _go_or_leave(self, number: int, mask: Value) -> None:
@@ -195,10 +211,11 @@ class LaneTranslator(LaneRegisters):
         self.ir.branch(f"check{self._block + 1}")
 
     def _part(self, number: int, flags: Value) -> None:
-        """Some lanes go to a block, or end; the rest go on behind this."""
+        """Send the lanes with the flag to a block, or end them; the rest continue after the branch."""
         ir, following = self.ir, self._block + 1
         taken = ir.binary("and", self.mask, flags)
         rest = ir.binary("and", self.mask, ir.binary("xor", flags, -1))
+        # Way 1: the lanes with the flag end.
         if number < 0:
             self._leave(taken)
             some = ir.fresh("some")
@@ -206,6 +223,7 @@ class LaneTranslator(LaneRegisters):
             ir.block(some)
             self.mask = rest
             return
+        # Way 2: the rest would only end, so they end here.
         if leaves_at(self.function.instructions, self._lanes.blocks[self._block].end):
             self._leave(rest)
             some = ir.fresh("some")
@@ -213,10 +231,12 @@ class LaneTranslator(LaneRegisters):
             ir.block(some)
             self._go(number, taken)
             return
+        # Way 3: both parts wait for their blocks; the earlier block runs first.
         self._waits_for(following, rest)
         if number > self._block:
             self._waits_for(number, taken)
             ir.branch(f"check{following}")
+        # A branch back goes straight to its block if any lane takes it, as nothing earlier is pending.
         else:
             back = ir.fresh("back")
             ir.branch_if(ir.compare("icmp eq", taken, 0), f"check{following}", back)
@@ -242,17 +262,18 @@ class LaneTranslator(LaneRegisters):
         elif not is_wide(flag):
             self._jump_over(flag, lambda: self._translate_masked(instruction, form, modifiers))
             if self._takes_all:
-                # Behind a barrier the mask is known no more.
+                # An exchange or barrier in between may have changed the mask.
                 self._take(self.ir.load(self._mask_type, ALIVE))
         else:
             self._translate_guarded_lanes(flag, instruction, form, modifiers)
 
     def _translate_guarded_lanes(self, flag: Value, instruction: Instruction, form: Form, modifiers: Modifiers) -> None:
-        """For the lanes whose guard says so; what has no effect but its result is run for all of them."""
+        """Translate for the lanes that the guard lets run; an instruction without side effects runs for all of them."""
         block_mask, takes_all = self.mask, self._takes_all
         mask = self.ir.binary("and", block_mask, self.ir.mask_of(flag))
         self._takes_all, self._is_guarded = False, True
         self._take(mask)
+        # Results of the other lanes are masked when they are written.
         if instruction.opcode in PURE_OPCODES:
             self._translate_masked(instruction, form, modifiers)
         else:
@@ -271,26 +292,30 @@ class LaneTranslator(LaneRegisters):
     def _translate_masked(self, instruction: Instruction, form: Form, modifiers: Modifiers) -> None:
         mark, carry = self.ir.mark(), self.carry
         try:
+            # In this order: exchanges, vector accesses, and the family's own translation written for vectors.
             if instruction.opcode in EXCHANGES or "warp" in instruction.modifiers:
                 translate_exchange(self, instruction, modifiers)
             elif not translate_access(self, instruction, modifiers):
                 form.translate(self, instruction, modifiers)
         except NotWide:
+            # Undo what was written, and translate for one lane in a loop.
             self.ir.rewind(mark)
             self.carry = carry
             self._run_one_by_one(instruction, form, modifiers)
 
     def _run_one_by_one(self, instruction: Instruction, form: Form, modifiers: Modifiers) -> None:
-        """As for one thread, in a loop over the lanes that take part; the vectors are in memory meanwhile."""
+        """Translate as for one thread, in a loop over the lanes that take part; the vectors are in memory meanwhile."""
         ir, carry = self.ir, self.carry
         if instruction.opcode in PURE_OPCODES and self._is_guarded:
-            # The loop runs at least once.
+            # The loop runs at least once, so it is skipped for an empty mask.
             some, none = ir.fresh("some"), ir.fresh("none")
             ir.branch_if(ir.compare("icmp ne", self.mask, 0), some, none)
             ir.block(some)
+        # Step 1: registers that vary go to memory, where a lane finds its element.
         named = {r.index: r for operand in instruction.operands for r in registers_of(operand)}
         spilled = [register for register in named.values() if self._varies(register)]
         rooms = {r.index: self._spill(r, number) for number, r in enumerate(spilled)}
+        # Step 2: the loop; `left` holds the lanes still to run, lowest first.
         left, again = Value("ptr", "%left"), ir.fresh("each")
         ir.store(self.mask, left)
         ir.block(again)
@@ -298,13 +323,16 @@ class LaneTranslator(LaneRegisters):
         lane = self._first_lane(still)
         with self._as_lane(lane, rooms):
             form.translate(self, instruction, modifiers)
+        # Clear the lowest bit.
         rest = ir.binary("and", still, ir.binary("sub", still, 1))
         ir.store(rest, left)
         done = ir.fresh("alldone")
         ir.branch_if(ir.compare("icmp ne", rest, 0), again, done)
         ir.block(done)
+        # A carry flag made in the loop would be the last lane's.
         if self.carry is not carry:
             raise NotTogether
+        # Step 3: the results return to vectors.
         if form.writes and instruction.operands:
             for register in {r.index: r for r in registers_of(instruction.operands[0]) if self._varies(r)}.values():
                 self._fetch(register, rooms[register.index])
@@ -312,7 +340,7 @@ class LaneTranslator(LaneRegisters):
             ir.block(none)
 
     def _lies_in(self, index: int, among: frozenset[int]) -> bool:
-        """Say whether an instruction lies in one of these blocks, where no guard parts the lanes."""
+        """Say whether an instruction lies in one of these blocks, with no guard that separates the lanes."""
         guard = self.function.instructions[index].guard
         if guard is not None and self._varies(guard.register):
             return False
@@ -330,22 +358,26 @@ class LaneTranslator(LaneRegisters):
         )
 
     def _prologue(self) -> list[str]:
-        """Slots for registers and masks, all 0, and the way to where the lanes wait."""
+        """Write slots for registers and masks, all 0, and the switch to where the lanes wait."""
         opening = VectorWriter(self.declarations, self.ir.lanes, "opening.")
         opening.block("entry")
+        # A varying register is a vector, any other a scalar.
         for register in self._used_registers():
             kind = f"i{register.type.bits}"
             kind = opening.wide_type(kind) if self._varies(register) else kind
             opening.raw(f"%r{register.index} = alloca {kind}")
             opening.raw(f"store {kind} zeroinitializer, ptr %r{register.index}")
+        # Masks: lanes pending for each block, those that take part, those left in a loop, those alive.
         for name in (*(f"%pending{n}" for n in range(len(self._lanes.blocks))), _MASK.text, "%left"):
             opening.emit(f"{name} = alloca {self._mask_type}")
             opening.emit(f"store {self._mask_type} 0, ptr {name}")
         opening.emit(f"{ALIVE.text} = alloca {self._mask_type}")
         opening.emit(f"store {self._mask_type} %given, {ALIVE}")
         opening.emit(f"store {self._mask_type} %given, {_MASK}")
+        # Memory that instructions asked for while they were translated.
         for name, kind in sorted(self._rooms):
             opening.raw(f"{name} = alloca {kind}, align 64")
+        # Values that are loaded once, and the threads' indices.
         self.ir.open_fixed(opening)
         if self.is_warp:
             open_warp(opening)
@@ -361,11 +393,12 @@ class LaneTranslator(LaneRegisters):
 
 
 def _most_threads(bounds: Bounds) -> int:
-    """The number of threads a block has at most, 0 if nothing is said about it."""
+    """Return the largest number of threads in a block, 0 if the kernel does not say."""
     return prod(bounds.required) if bounds.required else bounds.max_threads
 
 
 def _is_known(i: Instruction) -> bool:
     """Say whether an instruction has a translation for lanes."""
+    # `cp.async` copies at once, so its own "async" is no phase.
     is_copy = i.opcode == "cp" and i.modifiers[:1] == ("async",)
     return i.opcode in _OPCODES and set(_PHASED).isdisjoint(i.modifiers[is_copy:])

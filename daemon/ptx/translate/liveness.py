@@ -1,6 +1,6 @@
 """Find the registers that a thread still needs at a barrier: its frame keeps only those while it waits.
 
-The usual backward analysis over blocks; sets of registers are bits of one int.
+This is the usual backward analysis over blocks; sets of registers are the bits of an int.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from gpulease.daemon.ptx.parse.syntax import (
     Vector,
 )
 
-# Instructions behind which control does not go on, unless they are guarded.
+# Instructions after which control does not fall through, unless they are guarded.
 ENDS = ("bra", "brx", "ret", "exit", "trap")
 
 
@@ -28,7 +28,7 @@ class TooComplex(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """The registers an instruction reads and those it surely writes, as bits."""
+    """The registers that an instruction reads, and those that it always writes, as bits."""
 
     reads: int
     writes: int
@@ -36,7 +36,7 @@ class Effect:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Straight code: the instructions from `start` to before `end`, and the numbers of the blocks that may follow."""
+    """Straight code: the instructions from `start` up to `end`, and the numbers of the blocks that may follow."""
 
     start: int
     end: int
@@ -44,7 +44,7 @@ class Block:
 
 
 def registers_of(operand: Operand) -> list[Register]:
-    """The registers an operand names."""
+    """Return the registers that an operand names."""
     match operand:
         case Register():
             return [operand]
@@ -67,10 +67,12 @@ def effect_of(instruction: Instruction, *, writes_first: bool) -> Effect:
         bits = 0
         for register in registers_of(operand):
             bits |= 1 << register.index
+        # The first operand is the result, except for stores, which read their address.
         if position == 0 and writes_first and not isinstance(operand, Address):
             writes = bits
         else:
             reads |= bits
+    # A guarded instruction may keep the old value, so it reads what it writes.
     if instruction.guard is not None:
         reads |= 1 << instruction.guard.register.index
         reads |= writes
@@ -79,10 +81,11 @@ def effect_of(instruction: Instruction, *, writes_first: bool) -> Effect:
 
 
 def live_after(instructions: Sequence[Instruction], effects: Sequence[Effect], wanted: set[int]) -> dict[int, int]:
-    """For each wanted instruction the registers needed behind it, as bits. Raises TooComplex."""
+    """Return for each wanted instruction the registers that are needed after it, as bits. Raises TooComplex."""
     blocks = blocks_of(instructions)
     live_in = live_at_starts(blocks, effects)
     result: dict[int, int] = {}
+    # Within a block, backwards from what its followers need.
     for block in blocks:
         live = 0
         for follower in block.follows:
@@ -95,7 +98,7 @@ def live_after(instructions: Sequence[Instruction], effects: Sequence[Effect], w
 
 
 def blocks_of(instructions: Sequence[Instruction]) -> list[Block]:
-    """The blocks of a body, in its order."""
+    """Return the blocks of a body, in its order."""
     starts = sorted(leaders(instructions))
     ends = [*starts[1:], len(instructions)]
     block_at = {start: number for number, start in enumerate(starts)}
@@ -106,7 +109,8 @@ def blocks_of(instructions: Sequence[Instruction]) -> list[Block]:
 
 
 def live_at_starts(blocks: Sequence[Block], effects: Sequence[Effect]) -> list[int]:
-    """The registers needed where each block begins, as bits. Raises TooComplex."""
+    """Return the registers that each block needs at its start, as bits. Raises TooComplex."""
+    # Bound the memory of the sets before any is built: the text is a tenant's.
     width = max((effect.reads | effect.writes).bit_length() for effect in effects)
     if width * len(blocks) > MAX_LIVENESS_BITS:
         raise TooComplex("too many registers and blocks in a kernel with barriers")
@@ -117,32 +121,35 @@ def live_at_starts(blocks: Sequence[Block], effects: Sequence[Effect]) -> list[i
 def count_merges(instructions: Sequence[Instruction], effects: Sequence[Effect], *, waits: bool) -> int:
     """Count the values that LLVM has to merge where control flows together: registers written more than once.
 
-    A thread that waits gets its registers anew, so with `waits` all count. Raises TooComplex.
+    A thread that waits loads its registers again, so with `waits` all count. Raises TooComplex.
     """
     if not instructions:
         return 0
     blocks = blocks_of(instructions)
     registers = 0
     written = again = 0
+    # A register written once needs no merging, unless its initial 0 may still be seen.
     for instruction, effect in zip(instructions, effects, strict=True):
         registers |= effect.reads | effect.writes
         # What a guarded instruction writes counts among what it reads.
         writes = effect.writes if instruction.guard is None else effect.reads
         again |= written & writes
         written |= writes
+    # Even if all were merged in every block, they would be few enough.
     if registers.bit_count() * len(blocks) <= MAX_MERGES:
         return 0
     live_in = live_at_starts(blocks, effects)
+    # Only blocks with several predecessors merge.
     ways = [0] * len(blocks)
     for number in (follower for block in blocks for follower in block.follows):
         ways[number] += 1
-    # Registers start as 0, which counts where that may still be seen.
+    # Registers start as 0, which is a second value where it may still be seen.
     counted = registers if waits else again | live_in[0]
     return sum((live & counted).bit_count() for live, count in zip(live_in, ways, strict=True) if count > 1)
 
 
 def leaders(instructions: Sequence[Instruction]) -> set[int]:
-    """Return where blocks begin: at the start, at branch targets, behind instructions that end a block."""
+    """Return where blocks begin: at the start, at branch targets, after instructions that end a block."""
     found = {0}
     for index, instruction in enumerate(instructions):
         found.update(target.index for target in instruction.operands if isinstance(target, Target))
@@ -161,7 +168,7 @@ def _followers(instructions: Sequence[Instruction], end: int, block_at: dict[int
 
 
 def _summary(effects: Sequence[Effect]) -> Effect:
-    """A block's reads before its own writes, and its writes."""
+    """Return what a block reads before it writes it, and what it writes."""
     reads = writes = 0
     for effect in reversed(effects):
         reads = effect.reads | (reads & ~effect.writes)
@@ -170,7 +177,7 @@ def _summary(effects: Sequence[Effect]) -> Effect:
 
 
 def _settle(follows: Sequence[Sequence[int]], summary: Sequence[Effect]) -> list[int]:
-    """Live registers at each block's start, by a work list that ends when nothing changes."""
+    """Return the live registers at each block's start, by a work list that ends when nothing changes."""
     before: list[list[int]] = [[] for _ in follows]
     for number, followers in enumerate(follows):
         for follower in followers:
@@ -186,6 +193,7 @@ def _settle(follows: Sequence[Sequence[int]], summary: Sequence[Effect]) -> list
         live = live_in[number]
         for follower in follows[number]:
             live |= live_in[follower] & ~summary[number].writes
+        # If a block needs more than before, its predecessors may, too.
         if live != live_in[number]:
             live_in[number] = live
             fresh = [previous for previous in before[number] if previous not in queued]

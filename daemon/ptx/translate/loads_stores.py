@@ -1,9 +1,10 @@
 """Loads and stores (PTX ISA sections 9.7.9.8, 9.7.9.9 and 9.7.9.11).
 
 The threads of a block run on one host thread, those of other blocks on others at the same time. So strong accesses are
-LLVM's atomic ones, of the ordering PTX names (section 8.5); `.volatile` is relaxed in any scope, and happens each time.
-Weak ones are plain: a race on them gives some value, which is read once into a register. What is checked is that same
-register, so whatever it holds, no access goes where it may not. Cache hints change no result and are passed over.
+LLVM's atomic ones, with the ordering that PTX names (section 8.5); `.volatile` is relaxed in any scope, and always
+happens. Weak accesses are plain: a race on them gives some value, which is read once into a register. The check uses
+that same register, so whatever its value, no access goes where it may not. Cache hints change no result, and are
+ignored.
 """
 
 from gpulease.daemon.ptx.native.structures import Access
@@ -15,6 +16,7 @@ from gpulease.daemon.ptx.translate.operand_values import OperandTranslator
 
 FAMILY = Family("Loads and stores", "9.7.9")
 
+# The spellings that are accepted and, for hints, ignored.
 # A cluster is one block, so its shared memory is the block's own.
 _SHARED = ("shared", "shared::cta", "shared::cluster")
 _SPACES = ("global", "const", *_SHARED, "local", "param", "param::entry", "param::func")
@@ -68,12 +70,13 @@ _PREFETCHES = ("L2::64B", "L2::128B", "L2::256B")
     type=_TYPES,
 )
 def load(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """A register wider than the type gets the value extended."""
+    """`ld`: a register wider than the type gets the value extended."""
     scalar, space = m.scalar(), _space(m)
     check_policy(t, i, m, 2)
     into = elements(t, m, i.operands[0])
     kind = f"i{scalar.bits}"
 
+    # One load for each element. The access is checked as a whole: its size is a power of two.
     def make(pointer: Value) -> list[Value]:
         places = [t.ir.offset(pointer, number * scalar.size) for number in range(len(into))]
         return [t.ir.value(kind, f"load{_how(m)} {kind}, {place}{_order(m)}, align {scalar.size}") for place in places]
@@ -108,7 +111,7 @@ def load(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     type=_TYPES,
 )
 def store(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Of a register wider than the type the low bits are stored."""
+    """`st`: a register wider than the type gives its low bits."""
     scalar, space = m.scalar(), _space(m)
     _refuse_constant(t, i.operands[0], space)
     check_policy(t, i, m, 2)
@@ -124,7 +127,7 @@ def store(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 
 def check_policy(t: OperandTranslator, i: Instruction, m: Modifiers, count: int) -> None:
-    """Behind so many operands comes a cache policy if `.L2::cache_hint` says so; it changes no result."""
+    """Check that a cache policy follows the first `count` operands exactly if `.L2::cache_hint` says so; ignore it."""
     if (len(i.operands) > count) != ("policy" in m):
         raise t.problem("a cache policy goes with .L2::cache_hint")
     if "policy" in m:
@@ -132,7 +135,8 @@ def check_policy(t: OperandTranslator, i: Instruction, m: Modifiers, count: int)
 
 
 def _refuse_constant(t: OperandTranslator, operand: Operand, space: Space) -> None:
-    """A function's own parameters can't be written, only its results and what it passes (section 5.1.6)."""
+    """Raise ImageRejected for a store to a function's own parameters (section 5.1.6)."""
+    # The variable's own space counts, because the instruction only says `.param`.
     base = operand.base if isinstance(operand, Address) else None
     named = base.space if isinstance(base, Variable) else space
     if named is Space.PARAM:
@@ -140,17 +144,18 @@ def _refuse_constant(t: OperandTranslator, operand: Operand, space: Space) -> No
 
 
 def _space(m: Modifiers) -> Space:
-    """The space an access names; one that names none is generic."""
+    """Return the space that an access names; generic if it names none."""
     return Space(m.get("space").split("::")[0] or "generic")
 
 
 def _how(m: Modifiers) -> str:
-    """Return the attributes that set a strong access apart from a weak one."""
+    """Return the LLVM attributes that distinguish a strong access from a weak one."""
     return " atomic volatile" if _order(m) else ""
 
 
 def _order(m: Modifiers) -> str:
-    """LLVM's name of an access's ordering; "" is none."""
+    """Return LLVM's name of an access's ordering, with a space before it; "" for a weak access."""
+    # A relaxed atomic access can neither be split, nor merged with another one.
     if "volatile" in m or m.get("hint") == "cv":
         return " monotonic"
     order = m.get("order")
@@ -158,7 +163,7 @@ def _order(m: Modifiers) -> str:
 
 
 def elements(t: OperandTranslator, m: Modifiers, operand: Operand) -> tuple[Operand, ...]:
-    """The registers of a scalar or vector access. Triton writes scalars as vectors of one, and ptxas takes them."""
+    """Return the registers of a scalar or vector access. A vector of one, as Triton writes scalars, is accepted."""
     count = int(m.get("vec")[1:] or 1)
     if count == 1 and not isinstance(operand, Vector):
         return (operand,)

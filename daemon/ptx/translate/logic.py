@@ -16,7 +16,6 @@ _WORD = SCALARS["b32"]
 @FAMILY.form("or.type", 3, type=_LOGIC)
 @FAMILY.form("xor.type", 3, type=_LOGIC)
 def bitwise(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Bit by bit."""
     scalar = m.scalar()
     left, right = (t.read(i.operands[n], scalar) for n in (1, 2))
     t.write(i.operands[0], scalar, t.ir.binary(i.opcode, left, right))
@@ -24,7 +23,6 @@ def bitwise(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 @FAMILY.form("not.type", 2, type=_LOGIC)
 def invert(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Bit by bit."""
     scalar = m.scalar()
     value = t.read(i.operands[1], scalar)
     t.write(i.operands[0], scalar, t.ir.binary("xor", value, constant(value.type, -1)))
@@ -32,11 +30,12 @@ def invert(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 @FAMILY.form("lop3.b32", 5)
 def any_logic(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Any function of three bits: bit 4a+2b+c of the table is its value (section 9.7.8.6)."""
+    """`lop3`: any function of three bits; bit 4a+2b+c of the table is its value (section 9.7.8.6)."""
     table = i.operands[4]
     if not isinstance(table, Integer) or table.value > 255:
-        raise t.problem("the table of lop3 is a constant from 0 to 255")
+        raise t.problem("the table of lop3 must be a constant from 0 to 255")
     inputs = [t.read(i.operands[n], _WORD) for n in (1, 2, 3)]
+    # The function as a disjunction: one conjunction for each bit that is set in the table.
     inverses = [t.ir.binary("xor", value, -1) for value in inputs]
     result = constant("i32", 0)
     for case in range(8):
@@ -48,27 +47,29 @@ def any_logic(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 @FAMILY.form("shl.type", 3, type=BITS)
 def shift_left(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Amounts past the width give 0 (section 9.7.8.8)."""
+    """`shl`: amounts past the width give 0 (section 9.7.8.8)."""
     _shift(t, i, m, "shl")
 
 
 @FAMILY.form("shr.type", 3, type=(*BITS, *INTEGERS))
 def shift_right(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Amounts past the width give 0, or the sign of a signed type (section 9.7.8.9)."""
+    """`shr`: amounts past the width give 0, or the sign of a signed type (section 9.7.8.9)."""
     _shift(t, i, m, "ashr" if m.scalar().is_signed else "lshr")
 
 
 @FAMILY.form("shf.side.mode.b32", 4, side=("l", "r"), mode=("clamp", "wrap"))
 def funnel_shift(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """32 bits of the pair b:a, moved left or right (section 9.7.8.7)."""
+    """`shf`: 32 bits of the pair b:a, shifted left or right (section 9.7.8.7)."""
     low, high = (t.read(i.operands[n], _WORD) for n in (1, 2))
     amount = t.read(i.operands[3], _AMOUNT)
+    # .wrap takes the amount modulo 32, .clamp limits it to 32.
     if m["mode"] == "wrap":
         amount = t.ir.binary("and", amount, 31)
     else:
         amount = t.ir.intrinsic("llvm.umin.i32", "i32", amount, constant("i32", 32))
     low, high, amount = (t.ir.cast("zext", value, "i64") for value in (low, high, amount))
     both = t.ir.binary("or", t.ir.binary("shl", high, 32), low)
+    # Left keeps the upper word of the shifted pair, right the lower.
     if m["side"] == "l":
         both = t.ir.binary("lshr", t.ir.binary("shl", both, amount), 32)
     else:
@@ -79,6 +80,7 @@ def funnel_shift(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 def _shift(t: OperandTranslator, i: Instruction, m: Modifiers, operation: str) -> None:
     scalar, ir = m.scalar(), t.ir
     value, amount = t.read(i.operands[1], scalar), t.read(i.operands[2], _AMOUNT)
+    # LLVM's shifts are undefined at the width and above, so the amount is clamped and the case selected.
     most = ir.intrinsic("llvm.umin.i32", "i32", amount, constant("i32", scalar.bits - 1))
     shifted = ir.binary(operation, value, ir.resize(most, value.type, signed=False))
     if operation != "ashr":

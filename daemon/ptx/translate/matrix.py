@@ -1,9 +1,9 @@
 """Matrices held in parts by a warp's lanes: `mma`, `ldmatrix`, `stmatrix`, `movmatrix` (PTX ISA section 9.7.15.5).
 
-All 32 lanes must be there; a warp that is not whole faults. What the ISA leaves open of the arithmetic is as on an
-H100: see native/matrix.ll.
+All 32 lanes must take part; a partial warp faults. Where the ISA leaves the arithmetic open, it is that of an H100: see
+native/matrix.ll.
 
-Threads wait for one another once for several `mma` in a row: with the first they show what the others take, too.
+Threads wait for one another once for several consecutive `mma`: with the first they show what the others need, too.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,33 +30,33 @@ _HALVES = ("m16n8k8", "m16n8k16")
 _BYTES = ("s8", "u8")
 _ACCUMULATED = ("f16", "f32")
 
-# What one exchange of `mma` can show (wait_points.py), and how many are looked at for it.
+# How many bytes one exchange of `mma` can show (wait_points.py), and how many instructions are examined for it.
 _SHOWN_BYTES = 128
 _MOST_AT_ONCE = 16
 
-# In the thread's own room D lies behind C, which takes up to this many bytes.
+# In the thread's own room D follows C, which takes up to this many bytes.
 _RESULTS_AT = 32
 
-# A row of the 8 x 8 matrices of 16 bits that are loaded and stored.
+# Bytes of a row of the 8 x 8 matrices of 16 bits that are loaded and stored.
 ROW_BYTES = 16
 _COUNTS = ("x1", "x2", "x4")
 _SPACES = ("shared", "shared::cta")
 
 
 def _shape(i: Instruction) -> str:
-    """The one modifier that is a shape, such as m16n8k8."""
+    """Return the modifier that is a shape, such as m16n8k8."""
     return next(modifier for modifier in i.modifiers if modifier[0] == "m")
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """Kind of a product of matrices, as native/matrix.ll and native/warp_matrix.ll are told it.
+    """A kind of matrix product, in the terms of native/matrix.ll and native/warp_matrix.ll.
 
     Attributes:
         scalar: What a register holds.
-        function: That which computes it, by the end of its name.
-        counts: Registers of A, B, C and D.
-        details: The last arguments: the shape, then what else the function asks for.
+        function: The function that computes it, by the end of its name.
+        counts: How many registers a lane has of A, B, C and D.
+        details: The function's last arguments: the shape, then what is particular to it.
     """
 
     scalar: Scalar
@@ -82,12 +82,12 @@ class Product:
 )
 @FAMILY.form("mma.sync.aligned.shape.row.col.f64.f64.f64.f64", 4, shape=("m8n8k4", "m16n8k4", "m16n8k8", "m16n8k16"))
 def multiply_parts(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """D = AB + C. Sums of bytes wrap, or with .satfinite stop at the ends; f64 are added by fused steps."""
+    """`mma`: D = AB + C. Sums of bytes wrap or, with .satfinite, saturate; f64 are added by fused steps."""
     multiply(t, i.operands, product_of(i, m))
 
 
 def product_of(i: Instruction, m: Modifiers) -> Product:
-    """Find what an `mma` computes."""
+    """Return the kind of product that an `mma` computes."""
     if "f64" in i.modifiers:
         return of_doubles(tiles_of(_shape(i), "f64"))
     tiles = tiles_of(_shape(i), m["a"])
@@ -97,30 +97,33 @@ def product_of(i: Instruction, m: Modifiers) -> Product:
 
 
 def of_floats(tiles: Tiles, kinds: tuple[str, str], into: str, added: str) -> Product:
-    """Products of floats; `kinds` are those of A and B, `into` and `added` those of D and C."""
+    """Describe a product of floats; `kinds` are the types of A and B, `into` and `added` those of D and C."""
     details = [constant("i32", KINDS.index(kind)) for kind in kinds]
     details += [constant("i1", int(kind == "f16")) for kind in (added, into)]
+    # A register holds two .f16 elements of C or D.
     c, d = (tiles.results // (2 if kind == "f16" else 1) for kind in (added, into))
     return Product(_WORD, FLOATS, (tiles.a_words, tiles.b_words, c, d), (*sizes_of(tiles), *details))
 
 
 def of_bytes(tiles: Tiles, m: Modifiers) -> Product:
-    """Products of bytes."""
+    """Describe a product of bytes, with the signedness of A and B from the modifiers."""
     flags = [constant("i1", int(flag)) for flag in (m["a"] == "s8", m["b"] == "s8", "satfinite" in m)]
     counts = (tiles.a_words, tiles.b_words, tiles.results, tiles.results)
     return Product(_WORD, BYTES, counts, (*sizes_of(tiles), *flags))
 
 
 def of_doubles(tiles: Tiles) -> Product:
-    """Products of f64."""
+    """Describe a product of f64, which has no details but the shape."""
     counts = (tiles.a_words, tiles.b_words, tiles.results, tiles.results)
     return Product(_DOUBLE, DOUBLES, counts, sizes_of(tiles))
 
 
 def multiply(t: "ThreadTranslator", operands: Sequence[Operand], product: Product) -> None:
-    """Show the thread's registers of A, B and C, and have its part of D computed."""
+    """Show the thread's registers of A, B and C to the warp, and compute its part of D."""
     scalar = product.scalar
     parts = [registers_of(t, operand, count) for operand, count in zip(operands[1:], product.counts[:3], strict=True)]
+    # An earlier `mma` may have shown this one's A and B. Then only C, which is the lane's own, is stored, without a
+    # wait.
     places = t.shown_before.get(t.index)
     added = t.ir.offset(own_room(t), 0)
     if places is None:
@@ -129,6 +132,7 @@ def multiply(t: "ThreadTranslator", operands: Sequence[Operand], product: Produc
     else:
         for number, register in enumerate(parts[2]):
             t.ir.store(t.read(register, scalar), t.ir.offset(added, scalar.size * number))
+    # The native function reads the warp's words, and writes D into this lane's room.
     frames, stride, offset = shown_words(t)
     words = t.ir.offset(frames, offset)
     into = t.ir.offset(own_room(t), _RESULTS_AT)
@@ -145,12 +149,14 @@ def call_native(t: "ThreadTranslator", function: str, arguments: Sequence[Value]
 
 
 def _show(t: "ThreadTranslator", parts: Sequence[Sequence[Operand]], scalar: Scalar) -> tuple[tuple[int, int], int]:
-    """Show A, B and C, and A and B of the `mma` that follow; where A and B, and where C are among the words."""
+    """Show A, B and C, and A and B of later `mma`. Returns the places of A and B, and of C, among the words shown."""
+    # The same registers are shown only once, however many products use them.
     left, right, added = (tuple(part) for part in parts)
     places: dict[tuple[Operand, ...], int] = {}
     end = _place(places, 0, (left, right), scalar)
     for index, following in _followers(t, scalar):
         behind = _place(wanted := dict(places), end, following, scalar)
+        # C is shown last, and must fit as well.
         if behind > _SHOWN_BYTES - scalar.size * len(added):
             break
         places, end = wanted, behind
@@ -163,7 +169,7 @@ def _show(t: "ThreadTranslator", parts: Sequence[Sequence[Operand]], scalar: Sca
 def _place(
     places: dict[tuple[Operand, ...], int], end: int, parts: Sequence[tuple[Operand, ...]], scalar: Scalar
 ) -> int:
-    """Give parts that have none a place behind the others; where these end then."""
+    """Append the parts that have no place yet; returns the end of all parts."""
     for part in parts:
         if part not in places:
             places[part] = end
@@ -172,17 +178,19 @@ def _place(
 
 
 def _followers(t: "ThreadTranslator", scalar: Scalar) -> Iterator[tuple[int, tuple[tuple[Operand, ...], ...]]]:
-    """The `mma` right behind this one whose A and B are known already: nobody needs to wait for them again."""
+    """Yield consecutive later `mma` with A and B that are known already, so that none has to wait for them again."""
     body, first = t.function.instructions, t.instruction
     written: set[Operand] = set()
     for index in range(t.index, min(t.index + _MOST_AT_ONCE, len(body))):
         i = body[index]
+        # Stop at anything else, at a label, and at a guard: there lanes may part.
         is_alike = i.opcode == "mma" and i.guard is None and ("f64" in i.modifiers) == (scalar.bits == 64)
         if first is None or first.opcode != "mma" or not is_alike or (index > t.index and index in t.leaders):
             return
         vectors = [operand.elements if isinstance(operand, Vector) else () for operand in i.operands[:3]]
         if len(vectors) != 3 or not all(isinstance(register, Register) for part in vectors for register in part):
             return
+        # Registers that an `mma` before it writes are not known yet.
         if index > t.index:
             if not written.isdisjoint((*vectors[1], *vectors[2])):
                 return
@@ -191,14 +199,14 @@ def _followers(t: "ThreadTranslator", scalar: Scalar) -> Iterator[tuple[int, tup
 
 
 def take(t: "ThreadTranslator", into: Sequence[Operand], scalar: Scalar, *, at: int = 0) -> None:
-    """Registers from the words in the thread's own room, from a byte on."""
+    """Load registers from the words in the thread's own room, starting at byte `at`."""
     room = t.ir.offset(own_room(t), at)
     for number, register in enumerate(into):
         t.write(register, scalar, t.ir.load(f"i{scalar.bits}", t.ir.offset(room, scalar.size * number)))
 
 
 def registers_of(t: "ThreadTranslator", operand: Operand, count: int) -> tuple[Operand, ...]:
-    """The registers of a part of a matrix."""
+    """Return the registers of a part of a matrix. Raises ImageRejected unless there are `count`."""
     elements = operand.elements if isinstance(operand, Vector) else (operand,)
     if len(elements) != count:
         raise t.problem(f"expected a vector of {count} registers")
@@ -207,12 +215,14 @@ def registers_of(t: "ThreadTranslator", operand: Operand, count: int) -> tuple[O
 
 @FAMILY.form("ldmatrix.sync.aligned.m8n8.count{.trans}{.space}.b16", 2, count=_COUNTS, space=_SPACES)
 def load(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """8 x 8 matrices whose rows are where lanes 8n to 8n + 7 say (section 9.7.15.5, "ldmatrix")."""
+    """`ldmatrix`: 8 x 8 matrices, with rows at the addresses of lanes 8n to 8n + 7 (section 9.7.15.5)."""
     ir, count = t.ir, int(m["count"][1:])
     into = registers_of(t, i.operands[0], count)
+    # Each lane shows the address of its row; all are checked before any is read.
     meet(t, [_row_address(t, i.operands[1], m, count, Access.LOAD)])
     own = lane(t)
     group, part = ir.binary("lshr", own, 2), ir.binary("and", own, 3)
+    # Lane 4g + t gets word t of row g, or with .trans elements g of rows 2t and 2t + 1.
     for number, register in enumerate(into):
         if "trans" not in m:
             row = _row(t, ir.binary("add", group, 8 * number))
@@ -227,16 +237,19 @@ def load(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 
 @FAMILY.form("stmatrix.sync.aligned.m8n8.count{.trans}{.space}.b16", 2, writes=False, count=_COUNTS, space=_SPACES)
 def store(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """The other way round; lane 8n + r stores row r of matrix n (section 9.7.15.5, "stmatrix")."""
+    """`stmatrix`: lane 8n + r stores row r of matrix n (section 9.7.15.5)."""
     ir, count = t.ir, int(m["count"][1:])
     words = [t.read(register, _WORD) for register in registers_of(t, i.operands[1], count)]
+    # Behind the address each lane shows its registers, one for each matrix.
     meet(t, [_row_address(t, i.operands[0], m, count, Access.STORE), *words])
     own = lane(t)
+    # Lanes beyond the matrices have no row to store.
     stores, done = ir.fresh("stores"), ir.fresh("stored")
     ir.branch_if(ir.compare("icmp ult", own, 8 * count), stores, done)
     ir.block(stores)
     row, into = ir.binary("and", own, 7), _row(t, own)
     word_at = ir.binary("add", _bytes(t, ir.binary("lshr", own, 3), 4), 8)
+    # A row is gathered from the four lanes that hold its words, or with .trans from eight lanes' halves.
     if "trans" not in m:
         for part in range(4):
             holder = kept_words(t, ir.binary("add", ir.binary("shl", row, 2), part))
@@ -251,9 +264,10 @@ def store(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 
 @FAMILY.form("movmatrix.sync.aligned.m8n8.trans.b16", 2)
 def transpose(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """An 8 x 8 matrix turned over (section 9.7.15.5, "movmatrix")."""
+    """`movmatrix`: an 8 x 8 matrix transposed (section 9.7.15.5)."""
     ir = t.ir
     meet(t, [t.read(i.operands[1], _WORD)])
+    # The two elements of the result's word are halves of two lanes' words.
     own = lane(t)
     group, part = ir.binary("lshr", own, 2), ir.binary("and", own, 3)
     half_at = _bytes(t, ir.binary("and", group, 1), 2)
@@ -264,14 +278,14 @@ def transpose(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 
 
 def _row_address(t: "ThreadTranslator", operand: Operand, m: Modifiers, count: int, access: Access) -> Value:
-    """The offset in shared memory of the thread's row, checked if it counts; generic addresses must lie there too."""
+    """Return the offset of the thread's row, checked if the row is used. It must be in shared memory."""
     address = shared_offset(t, operand, is_generic="space" not in m)
     fail_unless(t, row_is_valid(t, address, count), access, Space.SHARED, address, ROW_BYTES)
     return address
 
 
 def row_is_valid(t: "ThreadTranslator", address: Value, count: int) -> Value:
-    """Compute whether a row of so many matrices lies in shared memory, or its lane's address does not count."""
+    """Compute whether a row lies in shared memory, or belongs to a lane that `count` matrices do not use."""
     valid = is_valid(t, address, Space.SHARED, ROW_BYTES)
     if count < 4:
         valid = t.ir.binary("or", valid, t.ir.compare("icmp uge", lane(t), 8 * count))
@@ -279,7 +293,7 @@ def row_is_valid(t: "ThreadTranslator", address: Value, count: int) -> Value:
 
 
 def _row(t: "ThreadTranslator", which: Value) -> Value:
-    """The row whose address a lane showed: it has been checked, and shared memory stays as it is."""
+    """Return the row at the address that a lane showed; it was checked, and shared memory does not move."""
     return pointer_at(t, t.ir.load("i64", kept_words(t, which)), Space.SHARED)
 
 
@@ -293,5 +307,5 @@ def _pair(t: "ThreadTranslator", low: Value, high: Value) -> Value:
 
 
 def sizes_of(tiles: Tiles) -> tuple[Value, ...]:
-    """The arguments that tell the functions of native/matrix.ll the shape."""
+    """Return the arguments that describe a shape to the functions of native/matrix.ll."""
     return tuple(constant("i32", number) for number in (tiles.rows, tiles.columns, tiles.chunks))

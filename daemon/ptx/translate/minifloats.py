@@ -1,7 +1,7 @@
 """Conversions from and to floats of 8 bits, in pairs (PTX ISA sections 5.2.3 and 9.7.9.21).
 
-E4m3 has no infinities: all bits but the sign are its one NaN. What is past the largest number becomes that; infinities
-too. NaN becomes the target's own.
+E4m3 has no infinities: all bits but the sign set are its only NaN. Numbers past the largest become the largest, as do
+infinities. NaN becomes the target's own.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ _BIAS, _DIGITS = 1023, 52
 
 @dataclass(frozen=True, slots=True)
 class Minifloat:
-    """A float of 8 bits: digits of its fraction, what is added to its exponent, its largest number."""
+    """A float of 8 bits: its fraction's digits, its exponent's bias, its largest number."""
 
     digits: int
     bias: int
@@ -36,14 +36,14 @@ _KINDS = {"e4m3x2": Minifloat(3, 7, 448.0), "e5m2x2": Minifloat(2, 15, 57344.0)}
 
 @FAMILY.form("cvt.rn.satfinite{.relu}.into.f32", 3, into=tuple(_KINDS))
 def from_singles(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """A in the upper byte, b in the lower."""
+    """Convert two f32: a goes to the upper byte, b to the lower."""
     numbers = [t.ir.cast("fpext", t.read(i.operands[n], SCALARS["f32"]), "double") for n in (1, 2)]
     _write_pair(t, i, m, numbers)
 
 
 @FAMILY.form("cvt.rn.satfinite{.relu}.into.f16x2", 2, into=tuple(_KINDS))
 def from_halves(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """The upper half in the upper byte, the lower in the lower."""
+    """Convert a pair of f16: the upper half goes to the upper byte, the lower to the lower."""
     both = t.read(i.operands[1], _HALVES)
     halves = [t.ir.cast("trunc", t.ir.binary("lshr", both, shift), "i16") for shift in (16, 0)]
     _write_pair(t, i, m, [decode(t, half, F16) for half in halves])
@@ -51,7 +51,7 @@ def from_halves(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 @FAMILY.form("cvt.rn{.relu}.f16x2.source", 2, source=tuple(_KINDS))
 def to_halves(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Exact."""
+    """Convert both bytes to f16, which is exact."""
     ir, kind = t.ir, _KINDS[m["source"]]
     both = t.read(i.operands[1], _PAIR)
     result = constant("i32", 0)
@@ -70,18 +70,19 @@ def _write_pair(t: OperandTranslator, i: Instruction, m: Modifiers, numbers: lis
 
 
 def _relu(t: OperandTranslator, m: Modifiers, value: Value) -> Value:
-    """With .relu 0 for what is not above it; NaN stays."""
+    """With .relu, replace what is not above 0 by 0; NaN stays."""
     if "relu" not in m:
         return value
     return t.ir.select(t.ir.compare("fcmp ole", value, real("double", 0.0)), real("double", 0.0), value)
 
 
 def _decode(t: OperandTranslator, bits: Value, kind: Minifloat) -> Value:
-    """A byte, as i64, as a double."""
     ir = t.ir
+    # As for .f16: place exponent and fraction, and correct the bias by a product.
     magnitude = ir.binary("and", bits, 0x7F)
     placed = double_of(t, ir.binary("shl", magnitude, _DIGITS - kind.digits))
     size = ir.binary("fmul", placed, real("double", 2.0 ** (_BIAS - kind.bias)))
+    # E5m2 has infinity and NaN as .f16 does; e4m3 has only one NaN.
     if kind.bias == F16.bias:
         infinity = 31 << kind.digits
         size = ir.select(ir.compare("icmp eq", magnitude, infinity), real("double", float("inf")), size)
@@ -94,8 +95,9 @@ def _decode(t: OperandTranslator, bits: Value, kind: Minifloat) -> Value:
 
 
 def _encode(t: OperandTranslator, value: Value, kind: Minifloat) -> Value:
-    """A double rounded to nearest even, as i64."""
+    """Round a double to nearest even, and return the byte as i64."""
     ir = t.ir
+    # Step 1: saturate, then round where the format's last digit is, at least a subnormal's.
     bits = bits_of(t, value)
     size = double_of(t, ir.binary("and", bits, _MAGNITUDE))
     largest = real("double", kind.largest)
@@ -106,13 +108,15 @@ def _encode(t: OperandTranslator, value: Value, kind: Minifloat) -> Value:
     # A double of this size has the format's last digit as its own: adding it rounds there.
     rounder = double_of(t, ir.binary("add", exponent, (_DIGITS - kind.digits) << _DIGITS))
     nearest = ir.binary("fsub", ir.binary("fadd", size, rounder), rounder)
+    # Step 2: the bits of a normal number, with the format's bias.
     rebiased = ir.binary("sub", bits_of(t, nearest), (_BIAS - kind.bias) << _DIGITS)
     normal = ir.binary("lshr", rebiased, _DIGITS - kind.digits)
-    # A subnormal counts units: the last digit of a double of the size that the rounder has at least.
+    # A subnormal counts units: the last digit of a double of the smallest size that the rounder can have.
     unit_digit = real("double", 2.0 ** (1 - kind.bias + _DIGITS - kind.digits))
     subnormal = ir.binary("and", bits_of(t, ir.binary("fadd", nearest, unit_digit)), 0xF)
     is_small = ir.compare("fcmp olt", nearest, real("double", 2.0 ** (1 - kind.bias)))
     number = ir.select(is_small, subnormal, normal)
+    # Step 3: the sign, and NaN, which the steps before have turned into a number.
     sign = ir.binary("and", ir.binary("lshr", bits, 56), 0x80)
     is_nan = ir.compare("fcmp uno", value, value)
     return ir.select(is_nan, constant("i64", _NAN), ir.binary("or", number, sign))

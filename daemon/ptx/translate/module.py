@@ -1,4 +1,4 @@
-"""A whole image to IR: for each kernel a thread function and the runner around it, in parts to be compiled apart."""
+"""A whole image to IR: a thread function and a runner for each kernel, in parts that are compiled separately."""
 
 from dataclasses import dataclass, field
 
@@ -34,22 +34,22 @@ from gpulease.daemon.ptx.translate.vectors import NotTogether
 from gpulease.daemon.ptx.translate.vprintf import print_ir
 from gpulease.daemon.ptx.translate.waits import WAITING
 
-# What has checks of its own, or a place where the thread may stop: see MAX_OPTIMISED_ACCESSES.
+# Instructions with a check, or at which the thread may stop: see MAX_OPTIMISED_ACCESSES.
 _MEMORY = ("ld", "st", "atom", "red", "cp")
 _COSTLY = WAITING.union(_MEMORY)
 
-# Its rows are stored word by word.
+# What a `stmatrix` counts for: its rows are stored word by word.
 _STMATRIX_ACCESSES = 8
 
 
 @dataclass(slots=True)
 class IrBudget:
-    """Lines of IR that all parts of an image may still take together."""
+    """How many lines of IR all parts of an image may still take together."""
 
     lines: int
 
     def take(self, text: str, function: Function) -> None:
-        """Count a function's IR. Raises ImageRejected."""
+        """Count a function's IR. Raises ImageRejected when the budget is used up."""
         count = text.count("\n")
         if count > self.lines:
             reason = f"the image takes more than {MAX_IMAGE_IR_LINES} steps"
@@ -59,15 +59,15 @@ class IrBudget:
 
 @dataclass(slots=True)
 class Part:
-    """Kernels that are compiled together, in the same way: one, or those that share functions.
+    """Kernels that are compiled together, with the same effort: a single one, or those that share functions.
 
     Attributes:
-        budget: What its image may still take.
-        lines: What it takes.
-        callees: The functions they call.
-        runners: Under which name each kernel's runner is in the IR.
+        budget: What the image may still take.
+        lines: What this part takes.
+        callees: The functions that the kernels call.
+        runners: The name of each kernel's runner in the IR.
         needs: What each kernel's blocks take.
-        shuffle: The seed of the order in which warps and blocks run, or None for that of their numbers.
+        shuffle: The seed of the order in which warps and blocks run; None for the order of their numbers.
     """
 
     effort: Effort
@@ -82,21 +82,23 @@ class Part:
 
     @property
     def text(self) -> str:
-        """The IR."""
+        """The part's IR, with the functions that its code uses."""
         dispatchers = self.callees.dispatchers(self._declarations)
         if self.callees.prints:
             dispatchers.append(print_ir(self._declarations))
         if self.callees.allocates:
             dispatchers.append(HEAP_IR)
+        # Sorted, so that equal images give equal text, and the cache finds it.
         return "\n".join(
             [*sorted(self._declarations), RECORD_FAULT_IR, STAND_IN_IR, *self._definitions, *dispatchers, METADATA]
         )
 
     def add(self, function: Function, places: dict[str, int]) -> None:
-        """Translate one kernel. Raises ImageRejected; nothing of it is left behind then."""
+        """Translate one kernel. Raises ImageRejected, and keeps nothing of the kernel then."""
         definitions, lines, mark = len(self._definitions), self.lines, self.callees.mark()
         try:
             self._add(function, places)
+        # Recovery: the other kernels of the part must not see the half-translated one.
         except ImageRejected:
             del self._definitions[definitions:]
             self.lines = lines
@@ -105,9 +107,11 @@ class Part:
             raise
 
     def _add(self, function: Function, places: dict[str, int]) -> None:
+        # Step 1: the function that runs one thread.
         number = len(self.runners)
         thread = BodyTranslator(function, places, self._declarations, self.callees)
         self._define(thread.translate(f"thread{number}"), function)
+        # Step 2: the runner, simple if barrier 0 is the only wait.
         writer = RunnerWriter if thread.waits.is_short else SchedulerWriter
         if not thread.waits.is_short:
             self._declarations.update(BLOCK_DECLARATIONS)
@@ -121,14 +125,16 @@ class Part:
         self._definitions.append(runner.write(f"kernel{number}"))
         self.runners[function.name] = f"kernel{number}"
         self.needs[function.name] = runner.needs
+        # Step 3: functions that it calls, and those that these call.
         while self.callees.pending:
             self._add_callee(self.callees.pending.pop(), places)
 
     def add_together(self, function: Function, places: dict[str, int]) -> bool:
-        """Translate a kernel whose threads can run together; False for any other. Raises ImageRejected."""
+        """Translate a kernel for lanes; False if its threads can't run together. Raises ImageRejected."""
         number = len(self.runners)
         if len(function.instructions) > MAX_LANE_INSTRUCTIONS:
             return False
+        # Translated before anything is added, because it may fail at any instruction.
         try:
             lanes = LaneTranslator(function, places, self._declarations)
             definition = lanes.translate(f"thread{number}")
@@ -160,7 +166,7 @@ class Part:
         self._define(translator.translate(self.callees.name(name) or ""), self.callees.functions[name])
 
     def _define(self, text: str, function: Function) -> None:
-        """Have a function's IR. Raises ImageRejected."""
+        """Add a function's IR. Raises ImageRejected if the part or the image becomes too large."""
         self._definitions.append(text)
         self.budget.take(text, function)
         self.lines += text.count("\n")
@@ -170,9 +176,9 @@ class Part:
 
 
 def translate(image: Image, shuffle: int | None = None) -> list[Part]:
-    """The IR of all kernels that can be translated; why others can't is added to a linked image's refusals.
+    """Return the IR of all kernels that can be translated; others' refusals are added to a linked image.
 
-    Raises ImageRejected for the first thing that is not supported, if no kernel is left.
+    Raises ImageRejected, for the first thing that is not supported, if no kernel is left.
     """
     image = link(image)
     parts = _translate(image, shuffle)
@@ -183,6 +189,7 @@ def translate(image: Image, shuffle: int | None = None) -> list[Part]:
 def _translate(image: Image, shuffle: int | None) -> list[Part]:
     translator, graph = _ImageTranslator(image, shuffle), CallGraph(image)
     for function in image.functions:
+        # A kernel needs everything that it reaches: a refused function refuses it.
         reached = graph.reached(function)
         refused = [name for name in (function.name, *sorted(reached)) if name in image.refusals]
         if refused:
@@ -196,12 +203,13 @@ def _translate(image: Image, shuffle: int | None) -> list[Part]:
 
 
 class _ImageTranslator:
-    """Puts the kernels of one linked image into parts.
+    """Distributes the kernels of one linked image over parts.
 
-    Kernels that call functions have them in common; each of the others is compiled by itself.
+    Kernels that call functions share parts with them; each of the others is compiled by itself.
     """
 
     def __init__(self, image: Image, shuffle: int | None) -> None:
+        # The table of addresses has the variables first, then the functions that are addressed.
         addressed = image.addressed or ()
         names = [*(variable.name for variable in image.variables), *addressed]
         self._places = {name: n for n, name in enumerate(names)}
@@ -211,29 +219,32 @@ class _ImageTranslator:
         self._watching = watching_functions(image)
         self._shuffle = shuffle
         self._budget = IrBudget(MAX_IMAGE_IR_LINES)
+        # Kernels that call are compiled together, so their sizes add up.
         self._left = MAX_OPTIMISED_CALLING_ACCESSES
         self._apart: list[Part] = []
         self._calling = {effort: self._part(effort, calls=True) for effort in (Effort.FULL, Effort.LEAST)}
 
     @property
     def parts(self) -> list[Part]:
-        """Return those that have a kernel."""
         return [part for part in (*self._apart, *self._calling.values()) if part.runners]
 
     def add(self, function: Function, reached: set[str]) -> None:
-        """Translate a kernel that reaches those functions. Raises ImageRejected; nothing of it is left behind then."""
+        """Translate a kernel and what it reaches. Raises ImageRejected, and keeps nothing of the kernel then."""
         sizes = [_size(function), *(self._sizes[name] for name in reached)]
         accesses = sum(accesses for accesses, _ in sizes)
         is_small = _fits(sizes, MAX_OPTIMISED_ACCESSES) and (not reached or accesses <= self._left)
+        # Choice 1: threads together, the fastest code, if the shape allows it.
         together = self._part(Effort.FEW)
         is_short = max(count for count, _ in sizes) <= MAX_LANE_ACCESSES
         if is_short and (not reached or accesses <= self._left) and together.add_together(function, self._places):
             self._apart.append(together)
             return
+        # Choice 2: a kernel that calls goes to the shared part of its effort.
         if reached:
             self._left -= accesses if is_small else 0
             self._calling[Effort.FULL if is_small else Effort.LEAST].add(function, self._places)
             return
+        # Choice 3: a part of its own, with as much effort as its size allows.
         simplified = Effort.SOME if _fits(sizes, MAX_SIMPLIFIED_ACCESSES) else Effort.LEAST
         part = self._part(Effort.FULL if is_small else simplified)
         part.add(function, self._places)
@@ -260,7 +271,7 @@ def _size(function: Function) -> tuple[int, int]:
 
 
 def _accesses_of(i: Instruction) -> int:
-    """For how many plain accesses an instruction counts: what is done element by element is as many."""
+    """Return for how many plain accesses an instruction counts: one done element by element counts for as many."""
     if i.opcode == "stmatrix":
         return _STMATRIX_ACCESSES
     if i.opcode in ("atom", "red"):

@@ -16,7 +16,7 @@ _WORD = SCALARS["b32"]
 
 @FAMILY.form("mov.type", 2, type=("pred", *BITS, *INTEGERS, *FLOATS))
 def move(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """A register, constant, special register or address; or a vector of parts packed or unpacked."""
+    """`mov`: a register, constant, special register or address; or a vector, packed or unpacked."""
     scalar = m.scalar()
     into, source = i.operands
     if isinstance(into, Vector):
@@ -29,9 +29,10 @@ def move(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 @FAMILY.form("prmt.b32", 4)
 def permute(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Any four of the eight bytes of b:a, each as it is or as its sign (section 9.7.9.7, default mode)."""
+    """`prmt` in its default mode: any four of the eight bytes of b:a, each copied or replaced by its sign (9.7.9.7)."""
     low, high, choices = (t.read(i.operands[n], _WORD) for n in (1, 2, 3))
     low, high = t.ir.cast("zext", low, "i64"), t.ir.cast("zext", high, "i64")
+    # The operands are one 64-bit number, from which each nibble of the selector picks a byte.
     both = t.ir.binary("or", t.ir.binary("shl", high, 32), low)
     result = constant("i32", 0)
     for number in range(4):
@@ -39,6 +40,7 @@ def permute(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
         shift = t.ir.binary("shl", t.ir.binary("and", choice, 7), 3)
         shifted = t.ir.binary("lshr", both, t.ir.cast("zext", shift, "i64"))
         byte = t.ir.cast("trunc", shifted, "i8")
+        # The selector's fourth bit replaces the byte by copies of its top bit.
         is_sign = t.ir.compare("icmp ne", t.ir.binary("and", choice, 8), 0)
         byte = t.ir.select(is_sign, t.ir.binary("ashr", byte, 7), byte)
         placed = t.ir.binary("shl", t.ir.cast("zext", byte, "i32"), 8 * number)
@@ -48,11 +50,12 @@ def permute(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 @FAMILY.form("cvta.space.u64", 2, space=_SPACES)
 def to_generic(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """An address in a space as a generic one."""
+    """`cvta`: an address in a space as a generic address."""
     space = Space(m["space"].split("::")[0])
     source = i.operands[1]
     if isinstance(source, Symbol) and source.variable.space is not space:
         raise t.problem(f"{source.variable.name[:60]} does not lie in .{space.value}")
+    # Global and constant addresses are generic ones already; a window's offset needs the window's host address.
     address = t.read(source, _POINTER)
     if space in _WINDOWS:
         base = t.ir.cast("ptrtoint", window_base(t, space), "i64")
@@ -62,7 +65,7 @@ def to_generic(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 @FAMILY.form("cvta.to.space.u64", 2, space=_SPACES)
 def from_generic(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """A generic address as one in a space; if it lies elsewhere the result is good for nothing, as on a GPU."""
+    """`cvta.to`: a generic address as one in a space; if it lies elsewhere the result is useless, as on a GPU."""
     space = Space(m["space"].split("::")[0])
     address = t.read(i.operands[1], _POINTER)
     if space in _WINDOWS:
@@ -73,6 +76,7 @@ def from_generic(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 def _unpack(t: OperandTranslator, scalar: Scalar, into: Vector, i: Instruction) -> None:
     part = _part(t, scalar, into)
+    # The first element is the lowest part.
     whole = t.to_bits(t.read(i.operands[1], scalar), scalar)
     for number, element in enumerate(into.elements):
         shifted = t.ir.binary("lshr", whole, number * part.bits)
@@ -89,7 +93,7 @@ def _pack(t: OperandTranslator, scalar: Scalar, source: Vector, i: Instruction) 
 
 
 def _part(t: OperandTranslator, scalar: Scalar, vector: Vector) -> Scalar:
-    """The type of one element: the whole divides into two or four of them."""
+    """Return the type of one element. Raises ImageRejected unless the whole divides into two or four of them."""
     count = len(vector.elements)
     if count not in (2, 4) or scalar.bits // count not in (8, 16, 32):
         raise t.problem(f".{scalar.name} does not divide into {count} parts")

@@ -16,11 +16,12 @@ _PAIRS = ("u16x2", "s16x2")
 @FAMILY.form("dp4a.left.right", 4, left=_BOTH, right=_BOTH)
 @FAMILY.form("dp2a.half.left.right", 4, half=("lo", "hi"), left=_BOTH, right=_BOTH)
 def dot_product(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """C and the products of four bytes, or of two halves of a with two bytes of b (sections 9.7.1.23 and 9.7.1.24)."""
+    """`dp4a`: c plus four products of bytes. `dp2a`: c plus two products of a half and a byte (9.7.1.23, 9.7.1.24)."""
     ir = t.ir
     left, right = (t.read(i.operands[n], _WORD) for n in (1, 2))
     result = t.read(i.operands[3], _WORD)
     count = 4 if i.opcode == "dp4a" else 2
+    # dp2a uses the lower or the upper two bytes of b.
     start = 16 if m.get("half") == "hi" else 0
     for number in range(count):
         first = _part(t, left, 32 // count * number, 32 // count, m["left"] == "s32")
@@ -31,9 +32,10 @@ def dot_product(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 @FAMILY.form("sad.type", 4, type=INTEGERS)
 def absolute_difference(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """C and the distance of a and b (section 9.7.1.7)."""
+    """`sad`: c plus the distance of a and b (section 9.7.1.7)."""
     scalar, ir = m.scalar(), t.ir
     left, right, added = (t.read(i.operands[n], scalar) for n in (1, 2, 3))
+    # The distance can exceed the signed range, so the smaller is subtracted from the larger, and the sum wraps.
     is_less = ir.compare(f"icmp {'s' if scalar.is_signed else 'u'}lt", left, right)
     difference = ir.select(is_less, ir.binary("sub", right, left), ir.binary("sub", left, right))
     t.write(i.operands[0], scalar, ir.binary("add", added, difference))
@@ -42,10 +44,11 @@ def absolute_difference(t: OperandTranslator, i: Instruction, m: Modifiers) -> N
 @FAMILY.form("mul24.half.type", 3, half=("lo", "hi"), type=_BOTH)
 @FAMILY.form("mad24.half.type", 4, half=("lo", "hi"), type=_BOTH)
 def multiply24(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """The lower or upper 32 of the 48 bits that two 24-bit numbers make, plus c (sections 9.7.1.5 and 9.7.1.6)."""
+    """`mul24`, `mad24`: the lower or upper 32 bits of a 48-bit product, plus c (sections 9.7.1.5 and 9.7.1.6)."""
     scalar, ir = m.scalar(), t.ir
     parts = []
     for position in (1, 2):
+        # Only the low 24 bits of an operand count, extended by the type's sign.
         short = ir.cast("trunc", t.read(i.operands[position], scalar), "i24")
         parts.append(ir.resize(short, "i64", signed=scalar.is_signed))
     whole = ir.binary("mul", *parts)
@@ -62,7 +65,7 @@ def multiply24(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("max.relu.s32", 3)
 @FAMILY.form("max.s32.relu", 3)
 def clamped_extreme(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """The smaller or larger, or 0 if that is negative."""
+    """`min.relu`, `max.relu`: the smaller or larger, or 0 if that is negative."""
     left, right = (t.read(i.operands[n], SCALARS["s32"]) for n in (1, 2))
     result = t.ir.intrinsic(f"llvm.s{i.opcode}.i32", "i32", left, right)
     t.write(i.operands[0], _WORD, t.ir.intrinsic("llvm.smax.i32", "i32", result, constant("i32", 0)))
@@ -76,11 +79,12 @@ def clamped_extreme(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("max.relu.s16x2", 3)
 @FAMILY.form("max.s16x2.relu", 3)
 def pairs(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Each half by itself."""
+    """`add`, `min`, `max` of two packed 16-bit integers, each half separately."""
     ir = t.ir
     operands = [t.read(i.operands[n], _WORD) for n in (1, 2)]
     sign = "u" if m.get("type") == "u16x2" else "s"
     result = constant("i32", 0)
+    # Take each half out, compute, and put the result back at its place.
     for shift in (0, 16):
         left, right = (ir.cast("trunc", ir.binary("lshr", whole, shift), "i16") for whole in operands)
         if i.opcode == "add":
@@ -95,11 +99,12 @@ def pairs(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 @FAMILY.form("bmsk.mode.b32", 3, mode=("clamp", "wrap"))
 def bit_mask(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Ones, b of them from bit a on; both cut to 5 bits or held below 33 (section 9.7.1.20)."""
+    """`bmsk`: b ones from bit a up; both are taken modulo 32 or clamped to 32 (section 9.7.1.20)."""
     ir = t.ir
     start, length = (t.read(i.operands[n], _WORD) for n in (1, 2))
     if m["mode"] == "wrap":
         start, length = ir.binary("and", start, 31), ir.binary("and", length, 31)
+    # In 64 bits, a start of 32 and a length of 32 are both ordinary shifts.
     wide = [ir.intrinsic("llvm.umin.i32", "i32", value, constant("i32", 32)) for value in (start, length)]
     start, length = (ir.resize(value, "i64", signed=False) for value in wide)
     t.write(i.operands[0], _WORD, ir.cast("trunc", ir.binary("shl", ones(t, length), start), "i32"))
@@ -107,12 +112,13 @@ def bit_mask(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 @FAMILY.form("szext.mode.type", 3, mode=("clamp", "wrap"), type=_BOTH)
 def extend(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """The low b bits of a, extended by their sign or zeros; b cut to 5 bits or held below 33 (section 9.7.1.21)."""
+    """`szext`: the low b bits of a, extended by sign or zeros; b is taken modulo 32 or clamped (section 9.7.1.21)."""
     ir, scalar = t.ir, m.scalar()
     value, count = t.read(i.operands[1], scalar), t.read(i.operands[2], SCALARS["u32"])
     if m["mode"] == "wrap":
         count = ir.binary("and", count, 31)
     count = ir.intrinsic("llvm.umin.i32", "i32", count, constant("i32", 32))
+    # Shift up so that the field's top bit is bit 31, then back down; in 64 bits, since the shift may be 32.
     shift = ir.resize(ir.binary("sub", constant("i32", 32), count), "i64", signed=False)
     moved = ir.binary("shl", ir.resize(value, "i64", signed=False), shift)
     moved = ir.resize(ir.cast("trunc", moved, "i32"), "i64", signed=scalar.is_signed)
@@ -121,6 +127,6 @@ def extend(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 
 def _part(t: OperandTranslator, whole: Value, start: int, bits: int, signed: bool) -> Value:
-    """Some bits as a number."""
+    """Return a range of bits as a 32-bit number, sign-extended if `signed`."""
     part = t.ir.cast("trunc", t.ir.binary("lshr", whole, start), f"i{bits}")
     return t.ir.resize(part, "i32", signed=signed)

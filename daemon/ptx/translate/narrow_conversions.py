@@ -1,8 +1,8 @@
-"""Conversions that involve .f16, .bf16 and .tf32 or round otherwise than to nearest even (PTX ISA section 9.7.9.21).
+"""Conversions with .f16, .bf16 and .tf32, or rounded otherwise than to nearest even (PTX ISA section 9.7.9.21).
 
-The source becomes a double, exactly or rounded to odd, which is then rounded once. NaN becomes the target's own NaN,
-with .sat 0, of an f64 as f32 what cvt.rn makes of it; an overflow is an infinity, or the largest number where the mode
-points away from it.
+The source becomes a double, exactly or rounded to odd, which is then rounded once. NaN becomes the target's own NaN, 0
+with .sat, and for an f64 as f32 what cvt.rn makes of it; an overflow gives infinity, or the largest number if the mode
+points away from infinity.
 """
 
 from gpulease.daemon.ptx.parse.syntax import SCALARS, Instruction, Scalar
@@ -47,20 +47,20 @@ _IRND = tuple(TO_INTEGER)
 @FAMILY.form("cvt{.sat}.into.source", 2, into=("f64",), source=("f16",))
 @FAMILY.form("cvt.into.source", 2, into=("f64",), source=("bf16",))
 def float_to_float(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Rounded once if the target is shorter."""
+    """Convert between floats, with one rounding if the target is shorter."""
     write_double(t, i, m, m["into"], read_double(t, i, 1, m, m["source"]))
 
 
 @FAMILY.form("cvt.f32.bf16", 2)
 def widened(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """The upper half of the same bits, NaN's too."""
+    """`cvt.f32.bf16`: the same bits in the upper half, a NaN's too."""
     bits = t.ir.cast("zext", t.read(i.operands[1], SCALARS["b16"]), "i32")
     t.write(i.operands[0], _WORD, t.ir.binary("shl", bits, 16))
 
 
 @FAMILY.form("cvt.round{.relu}.into.source", 3, round=("rn", "rz"), into=("f16x2", "bf16x2"), source=("f32",))
 def pair(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """A in the upper half, b in the lower."""
+    """Convert two f32 to a pair: a goes to the upper half, b to the lower."""
     into = FORMATS[m["into"].removesuffix("x2")]
     upper, lower = (
         t.ir.resize(encode(t, _narrowed(t, m, into, read_double(t, i, n, m, "f32")), into), "i32", signed=False)
@@ -74,9 +74,10 @@ def pair(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("cvt.round{.sat}.into.source", 2, round=_DIRECTED, into=("f32", "f64"), source=_ALL_INTEGERS)
 @FAMILY.form("cvt.rn.sat.into.source", 2, into=("f32", "f64"), source=_ALL_INTEGERS)
 def integer_to_float(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Rounded once, however many digits the integer has."""
+    """Convert an integer with one rounding, however many digits it has."""
     source, ir = m.scalar("source"), t.ir
     value = t.read_wide(i.operands[1], source)
+    # Up to 32 bits are exact in a double; more must not be rounded twice.
     if source.bits < 64:
         number = ir.cast("sitofp" if source.is_signed else "uitofp", value, "double")
     elif m["into"] == "f64":
@@ -90,7 +91,7 @@ def integer_to_float(t: OperandTranslator, i: Instruction, m: Modifiers) -> None
 @FAMILY.form("cvt.round{.ftz}{.sat}.into.source", 2, round=_IRND, into=("u8", "s8"), source=("f32",))
 @FAMILY.form("cvt.round{.sat}.into.source", 2, round=_IRND, into=("u8", "s8"), source=("f64",))
 def float_to_integer(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Rounded as told, then the nearest number the type has."""
+    """Round in the named mode, then take the nearest number of the type."""
     into = m.scalar("into")
     value = read_double(t, i, 1, m, m["source"])
     value = t.ir.intrinsic(f"llvm.{TO_INTEGER[m['round']]}.f64", "double", value)
@@ -100,7 +101,7 @@ def float_to_integer(t: OperandTranslator, i: Instruction, m: Modifiers) -> None
 @FAMILY.form("cvt{.whole}{.sat}.into.source", 2, whole=_IRND, into=("f16",), source=("f16",))
 @FAMILY.form("cvt.whole.into.source", 2, whole=_IRND, into=("bf16",), source=("bf16",))
 def to_whole(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Rounded to an integer that stays a float, or clamped."""
+    """Round to an integer that stays a float, or clamp."""
     value = read_double(t, i, 1, m, m["source"])
     if "whole" in m:
         value = t.ir.intrinsic(f"llvm.{TO_INTEGER[m['whole']]}.f64", "double", value)
@@ -110,11 +111,12 @@ def to_whole(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("cvt.pack.sat.into.s32", 3, into=("u16", "s16"))
 @FAMILY.form("cvt.pack.sat.into.s32.b32", 4, into=("u8", "s8"))
 def pack(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """A and b clamped, side by side; above them the low half of c (section 9.7.9.22)."""
+    """`cvt.pack`: a and b clamped, side by side; above them the low half of c for bytes (section 9.7.9.22)."""
     into, ir = m.scalar("into"), t.ir
     low = -(1 << into.bits - 1) if into.is_signed else 0
     high = low + (1 << into.bits) - 1
     result = constant("i32", 0)
+    # The result has b at the bottom and a above it.
     for position, shift in ((1, into.bits), (2, 0)):
         value = t.read(i.operands[position], SCALARS["s32"])
         value = ir.intrinsic("llvm.smin.i32", "i32", value, constant("i32", high))
@@ -127,7 +129,7 @@ def pack(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 
 def read_double(t: OperandTranslator, i: Instruction, position: int, m: Modifiers, kind: str) -> Value:
-    """An operand of any floating type as a double; .ftz is of those that are f32, but for one that becomes f16."""
+    """Read a float operand of any type as a double. .ftz flushes an f32, unless the result is an f16."""
     scalar = SCALARS[kind]
     value = t.read(i.operands[position], scalar)
     if kind == "f64":
@@ -145,35 +147,37 @@ def write_double(t: OperandTranslator, i: Instruction, m: Modifiers, kind: str, 
     into = FORMATS[kind]
     scalar = _WORD if into == TF32 else SCALARS[kind]
     bits = encode(t, _narrowed(t, m, into, value), into)
+    # From an f64, NaN keeps its sign and payload; from all others the target's own NaN is written.
     if m.get("source") == "f64" and into in (F32, F16) and "sat" not in m:
         bits = keep_nan(t, value, bits, into)
     t.write(i.operands[0], scalar, bits)
 
 
 def quiet(t: OperandTranslator, value: Value) -> Value:
-    """A double whose NaN does not signal."""
+    """Return a double, made quiet if it is a signalling NaN."""
     bits = t.ir.cast("bitcast", value, "i64")
     quieted = t.ir.cast("bitcast", t.ir.binary("or", bits, 1 << 51), "double")
     return t.ir.select(t.ir.compare("fcmp uno", value, value), quieted, value)
 
 
 def _narrowed(t: OperandTranslator, m: Modifiers, into: Format, value: Value) -> Value:
-    """A double rounded to a format and finished as the modifiers say, still a double."""
+    """Round a double to a format and finish it as the modifiers demand; the result is still a double."""
     value = round_to(t, value, into, m.get("round") or "rn")
     if "ftz" in m and into == F32:
         value = flush_narrow(t, value, into)
     if "sat" in m:
         value = saturate(t, _F64, value)
     if "relu" in m:
-        # NaN stays: it is not less than 0. So -0 must be named.
+        # NaN stays, because it is not less than or equal to 0. The comparison includes 0 so that -0 becomes +0.
         value = t.ir.select(t.ir.compare("fcmp ole", value, real("double", 0.0)), real("double", 0.0), value)
     return value
 
 
 def _long_to_odd(t: OperandTranslator, source: Scalar, value: Value) -> Value:
-    """A 64-bit integer as a double of at least 42 right digits, the last one set if any behind it is."""
+    """Convert a 64-bit integer to a double with at least 42 exact digits; the last one is set if any digit was lost."""
     ir = t.ir
     sign, size = _sign_and_size(t, source, value)
+    # From 2^53 on a double rounds: drop 11 bits, and set the last remaining one if any of them was set.
     is_long = ir.compare("icmp uge", size, 1 << 53)
     lost = ir.compare("icmp ne", ir.binary("and", size, 0x7FF), 0)
     short = ir.binary("or", ir.binary("lshr", size, 11), ir.cast("zext", lost, "i64"))
@@ -183,16 +187,19 @@ def _long_to_odd(t: OperandTranslator, source: Scalar, value: Value) -> Value:
 
 
 def _long_to_double(t: OperandTranslator, source: Scalar, value: Value, mode: str) -> Value:
-    """A 64-bit integer as the double that a mode picks."""
+    """Convert a 64-bit integer to a double, rounded in a mode."""
     ir = t.ir
     sign, size = _sign_and_size(t, source, value)
+    # Both halves are exact doubles, so two-sum gives the nearest double and the exact error.
     high = ir.cast("uitofp", ir.binary("lshr", size, 32), "double")
     low = ir.cast("uitofp", ir.binary("and", size, 0xFFFFFFFF), "double")
     total, error = sum_and_error(t, ir.binary("fmul", high, real("double", 2.0**32)), low)
     bits = ir.cast("bitcast", total, "i64")
     zero = real("double", 0.0)
+    # The neighbour towards or away from zero, if the nearest double is on the other side.
     less = ir.select(ir.compare("fcmp olt", error, zero), ir.binary("sub", bits, 1), bits)
     more = ir.select(ir.compare("fcmp ogt", error, zero), ir.binary("add", bits, 1), bits)
+    # For each mode: what a negative and a positive magnitude needs.
     picks = {"rz": (less, less), "rm": (more, less), "rp": (less, more)}.get(mode, (bits, bits))
     number = ir.cast("bitcast", ir.select(sign, *picks), "double")
     return ir.select(sign, ir.unary("fneg", number), number)

@@ -1,4 +1,4 @@
-"""Operands to IR values and results to registers (PTX ISA sections 6 and 9.4)."""
+"""Translate operands to IR values, and write results to registers (PTX ISA sections 6 and 9.4)."""
 
 from gpulease.daemon.drivers.interface import ImageRejected
 from gpulease.daemon.ptx.limits import rejected
@@ -25,28 +25,31 @@ from gpulease.daemon.ptx.parse.syntax import (
 from gpulease.daemon.ptx.translate.ir import INVARIANT, IrWriter, Value, constant
 from gpulease.daemon.ptx.translate.specials import SHARED_SIZES, read_shared_size, read_special
 
+# Arguments of every function that runs a thread.
 LAUNCH = Value("ptr", "%launch")
 ENVIRONMENT = Value("ptr", "%environment")
 LOCAL = Value("ptr", "%local")
 
 
 def ir_type(scalar: Scalar) -> str:
-    """The LLVM type in which arithmetic on a scalar is done."""
+    """Return the LLVM type in which arithmetic on a scalar is done."""
     if scalar.is_float:
         return {32: "float", 64: "double"}[scalar.bits]
     return f"i{scalar.bits}"
 
 
 class OperandTranslator:
-    """Reads and writes operands of the instruction at hand. Registers are held as integers of their width."""
+    """Reads and writes the operands of the current instruction. Registers are held as integers of their width."""
 
     def __init__(self, function: Function, variable_places: dict[str, int], ir: IrWriter) -> None:
         self.function = function
         self.ir = ir
+        # The instruction being translated, for refusals.
         self.instruction: Instruction | None = None
-        # The carry flag and which operation made it, as long as the code that did surely runs before what comes.
+        # The carry flag and the operation that made it, while the code that made it surely runs before the code being
+        # written.
         self.carry: tuple[str, Value] | None = None
-        # Bytes of the thread's local window.
+        # The size of the thread's local window, in bytes.
         self.local_limit = function.local_bytes
         self._variable_places = variable_places
 
@@ -55,14 +58,15 @@ class OperandTranslator:
         return LOCAL
 
     def problem(self, reason: str) -> ImageRejected:
-        """The refusal of the instruction at hand."""
+        """Word the refusal of the current instruction."""
         line, text = (self.instruction.line, self.instruction.text) if self.instruction else (0, "")
         return rejected(reason, line=line, text=text, kernel=self.function.name)
 
     # --- Reading -----------------------------------------------------------------------------------------------
 
     def read(self, operand: Operand, scalar: Scalar) -> Value:
-        """An operand as that type; a register must be of the same width and of a kind that fits."""
+        """Read an operand as a type. Raises ImageRejected for a register of another width or an unfit kind."""
+        # Kinds are compared, not converted: PTX ISA section 9.2 lists which register types an instruction accepts.
         match operand:
             case Register():
                 if not scalar.accepts(operand.type):
@@ -84,7 +88,7 @@ class OperandTranslator:
         raise self.problem(f"an operand can't be read as .{scalar.name}")
 
     def read_wide(self, operand: Operand, scalar: Scalar) -> Value:
-        """Like `read`, but of a wider register the low bits are taken (PTX ISA section 9.4.1)."""
+        """Like `read`, but a wider register gives its low bits (PTX ISA section 9.4.1)."""
         if isinstance(operand, Register) and self._is_wider(operand, scalar):
             return self.ir.resize(self._load(operand), f"i{scalar.bits}", signed=False)
         return self.read(operand, scalar)
@@ -94,6 +98,7 @@ class OperandTranslator:
 
     def _read_real(self, operand: Real, scalar: Scalar) -> Value:
         pattern: int | None = operand.pattern
+        # A decimal constant is rounded to the type; hexadecimal ones must have its width already.
         if operand.bits == 0 and scalar.is_float:
             pattern = decimal_pattern(operand.pattern, scalar.bits)
         elif operand.bits != scalar.bits or scalar.kind not in (Kind.FLOAT, Kind.BITS):
@@ -104,19 +109,23 @@ class OperandTranslator:
 
     def _read_special(self, name: str, scalar: Scalar) -> Value:
         bare = name.removeprefix("%")
+        # Sizes of shared memory depend on the function, the other registers on the launch and thread alone.
         if bare in SHARED_SIZES:
             value: Value | None = read_shared_size(self.ir, bare, self.function.dynamic_shared_offset)
         else:
             value = read_special(self.ir, bare)
         if value is None:
             raise self.problem(f"{name[:60]} is neither declared nor a special register this driver supports")
+        # As in ptxas, the type in the instruction must be the register's.
         if value.type != ir_type(scalar):
             raise self.problem(f"{name} can't be read as .{scalar.name}")
         return value
 
     def _read_symbol(self, variable: Variable, offset: int, scalar: Scalar) -> Value:
+        # These live in native stack memory, and its addresses must not reach a kernel.
         if variable.space in (Space.CALL, Space.RESULT):
             raise self.problem(f"the address of {variable.name[:60]} can't be taken")
+        # Offsets into a window fit 32 bits; device addresses do not.
         windowed = variable.space in (Space.SHARED, Space.LOCAL, Space.PARAM)
         if scalar.is_float or not (scalar.bits == 64 or (scalar.bits == 32 and windowed)):
             raise self.problem(f"the address of {variable.name[:60]} can't be read as .{scalar.name}")
@@ -127,20 +136,22 @@ class OperandTranslator:
         return variable.name in self._variable_places
 
     def address_of(self, variable: Variable, offset: int) -> Value:
-        """A variable's address in its own space, as i64."""
+        """Return a variable's address in its own space, as i64."""
+        # Device variables and functions get their addresses at load: they are read from the launch's table.
         if variable.space in (Space.GLOBAL, Space.CONST, Space.CODE):
             if variable.name not in self._variable_places:
                 raise self.problem(f"{variable.name[:60]} is declared but defined nowhere")
             table = self.ir.fixed("ptr", LAUNCH, Launch.variables.offset)
             place = self.ir.offset(table, 8 * self._variable_places[variable.name])
             return self.ir.binary("add", self.ir.load("i64", place, extra=INVARIANT), offset)
+        # In a window the address is an offset, and known now.
         start = self.function.dynamic_shared_offset if variable.is_dynamic else variable.offset
         return constant("i64", (start + offset) & (2**64 - 1))
 
     # --- Writing -----------------------------------------------------------------------------------------------
 
     def write(self, operand: Operand, scalar: Scalar, value: Value) -> None:
-        """Put a result of that type into a register of the same width."""
+        """Write a result of this type to a register of the same width. Raises ImageRejected for another."""
         register = self._destination(operand)
         if register is None:
             return
@@ -149,7 +160,7 @@ class OperandTranslator:
         self._store(register, self.to_bits(value, scalar))
 
     def write_wide(self, operand: Operand, scalar: Scalar, value: Value) -> None:
-        """Like `write`, but a wider register gets the value extended by its sign or zeros (PTX ISA section 9.4.1)."""
+        """Like `write`, but extends the value by its sign or zeros for a wider register (PTX ISA section 9.4.1)."""
         register = self._destination(operand)
         if register is None or not self._is_wider(register, scalar):
             return self.write(operand, scalar, value)
@@ -174,14 +185,14 @@ class OperandTranslator:
     # --- Bits and numbers --------------------------------------------------------------------------------------
 
     def from_bits(self, value: Value, scalar: Scalar) -> Value:
-        """An integer of the scalar's width as what arithmetic on it needs."""
+        """Reinterpret an integer of the scalar's width as the type in which arithmetic on it is done."""
         return self.ir.cast("bitcast", value, ir_type(scalar))
 
     def to_bits(self, value: Value, scalar: Scalar) -> Value:
-        """The other way round."""
+        """Reinterpret a value of arithmetic as an integer of the scalar's width."""
         return self.ir.cast("bitcast", value, f"i{scalar.bits}")
 
 
 def bits_type(bits: int) -> Scalar:
-    """The untyped scalar of that width."""
+    """Return the untyped scalar of that width, .b8 to .b64."""
     return SCALARS[f"b{bits}"]

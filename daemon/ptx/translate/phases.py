@@ -1,7 +1,7 @@
 """Barriers in shared memory: `mbarrier` (PTX ISA section 9.7.13.15).
 
 An object is 8 bytes: pending arrivals, expected arrivals, bytes still to come, the phase. A phase is complete when no
-arrivals and no bytes are left; asynchronous copies are made at once, so their bytes have come when they are issued.
+arrivals and no bytes are left; asynchronous copies are made at once, so their bytes have arrived when they are issued.
 A thread that finds a phase incomplete lets the others of its block run.
 """
 
@@ -24,14 +24,15 @@ _OBJECT = SCALARS["b64"]
 _COUNT = SCALARS["u32"]
 _OBJECT_BYTES = 8
 
-# Bits 0 to 19 are pending arrivals, 20 to 39 expected ones, 40 to 60 bytes to come with their sign, 63 the phase.
+# Bits 0 to 19 are pending arrivals, 20 to 39 expected ones, 40 to 60 the bytes to come, signed, and 63 the phase.
 _COUNT_BITS = 20
 _COUNT_MASK = (1 << _COUNT_BITS) - 1
 
 _SPACES = ("shared", "shared::cta", "shared::cluster")
 _SCOPES = ("cta", "cluster")
 
-# So many arrive, of whom so many never again, and so many more bytes are to come. Gives the object as it was.
+# Counts `come` arrivals, of which `dropped` leave for good, and adds `bytes` still to come. Returns the object as it
+# was.
 _ARRIVE = "mbarrier_arrive"
 _ARRIVE_IR = f"""
 declare i64 @llvm.usub.sat.i64(i64, i64)
@@ -65,21 +66,21 @@ define internal i64 @{_ARRIVE}(ptr %at, i64 %come, i64 %dropped, i64 %bytes) noi
 
 @FAMILY.form("mbarrier.init{.space}.b64", 2, writes=False, space=_SPACES)
 def initialise(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """So many arrivals are expected, in this phase and all that follow."""
+    """Expect this number of arrivals, in the current phase and all that follow."""
     place, count = _object(t, i.operands[0], m), _count(t, i.operands[1])
     t.ir.store(t.ir.binary("or", t.ir.binary("shl", count, _COUNT_BITS), count), place)
 
 
 @FAMILY.form("mbarrier.inval{.space}.b64", 1, writes=False, space=_SPACES)
 def invalidate(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """The memory may be used for something else."""
+    """`mbarrier.inval`: zero the object; its memory may have other uses."""
     t.ir.store(constant("i64", 0), _object(t, i.operands[0], m))
 
 
 @FAMILY.form("mbarrier.expect_tx{.relaxed}{.scope}{.space}.b64", 2, writes=False, scope=_SCOPES, space=_SPACES)
 @FAMILY.form("mbarrier.complete_tx{.relaxed}{.scope}{.space}.b64", 2, writes=False, scope=_SCOPES, space=_SPACES)
 def count_bytes(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """So many more bytes are to come, or have come."""
+    """Expect more bytes, or count some as arrived."""
     change = t.ir.cast("sext", t.read(i.operands[1], _COUNT), "i64")
     if "complete_tx" in m:
         change = t.ir.binary("sub", constant("i64", 0), change)
@@ -101,7 +102,7 @@ def count_bytes(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     space=_SPACES,
 )
 def arrive(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Arrive for one thread, or so many, and go on; `arrive_drop` takes them out of later phases too."""
+    """Arrive for one thread or several; `arrive_drop` also removes them from later phases."""
     into, place, rest = _split(t, i)
     come = _count(t, rest[0]) if rest else constant("i64", 1)
     state = settle(t, _object(t, place, m), come=come, dropped=come if "arrive_drop" in m else None)
@@ -118,7 +119,7 @@ def arrive(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     space=_SPACES,
 )
 def arrive_expecting(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Arrive for one thread, and expect so many more bytes first."""
+    """Expect more bytes, then arrive for one thread, in one step."""
     into, place, rest = _split(t, i)
     if len(rest) != 1:
         raise t.problem("expected a number of bytes")
@@ -131,7 +132,7 @@ def arrive_expecting(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> Non
 
 @FAMILY.form("mbarrier.pending_count.b64", 2)
 def pending(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Return how many arrivals were missing in the state that an arrival gave."""
+    """Return how many arrivals were pending in the state that an arrival returned."""
     state = t.ir.binary("and", t.read(i.operands[1], _OBJECT), _COUNT_MASK)
     t.write(i.operands[0], _COUNT, t.ir.cast("trunc", state, "i32"))
 
@@ -145,13 +146,15 @@ def pending(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     space=_SPACES,
 )
 def wait(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Test whether the phase of a state, or of this parity, is complete; if not, the others run first."""
+    """Test whether the phase of a state, or of a parity, is complete; if it is not, let the others run."""
     ir = t.ir
+    # try_wait may have a time limit, which is ignored: it may return early.
     if len(i.operands) == 4:
         if m["way"] == "test_wait":
             raise t.problem("test_wait takes no time")
         t.read(i.operands[3], _COUNT)
     now = ir.load("i64", _object(t, i.operands[1], m))
+    # A phase is complete once the object's phase bit differs from the bit waited on.
     if "parity" in m:
         parity = t.read(i.operands[2], _COUNT)
         then = ir.binary("shl", ir.cast("zext", parity, "i64"), 63)
@@ -159,6 +162,7 @@ def wait(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
         then = t.read(i.operands[2], _OBJECT)
     done = ir.compare("icmp slt", ir.binary("xor", now, then), 0)
     t.write(i.operands[0], PREDICATE, done)
+    # Even test_wait lets others run, because it is used in loops.
     turn, go_on = ir.fresh("turn"), ir.fresh("goon")
     ir.branch_if(done, go_on, turn, extra=LIKELY)
     ir.block(turn)
@@ -168,7 +172,7 @@ def wait(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 
 @FAMILY.form("cp.async.mbarrier.arrive{.noinc}{.space}.b64", 1, writes=False, space=("shared", "shared::cta"))
 def arrive_behind_copies(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Arrive when the thread's copies are complete, which they are; but for .noinc they had counted as one more."""
+    """Arrive for the thread's copies, which are complete. Without .noinc they had been expected as one arrival more."""
     place = _object(t, i.operands[0], m)
     if "noinc" in m:
         settle(t, place, come=constant("i64", 1))
@@ -182,13 +186,13 @@ def settle(
     dropped: Value | None = None,
     bytes_more: Value | None = None,
 ) -> Value:
-    """Change an object's counts, and begin the next phase if they come to nothing; what it was before."""
+    """Change an object's counts, and begin the next phase if nothing is left; returns the object as it was."""
     changes = (change or constant("i64", 0) for change in (come, dropped, bytes_more))
     return t.ir.function(_ARRIVE, "i64", _ARRIVE_IR, place, *changes)
 
 
 def object_of(t: OperandTranslator, operand: Operand, *, is_generic: bool) -> Value:
-    """A pointer to an object."""
+    """Return a checked pointer to an mbarrier object."""
     return shared_pointer(t, operand, _OBJECT_BYTES, Access.ATOMIC, is_generic=is_generic)
 
 
@@ -201,7 +205,7 @@ def _count(t: OperandTranslator, operand: Operand) -> Value:
 
 
 def _split(t: OperandTranslator, i: Instruction) -> tuple[Operand | None, Operand, tuple[Operand, ...]]:
-    """The register that takes the state, if there is one, the object's address, and the rest."""
+    """Split operands into the register for the state, if any, the object's address, and the rest."""
     if isinstance(i.operands[0], Address):
         return None, i.operands[0], i.operands[1:]
     if len(i.operands) < 2:

@@ -21,7 +21,7 @@ _FLOAT = tuple(FLOAT_CONDITIONS)
 _WORDS = ("u32", "s32")
 _SHORT = ("u16", "s16", *_WORDS)
 
-# What stands for true, by the type of the result.
+# What represents true, by the type of the result.
 _TRUE = {
     **{kind: (1 << int(kind[1:])) - 1 for kind in _SHORT},
     "f16": 0x3C00,
@@ -37,7 +37,7 @@ _TRUE = {
 @FAMILY.form("setp.cmp.source", 3, cmp=_FLOAT, source=("bf16", "bf16x2"))
 @FAMILY.form("setp.cmp.bool.source", 4, cmp=_FLOAT, bool=COMBINE, source=("bf16", "bf16x2"))
 def set_predicate(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """p|q: the result and that of the opposite; for a pair those of its two numbers, the lower first."""
+    """`setp` of 16-bit floats: p|q get the result and its opposite, for a pair its two results, the lower first."""
     results = _compare(t, i, m)
     if len(results) == 1:
         results.append(t.ir.invert(results[0]))
@@ -67,10 +67,11 @@ def set_predicate(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("set.cmp.into.source", 3, cmp=_FLOAT, into=(*_WORDS, "bf16x2"), source=("bf16x2",))
 @FAMILY.form("set.cmp.bool.into.source", 4, cmp=_FLOAT, bool=COMBINE, into=(*_WORDS, "bf16x2"), source=("bf16x2",))
 def set_number(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """True as all ones or 1.0, false as 0; of pairs each half is a result."""
+    """`set`: all ones or 1.0 for true, 0 for false; for a pair each half is a result."""
     results = _compare(t, i, m)
     scalar = m.scalar("into")
     kind = f"i{scalar.bits}"
+    # A pair's results have half the width each.
     width = scalar.bits // len(results)
     true = constant(kind, _TRUE[m["into"]] & ((1 << width) - 1))
     bits = constant(kind, 0)
@@ -81,11 +82,12 @@ def set_number(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 
 def _compare(t: OperandTranslator, i: Instruction, m: Modifiers) -> list[Value]:
-    """The comparison's result, or one for each number of a pair."""
+    """Compare; return the result, or one result for each number of a pair."""
     source, scalar, ir = m["source"], m.scalar("source"), t.ir
     operands = [t.read(i.operands[n], scalar) for n in (1, 2)]
     layout = FORMATS.get(source.removesuffix("x2"))
     if layout is None or source == "f32":
+        # Types that LLVM compares itself; the others are compared as doubles, exactly.
         if "ftz" in m:
             operands = [flush(t, value) for value in operands]
         return [ir.compare(condition_of(m["cmp"], scalar), *operands)]

@@ -2,12 +2,12 @@
 
     i32 kernel(launch, environment, i64 first_block, i64 last_block) -> Status
 
-WAITS means that a block only waits for others: called again with the same block in the same environment, the function
-goes on. Blocks are numbered x fastest; `last_block` is the one behind the last, and there is at least one.
+WAITS means that a block can only wait for other blocks: called again with the same block in the same environment, the
+function continues. Blocks are numbered x fastest; `last_block` is one past the last, and there is at least one block.
 
 In a block with barriers every thread has a frame. Each round runs every thread that has not ended up to its next
-barrier or its end; when a round leaves none waiting, the block is done. That is enough where the only waits are for
-barrier 0; scheduler.py has the rest. Where threads run together, each group of a row's threads has the frame.
+barrier or its end; when a round leaves none waiting, the block is done. That is enough if the only waits are for
+barrier 0; scheduler.py has the rest. Where threads run together, each group of a row's threads has one frame.
 
 Blocks run in the order of their numbers, and so do the warps of each, unless the operator shuffles them: with a seed,
 blocks begin at some number, and the warps of each block, in each round, at some other. A kernel without races computes
@@ -32,26 +32,26 @@ from gpulease.daemon.ptx.translate.operand_values import ENVIRONMENT, LAUNCH
 from gpulease.daemon.ptx.translate.specials import WARP_THREADS
 from gpulease.daemon.ptx.translate.waits import Waits
 
-# In a frame's head: the thread has ended. Barriers are numbered from 1.
+# A frame's head with this value: the thread has ended. Barriers are numbered from 1.
 ENDED = -1
 
 _FIRST, _LAST = Value("i64", "%first"), Value("i64", "%last")
 
-# Gets the indices x, y and z of the innermost loop.
+# Writes the body of the innermost loop, given the indices x, y and z.
 Body = Callable[[Sequence[Value]], None]
 
 # Multiplier and increment of a linear congruential generator (Knuth, "The Art of Computer Programming", 3.3.4).
 _SPREAD = 1_664_525
 _STEP = 1_013_904_223
 
-# Its low bits repeat after few steps.
+# The generator's low bits repeat after few steps, so they are dropped.
 _LOW_BITS = 8
 
 
 class RunnerWriter:
     """Writes the runner of one kernel around its thread function."""
 
-    # Threads that stay neighbours when the order is shuffled, along x.
+    # How many neighbouring threads along x stay together when the order is shuffled.
     turn_unit = WARP_THREADS
 
     def __init__(
@@ -69,25 +69,28 @@ class RunnerWriter:
 
     @property
     def needs(self) -> Needs:
-        """Return the memory that a block takes."""
+        """The memory that a block takes in addition to shared memory."""
+        # Without waits one thread runs at a time, so all share one local window and none has a frame.
         if not self._waits.sites:
             return Needs(self._local_bytes, 0, 0, 0, parks=False)
         return Needs(0, self._local_bytes, BOARD_BYTES, self._frame_bytes, parks=self._waits.parks)
 
     def write(self, name: str) -> str:
-        """The function's IR."""
+        """Return the function's IR, under that name."""
+        # The launch's dimensions are loaded once.
         for field, start in (("grid", Launch.grid.offset), ("block", Launch.block.offset)):
             places = [self.ir.offset(LAUNCH, start + 4 * axis) for axis in range(3)]
             self._sizes[field] = [self.ir.load("i32", place, extra=INVARIANT) for place in places]
         self._run_blocks()
         self.ir.ret(Status.DONE)
+        # Stack slots were collected while the code was written, and come first.
         launch = f"ptr noalias dereferenceable({PARAMETERS_OFFSET}) %launch"
         environment = f"ptr noalias dereferenceable({sizeof(Environment)}) %environment"
         head = f"define i32 @{name}({launch}, {environment}, {_FIRST}, {_LAST}) {{"
         return "\n".join([head, "entry:", *self._allocas, *self.ir.lines, "}", ""])
 
     def _run_blocks(self) -> None:
-        """Run the blocks from the first to the last."""
+        """Write the loop from the first block to the last."""
         ir = self.ir
         counter, head, done = self._variable("i64"), ir.fresh("block"), ir.fresh("blocksdone")
         ir.store(_FIRST, counter)
@@ -101,11 +104,12 @@ class RunnerWriter:
         ir.block(done)
 
     def _shuffled_block(self, number: Value) -> Value:
-        """The block that is the launch's `number`th to begin, and where its warps begin."""
+        """Return the block to run in place of the `number`th, and set the warp with which it begins."""
         if self._shuffle is None:
             return number
         ir = self.ir
         blocks = ir.load("i64", ir.offset(LAUNCH, Launch.blocks.offset), extra=INVARIANT)
+        # The seed rotates the numbers: every block still runs once.
         begun = ir.binary("add", number, (self._shuffle * _SPREAD + _STEP) >> _LOW_BITS)
         block = ir.binary("urem", begun, blocks)
         self._turn = self._turn or self._variable("i32")
@@ -114,13 +118,13 @@ class RunnerWriter:
         return block
 
     def _begin_round(self) -> None:
-        """Let the warps begin at another one."""
+        """Choose the warp with which the next round begins."""
         if self._turn is not None:
             turned = self.ir.binary("mul", self.ir.load("i32", self._turn), _SPREAD)
             self.ir.store(self.ir.binary("add", turned, _STEP), self._turn)
 
     def _turned(self, index: Value, size: Value, unit: int) -> Value:
-        """The index that is the `index`th below a size; `unit` of them stay neighbours."""
+        """Rotate an index below a size by the current turn; `unit` neighbours stay together."""
         if self._turn is None:
             return index
         ir = self.ir
@@ -130,7 +134,6 @@ class RunnerWriter:
         return ir.select(ir.compare("icmp uge", turned, size), ir.binary("sub", turned, size), turned)
 
     def _place_of(self, number: Value) -> list[Value]:
-        """A block's x, y and z."""
         ir, left, place = self.ir, number, list[Value]()
         for size in self._sizes["grid"][:2]:
             wide = ir.cast("zext", size, "i64")
@@ -139,9 +142,11 @@ class RunnerWriter:
         return [*place, ir.cast("trunc", left, "i32")]
 
     def _run_block(self, block: Sequence[Value]) -> None:
+        # Without waits: each thread from start to end.
         if not self._waits.sites:
             self._loop("block", lambda thread: self._run_thread(thread, block))
             return
+        # With barriers: clear all frames, then run rounds until no thread waits.
         self._loop("block", self._prepare_thread)
         waiting = self._variable("i1")
         again, done = self.ir.fresh("round"), self.ir.fresh("blockdone")
@@ -153,7 +158,7 @@ class RunnerWriter:
         self.ir.block(done)
 
     def _run_thread(self, thread: Sequence[Value], block: Sequence[Value]) -> None:
-        """From start to end; threads that run alone share one local window."""
+        """Run a thread from start to end; threads that never wait share one local window."""
         status = self._call(thread, block, Value("ptr", "null"), self._area(Environment.local.offset))
         self._stop_if_faulted(status, lambda: thread, block)
 
@@ -161,7 +166,7 @@ class RunnerWriter:
         self.ir.store(constant("i32", 0), self._frame(self._flat(thread)))
 
     def _resume_thread(self, thread: Sequence[Value], block: Sequence[Value], waiting: Value) -> None:
-        """Up to the next barrier or the end, unless it has ended before."""
+        """Run a thread up to its next barrier or its end, unless it has ended before."""
         ir = self.ir
         flat = self._flat(thread)
         frame = self._frame(flat)
@@ -172,13 +177,14 @@ class RunnerWriter:
 
     @contextmanager
     def _unless_ended(self, frame: Value, waiting: Value) -> Iterator[list[Value]]:
-        """Resume a frame that has not ended; the caller writes the call inside and gives its status."""
+        """Resume a frame that has not ended; the caller writes the call inside and appends its status."""
         ir, outcome = self.ir, list[Value]()
         run, waits, ended, after = (ir.fresh(stem) for stem in ("run", "waits", "ended", "after"))
         ir.branch_if(ir.compare("icmp eq", ir.load("i32", frame), ENDED), after, run)
         ir.block(run)
         yield outcome
         (status,) = outcome
+        # A thread that waits asks for another round; one that ended is marked in its frame.
         ir.branch_if(ir.compare("icmp eq", status, Status.WAITS), waits, ended)
         ir.block(waits)
         ir.store(TRUE, waiting)
@@ -192,7 +198,7 @@ class RunnerWriter:
         return self.ir.value("i32", f"call i32 @{self._thread}({arguments})")
 
     def _stop_if_faulted(self, status: Value, thread: Callable[[], Sequence[Value]], block: Sequence[Value]) -> None:
-        """End the launch, leaving behind which thread it was, as told then."""
+        """End the launch if the status is a fault; `thread` writes the indices of the thread at fault."""
         ir = self.ir
         stop, go_on = ir.fresh("stop"), ir.fresh("goon")
         ir.branch_if(ir.compare("icmp eq", status, Status.FAULT), stop, go_on)
@@ -201,6 +207,7 @@ class RunnerWriter:
         ir.block(go_on)
 
     def _stop(self, thread: Sequence[Value], block: Sequence[Value]) -> None:
+        # The access has recorded what happened; the thread and the block are known only here.
         fault = self._area(Environment.fault.offset)
         for start, indices in ((Fault.thread.offset, thread), (Fault.block.offset, block)):
             for axis, index in enumerate(indices):
@@ -208,7 +215,7 @@ class RunnerWriter:
         self.ir.ret(Status.FAULT)
 
     def _flat(self, thread: Sequence[Value]) -> Value:
-        """The thread's number in its block, as i64."""
+        """Return the thread's number in its block, as i64."""
         width, height, _ = self._sizes["block"]
         rows = self.ir.binary("add", self.ir.binary("mul", thread[2], height), thread[1])
         number = self.ir.binary("add", self.ir.binary("mul", rows, width), thread[0])
@@ -221,11 +228,12 @@ class RunnerWriter:
         return self.ir.load("ptr", self.ir.offset(ENVIRONMENT, offset), extra=INVARIANT)
 
     def _loop(self, field: str, body: Body) -> None:
-        """Run a body for all indices below a size, x fastest."""
+        """Write a loop over all indices below a launch's dimensions, x fastest."""
         self._nest(self._sizes[field], [], body)
 
     def _nest(self, sizes: Sequence[Value], outer: list[Value], body: Body) -> None:
         """Open a loop for the last axis that has none yet; every size is at least 1."""
+        # The recursion is three deep: z outside, then y, then x.
         if len(outer) == len(sizes):
             body(outer)
             return
@@ -243,13 +251,13 @@ class RunnerWriter:
         ir.block(done)
 
     def _variable(self, kind: str) -> Value:
-        """A stack slot, made in the entry block so that LLVM can turn it into a value."""
+        """Return a new stack slot, made in the entry block so that LLVM can turn it into a value."""
         name = f"%slot{len(self._allocas)}"
         self._allocas.append(f"  {name} = alloca {kind}")
         return Value("ptr", name)
 
 
-# What is above a fault's status: the lane.
+# The bits above a fault's status are the lane.
 _LANE_SHIFT = 8
 
 
@@ -274,12 +282,13 @@ class LaneRunnerWriter(RunnerWriter):
 
     @property
     def needs(self) -> Needs:
-        """Return the memory that a block takes: a frame for each group; narrow rows have a group a thread."""
+        """The memory that a block takes: a frame for each group; in narrow rows each thread is a group."""
         if not self._waits.sites:
             return Needs(self._lanes * self._local_bytes, 0, 0, 0, parks=False)
         return Needs(0, self._local_bytes, 0, self._frame_bytes, parks=False)
 
     def _run_block(self, block: Sequence[Value]) -> None:
+        # As for single threads, with groups in their place.
         ir, sizes = self.ir, self._count_groups()
         if not self._waits.sites:
             self._nest(sizes, [], lambda group: self._run_group(group, block))
@@ -295,17 +304,17 @@ class LaneRunnerWriter(RunnerWriter):
         ir.block(done)
 
     def _count_groups(self) -> Sequence[Value]:
-        """Count the groups along each axis."""
+        """Compute the number of groups along each axis."""
         width, height, depth = self._sizes["block"]
         self._groups = self.ir.binary("udiv", self.ir.binary("add", width, self._lanes - 1), self._lanes)
         return self._groups, height, depth
 
     def _run_group(self, group: Sequence[Value], block: Sequence[Value]) -> None:
-        """From start to end; groups that run alone share their local windows."""
+        """Run a group from start to end; groups that never wait share their local windows."""
         self._call_group(group, block, Value("ptr", "null"), self._area(Environment.local.offset))
 
     def _resume_group(self, group: Sequence[Value], block: Sequence[Value], waiting: Value) -> None:
-        """Up to the next barrier or the end, unless it has ended before."""
+        """Run a group up to its next barrier or its end, unless it has ended before."""
         ir, frame = self.ir, self._group_frame(group)
         flat = self._flat(self._thread_of(group, constant("i32", 0)))
         local = ir.offset(self._area(Environment.local.offset), ir.binary("mul", flat, self._local_bytes))
@@ -313,6 +322,7 @@ class LaneRunnerWriter(RunnerWriter):
             outcome.append(self._call_group(group, block, frame, local))
 
     def _call_group(self, group: Sequence[Value], block: Sequence[Value], frame: Value, local: Value) -> Value:
+        # The mask: all lanes, or as many as the row has threads left.
         ir, left = self.ir, self._left(group)
         some = ir.binary("sub", ir.binary("shl", constant("i64", 1), ir.cast("zext", left, "i64")), 1)
         is_whole = ir.compare("icmp uge", left, self._lanes)
@@ -320,17 +330,17 @@ class LaneRunnerWriter(RunnerWriter):
         first = self._thread_of(group, constant("i32", 0))
         arguments = ", ".join(map(str, (LAUNCH, ENVIRONMENT, frame, local, mask, *first, *block)))
         status = ir.value("i32", f"call i32 @{self._thread}({arguments})")
+        # A fault's status has its lane above the low bits.
         lane = ir.binary("lshr", status, _LANE_SHIFT)
         kind = ir.binary("and", status, (1 << _LANE_SHIFT) - 1)
         self._stop_if_faulted(kind, lambda: self._thread_of(group, lane), block)
         return kind
 
     def _thread_of(self, group: Sequence[Value], lane: Value) -> list[Value]:
-        """The indices of a lane's thread."""
         return [self.ir.binary("add", self.ir.binary("mul", group[0], self._lanes), lane), *group[1:]]
 
     def _left(self, group: Sequence[Value]) -> Value:
-        """Compute how many threads there are from the group's first on."""
+        """Compute how many threads a row has from the group's first one on."""
         return self.ir.binary("sub", self._sizes["block"][0], self.ir.binary("mul", group[0], self._lanes))
 
     def _group_frame(self, group: Sequence[Value]) -> Value:
@@ -341,13 +351,14 @@ class LaneRunnerWriter(RunnerWriter):
 
 
 class WarpRunnerWriter(LaneRunnerWriter):
-    """Runner for groups that are warps: neighbours by their number in the block, of whatever rows."""
+    """The runner for groups that are warps: neighbours by their number in the block, whatever their rows."""
 
     @property
     def needs(self) -> Needs:
-        """Return the memory that a block takes; its last warp may lack threads."""
+        """The memory that a block takes; its last warp may be partial."""
         if not self._waits.sites:
             return super().needs
+        # A frame is a warp's; per thread it is a part, rounded up, plus one whole frame for a partial warp.
         each = -(-self._frame_bytes // self._lanes)
         return Needs(0, self._local_bytes, self._frame_bytes, each, parks=False)
 

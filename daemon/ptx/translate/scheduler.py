@@ -1,9 +1,9 @@
-"""The block's loop for kernels whose threads wait for more than barrier 0.
+"""The loop over a block's threads, for kernels that wait for more than barrier 0.
 
-Threads run warp by warp: those that are ready run until they wait or end, then exchanges that are complete let theirs
-go on, until none of the warp can. When all warps have come to that point barriers are settled. If then nobody can go
-on and some still wait, they would for ever: that is a fault. If nobody goes on but threads in loops that watch memory,
-the block may wait for another one: the function returns, and goes on with it when called again.
+Threads run warp by warp: those that are ready run until they wait or end, then complete exchanges release their
+threads, until none of the warp can run. When all warps have come to that point, barriers are settled. If then no
+thread can run and some still wait, they would wait forever: that is a fault. If only threads run that poll memory in
+loops, the block may be waiting for another block: the function returns, and continues when it is called again.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ from gpulease.daemon.ptx.translate.specials import WARP_THREADS
 
 
 class SchedulerWriter(RunnerWriter):
-    """Writes the runner of one kernel whose frames begin with a `FrameHead`."""
+    """Writes the runner of one kernel with frames that begin with a `FrameHead`."""
 
     def _run_block(self, block: Sequence[Value]) -> None:
         ir = self.ir
@@ -37,16 +37,20 @@ class SchedulerWriter(RunnerWriter):
         width, height, depth = self._sizes["block"]
         threads = ir.binary("mul", ir.binary("mul", width, height), depth)
         again, done, stuck, parks = (ir.fresh(stem) for stem in ("round", "blockdone", "stuck", "parks"))
+        # A block that was set aside has its frames from before, and only continues.
         if self._waits.parks:
             begins = ir.fresh("begins")
             resumes = ir.load("i64", ir.offset(ENVIRONMENT, Environment.resumes.offset))
             ir.branch_if(ir.compare("icmp eq", resumes, 0), begins, again)
             ir.block(begins)
+        # A new block: no thread has arrived at any barrier, and all frames are at the start.
         ir.emit(f"store [{BARRIERS} x i32] zeroinitializer, {board}")
         self._loop("block", self._prepare_thread)
+        # A round: every warp as far as it gets, then settle barriers for the whole block.
         ir.block(again)
         self._begin_round()
         self._run_warps(threads, block)
+        # The verdict: 0 all ended, 1 some can run, -1 only polling is left, else 2 plus a thread that waits in vain.
         frames = self._frame(constant("i64", 0))
         arguments = ", ".join(map(str, (board, frames, threads, self._stride())))
         verdict = ir.value("i32", f"call i32 @{SETTLE_BLOCK}({arguments})")
@@ -58,12 +62,13 @@ class SchedulerWriter(RunnerWriter):
         ir.block(done)
 
     def _run_warps(self, threads: Value, block: Sequence[Value]) -> None:
-        """Every warp as far as it gets by itself."""
+        """Run every warp as far as it gets by itself."""
         ir = self.ir
         counter = self._variable("i32")
         warp, again, following, done = (ir.fresh(stem) for stem in ("warp", "again", "warpdone", "warpsdone"))
         ir.store(constant("i32", 0), counter)
         ir.block(warp)
+        # The warp's first thread, and its lanes: the last warp may be partial.
         begun = ir.load("i32", counter)
         warps = ir.binary("and", ir.binary("add", threads, WARP_THREADS - 1), -WARP_THREADS)
         first = self._turned(begun, warps, WARP_THREADS)
@@ -71,6 +76,7 @@ class SchedulerWriter(RunnerWriter):
         is_whole = ir.compare("icmp ugt", left, WARP_THREADS)
         lanes = ir.select(is_whole, constant("i32", WARP_THREADS), left)
         frames = self._frame(ir.cast("zext", first, "i64"))
+        # Run its ready lanes, release complete exchanges, and again if any lane was released.
         ir.block(again)
         self._run_lanes(first, lanes, block)
         arguments = ", ".join(map(str, (frames, lanes, self._stride(), constant("i64", self._waits.words))))
@@ -83,12 +89,13 @@ class SchedulerWriter(RunnerWriter):
         ir.block(done)
 
     def _run_lanes(self, first: Value, lanes: Value, block: Sequence[Value]) -> None:
-        """Each ready thread of a warp until it waits or ends."""
+        """Run each ready thread of a warp until it waits or ends."""
         ir = self.ir
         counter = self._variable("i32")
         head, run, ended, after, done = (ir.fresh(stem) for stem in ("lane", "run", "ended", "after", "lanesdone"))
         ir.store(constant("i32", 0), counter)
         ir.block(head)
+        # A thread that is not ready keeps its state.
         lane = ir.load("i32", counter)
         flat = ir.cast("zext", ir.binary("add", first, lane), "i64")
         frame = self._frame(flat)
@@ -99,6 +106,7 @@ class SchedulerWriter(RunnerWriter):
         local = ir.offset(self._area(Environment.local.offset), ir.binary("mul", flat, self._local_bytes))
         status = self._call(thread, block, frame, local)
         self._stop_if_faulted(status, lambda: thread, block)
+        # A thread that waits has set its state itself.
         ir.branch_if(ir.compare("icmp eq", status, Status.WAITS), after, ended)
         ir.block(ended)
         ir.store(constant("i32", State.ENDED), state)
@@ -111,6 +119,7 @@ class SchedulerWriter(RunnerWriter):
     def _prepare_thread(self, thread: Sequence[Value]) -> None:
         ir = self.ir
         frame = self._frame(self._flat(thread))
+        # The indices are kept packed in the frame, as the loops over warps know only numbers.
         place = thread[0]
         for index, shift in zip(thread[1:], PLACE_SHIFTS[1:], strict=True):
             place = ir.binary("or", place, ir.binary("shl", index, shift))
@@ -123,13 +132,14 @@ class SchedulerWriter(RunnerWriter):
         return [self.ir.binary("and", self.ir.binary("lshr", place, shift), PLACE_MASK) for shift in PLACE_SHIFTS]
 
     def _fail(self, flat: Value, block: Sequence[Value]) -> None:
-        """End the launch: a thread waits for what can't come."""
+        """End the launch with a fault: a thread waits for something that can't come."""
         ir = self.ir
         frame = self._frame(flat)
         said = {
             field: ir.load("i32", ir.offset(frame, getattr(FrameHead, field).offset))
             for field in ("state", "kind", "members", "line")
         }
+        # At a barrier the fault names its number, in an exchange the member mask.
         at_barrier = ir.compare("icmp eq", said["state"], State.AT_BARRIER)
         number = ir.binary("and", said["kind"], BARRIERS - 1)
         what = ir.cast("zext", ir.select(at_barrier, number, said["members"]), "i64")
@@ -140,6 +150,7 @@ class SchedulerWriter(RunnerWriter):
         self._stop(self._indices(frame), block)
 
     def _frame(self, flat: Value) -> Value:
+        # The board of arrivals lies in front of the first frame.
         return self.ir.offset(super()._frame(flat), BOARD_BYTES)
 
     def _stride(self) -> Value:

@@ -1,4 +1,4 @@
-"""Choosing and testing: testp, slct, prmt's modes, fns, cnot, and the variants of min and max for floats.
+"""Choosing and testing: testp, slct, prmt's modes, fns, cnot, and variants of min and max for floats.
 
 PTX ISA sections 9.7.3.1, 9.7.6.4, 9.7.9.7, 9.7.1.17, 9.7.8.5, 9.7.3.11 and 9.7.3.12.
 """
@@ -18,7 +18,7 @@ _F32 = SCALARS["f32"]
 _WORD = SCALARS["b32"]
 _TESTS = ("finite", "infinite", "number", "notanumber", "normal", "subnormal")
 
-# For each mode and each value of c's low two bits, the bytes of b:a that make the result, the lowest first.
+# For each mode and each value of c's low two bits: the bytes of b:a that make the result, lowest first.
 _BYTES = {
     "f4e": ((0, 1, 2, 3), (1, 2, 3, 4), (2, 3, 4, 5), (3, 4, 5, 6)),
     "b4e": ((0, 7, 6, 5), (1, 0, 7, 6), (2, 1, 0, 7), (3, 2, 1, 0)),
@@ -31,14 +31,15 @@ _BYTES = {
 
 @FAMILY.form("testp.test.type", 2, test=_TESTS, type=FLOATS)
 def test_property(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Test whether a number is of a class; zero is a normal number."""
+    """`testp`: whether a number is of a class; zero is a normal number."""
     scalar, ir = m.scalar(), t.ir
     digits = 23 if scalar.bits == 32 else 52
+    # Classes are ranges of the magnitude's bits.
     top = (1 << (scalar.bits - 1 - digits)) - 1
     bits = t.to_bits(t.read(i.operands[1], scalar), scalar)
     magnitude = ir.binary("and", bits, (1 << (scalar.bits - 1)) - 1)
     infinity, normal = top << digits, 1 << digits
-    # Of zero this wraps to the largest number there is.
+    # For zero this wraps to the largest number, so it is outside of the subnormal range.
     above_zero = ir.binary("sub", magnitude, 1)
     result = {
         "finite": lambda: ir.compare("icmp ult", magnitude, infinity),
@@ -56,7 +57,7 @@ def test_property(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("slct.type.s32", 4, type=(*BITS, *INTEGERS, *FLOATS))
 @FAMILY.form("slct{.ftz}.type.f32", 4, type=(*BITS, *INTEGERS, *FLOATS))
 def select_by_sign(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """A if c is at least 0, else b; -0 is at least 0, NaN is not."""
+    """`slct`: a if c is at least 0, else b; -0 is at least 0, NaN is not."""
     scalar = m.scalar()
     left, right = (t.read(i.operands[n], scalar) for n in (1, 2))
     if "s32" in m:
@@ -70,13 +71,14 @@ def select_by_sign(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 @FAMILY.form("prmt.b32.mode", 4, mode=tuple(_BYTES))
 def permute(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Four of the eight bytes of b:a in one of four orders."""
+    """`prmt` with a mode: four of the eight bytes of b:a in one of four orders."""
     ir = t.ir
     low, high, choice = (t.read(i.operands[n], _WORD) for n in (1, 2, 3))
     wide = [ir.resize(value, "i64", signed=False) for value in (low, high)]
     both = ir.binary("or", ir.binary("shl", wide[1], 32), wide[0])
     choice = ir.binary("and", choice, 3)
     result = constant("i32", 0)
+    # The choice is known only when the kernel runs, so each byte's shift is selected among four constants.
     for position in range(4):
         shift = constant("i64", 8 * _BYTES[m["mode"]][3][position])
         for number in (2, 1, 0):
@@ -89,9 +91,10 @@ def permute(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 @FAMILY.form("fns.b32", 4)
 def find_nth_set(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Find the c-th one of a from bit b, upwards or, for a negative c, downwards; all ones if there is none."""
+    """`fns`: the c-th one of a from bit b, upwards or, for a negative c, downwards; all ones if there is none."""
     ir = t.ir
     mask, start, count = (t.read(i.operands[n], _WORD) for n in (1, 2, 3))
+    # Searching downwards is searching the reversed mask upwards.
     is_down = ir.compare("icmp slt", count, 0)
     count = ir.intrinsic("llvm.abs.i32", "i32", count, constant("i1", 0))
     mask = ir.select(is_down, ir.intrinsic("llvm.bitreverse.i32", "i32", mask), mask)
@@ -99,24 +102,24 @@ def find_nth_set(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     is_inside = ir.compare("icmp ult", start, 32)
     shift = ir.binary("and", begin, 31)
     only = ir.binary("shl", constant("i32", 1), shift)
-    # With a count of 0 the one bit is asked for.
+    # A count of 0 asks for the start bit itself.
     is_one = ir.compare("icmp eq", count, 0)
     kept = ir.select(is_one, only, ir.binary("shl", constant("i32", -1), shift))
     left = ir.binary("and", mask, ir.select(is_inside, kept, constant("i32", 0)))
+    # Drop the lowest one as often as the count says, at most 32 times.
     for dropped in range(1, 33):
         without = ir.binary("and", left, ir.binary("sub", left, 1))
         left = ir.select(ir.compare("icmp ugt", count, dropped), without, left)
     place = ir.intrinsic("llvm.cttz.i32", "i32", left, constant("i1", 0))
     place = ir.select(is_down, ir.binary("sub", constant("i32", 31), place), place)
     place = ir.select(ir.compare("icmp eq", left, 0), constant("i32", -1), place)
-    # -2^31 has no magnitude in 32 bits, so the ISA's text says nothing of it; an H100 gives 0.
+    # -2^31 has no magnitude in 32 bits, and the ISA's text does not cover it; an H100 gives 0.
     is_least = ir.compare("icmp eq", count, -(1 << 31))
     t.write(i.operands[0], _WORD, ir.select(is_least, constant("i32", 0), place))
 
 
 @FAMILY.form("cnot.type", 2, type=BITS)
 def logical_not(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """1 for 0, else 0."""
     scalar = m.scalar()
     is_zero = t.ir.compare("icmp eq", t.read(i.operands[1], scalar), 0)
     t.write(i.operands[0], scalar, t.ir.cast("zext", is_zero, f"i{scalar.bits}"))
@@ -127,7 +130,7 @@ def logical_not(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("min{.ftz}{.NaN}.xorsign.abs.f32", 3)
 @FAMILY.form("max{.ftz}{.NaN}.xorsign.abs.f32", 3)
 def minimum_maximum(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """With .NaN a NaN wins; .xorsign.abs takes magnitudes and gives the product's sign."""
+    """With .NaN a NaN wins; .xorsign.abs compares magnitudes and gives the product's sign."""
     operands = [t.to_bits(read_float(t, i, n, _F32, m), _F32) for n in (1, 2)]
     result: Value = least_or_most(t, i.opcode, m, (operands[0], operands[1]), F32)
     t.write(i.operands[0], _F32, result)

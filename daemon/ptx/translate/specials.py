@@ -1,4 +1,4 @@
-"""Special registers (PTX ISA section 10)."""
+"""Read the special registers of threads, lanes and the machine (PTX ISA section 10)."""
 
 from gpulease.daemon.native.compiler import CLOCK_GETTIME
 from gpulease.daemon.ptx.native.structures import Launch
@@ -8,19 +8,20 @@ WARP_THREADS = 32
 
 _AXES = ("x", "y", "z")
 
-# Passed to the thread's function; the others come out of the launch.
+# Passed to the function that runs a thread; all others are read from the launch or computed.
 ARGUMENTS = tuple(f"{name}.{axis}" for name in ("tid", "ctaid") for axis in _AXES)
 
+# Offsets of the launch's dimensions in its head.
 _LAUNCH_FIELDS = {
     f"{name}.{axis}": field + 4 * number
     for name, field in (("ntid", Launch.block.offset), ("nctaid", Launch.grid.offset))
     for number, axis in enumerate(_AXES)
 }
 
-# What tells about the machine: one multiprocessor, which runs everything.
+# Registers that describe the machine: one multiprocessor, which runs everything.
 MACHINE = ("clock_hi", "smid", "nsmid", "gridid", "globaltimer", "globaltimer_lo", "globaltimer_hi")
 
-# Nanoseconds since 1970: what a card's %globaltimer counts too (PTX ISA section 10.23).
+# Nanoseconds since 1970, which is what a card's %globaltimer counts, too (PTX ISA section 10.23).
 GLOBAL_TIME_IR = f"""
 declare i32 @{CLOCK_GETTIME}(i32, ptr)
 define internal i64 @global_time() noinline {{
@@ -35,7 +36,7 @@ define internal i64 @global_time() noinline {{
 }}
 """
 
-# A cluster is one block: the number of clusters and their place in the grid are those of blocks.
+# A cluster is one block: so the number of clusters and a cluster's place in the grid are those of blocks.
 _CLUSTER = {f"cluster_ctaid.{axis}": 0 for axis in _AXES} | {f"cluster_nctaid.{axis}": 1 for axis in _AXES}
 _CLUSTER |= {"cluster_ctarank": 0, "cluster_nctarank": 1}
 
@@ -48,7 +49,7 @@ _AS_BLOCKS |= {f"nclusterid.{axis}": f"nctaid.{axis}" for axis in _AXES}
 # Shared memory of a block (PTX ISA sections 10.30 and 10.32); see `read_shared_size`.
 SHARED_SIZES = ("total_smem_size", "dynamic_smem_size")
 
-# Lanes compared with the thread's own (PTX ISA section 10).
+# Masks of the lanes that compare with the thread's own in some way (PTX ISA section 10).
 _LANE_MASKS = ("lanemask_eq", "lanemask_le", "lanemask_lt", "lanemask_ge", "lanemask_gt")
 
 NAMES = (
@@ -69,18 +70,21 @@ NAMES = (
 
 
 def read_special(ir: IrWriter, name: str) -> Value | None:
-    """A special register's value, or None if it is not supported."""
+    """Read a special register; None if it is not supported."""
+    # Step 1: what is constant here, or is the same as another register.
     name = _AS_BLOCKS.get(name, name)
     if name in GRID_BARRIER:
         return constant("i32", 0)
     if name in _CLUSTER:
         return constant("i32", _CLUSTER[name])
+    # Step 2: what the launch or the caller of the function passes.
     if name in ARGUMENTS:
         return ir.argument(name)
     if name in _LAUNCH_FIELDS:
         return ir.fixed("i32", Value("ptr", "%launch"), _LAUNCH_FIELDS[name])
     if name in _LANE_MASKS:
         return _lane_mask(ir, name)
+    # Step 3: what is computed from the thread's number in its block, or read from the host's clock.
     match name:
         case "laneid":
             return ir.binary("urem", flat_thread(ir), WARP_THREADS)
@@ -96,10 +100,11 @@ def read_special(ir: IrWriter, name: str) -> Value | None:
 
 
 def read_shared_size(ir: IrWriter, name: str, dynamic_offset: int) -> Value:
-    """Read one of SHARED_SIZES. Args: dynamic_offset: Where the memory begins that a launch asks for."""
+    """Read one of SHARED_SIZES; `dynamic_offset` is where the memory begins that a launch adds to the static size."""
     total = ir.fixed("i32", Value("ptr", "%launch"), Launch.shared_bytes.offset)
     if name == "total_smem_size":
         return total
+    # A launch without dynamic memory may end before the aligned place where it would begin.
     return ir.intrinsic("llvm.usub.sat.i32", "i32", total, constant("i32", dynamic_offset))
 
 
@@ -110,9 +115,11 @@ def _read_machine(ir: IrWriter, name: str) -> Value | None:
         case "nsmid":
             return constant("i32", 1)
         case "gridid":
+            # Launches are numbered by their tags.
             return ir.fixed("i64", Value("ptr", "%launch"), Launch.tag.offset)
         case "clock_hi":
             return _half(ir, ir.intrinsic("llvm.readcyclecounter", "i64"), 32)
+    # The rest read the clock, which is a call.
     ir.require(GLOBAL_TIME_IR)
     time = ir.value("i64", "call i64 @global_time()")
     return {"globaltimer": time, "globaltimer_lo": _half(ir, time, 0), "globaltimer_hi": _half(ir, time, 32)}[name]
@@ -123,6 +130,7 @@ def _half(ir: IrWriter, value: Value, shift: int) -> Value:
 
 
 def _lane_mask(ir: IrWriter, name: str) -> Value:
+    # All five follow from the lane's own bit and the bits below it.
     own = ir.binary("shl", constant("i32", 1), ir.binary("urem", flat_thread(ir), WARP_THREADS))
     below = ir.binary("sub", own, 1)
     match name:
@@ -138,13 +146,13 @@ def _lane_mask(ir: IrWriter, name: str) -> Value:
 
 
 def block_threads(ir: IrWriter) -> Value:
-    """Compute how many threads a block has."""
     area = ir.binary("mul", _launch_field(ir, "ntid.x"), _launch_field(ir, "ntid.y"))
     return ir.binary("mul", area, _launch_field(ir, "ntid.z"))
 
 
 def flat_thread(ir: IrWriter) -> Value:
     """The thread's number in its block, x fastest (PTX ISA section 10.1)."""
+    # Code for lanes has computed it once for all of them.
     if (known := ir.flat_thread()) is not None:
         return known
     width, height = _launch_field(ir, "ntid.x"), _launch_field(ir, "ntid.y")

@@ -1,4 +1,4 @@
-"""What families translate instructions by: a thread's registers, its frame, its ends and its calls."""
+"""What the families' functions work through: a thread's registers, its frame, its ends and its calls."""
 
 from gpulease.daemon.ptx.limits import (
     MAX_LIVE_REGISTERS,
@@ -22,8 +22,8 @@ class ThreadTranslator(OperandTranslator):
 
     Attributes:
         waits: Where the kernel's threads wait.
-        frame_bytes: What one thread's frame takes; known when all is translated.
-        index: The instruction at hand.
+        frame_bytes: The size of one thread's frame; final when everything is translated.
+        index: The current instruction.
     """
 
     WORD = SCALARS["b32"]
@@ -41,20 +41,21 @@ class ThreadTranslator(OperandTranslator):
         self.waits = self._find_waits()
         self.frame_bytes = self.waits.head_bytes
         self.index = 0
+        # Labels where the thread resumes, in the order of their numbers.
         self._resumes: list[str] = []
         self._saved_registers = 0
         self._live: dict[int, int] = {}
         self._kinds: dict[str, int] = {}
         self._name = ""
-        # Matrix instructions whose parts of A and B an earlier one has shown: where these are among its words.
+        # Matrix instructions whose A and B an earlier one has shown: their places among its words.
         self.shown_before: dict[int, tuple[int, int]] = {}
         self.leaders: set[int] = set()
         self.passed_bytes = self.returned_bytes = 0
         self._calls = any(self.callees.calls(i) for i in function.instructions)
-        # What waits leaves the native stack, so its calls' variables lie in its local window.
+        # A thread that waits leaves the native stack, so the variables of its calls lie in its local window.
         self._calls_at = round_up(function.local_bytes, SLOT_BYTES * 2) if self.waits.sites else None
         if self._calls or not function.is_kernel:
-            # The window of a whole stack.
+            # Callees take their variables from the same window: its limit is that of a whole stack.
             self.local_limit = MAX_LOCAL_BYTES
         elif self._calls_at is not None and function.call_bytes:
             self.local_limit = self._calls_at + function.call_bytes
@@ -65,7 +66,7 @@ class ThreadTranslator(OperandTranslator):
         return find_waits(self.function.instructions, self.callees.watching)
 
     def jump(self, index: int) -> None:
-        """Go on at an instruction, or end the thread if none is there."""
+        """Continue at an instruction, or end the thread if there is none."""
         if index < len(self.function.instructions):
             self.ir.branch(f"at{index}")
         else:
@@ -76,21 +77,21 @@ class ThreadTranslator(OperandTranslator):
         self.ir.ret(Status.DONE)
 
     def pass_on(self, status: Value) -> None:
-        """End as a call has ended that did not come back."""
+        """End the thread as its callee ended it, by an exit or a fault."""
         is_exit = self.ir.compare("icmp eq", status, Status.EXITED)
         self.ir.ret_value(self.ir.select(is_exit, constant("i32", Status.DONE), status))
 
     def stack(self) -> Value:
-        """Return where in the local window the callee's variables begin."""
+        """Return where in the local window a callee's variables begin."""
         return constant("i64", self.function.local_bytes + self.function.call_bytes + SLOT_BYTES * 2)
 
     def make_room(self, signature: Signature) -> None:
-        """Have buffers for the arguments and results of such a call."""
+        """Provide buffers for the arguments and results of such a call."""
         self.passed_bytes = max(self.passed_bytes, signature.parameter_bytes)
         self.returned_bytes = max(self.returned_bytes, signature.result_bytes)
 
     def kind_of_exchange(self) -> int:
-        """A number for the instruction's qualifiers: threads exchange where these are the same."""
+        """Return a number for the instruction's qualifiers: threads exchange only where it is equal."""
         spelling = self.instruction.spelling if self.instruction else ""
         return self._kinds.setdefault(spelling, len(self._kinds))
 
@@ -99,7 +100,8 @@ class ThreadTranslator(OperandTranslator):
         return self.ir.load("i64", Value("ptr", f"@{self._name}.frame"))
 
     def suspend(self, status: Status) -> None:
-        """Return to the block's loop, and go on behind this when called again."""
+        """Return to the block's loop, and resume after this point when called again."""
+        # Step 1: what is kept is what some later instruction reads.
         self.carry = None
         kept = self._kept_registers()
         self._saved_registers += len(kept)
@@ -107,12 +109,14 @@ class ThreadTranslator(OperandTranslator):
             raise self.problem(f"more than {MAX_SAVED_REGISTERS} registers are live at all waits together")
         resume = self.ir.fresh("resume")
         self._resumes.append(resume)
+        # Step 2: save, note where to resume, return.
         head = self.waits.head_bytes
         slots = [self.ir.offset(FRAME, head + SLOT_BYTES * n) for n in range(len(kept))]
         for register, slot in zip(kept, slots, strict=True):
             self.ir.store(self._load(register), slot)
         self.ir.store(constant("i32", len(self._resumes)), FRAME)
         self.ir.ret(status)
+        # Step 3: the code that runs when the thread is called again: load everything back.
         self.ir.block(resume)
         for number, register in enumerate(kept):
             slot = self.ir.offset(FRAME, head + SLOT_BYTES * number)
@@ -122,7 +126,7 @@ class ThreadTranslator(OperandTranslator):
     def _kept_registers(self) -> list[Register]:
         live = self._live[self.index]
         if self.index in self.waits.yields and self.instruction is not None:
-            # The branch itself comes behind the wait.
+            # A yield comes before its branch, so the branch's own registers are needed, too.
             live |= sum({1 << r.index for operand in self.instruction.operands for r in registers_of(operand)})
         kept = [register for register in self.function.registers if live >> register.index & 1]
         if len(kept) > MAX_LIVE_REGISTERS:

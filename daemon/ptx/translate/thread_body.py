@@ -3,8 +3,8 @@
     i32 thread(launch, environment, frame, local, tid.x, tid.y, tid.z, ctaid.x, ctaid.y, ctaid.z)
 
 It returns a `Status`. Registers are stack slots, which LLVM turns into values; all start as 0, so that nothing a tenant
-writes is undefined in LLVM's sense. Where a thread waits for others the function keeps what it still needs in the
-thread's frame and returns; called again, it goes on from there.
+writes is undefined in LLVM's sense. Where a thread waits for others, the function keeps what it still needs in the
+thread's frame and returns; called again, it resumes there.
 """
 
 from ctypes import sizeof
@@ -28,7 +28,7 @@ from gpulease.daemon.ptx.translate.specials import ARGUMENTS
 from gpulease.daemon.ptx.translate.thread import ThreadTranslator
 from gpulease.daemon.ptx.translate.wait_points import TURNS, TURNS_LEFT
 
-# Instructions to a block of IR, where control enters no other.
+# Instructions per block of IR, in code without labels.
 _PIECE = 64
 
 
@@ -36,33 +36,38 @@ class BodyTranslator(ThreadTranslator):
     """Translates one kernel's body, each instruction by the form of its family."""
 
     def translate(self, name: str) -> str:
-        """The function's IR, under that name. Raises ImageRejected."""
+        """Return the function's IR, under that name. Raises ImageRejected."""
+        # Step 1: find every instruction's form, so that an unsupported one refuses the kernel before any work.
         self._name = name
         body = self.function.instructions
         found = [find_form(instruction, self.function.name) for instruction in body]
+        # Step 2: what must be kept at waits, and the bounds on what LLVM will have to merge.
         if self.waits.sites:
             self._find_live([form for form, _ in found])
         self._check_merges([form for form, _ in found])
+        # Step 3: one block of IR for each piece of straight code, in PTX's order.
         starts = self.leaders = leaders(body)
         self.ir.branch("start")
         self.ir.block("start")
         for index, (instruction, (form, modifiers)) in enumerate(zip(body, found, strict=True)):
             if index in starts:
+                # The carry flag does not survive a label.
                 self.ir.block(f"at{index}")
                 self.carry = None
             elif index % _PIECE == 0:
-                # Compiling without optimisation takes time in the square of a block's length.
+                # LLVM without optimisation takes time in the square of a block's length.
                 self.ir.block(self.ir.fresh("piece"))
             self.index, self.instruction = index, instruction
             self._translate_guarded(instruction, form, modifiers)
             if len(self.ir.lines) > MAX_IR_LINES:
                 raise self.problem(f"the image takes more than {MAX_IR_LINES} steps")
+        # Step 4: the prologue comes last, as only now it is known which registers and buffers are used.
         self._end()
         size = f"@{name}.frame = internal constant i64 {self.frame_bytes}"
         return "\n".join([size, self._signature(name), *self._prologue(), *self.ir.lines[1:], "}", ""])
 
     def _translate_guarded(self, instruction: Instruction, form: Form, modifiers: Modifiers) -> None:
-        """An instruction, jumped over if its guard says so (PTX ISA section 9.3)."""
+        """Translate an instruction, with a branch around it if it has a guard (PTX ISA section 9.3)."""
         if instruction.guard is None:
             form.translate(self, instruction, modifiers)
             return
@@ -94,7 +99,7 @@ class BodyTranslator(ThreadTranslator):
             raise self.problem(f"more than {MAX_MERGES} registers are live where control flows together")
 
     def _end(self) -> None:
-        """Control that runs off the body's end leaves the kernel."""
+        """Leave the kernel when control runs off the end of the body."""
         self.ir.block("end")
         self.ir.ret(Status.DONE)
 
@@ -108,7 +113,7 @@ class BodyTranslator(ThreadTranslator):
         )
 
     def _prologue(self) -> list[str]:
-        """Slots for the registers in use, all 0, and the way to where a thread waits."""
+        """Write slots for the registers in use, all 0, and the switch to where a thread waits."""
         opening = IrWriter(self.declarations, "opening.")
         opening.block("entry")
         for register in self._used_registers():
@@ -118,6 +123,7 @@ class BodyTranslator(ThreadTranslator):
             opening.emit(f"{TURNS_LEFT.text} = alloca i32")
             opening.emit(f"store i32 {TURNS}, ptr {TURNS_LEFT.text}")
         self._open(opening)
+        # The frame's first word says where the thread stopped; 0, a new frame, goes to the start.
         if self._resumes:
             opening.emit("%resume = load i32, ptr %frame")
             cases = [(number + 1, label) for number, label in enumerate(self._resumes)]
@@ -127,7 +133,7 @@ class BodyTranslator(ThreadTranslator):
         return opening.lines[1:]
 
     def _open(self, opening: IrWriter) -> None:
-        """Write the values that calls need."""
+        # A kernel that waits leaves the native stack, so its call variables are in its local window.
         if self._calls_at is not None:
             opening.emit(f"%calls = getelementptr i8, ptr %local, i64 {self._calls_at}")
         elif self.function.call_bytes:

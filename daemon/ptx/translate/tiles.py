@@ -1,7 +1,8 @@
 """Matrices loaded, multiplied and stored by a whole warp: `wmma` (PTX ISA section 9.7.15.4).
 
-The layout of fragments is open; they have that of `mma` (fragments.py). Of an .f16 fragment of A or B with more
-registers than elements the rest repeat the first, so what is done to every register is done to every element.
+The ISA leaves the layout of fragments open; here it is that of `mma` (fragments.py). An .f16 fragment of A or B may
+have more registers than elements: then the others repeat the first ones, so what is done to every register is done to
+every element.
 """
 
 from collections.abc import Sequence
@@ -36,7 +37,7 @@ _ACCUMULATED = ("f16", "f32")
 # An .f16 fragment of A or B has this many registers, whatever its shape.
 _HALF_REGISTERS = 8
 
-# What a fragment is a part of, in which shapes, of which types.
+# Which matrix a fragment belongs to, in which shapes, of which types.
 _FRAGMENTS = (
     (("a", "b"), _SHAPES, ("f16", "bf16", *_BYTES)),
     (("a", "b"), ("m16n16k8",), ("tf32",)),
@@ -47,19 +48,20 @@ _FRAGMENTS = (
 
 
 def load(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """A matrix out of memory: each lane loads its own elements."""
+    """`wmma.load`: each lane loads its own elements."""
     part, kind = m["part"], m["type"]
     tiles, scalar = tiles_of(m["shape"], kind), bits_type(max(32, BITS[kind]))
     count = len(tiles.elements(part)) * BITS[kind] // scalar.bits
     is_padded = kind == "f16" and part != "c"
     into = registers_of(t, i.operands[0], _HALF_REGISTERS if is_padded else count)
     _pass(t, i.operands[1:], Passage(tiles, part, m["layout"], kind), m, ())
+    # A padded fragment repeats its registers.
     for start in range(0, len(into), count):
         take(t, into[start : start + count], scalar)
 
 
 def store(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """A matrix to memory: each lane stores its own elements."""
+    """`wmma.store`: each lane stores its own elements."""
     kind = m["type"]
     tiles, scalar = tiles_of(m["shape"], kind), bits_type(max(32, BITS[kind]))
     count = tiles.results * BITS[kind] // scalar.bits
@@ -88,18 +90,20 @@ def _pass(
     named = Space(m.get("space").split("::")[0] or "generic")
     address, space = address_in(t, place[0], named)
     if space not in (Space.GENERIC, Space.GLOBAL, Space.SHARED):
-        raise t.problem(f"there are no matrices in .{space.value}")
+        raise t.problem(f"a matrix must be in .global or .shared memory, not in .{space.value}")
+    # Without a stride the matrix is dense.
     stride = constant("i32", passage.default_stride)
     if len(place) > 1:
         stride = t.read(place[1], t.WORD)
     step = ir.binary("mul", ir.cast("zext", stride, "i64"), passage.size)
-    # What is needed behind the wait is in the thread's room: the first element's address, the step, the values.
+    # What is needed after the wait goes into the thread's room: the first element's address, the step, the values.
     meet(t, [passage.first(ir, address, step, lane(t)), step, *values])
     room = own_room(t)
     start, step = (ir.load("i64", ir.offset(room, distance)) for distance in (0, 8))
     if values:
         room = ir.offset(room, 16)
     done = passage.call(t, space, room, start, step, stores=bool(values))
+    # The function stops at the first element that may not be accessed.
     valid, bad = ir.value("i1", f"extractvalue {done}, 0"), ir.value("i64", f"extractvalue {done}, 1")
     fail_unless(t, valid, Access.STORE if values else Access.LOAD, space, bad, passage.size)
 
@@ -114,7 +118,7 @@ def _pass(
     c=_ACCUMULATED,
 )
 def multiply_halves(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """D = AB + C. Of A's and B's registers those that repeat others are passed over."""
+    """`wmma.mma` of .f16: D = AB + C. The registers of A and B that repeat others are ignored."""
     tiles = tiles_of(m["shape"], "f16")
     parts = [registers_of(t, operand, _HALF_REGISTERS) for operand in i.operands[1:3]]
     left, right = (Vector(part[:count]) for part, count in zip(parts, (tiles.a_words, tiles.b_words), strict=True))
@@ -138,7 +142,7 @@ def multiply_halves(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None
     a=("tf32",),
 )
 def multiply_floats(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """D = AB + C."""
+    """`wmma.mma` of .bf16 or .tf32, added in f32: D = AB + C."""
     multiply(t, i.operands, of_floats(tiles_of(m["shape"], m["a"]), (m["a"], m["a"]), "f32", "f32"))
 
 
@@ -152,7 +156,7 @@ def multiply_floats(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None
     b=_BYTES,
 )
 def multiply_bytes(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """D = AB + C; sums wrap, or with .satfinite stop at the ends."""
+    """`wmma.mma` of bytes: D = AB + C; sums wrap or, with .satfinite, saturate."""
     multiply(t, i.operands, of_bytes(tiles_of(m["shape"], m["a"]), m))
 
 
@@ -160,5 +164,5 @@ def multiply_bytes(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     "wmma.mma.sync.aligned.left.right.m8n8k4.f64.f64.f64.f64{.rn}", 4, left=("row", "col"), right=("row", "col")
 )
 def multiply_doubles(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """D = AB + C, by fused multiplications and additions."""
+    """`wmma.mma` of f64: D = AB + C, by fused multiplications and additions."""
     multiply(t, i.operands, of_doubles(tiles_of("m8n8k4", "f64")))

@@ -1,13 +1,13 @@
 """Find the branches that may part lanes, and the registers with one value for all lanes.
 
 Lanes that a branch has parted run one after another, the earliest block first, and meet again at the latest where all
-ways from the branch lead: its end. Two things follow where every block on these ways comes before the end:
+ways from the branch lead: its end. Two things follow if every block on these ways comes before the end:
 
 - a block on no such way is run by all lanes that have not ended at once: it is common;
-- a register written on one way only keeps one value for all lanes unless what is written is different for them, or
-  some lane needs it on the other way or behind the end, where the write has not been its own.
+- a register written on one way only keeps one value for all lanes, unless the values written differ between lanes, or
+  some lane needs the register on the other way or after the end, where it has not made the write itself.
 
-A branch to where a kernel ends parts nobody: lanes only become fewer.
+A branch to where a kernel ends parts no lanes: they only become fewer.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,19 +19,19 @@ from gpulease.daemon.ptx.translate.liveness import Block, Effect, blocks_of, liv
 # Special registers that differ within a row of a block.
 _VARYING = ("tid.x", "laneid", "warpid", "lanemask_")
 
-# These differ within a warp too.
+# These differ within a warp, too.
 _VARYING_IN_WARPS = (*_VARYING, "tid.y", "tid.z")
 
 _LEAVES = ("ret", "exit")
 
 
 class Unordered(Exception):
-    """A way between a branch and its end is written behind that end, so lanes that part may not meet there."""
+    """A way between a branch and its end lies after that end in the text, so lanes that part may not meet there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Uniformity:
-    """Facts of a kernel's lanes.
+    """What is known of a kernel's lanes.
 
     Attributes:
         live: The registers needed where each block begins, as bits.
@@ -49,11 +49,11 @@ class Uniformity:
 
 @dataclass(frozen=True, slots=True)
 class Kinds:
-    """Meanings of instructions for lanes, by their places.
+    """The meanings of instructions for lanes, by their places in the body.
 
     Attributes:
-        private: Those that give each lane a result of its own.
-        common: Those that give all lanes the same, made of what each has.
+        private: Instructions that give each lane a result of its own.
+        common: Instructions that give all lanes the same result, computed from all of them.
         barriers: Where all threads of a block meet.
         exchanges: Where lanes meet.
     """
@@ -65,22 +65,24 @@ class Kinds:
 
 
 def leaves_at(body: Sequence[Instruction], index: int) -> bool:
-    """Say whether a kernel ends at an instruction, or behind the last."""
+    """Say whether a kernel ends at an instruction, or after the last one."""
     return index >= len(body) or (body[index].opcode in _LEAVES and body[index].guard is None)
 
 
 def uniformity_of(body: Sequence[Instruction], effects: Sequence[Effect], kinds: Kinds) -> Uniformity:
-    """Look through a kernel. Raises Unordered, and TooComplex as liveness does."""
+    """Analyse a kernel. Raises Unordered, and TooComplex as liveness does."""
     blocks = blocks_of(body)
     live = live_at_starts(blocks, effects)
     ways = _Ways(body, blocks)
     written = [written_by(instruction, effect) for instruction, effect in zip(body, effects, strict=True)]
+    # A fixed point: registers that vary make branches part lanes, which make more registers vary.
     varying, apart = 0, frozenset[int]()
     while True:
         grown = _spread(body, effects, kinds, varying)
         branches = [number for number in range(len(blocks)) if _parts(body, blocks[number], grown)]
         regions = [ways.from_branch(number) for number in branches]
         for sides, end in regions:
+            # Registers written on one way only are mixed where the ways meet.
             grown |= _mixed(sides, end, blocks, written, live)
         apart = frozenset(number for sides, _ in regions for side in sides for number in side)
         if grown == varying:
@@ -90,9 +92,10 @@ def uniformity_of(body: Sequence[Instruction], effects: Sequence[Effect], kinds:
 
 
 def _spread(body: Sequence[Instruction], effects: Sequence[Effect], kinds: Kinds, varying: int) -> int:
-    """The registers that varying ones make vary, in the order of the code: later rounds do the rest."""
+    """Return the registers that varying ones make vary, in the order of the code: later rounds do the rest."""
     for index, (instruction, effect) in enumerate(zip(body, effects, strict=True)):
         depends = effect.reads & varying or index in kinds.private
+        # A guard that varies makes even a common result vary, since some lanes keep the old value.
         guard = instruction.guard is not None and varying >> instruction.guard.register.index & 1
         if index in kinds.common and not guard:
             continue
@@ -103,7 +106,8 @@ def _spread(body: Sequence[Instruction], effects: Sequence[Effect], kinds: Kinds
 
 
 def written_by(instruction: Instruction, effect: Effect) -> int:
-    """The registers an instruction may write, as bits."""
+    """Return the registers that an instruction may write, as bits."""
+    # Liveness does not count a guarded write as one; here it is.
     if instruction.guard is None:
         return effect.writes
     named = [operand for operand in instruction.operands[:1] if not isinstance(operand, Address)]
@@ -131,9 +135,10 @@ def _parts(body: Sequence[Instruction], block: Block, varying: int) -> bool:
 def _mixed(
     sides: Sequence[set[int]], end: int, blocks: Sequence[Block], written: Sequence[int], live: Sequence[int]
 ) -> int:
-    """The registers that lanes on one way write and others may still need."""
+    """Return the registers that lanes on one way write and others may still need."""
     found = 0
     for side, other in (sides, sides[::-1]):
+        # Needed: at the end, or anywhere on the other way.
         needed = live[end] if end < len(blocks) else 0
         for number in other:
             needed |= live[number]
@@ -149,27 +154,29 @@ class _Ways:
     def __init__(self, body: Sequence[Instruction], blocks: Sequence[Block]) -> None:
         self._end = len(blocks)
         self._blocks, self._body = blocks, body
+        # Leave out ways that lead only to the kernel's end: they part no lanes.
         every, going_on = ([self._followers(body, block, keep=keep) for block in blocks] for keep in (True, False))
         arriving = self._arriving(going_on)
-        # Of a loop that only ends lanes leave, the ways out are kept: else it would lead nowhere.
+        # If lanes leave a loop only to end, its ways out are kept: otherwise it would lead nowhere.
         self._follows = [
             go if n in arriving else all_ for n, (go, all_) in enumerate(zip(going_on, every, strict=True))
         ]
         self._behind = self._postdominators()
 
     def from_branch(self, number: int) -> tuple[tuple[set[int], set[int]], int]:
-        """The blocks on either way from a branch to where both lead, and that block. Raises Unordered."""
+        """Return the blocks on either way from a branch to its end, and the end. Raises Unordered."""
         end = self._meeting(number)
         follows = self._follows[number]
         sides = tuple(self._reached(follower, end) for follower in follows)
+        # Blocks run in the order of the text, so all of them must come before the end.
         if any(block >= end for side in sides for block in side):
             raise Unordered
         return (sides[0], sides[1] if len(sides) > 1 else set()), end
 
     def lets_meet(self, regions: Mapping[int, tuple[tuple[set[int], set[int]], int]], kinds: Kinds) -> frozenset[int]:
-        """The blocks in which lanes may meet: those that are not there can't come later, or meet others elsewhere.
+        """Return the blocks in which lanes may meet: absent lanes can't come later, or meet others elsewhere.
 
-        All lanes are there, or those that are not wait behind a choice with nothing on the other way, for a barrier.
+        Either all lanes are there, or the others have skipped a choice without an alternative, and wait for a barrier.
         """
         found = set(range(self._end))
         for number, (sides, end) in regions.items():
@@ -190,6 +197,7 @@ class _Ways:
             seen.add(number)
             if number == self._end or leaves_at(self._body, self._blocks[number].start):
                 return False
+            # The first barrier or exchange in the block decides; without one, so do the blocks that follow.
             places = range(self._blocks[number].start, self._blocks[number].end)
             first = next((n for n in places if n in kinds.barriers or n in kinds.exchanges), None)
             if first is None:
@@ -201,7 +209,7 @@ class _Ways:
         return True
 
     def _followers(self, body: Sequence[Instruction], block: Block, *, keep: bool) -> list[int]:
-        """The blocks that may follow, without or with those where the kernel ends."""
+        """Return the blocks that may follow; those where the kernel ends only with `keep`."""
         follows = [n for n in block.follows if keep or not leaves_at(body, self._blocks[n].start)]
         last = body[block.end - 1]
         runs_off = block.end == len(body) and (last.opcode not in ("bra", *_LEAVES) or last.guard is not None)
@@ -210,7 +218,7 @@ class _Ways:
         return list(dict.fromkeys(follows))
 
     def _arriving(self, follows: Sequence[Sequence[int]]) -> set[int]:
-        """The blocks from which some way leads to the end."""
+        """Return the blocks from which some way leads to the end."""
         before: dict[int, list[int]] = {}
         for number, followers in enumerate(follows):
             for follower in followers:
@@ -223,8 +231,9 @@ class _Ways:
         return found
 
     def _postdominators(self) -> list[int]:
-        """For each block those that every way from it to the end goes through, as bits; itself too."""
+        """Return for each block the blocks that every way from it to the end goes through, as bits; itself included."""
         every = (1 << (self._end + 1)) - 1
+        # Start with everything and remove what some way avoids, until nothing changes.
         behind = [every] * self._end + [1 << self._end]
         changed = True
         while changed:
@@ -238,7 +247,8 @@ class _Ways:
         return behind
 
     def _meeting(self, number: int) -> int:
-        """The first block that every way from a branch comes to."""
+        """Return the first block that every way from a branch comes to."""
+        # Of the blocks behind a branch, the first one has all others behind it.
         candidates = self._behind[number] & ~(1 << number)
         for other in range(self._end + 1):
             if candidates >> other & 1 and self._behind[other] == candidates:

@@ -1,23 +1,23 @@
-"""Writes LLVM IR in which a value is one for all lanes, or a vector with one for each.
+"""Writes LLVM IR in which a value is one for all lanes, or a vector with an element for each.
 
-What makes instructions need not know: a value's `type` is that of one lane either way, and an operation with a vector
-among its operands widens the others. What can't be written so, raw text or a branch, raises NotWide.
+Code that translates instructions need not know which: a value's `type` is that of one lane either way, and an operation
+with a vector among its operands widens the others. What can't be written so, raw text or a branch, raises NotWide.
 """
 
 from gpulease.daemon.ptx.native.structures import Status
 from gpulease.daemon.ptx.translate.ir import INVARIANT, IrWriter, Value, constant
 
-# What names of vectors begin with, and no other name does.
+# The names of vectors begin with this, and no other name does.
 _WIDE = "%wide"
 
-# What hosts have no vector instructions for: such an operation becomes one for each lane.
+# Hosts have no vector instructions for these: such an operation becomes one for each lane.
 _SCALAR_OPERATIONS = ("sdiv", "udiv", "srem", "urem")
 _SCALAR_INTRINSICS = ("llvm.sin.", "llvm.cos.", "llvm.log2.", "llvm.tanh.")
 
-# In lines: moving a lane's part out of a vector and back, and what is done in between.
+# Lines that such a lane's operation costs: extract the element, insert the result, and the operation itself.
 _SCALAR_COST = 4
 
-# Of these intrinsics the last argument is a flag that stays one constant for all lanes.
+# The last argument of these intrinsics is a flag, which stays one constant for all lanes.
 _FLAGGED = ("llvm.abs.", "llvm.ctlz.", "llvm.cttz.")
 
 
@@ -26,22 +26,21 @@ class NotWide(Exception):
 
 
 class NotTogether(Exception):
-    """The threads of this kernel are run one by one."""
+    """The threads of this kernel can't run together; they run one by one."""
 
 
 def is_wide(value: Value) -> bool:
-    """Say whether a value is a vector."""
     return value.text.startswith((_WIDE, "<"))
 
 
 class VectorWriter(IrWriter):
-    """Body of one function for a number of lanes.
+    """The body of one function for a number of lanes.
 
     Attributes:
-        blamed: The lane whose thread is named if the kernel faults here.
-        arguments: The threads' indices that are vectors.
-        flat: The threads' numbers in their block, if they are at hand.
-        lane: The lane for which code is being written, if not for all.
+        blamed: The lane to name if the kernel faults here.
+        arguments: The threads' indices, as vectors.
+        flat: The threads' numbers in their block, if computed already.
+        lane: The lane for which code is being written, None for all.
     """
 
     def __init__(self, declarations: set[str], lanes: int, prefix: str = "") -> None:
@@ -51,15 +50,14 @@ class VectorWriter(IrWriter):
         self.arguments: dict[str, Value] = {}
         self.flat: Value | None = None
         self.lane: Value | None = None
-        # Instructions that lines stand for on top of one each.
+        # What `_SCALAR_COST` is counted for: operations that are one line but become one for each lane.
         self._more = 0
-        # What is loaded once, where the function begins.
+        # Values that are loaded once, at the function's begin, by type, pointer and offset.
         self.opening: dict[tuple[str, str, int], Value] = {}
 
     # --- What may be wide --------------------------------------------------------------------------------------
 
     def binary(self, operation: str, left: Value, right: Value | int) -> Value:
-        """`operation` of two values of one type, lane by lane."""
         right = constant(left.type, right) if isinstance(right, int) else right
         if not (is_wide(left) or is_wide(right)):
             return super().binary(operation, left, right)
@@ -67,42 +65,39 @@ class VectorWriter(IrWriter):
         return self.wide_value(left.type, f"{operation} {self.whole(left)}, {self.widen(right).text}")
 
     def unary(self, operation: str, value: Value) -> Value:
-        """`operation` of one value, lane by lane."""
         if not is_wide(value):
             return super().unary(operation, value)
         return self.wide_value(value.type, f"{operation} {self.whole(value)}")
 
     def compare(self, condition: str, left: Value, right: Value | int) -> Value:
-        """A comparison, lane by lane."""
         right = constant(left.type, right) if isinstance(right, int) else right
         if not (is_wide(left) or is_wide(right)):
             return super().compare(condition, left, right)
         return self.wide_value("i1", f"{condition} {self.whole(left)}, {self.widen(right).text}")
 
     def select(self, flag: Value, then: Value, other: Value) -> Value:
-        """Select one of two values, lane by lane."""
         if not (is_wide(flag) or is_wide(then) or is_wide(other)):
             return super().select(flag, then, other)
         choice = self.whole(flag) if is_wide(flag) else str(flag)
         return self.wide_value(then.type, f"select {choice}, {self.whole(then)}, {self.whole(other)}")
 
     def cast(self, operation: str, value: Value, type_name: str) -> Value:
-        """A conversion, lane by lane; nothing if the type is the same."""
         if value.type == type_name or not is_wide(value):
             return super().cast(operation, value, type_name)
         return self.wide_value(type_name, f"{operation} {self.whole(value)} to {self.wide_type(type_name)}")
 
     def intrinsic(self, name: str, type_name: str, *arguments: Value) -> Value:
-        """Call an LLVM intrinsic, its version for vectors if an argument is one."""
+        """Call an LLVM intrinsic, in its version for vectors if an argument is one."""
         if not any(is_wide(argument) for argument in arguments):
             return super().intrinsic(name, type_name, *arguments)
         if not name.startswith("llvm."):
             raise NotWide
         self._more += self.lanes * name.startswith(_SCALAR_INTRINSICS)
+        # An overloaded name such as llvm.umin.i32 becomes llvm.umin.v16i32.
         overloads = name.split(".")
         stem = [part for part in overloads if not _is_type(part)]
         wide = ".".join([*stem, *(f"v{self.lanes}{part}" for part in overloads if _is_type(part))])
-        # The flag that some end in is a constant, and stays one.
+        # The flag at the end of some stays a scalar.
         plain = arguments[-1:] if name.startswith(_FLAGGED) else ()
         given = arguments[: len(arguments) - len(plain)]
         types = ", ".join([*(self.wide_type(value.type) for value in given), *(value.type for value in plain)])
@@ -113,15 +108,13 @@ class VectorWriter(IrWriter):
 
     @property
     def length(self) -> int:
-        """About how much code there is."""
         return len(self.lines) + _SCALAR_COST * self._more
 
     def lanes_of(self, *values: Value) -> int:
-        """For how many lanes an operation on these values is."""
         return self.lanes if any(map(is_wide, values)) else 1
 
     def function(self, name: str, type_name: str, definition: str, *arguments: Value) -> Value:
-        """Call a function of ours; one for lanes ends in their number."""
+        """Call a function of this driver's own; a version for lanes has their number at the end of its name."""
         if self.lanes_of(*arguments) == 1:
             return super().function(name, type_name, definition, *arguments)
         if not name.endswith(f"_x{self.lanes}"):
@@ -131,24 +124,24 @@ class VectorWriter(IrWriter):
         return self.wide_value(type_name, f"call {self.wide_type(type_name)} @{name}({passed})")
 
     def fixed(self, type_name: str, pointer: Value, distance: int) -> Value:
-        """Load an unchanging value where the function begins (`open_fixed`)."""
+        """Load an unchanging value once, at the function's begin (`open_fixed`)."""
         return self.opening.setdefault(
             (type_name, pointer.text, distance), Value(type_name, f"%fixed{len(self.opening)}")
         )
 
     def open_fixed(self, opening: IrWriter) -> None:
-        """Write the loads of what `fixed` has been asked for."""
+        """Write the loads that `fixed` has collected."""
         for (kind, pointer, distance), value in self.opening.items():
             place = opening.offset(Value("ptr", pointer), distance)
             opening.emit(f"{value.text} = load {kind}, {place}{INVARIANT}")
 
     def argument(self, name: str) -> Value:
-        """Return one of the thread's indices."""
+        """Return a thread's index: a vector, or one lane's."""
         index = self.arguments.get(name)
         return super().argument(name) if index is None else self._here(index)
 
     def flat_thread(self) -> Value | None:
-        """The threads' numbers in their block, or the lane's."""
+        """Return the threads' numbers in their block, or the current lane's; None if not computed."""
         return None if self.flat is None else self._here(self.flat)
 
     def _here(self, value: Value) -> Value:
@@ -157,13 +150,13 @@ class VectorWriter(IrWriter):
     # --- What may not ------------------------------------------------------------------------------------------
 
     def emit(self, line: str) -> None:
-        """Raises NotWide for a line that names a vector."""
+        """Add an instruction. Raises NotWide for a line that names a vector."""
         if _WIDE in line:
             raise NotWide
         super().emit(line)
 
     def ret(self, number: int) -> None:
-        """End the function with a status, which says of a fault whose it is."""
+        """End the function with a status; that of a fault has the lane at fault in bits 8 and up."""
         if number != Status.FAULT:
             super().ret(number)
             return
@@ -173,57 +166,58 @@ class VectorWriter(IrWriter):
     # --- For those who know of lanes ---------------------------------------------------------------------------
 
     def wide_type(self, type_name: str) -> str:
-        """The vector with an element of that type for each lane."""
+        """Return the LLVM vector type with an element of this type for each lane."""
         return f"<{self.lanes} x {type_name}>"
 
     def wide_value(self, type_name: str, expression: str) -> Value:
-        """Name a vector."""
+        """Emit an expression with a vector as its result, and name it."""
         name = f"{_WIDE}{self.fresh('')}"
         self.raw(f"{name} = {expression}")
         return Value(type_name, name)
 
     def raw(self, line: str) -> None:
-        """Add an instruction that may name vectors."""
+        """Add an instruction that may name vectors, which `emit` refuses."""
         super().emit(line)
 
     def widen(self, value: Value) -> Value:
-        """A value as a vector: itself, or the same for all lanes."""
+        """Return a value as a vector: itself, or a copy of it for each lane."""
         if is_wide(value):
             return value
+        # A constant has a spelling of its own.
         if not value.text.startswith("%"):
             return Value(value.type, f"splat ({value})")
         kind = self.wide_type(value.type)
+        # LLVM's idiom for a broadcast: insert into element 0, then shuffle element 0 everywhere.
         first = self.wide_value(value.type, f"insertelement {kind} poison, {value}, i64 0")
         zeros = f"<{self.lanes} x i32> zeroinitializer"
         return self.wide_value(value.type, f"shufflevector {kind} {first.text}, {kind} poison, {zeros}")
 
     def whole(self, value: Value) -> str:
-        """A value as a vector, with its type."""
+        """Spell a value as a vector operand, with its type."""
         return f"{self.wide_type(value.type)} {self.widen(value).text}"
 
     def each(self, type_name: str, step: int = 1) -> Value:
-        """0 for the first lane, `step` for the second and so on."""
+        """Return a constant vector: 0 for the first lane, `step` for the second, and so on."""
         return Value(type_name, f"<{', '.join(f'{type_name} {lane * step}' for lane in range(self.lanes))}>")
 
     def first(self, value: Value) -> Value:
-        """The first lane's."""
+        """Return the first lane's element of a vector."""
         return self.value_of(value, constant("i64", 0))
 
     def value_of(self, value: Value, lane: Value) -> Value:
-        """Return one lane's element of a vector."""
         name = f"%{self.fresh()}"
         self.raw(f"{name} = extractelement {self.whole(value)}, {lane}")
         return Value(value.type, name)
 
     def mask_of(self, flags: Value) -> Value:
-        """Flags as the bits of an integer."""
+        """Pack the lanes' flags into the bits of an integer, lane 0 lowest."""
         name = f"%{self.fresh()}"
         kind = f"i{self.lanes}"
         self.raw(f"{name} = bitcast {self.whole(flags)} to {kind}")
         return Value(kind, name)
 
     def flags_of(self, mask: Value) -> Value:
-        """The other way round."""
+        """Unpack the bits of an integer into a flag for each lane."""
         return self.wide_value("i1", f"bitcast {mask} to {self.wide_type('i1')}")
 
 

@@ -2,11 +2,11 @@
 
     i32 print(launch, environment, local, i64 bytes of the local window, i64 format, i64 arguments, ptr bad)
 
-The code writes a record (`printf.py` reads it) of the format and the values it asks for. The values lie in a buffer,
-each at the next multiple of its size. Every byte is read where a kernel's load could read it, and nowhere else: an
-address that may not be read comes back in `bad`, with a result below 0. Otherwise the result is the number of values.
+The code writes a record (`printf.py` reads it) of the format and the values that it uses. The values lie in a buffer,
+each at the next multiple of its size. Every byte is read only where a kernel's load could read it: an address that may
+not be read is returned in `bad`, with a negative result. Otherwise the result is the number of values.
 
-`printf`, `assert`, `malloc` and `free`, which CUDA provides and no image defines, are called through here.
+`printf`, `assert`, `malloc` and `free`, which CUDA provides and no image defines, are called through this module.
 """
 
 from collections.abc import Callable
@@ -46,18 +46,19 @@ _WINDOWS = f"ptr %launch, ptr %environment, ptr %local, {_LOCAL}"
 
 
 def print_ir(declarations: set[str]) -> str:
-    """The native code's IR."""
+    """Return the IR of the native code, with the table of what a format's bytes mean."""
     table = ", ".join(f"i8 {mark}" for mark in MARKS)
     readers = [_reader(size, declarations) for size in (1, 4, 8)]
     return "\n".join([f"@print_marks = internal constant [256 x i8] [{table}]", *readers, _PRINT_IR])
 
 
 def _reader(size: int, declarations: set[str]) -> str:
-    """A function that gives a pointer to so many bytes if a thread may read them, else null."""
+    """Write a function that returns a pointer to `size` bytes if a thread may read them, else null."""
     ir = IrWriter(declarations)
     environment, launch = Value("ptr", "%environment"), Value("ptr", "%launch")
     shared = ir.load("ptr", ir.offset(environment, Environment.shared.offset), extra=INVARIANT)
     shared_bytes = ir.load("i32", ir.offset(launch, Launch.shared_bytes.offset), extra=INVARIANT)
+    # Any of three memories, as for a generic address: global, the local window, the shared window.
     valid = global_is_valid(ir, _ADDRESS, size)
     windows = ((Value("ptr", "%local"), _LOCAL), (shared, ir.cast("zext", shared_bytes, "i64")))
     for base, limit in windows:
@@ -66,6 +67,7 @@ def _reader(size: int, declarations: set[str]) -> str:
     ir.branch_if(valid, "there", "elsewhere")
     ir.block("there")
     ir.ret_value(ir.cast("inttoptr", _ADDRESS, "ptr"))
+    # An ended region reads as zeros here, too.
     ir.block("elsewhere")
     ir.ret_value(stand_in(ir, _ADDRESS, size, Access.LOAD))
     return "\n".join([f"define internal ptr @readable{size}({_WINDOWS}, {_ADDRESS}) noinline {{", *ir.lines, "}"])
@@ -73,7 +75,7 @@ def _reader(size: int, declarations: set[str]) -> str:
 
 _GIVEN = f"ptr %launch, ptr %environment, ptr %local, {_LOCAL}"
 
-# `%out` counts on behind a full buffer, so that the end knows the record did not fit.
+# `%out` keeps counting beyond a full buffer, so the end of the code knows that the record did not fit.
 _PRINT_IR = f"""
 define internal void @print_byte(ptr %data, ptr %out, i64 %capacity, i8 %byte) {{
   %at = load i64, ptr %out
@@ -271,8 +273,9 @@ SystemCall = Callable[["ThreadTranslator", CallSite], None]
 
 
 def fail_assertion(t: "ThreadTranslator", site: CallSite) -> None:
-    """__assertfail(message, file, line, function, character size): end the kernel with a fault that says it."""
+    """`__assertfail(message, file, line, function, character size)`: end the kernel with a fault that has the texts."""
     message, file, line, function, _ = _arguments(t, site, (8, 8, 4, 8, 8))
+    # The texts are read when the fault is reported (context.py), so only their addresses are stored.
     ir = t.ir
     fault = ir.load("ptr", ir.offset(Value("ptr", "%environment"), Environment.fault.offset), extra=INVARIANT)
     for number, value in enumerate((message, file, function, ir.cast("zext", line, "i64"))):
@@ -281,31 +284,34 @@ def fail_assertion(t: "ThreadTranslator", site: CallSite) -> None:
 
 
 def print_formatted(t: "ThreadTranslator", site: CallSite) -> None:
-    """vprintf(format, arguments): the number of values printed."""
+    """`vprintf(format, arguments)`: write a record; gives the number of values printed."""
     form, values = _arguments(t, site, (8, 8))
     ir = t.ir
+    # The part gets the printing code only if something prints.
     t.callees.prints = True
     bad, local = Value("ptr", "%bad"), constant("i64", t.local_limit)
     given = ", ".join(map(str, (*GIVEN[:3], local, form, values, bad)))
     count = ir.value("i32", f"call i32 @{PRINT}({given})")
+    # The record may stop at an address that may not be read, which is a fault like a load's.
     is_read = ir.compare("icmp sge", count, 0)
     fail_unless(t, is_read, Access.LOAD, Space.GENERIC, ir.load("i64", bad), 1)
     _give_result(t, site, count)
 
 
 def malloc(t: "ThreadTranslator", site: CallSite) -> None:
-    """CUDA's malloc: the address of so many bytes of the module's heap, 0 if there is no room."""
+    """`malloc`: the address of bytes of the module's heap, 0 if none fits."""
     (size,) = _arguments(t, site, (8,))
     _give_result(t, site, heap.take(t, size))
 
 
 def free(t: "ThreadTranslator", site: CallSite) -> None:
-    """CUDA's free: nothing for 0, a fault for what `malloc` has not given."""
+    """`free`: nothing for 0, a fault for an address that `malloc` has not returned."""
     (address,) = _arguments(t, site, (8,))
     fail_unless(t, heap.give_back(t, address), Access.NO_ALLOCATION, Space.GENERIC, address, 0)
 
 
 def _give_result(t: "ThreadTranslator", site: CallSite, value: Value) -> None:
+    # An image could declare these functions with any signature; only CUDA's is accepted.
     if [8 * variable.size for variable in site.results] != [int(value.type[1:])]:
         raise t.problem(f"{site.name} is declared with another result than CUDA's")
     result = t.ir.offset(window_base(t, Space.CALL), site.results[0].offset)

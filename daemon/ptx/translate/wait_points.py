@@ -1,6 +1,7 @@
-"""Write a thread's wait for others (PTX ISA sections 9.7.9, 9.7.13 and 10); `waits.py` finds where threads wait.
+"""Write the code for a thread's wait for others (PTX ISA sections 9.7.9, 9.7.13 and 10).
 
-A wait leaves in the thread's frame what native/block.ll needs to know; behind it the frame has what the others said.
+`waits.py` finds where threads wait. A wait stores in the thread's frame what native/block.ll needs to know; when the
+thread resumes, the frame contains the results.
 """
 
 from collections.abc import Sequence
@@ -20,22 +21,24 @@ from gpulease.daemon.ptx.translate.specials import WARP_THREADS, flat_thread
 from gpulease.daemon.ptx.translate.thread import ThreadTranslator
 from gpulease.daemon.ptx.translate.waits import FRAME
 
-# How often a thread goes round a loop that watches memory before it lets the others run: a turn of all threads costs
+# How many turns of a loop that watches memory a thread makes before it lets the others run: a turn of all threads
+# costs some 20 ns each, so that is below a few per cent; and a thread that waits for many others does not spin for
+# long.
 # some 20 ns each, so that is below a few per cent; and one that waits for many others does not spin for long.
 TURNS = 1024
 
-# Counts them down; it starts anew whenever the function is entered.
+# Counts the turns down, from the start whenever the function is entered.
 TURNS_LEFT = Value("ptr", "%turns")
 
 
 def lane(t: ThreadTranslator) -> Value:
-    """The thread's number in its warp."""
     return t.ir.binary("and", flat_thread(t.ir), WARP_THREADS - 1)
 
 
 def wait_at_barrier(t: ThreadTranslator, kind: Value, count: Value, flag: Value | None = None) -> tuple[Value, Value]:
-    """Wait for the others; how many came, and of how many the flag is set (0 where nobody could ask)."""
+    """Wait at a barrier; returns how many threads came, and how many have the flag set; 0 if nothing uses it."""
     _stop(t, State.AT_BARRIER, kind, count, flag)
+    # A kernel whose only barrier is 0 keeps short frames, without results.
     if t.waits.is_short:
         return constant("i32", 0), constant("i32", 0)
     return _result(t, FrameHead.group.offset), _result(t, FrameHead.ballot.offset)
@@ -44,15 +47,17 @@ def wait_at_barrier(t: ThreadTranslator, kind: Value, count: Value, flag: Value 
 def exchange(
     t: ThreadTranslator, mask: Operand, shown: Sequence[Value] = (), flag: Value | None = None
 ) -> tuple[Value, Value]:
-    """Wait for all of a member mask that have not ended; which lanes came, and of which the flag is set.
+    """Wait for all of a member mask that have not ended; returns the lanes that came, and those with the flag set.
 
-    They must come to an instruction with the same qualifiers and mask; it need not be this one. What each has shown is
-    there for `word_of` until the thread waits again.
+    They must come to an instruction with the same qualifiers and mask, not necessarily to this one. The words that each
+    lane has shown can be read with `word_of` until the thread waits again.
     """
     members = t.read(mask, t.WORD)
+    # A thread must be in its own mask (section 9.7.13).
     own = t.ir.binary("lshr", members, lane(t))
     own = t.ir.cast("trunc", own, "i1")
     fail_unless(t, own, Access.NO_MEMBER, Space.GENERIC, t.ir.cast("zext", members, "i64"), 0)
+    # The words lie behind the frame's head, one slot each.
     for number, word in enumerate(shown):
         t.ir.store(t.ir.resize(word, "i64", signed=False), t.ir.offset(FRAME, HEAD_BYTES + SLOT_BYTES * number))
     _stop(t, State.IN_EXCHANGE, constant("i32", t.kind_of_exchange()), members, flag)
@@ -62,7 +67,7 @@ def exchange(
 def meet(t: ThreadTranslator, shown: Sequence[Value] = ()) -> None:
     """Wait for all 32 threads of the warp, which must come to an instruction with the same qualifiers (".aligned").
 
-    What each has shown lies side by side where `kept_words` says. Faults if a lane has ended or never was.
+    The values that each lane has shown lie packed where `kept_words` says. Faults if a lane has ended or never existed.
     """
     distance = 0
     for value in shown:
@@ -76,7 +81,7 @@ def meet(t: ThreadTranslator, shown: Sequence[Value] = ()) -> None:
 
 
 def gather(t: ThreadTranslator) -> Value:
-    """Wait until no other thread of the warp can go on; which lanes are at this instruction."""
+    """Wait until no other thread of the warp can run; returns the lanes that are at this instruction."""
     _stop(t, State.IN_GATHERING, constant("i32", t.index), constant("i32", 0), None)
     return _result(t, FrameHead.group.offset)
 
@@ -87,19 +92,20 @@ def word_of(t: ThreadTranslator, which: Value, number: int = 0) -> Value:
 
 
 def kept_words(t: ThreadTranslator, which: Value) -> Value:
-    """Return the place of the words that a lane showed in the exchange just complete."""
+    """Return the address of the words that a lane showed in the exchange just complete."""
+    # Frames of a warp lie side by side, so another lane's is a multiple of the frame size away.
     distance = t.ir.resize(t.ir.binary("sub", which, lane(t)), "i64", signed=True)
     frame = t.ir.offset(FRAME, t.ir.binary("mul", distance, t.frame_size()))
     return t.ir.offset(frame, HEAD_BYTES + SLOT_BYTES * t.waits.words)
 
 
 def own_room(t: ThreadTranslator) -> Value:
-    """Return the place for as many words as the thread has shown, until it shows others."""
+    """Return the address of room for as many words as the thread has shown, until it shows others."""
     return t.ir.offset(FRAME, HEAD_BYTES)
 
 
 def shown_words(t: ThreadTranslator) -> tuple[Value, Value, Value]:
-    """For the functions of native/block.ll: the warp's frames, their size, and the place of the first word shown."""
+    """Return the warp's frames, their size, and the offset of the first word shown, for native/block.ll."""
     stride = t.frame_size()
     back = t.ir.binary("mul", t.ir.resize(lane(t), "i64", signed=False), stride)
     frames = t.ir.offset(FRAME, t.ir.binary("sub", constant("i64", 0), back))
@@ -112,7 +118,7 @@ def let_others_run(t: ThreadTranslator) -> None:
 
 
 def count_turn(t: ThreadTranslator) -> None:
-    """Let the other threads run after so many turns of a loop: one of them may write what this one looks for."""
+    """At the end of a loop's turn, let the others run every TURNS turns: they may write what this thread polls."""
     if t.index not in t.waits.yields:
         return
     left = t.ir.binary("sub", t.ir.load("i32", TURNS_LEFT), 1)
@@ -125,6 +131,7 @@ def count_turn(t: ThreadTranslator) -> None:
 
 
 def _stop(t: ThreadTranslator, state: State, kind: Value, members: Value, flag: Value | None) -> None:
+    # A short frame needs nothing: native/block.ll need not know why the thread waits.
     ir = t.ir
     if not t.waits.is_short:
         line = constant("i32", t.instruction.line if t.instruction else 0)

@@ -17,7 +17,8 @@ from gpulease.daemon.ptx.translate.ir import Value
 
 FRAME = Value("ptr", "%frame")
 
-# The words of 8 bytes each instruction that waits shows to its warp, at most; an `mma` also those of others behind it.
+# How many words of 8 bytes each waiting instruction shows to its warp, at most; an `mma` also shows those of later
+# ones.
 _SHOWN_WORDS = {
     "bar": 0,
     "barrier": 0,
@@ -36,21 +37,21 @@ _SHOWN_WORDS = {
 }
 WAITING = frozenset(_SHOWN_WORDS)
 
-# Loads that may see what another thread has written since the last time.
+# Loads that may see what another thread has written since the last load.
 _WATCHING_LOADS = {"volatile", "relaxed", "acquire", "mmio", "cv"}
 _WATCHING = ("atom", "fence", "membar", "nanosleep", "mbarrier")
 
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """Places where the threads of a kernel wait.
+    """The places where the threads of a kernel wait.
 
     Attributes:
         sites: The instructions at which a thread may stop.
-        yields: Those of them that go back in a loop which watches memory.
-        is_short: Whether there is nothing but barrier 0 for all.
+        yields: Those of them that branch back in a loop which watches memory.
+        is_short: Whether all waits are at barrier 0, for all threads.
         words: How many words a thread can show.
-        parks: Whether a thread may yield, so that a block can come to have none but such.
+        parks: Whether a thread may yield, so that all of a block's threads may come to do only that.
     """
 
     sites: frozenset[int]
@@ -61,17 +62,18 @@ class Waits:
 
     @property
     def head_bytes(self) -> int:
-        """The part of a frame before the registers kept."""
+        """The size of a frame's part before the registers kept."""
         return SHORT_HEAD_BYTES if self.is_short else HEAD_BYTES + 2 * SLOT_BYTES * self.words
 
 
 def watches(i: Instruction) -> bool:
-    """Say whether an instruction looks at, or changes, what other threads may write or look at."""
+    """Say whether an instruction reads or changes memory that other threads may write or poll."""
     return i.opcode in _WATCHING or (i.opcode == "ld" and not _WATCHING_LOADS.isdisjoint(i.modifiers))
 
 
 def find_waits(body: Sequence[Instruction], watching_functions: Set[str] = frozenset()) -> Waits:
-    """Look through a kernel that may call functions which watch memory; "" is one behind a pointer."""
+    """Find the waits of a kernel that may call functions which watch memory; "" stands for one behind a pointer."""
+    # `yields` are branches; they count as waits because the thread may stop there.
     waiting = {index for index, i in enumerate(body) if i.opcode in _SHOWN_WORDS}
     yields = _watching_branches(body, watching_functions)
     is_short = not yields and all(_is_plain_barrier(body[index]) for index in waiting)
@@ -86,7 +88,8 @@ def _is_plain_barrier(i: Instruction) -> bool:
 
 
 def _watching_branches(body: Sequence[Instruction], watching_functions: Set[str]) -> set[int]:
-    """Branches back over something that watches memory. Of every cycle through it at least one is found."""
+    """Return branches back over something that watches memory: at least one of every cycle through such a thing."""
+    # Prefix sums show for any range whether something in it watches.
     watching_before = [0]
     for i in body:
         site = i.operands[-1] if i.opcode == "call" else None
@@ -94,6 +97,7 @@ def _watching_branches(body: Sequence[Instruction], watching_functions: Set[str]
         watching_before.append(watching_before[-1] + (calls or watches(i)))
     found = set()
     for index, i in enumerate(body):
+        # Of a branch back, the range is from its target to the branch itself.
         for target in i.operands:
             if not isinstance(target, Target) or target.index > index:
                 continue

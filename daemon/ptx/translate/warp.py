@@ -1,7 +1,8 @@
 """Operations of a warp's threads on one another's values (PTX ISA sections 9.7.9.6 and 9.7.13, ".sync" forms).
 
-A member mask names who takes part; those of them that have ended or never were are not waited for. A thread that is not
-in its own mask, and members that never come, are faults. What the ISA leaves open: a lane that is not there gives 0.
+A member mask names who takes part; members that have ended or never existed are not waited for. A thread that is not
+in its own mask, and members that never arrive, are faults. The ISA leaves open what a lane that does not exist gives:
+0 here.
 """
 
 from typing import TYPE_CHECKING
@@ -24,14 +25,15 @@ _MODES = ("up", "down", "bfly", "idx")
 
 @FAMILY.form("shfl.sync.mode.b32", 5, mode=_MODES)
 def shuffle(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Another lane's value (section 9.7.9.6); out of the segment's range it is the thread's own."""
+    """`shfl.sync`: another lane's value (section 9.7.9.6); beyond the segment it is the thread's own."""
     ir = t.ir
     own = t.read(i.operands[1], _WORD)
     source, inside = source_lane(t, m["mode"], t.read(i.operands[2], _WORD), t.read(i.operands[3], _WORD))
-    # Both are needed behind the wait, where the operands may no longer be: they are shown along with the value.
+    # Both are needed after the wait, when the operands may no longer be there: they are shown along with the value.
     packed = ir.binary("or", source, ir.binary("shl", ir.cast("zext", inside, "i32"), 5))
     shown = ir.binary("or", ir.binary("shl", ir.cast("zext", packed, "i64"), 32), ir.cast("zext", own, "i64"))
     group, _ = exchange(t, i.operands[4], [shown])
+    # After the wait: the thread's own word has the lane to read, and that lane's word the value.
     packed = ir.cast("trunc", ir.binary("lshr", word_of(t, lane(t)), 32), "i32")
     source = ir.binary("and", packed, WARP_THREADS - 1)
     is_there = has_lane(t, group, source)
@@ -43,10 +45,11 @@ def shuffle(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 
 
 def source_lane(t: "ThreadTranslator", mode: str, distance: Value, limits: Value) -> tuple[Value, Value]:
-    """The lane to take from, and whether it is in range: the algorithm of section 9.7.9.6."""
+    """Return the lane to read, and whether it is in range, by the algorithm of section 9.7.9.6."""
     ir, own = t.ir, lane(t)
     distance = ir.binary("and", distance, 31)
     clamp = ir.binary("and", limits, 31)
+    # The upper byte of c divides the warp into segments; the lower is the last lane allowed within one.
     segment = ir.binary("and", ir.binary("lshr", limits, 8), 31)
     outside = ir.binary("xor", segment, 31)
     first = ir.binary("and", own, segment)
@@ -69,7 +72,7 @@ def source_lane(t: "ThreadTranslator", mode: str, distance: Value, limits: Value
 
 @FAMILY.form("vote.sync.mode.pred", 3, mode=("all", "any", "uni"))
 def vote(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Compute whether a predicate is set of all members, of any, or equal for all (section 9.7.13, "vote.sync")."""
+    """`vote.sync`: whether a predicate is true for all members, for any, or equal for all (section 9.7.13)."""
     ir = t.ir
     group, ballot = exchange(t, i.operands[2], flag=t.read(i.operands[1], PREDICATE))
     every, none = ir.compare("icmp eq", ballot, group), ir.compare("icmp eq", ballot, 0)
@@ -79,26 +82,25 @@ def vote(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 
 @FAMILY.form("vote.sync.ballot.b32", 3)
 def ballot_of(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """The members' predicates as bits."""
+    """`vote.sync.ballot`: the members' predicates as a mask."""
     _, ballot = exchange(t, i.operands[2], flag=t.read(i.operands[1], PREDICATE))
     t.write(i.operands[0], _WORD, ballot)
 
 
 @FAMILY.form("bar.warp.sync", 1, writes=False)
 def warp_barrier(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Wait for the members."""
     exchange(t, i.operands[0])
 
 
 @FAMILY.form("activemask.b32", 1)
 def active_mask(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """The lanes that come here together: all that get here before the rest of the warp can do no more."""
+    """`activemask`: the lanes that arrive here before the rest of the warp can do no more."""
     t.write(i.operands[0], _WORD, gather(t))
 
 
 @FAMILY.form("elect.sync", 2)
 def elect(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Choose the first of the members."""
+    """`elect.sync`: choose the first of the members."""
     group, _ = exchange(t, i.operands[1])
     leader = t.ir.intrinsic("llvm.cttz.i32", "i32", group, TRUE)
     result, predicate = two_results(i.operands[0])
@@ -109,14 +111,14 @@ def elect(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 
 @FAMILY.form("match.any.sync.type", 3, type=("b32", "b64"))
 def match_any(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """The members that have the same value."""
+    """`match.any`: the members that have the same value."""
     _, same = _match(t, i, m)
     t.write(i.operands[0], _WORD, same)
 
 
 @FAMILY.form("match.all.sync.type", 3, type=("b32", "b64"))
 def match_all(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """All members and true if they have the same value, else 0 and false."""
+    """`match.all`: all members and true if they have the same value, else 0 and false."""
     group, same = _match(t, i, m)
     agree = t.ir.compare("icmp eq", group, same)
     result, predicate = two_results(i.operands[0])
@@ -136,21 +138,21 @@ def _match(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> tuple[Value, 
 @FAMILY.form("redux.sync.op.type", 3, op=("add", "min", "max"), type=("u32", "s32"))
 @FAMILY.form("redux.sync.op.type", 3, op=("and", "or", "xor"), type=("b32",))
 def reduce(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """The members' values combined (section 9.7.13, "redux.sync")."""
+    """`redux.sync`: the members' values combined (section 9.7.13)."""
     scalar, operation = m.scalar(), m["op"]
     if operation in ("min", "max"):
         operation = ("s" if scalar.is_signed else "u") + operation
     group, _ = exchange(t, i.operands[2], [t.read(i.operands[1], scalar)])
+    # The combining runs over the members' frames in native code.
     frames, stride, offset = shown_words(t)
     number = constant("i32", REDUCTIONS.index(operation))
     t.write(i.operands[0], scalar, t.ir.intrinsic(REDUCE_WORDS, "i32", frames, stride, group, offset, number))
 
 
 def has_lane(t: "ThreadTranslator", group: Value, which: Value) -> Value:
-    """Say whether a lane is in a group."""
     return t.ir.cast("trunc", t.ir.binary("lshr", group, which), "i1")
 
 
 def two_results(operand: Operand) -> tuple[Operand, Operand | None]:
-    """`d|p` as two, or `d` alone."""
+    """Split `d|p` into two destinations; `d` alone gives one and None."""
     return (operand.first, operand.second) if isinstance(operand, Pair) else (operand, None)

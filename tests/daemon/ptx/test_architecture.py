@@ -25,7 +25,7 @@ def ptx(version: str, target: str) -> bytes:
         (90, "9.10", "sm_90", r"the image is PTX 9\.10, this driver knows PTX up to 9\.5"),
         (100, "8.0", "sm_90a", "the image is for sm_90a, which runs on sm_90 alone; this device is sm_100"),
         (120, "8.8", "sm_100f", "the image is for sm_100f, which runs on that family alone; this device is sm_120"),
-        (90, "8.0", "sm_9000", "'sm_9000' is no target; this device is sm_90"),
+        (90, "8.0", "sm_9000", "the target must be an architecture like sm_90, not 'sm_9000'; this device is sm_90"),
     ],
 )
 def test_an_image_for_a_newer_or_another_device_is_refused(number: int, version: str, target: str, said: str) -> None:
@@ -80,5 +80,5 @@ def test_the_operator_says_which() -> None:
 
 @pytest.mark.parametrize("text", ["sm_42", "sm_90a", "90", "compute_90", "sm_999", ""])
 def test_what_no_card_has_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is no architecture of a card"):
+    with pytest.raises(ValueError, match="the architecture must be one of"):
         parse_architecture(text)

@@ -324,7 +324,7 @@ def test_a_setting_that_is_no_number_of_threads_keeps_the_driver_from_starting(
     monkeypatch: pytest.MonkeyPatch, setting: str
 ) -> None:
     monkeypatch.setenv(THREADS_VARIABLE, setting)
-    with pytest.raises(DriverError, match="no number of threads"):
+    with pytest.raises(DriverError, match="must be a number of threads"):
         CpuDriver().preload()
 
 

@@ -78,8 +78,8 @@ def test_initialisers_become_bytes() -> None:
 @pytest.mark.parametrize(
     ("text", "line", "said"),
     [
-        ("", 1, "begins with .version"),
-        (HEAD + ".entry k() { ret }", 4, "no operand"),
+        ("", 1, "must begin with .version"),
+        (HEAD + ".entry k() { ret }", 4, "expected an operand"),
         (HEAD + ".entry k() {", 4, "begins no statement"),
         (HEAD + ".entry k() { ret; } .entry k() { ret; }", 4, "k is declared twice"),
         (HEAD.replace("64", "32"), 3, "64-bit addresses"),
@@ -116,15 +116,19 @@ def test_initialisers_become_bytes() -> None:
         (kernel(".reg .f32 %f;\nadd.s32 %f, %f, %f;"), 7, "%f is .f32, not .s32"),
         (kernel(".reg .b64 %d;\nadd.s32 %d, 1, 2;"), 7, "%d is .b64, not .s32"),
         (kernel(".reg .b32 %r;\nmov.b32 %r, 0d3FF0000000000000;"), 7, "constant can't be read as .b32"),
-        (kernel(".reg .b16 %h;\nld.global.u32 %h, [%h];"), 7, "holds no address"),
-        (kernel(".reg .pred %p; .reg .b64 %d;\nld.global.u64 %d, [%p];"), 7, "%p is .pred, which holds no address"),
-        (kernel(".reg .e4m3 %h;"), 6, "'.e4m3' is no type"),
+        (kernel(".reg .b16 %h;\nld.global.u32 %h, [%h];"), 7, "can't hold an address"),
+        (
+            kernel(".reg .pred %p; .reg .b64 %d;\nld.global.u64 %d, [%p];"),
+            7,
+            "%p is .pred, which can't hold an address",
+        ),
+        (kernel(".reg .e4m3 %h;"), 6, "the type must be one that this driver supports, not '.e4m3'"),
         (kernel("{" * 1000), 6, "blocks in one another"),
         (kernel(".shared .b8 s[49153];"), 6, "over 49152 bytes of .shared"),
         (kernel(".local .b8 s[65537];"), 6, "over 65536 bytes of .local"),
         (kernel("bar.sync 16;"), 6, "barriers are numbered 0 to 15"),
         (kernel("ret; \x01"), 6, "unexpected character"),
-        (kernel(".reg .b32 %r; mov.b32 %r, " + "9" * 5000 + ";"), 6, "is no number"),
+        (kernel(".reg .b32 %r; mov.b32 %r, " + "9" * 5000 + ";"), 6, "expected a number"),
     ],
 )
 def test_a_refusal_names_line_and_reason(text: str, line: int, said: str) -> None:

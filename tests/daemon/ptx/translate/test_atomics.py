@@ -233,5 +233,5 @@ def test_others_are_refused(run_block: RunBlock, text: str) -> None:
 
 
 def test_there_are_none_on_other_memory(run_block: RunBlock) -> None:
-    with pytest.raises(ImageRejected, match=r"no atomic operations on \.param memory"):
+    with pytest.raises(ImageRejected, match=r"must be on \.global or \.shared memory, not on \.param"):
         run_block("atom.add.u32 %r1, [in], 1;", [[]])

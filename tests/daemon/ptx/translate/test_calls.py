@@ -123,7 +123,7 @@ def test_the_address_of_a_function_is_read_by_mov(context: CpuContext) -> None:
 )
 def test_a_call_of_what_is_no_such_function_faults(context: CpuContext, pointer: str) -> None:
     module = DOUBLE + ".func other(.param .b64 a) { ret; }"
-    with pytest.raises(KernelFault, match=r"call through 0x[0-9a-f]+, which is no function with these parameters"):
+    with pytest.raises(KernelFault, match=r"call through 0x[0-9a-f]+, which is not a function with these parameters"):
         run(context, module, f"{PROTOTYPE} {pointer}" + call("%d4", behind=", proto"))
 
 
@@ -131,7 +131,7 @@ def test_pointers_of_another_module_are_no_functions_here(context: CpuContext) -
     body = f"{PROTOTYPE} mov.u64 %d4, double; st.global.u64 [%d0], %d4; mov.u32 %r1, 0; exit;"
     first = struct.pack("<8I", *run(context, DOUBLE, body + call("%d4", behind=", proto")))
     handle = int.from_bytes(first[:8], "little")
-    with pytest.raises(KernelFault, match="no function"):
+    with pytest.raises(KernelFault, match="not a function"):
         run(context, DOUBLE, f"{PROTOTYPE} mov.u64 %d3, double; mov.u64 %d4, {handle};" + call("%d4", behind=", proto"))
 
 
@@ -194,12 +194,12 @@ def test_break_points_fault(context: CpuContext) -> None:
 @pytest.mark.parametrize(
     ("module", "body", "said"),
     [
-        (DOUBLE, "call double;", "what is passed does not fit"),
-        (DOUBLE, ".param .b64 p; .param .b32 q; call (q), double, (p);", "what is passed does not fit"),
+        (DOUBLE, "call double;", "the sizes of the arguments and results"),
+        (DOUBLE, ".param .b64 p; .param .b32 q; call (q), double, (p);", "the sizes of the arguments and results"),
         (DOUBLE, "call (%r1), double, (%r0);", r"must be \.param variables"),
         (DOUBLE, "call double, (double);", r"must be \.param variables"),
-        ("", "call nowhere;", "nowhere is no function"),
-        ("", "call out;", "out is no function"),
+        ("", "call nowhere;", "nowhere is not a function"),
+        ("", "call out;", "out is not a function"),
         (".extern .func free;", "call free;", "free is declared with other parameters than CUDA's"),
         (".extern .func calloc;", "call calloc;", "calloc is declared but defined nowhere"),
         (".extern .func f;", "mov.u64 %d1, f;", "f is declared but defined nowhere"),
@@ -217,7 +217,7 @@ def test_break_points_fault(context: CpuContext) -> None:
         (f".func double(.param .b64 a); {DOUBLE}", "", "declared with other parameters"),
         (".func f() .nonsense { ret; }", "", "'?.nonsense"),
         (".func (.reg .u32 r) f(.reg .u32 a) { ret; }", "", r"expected a \.param"),
-        (".func a(); .alias a, b;", "", "an alias is a declared function"),
+        (".func a(); .alias a, b;", "", "an alias must be declared"),
         (".func f() { frobnicate; ret; }", "call f;", "frobnicate is not supported"),
         (".global .u64 x = y;", "", "address of y, which initialises"),
         (".extern .func f(); .global .u64 x = f;", "", "address of f, which initialises"),
