@@ -270,7 +270,7 @@ MATCH_HINT: Final = "Give a float for a float, and an integer or a buffer for an
 UNTOLD: Final = "the image does not declare the parameter's type"
 
 
-def pack_listed(values: Sequence[Any], types: Sequence[ParameterType] = (), why_untold: str = UNTOLD) -> KernelArgs:
+def pack_listed(values: Sequence[Any], types: Sequence[ParameterType] = (), why_undeclared: str = UNTOLD) -> KernelArgs:
     """Pack a list of buffers, device arrays, (buffer, offset) pairs, numpy scalars and bytes.
 
     Python numbers are accepted too, where the parameter's type is known.
@@ -278,7 +278,7 @@ def pack_listed(values: Sequence[Any], types: Sequence[ParameterType] = (), why_
     Args:
         values: The arguments in order.
         types: The types of the kernel's parameters, as far as the image declares them.
-        why_untold: Why a type is not known, for messages.
+        why_undeclared: Why a type is not known, for messages.
 
     Raises InvalidRequest or InvalidHandle, or LaunchFailed for a float where the image declares an integer.
     """
@@ -292,8 +292,8 @@ def pack_listed(values: Sequence[Any], types: Sequence[ParameterType] = (), why_
         elif isinstance(value, bytes | bytearray | memoryview):
             args.push_raw(value)
         else:
-            told = types[index] if index < len(types) else ParameterType.UNTOLD
-            kind, data = _scalar(index, value) or _number(index, value, told, why_untold)
+            declared = types[index] if index < len(types) else ParameterType.UNTOLD
+            kind, data = _scalar(index, value) or _number(index, value, declared, why_undeclared)
             args.data += data
             args.kinds += (kind,)
     return args
@@ -318,13 +318,13 @@ def _scalar(index: int, value: Any) -> tuple[ArgumentKind, bytes] | None:
     return f"{letter}{8 * view.itemsize}" if letter else view.itemsize, view.tobytes()
 
 
-def _number(index: int, value: Any, told: ParameterType, why_untold: str) -> tuple[ArgumentKind, bytes]:
+def _number(index: int, value: Any, declared: ParameterType, why_undeclared: str) -> tuple[ArgumentKind, bytes]:
     """Pack a Python number as the parameter's declared type. Raises InvalidRequest or LaunchFailed."""
     if not isinstance(value, int | float):
         hint = "A list has buffers, arrays on the card, (buffer, offset), numpy scalars and bytes"
         raise InvalidRequest(f"argument {index}: a kernel can't take {quoted(value)}", hint)
     # PTX calls signed integers s32; here they are i32, as in numpy.
-    kind = "u64" if told is ParameterType.POINTER else told.name.lower().replace("s", "i")
+    kind = "u64" if declared is ParameterType.POINTER else declared.name.lower().replace("s", "i")
     layout = _PACKED_AS.get(kind)
     if layout is None:
         scalars = (
@@ -332,18 +332,22 @@ def _number(index: int, value: Any, told: ParameterType, why_untold: str) -> tup
             if isinstance(value, float)
             else "np.uint32({0!r}) or np.int64({0!r})"
         )
-        why = why_untold if told is ParameterType.UNTOLD else f"the parameter, {told.text}, has no single type"
+        why = (
+            why_undeclared
+            if declared is ParameterType.UNTOLD
+            else f"the parameter, {declared.text}, has no single type"
+        )
         raise InvalidRequest(
             f"argument {index}: {quoted(value)} has no size, and {why}",
             f"Write it as a numpy scalar of the parameter's type: {scalars.format(value)}",
         )
     # A float would be cut to an integer, which PTX would not report.
     if isinstance(value, float) and not kind.startswith("f"):
-        raise LaunchFailed(f"argument {index} is a Python float, the kernel's parameter is {told.text}", MATCH_HINT)
+        raise LaunchFailed(f"argument {index} is a Python float, the kernel's parameter is {declared.text}", MATCH_HINT)
     try:
         return kind, struct.pack(layout, value)
     except (struct.error, OverflowError):
-        raise InvalidRequest(f"argument {index}: {quoted(value)} does not fit the parameter, {told.text}") from None
+        raise InvalidRequest(f"argument {index}: {quoted(value)} does not fit the parameter, {declared.text}") from None
 
 
 def type_of(kind: ArgumentKind) -> ParameterType:
@@ -353,9 +357,9 @@ def type_of(kind: ArgumentKind) -> ParameterType:
     return ParameterType.POINTER if kind == "buffer" else ParameterType[kind.upper().replace("I", "S")]
 
 
-def mismatch(kind: ArgumentKind, told: ParameterType) -> bool:
+def mismatch(kind: ArgumentKind, declared: ParameterType) -> bool:
     """True if an argument is a float where the kernel expects an integer or a pointer, or the reverse.
 
     Sizes are compared elsewhere. Raw bytes fit any parameter; an integer fits a pointer; signs don't matter.
     """
-    return type_of(kind).clashes_with(told)
+    return type_of(kind).clashes_with(declared)

@@ -74,7 +74,7 @@ class Array(SessionArray):
 
 
 async def make(session: "GpuSession", calls: Calls[T]) -> T:
-    """Execute an operation that the engine describes as a sequence of calls, and return its result.
+    """Execute an operation that the core describes as a sequence of calls, and return its result.
 
     Args:
         session: The session with the methods that the calls name.

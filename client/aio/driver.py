@@ -26,7 +26,7 @@ _undisturbed: Final[set["asyncio.Future[Any]"]] = set()
 async def drive(procedure: Procedure[T]) -> T:
     """Run a procedure to its end in this task and return its result.
 
-    The traceback of an error starts here: the procedure's frames mean nothing to the caller, and would keep its locals
+    The traceback of an error starts here: the procedure's frames say nothing to the caller, and would keep their locals
     alive.
     """
     try:
@@ -68,11 +68,13 @@ class ConnectionLock(asyncio.Lock):
 
     def abandon(self, task: asyncio.Task[Any]) -> None:
         """Keep a task, after its caller was cancelled, until it ends."""
+        # The set is this lock's own: the event loop itself keeps only weak references to tasks.
         self._abandoned.add(task)
         task.add_done_callback(self._abandoned.discard)
 
     async def wait_for_abandoned(self) -> None:
         """Wait until all of these tasks have ended and what they made was given back."""
+        # A task that ends may start another one, which gives back its result: look again.
         while self._abandoned:
             await asyncio.wait(self._abandoned)
 
@@ -106,7 +108,7 @@ async def undisturbed(
     except GpuLeaseError as error:
         raise error.with_traceback(None)  # noqa: B904  # the same error, without the task's frames
     finally:
-        # The task refers to the error, whose traceback refers to this frame: a cycle, and a dropped lease would wait
+        # The task refers to the error, and its traceback to this frame: a cycle, and a dropped lease would wait
         # for the garbage collector.
         del task, made
 
@@ -154,7 +156,7 @@ def _end_undisturbed(task: "asyncio.Task[Any]") -> None:
 
 
 async def drive_holding(lock: asyncio.Lock, procedure: Procedure[T]) -> T:
-    """Drive a procedure whose caller holds the lock, so that no other operation comes between.
+    """Drive a procedure under the lock that the caller has acquired, so that no other operation comes between.
 
     Then release the lock.
     """
@@ -224,6 +226,7 @@ async def _wait(step: Wait) -> bool:
     fd = step.channel.sock.fileno()
     watches_room = step.for_room and step.channel.waits_for_room
     timer = loop.call_later(min(step.timeout_s, MAX_WAIT_S), _wake, ready, False)
+    # Whichever comes first resolves the future: bytes, room, or the time.
     loop.add_reader(fd, _wake, ready, True)
     if watches_room:
         loop.add_writer(fd, _wake, ready, True)
@@ -237,15 +240,18 @@ async def _wait(step: Wait) -> bool:
 
 
 def _wake(ready: "asyncio.Future[bool]", has_room_or_bytes: bool) -> None:
+    # Two of them may come in the same round of the loop.
     if not ready.done():
         ready.set_result(has_room_or_bytes)
 
 
 async def _sleep(step: Sleep) -> None:
+    # asyncio's pause can be cancelled, so it needs no event.
     await asyncio.sleep(step.seconds)
 
 
 async def _locked(step: Locked) -> Any:
+    # The task that holds the lock drives the inner procedure to its end.
     async with step.lock:
         return await drive(step.procedure)
 

@@ -33,6 +33,7 @@ class _Events(AsyncIterator[E], Generic[E]):
         if not self._is_open:
             await drive(self._stream.open())
             self._is_open = True  # only now: if open() is cancelled, the next call opens again
+        # Waits without a limit of its own: `close` and the connection's end end it.
         event = await drive(self._stream.next())
         if event is None:
             raise StopAsyncIteration
@@ -48,6 +49,7 @@ class _Events(AsyncIterator[E], Generic[E]):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
+        # Wake first: another task may still wait in `__anext__`.
         self._stream.wake()
         self._stream.close()
 
@@ -73,8 +75,10 @@ class _Watch:
 
     async def stop(self) -> None:
         """End the task. Raises what a callback raised."""
+        # Cancel, and wait until the task has left its procedure: then its connection is closed.
         self._task.cancel()
         await asyncio.wait((self._task,))
+        # An error of a callback ended the task; it is raised where the watch ends.
         if not self._task.cancelled():
             self._task.result()
 
@@ -134,6 +138,7 @@ class KeepAlive(_Watch):
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         await self.stop()
+        # An error of the block itself is more important than the loss.
         if kind is None:
             raise_untold(self.loss, self._on_loss)
 

@@ -36,10 +36,11 @@ class Graph(GraphHandle):
 
         Raises:
             InvalidHandle: The graph is closed, or a buffer or module that it uses was freed.
-            InvalidRequest: There is no such parameter, or the value has another kind than the parameter.
+            InvalidRequest: The graph has no such parameter, or the value has another kind than the parameter.
         """
         graphs = self.graphs("launch of a graph")
         lock = graphs.attachment.lock
+        # The lock is released here if the launch was queued; otherwise `drive_holding` keeps it until it was.
         await lock.acquire()
         number: Begun[int] = 0
         try:
@@ -66,6 +67,7 @@ class Recorder:
         session = self._session
         graph = self._graph = Graph()
         try:
+            # The lock: no operation of another task may be in the middle of sending.
             async with session._lock:
                 # Until the block ends, the session's launches and copies go to the recording instead of the worker.
                 self._recording = Recording(session._session, asyncio.current_task)
@@ -84,6 +86,7 @@ class Recorder:
         except BaseException:
             self._end()  # interrupted: the session must not stay in recording
             raise
+        # The graph gets its handle only from make(), below: a block left by an error leaves it discarded.
         self._graph.discarded()
         recording = self._recording
         if kind is None and recording is not None:

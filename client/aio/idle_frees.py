@@ -17,6 +17,7 @@ def look_after(session: Session) -> None:
 
     # Weak references only: a timer must not keep the session alive.
     def now() -> None:
+        # The session was dropped, or has ended: the timer is not set again.
         session = known()
         if session is None or look.is_over:
             return

@@ -51,14 +51,17 @@ class Kernel:
         ready = await asyncio.to_thread(self._kernel.prepared, place, args, keywords)
         if ready.is_empty:
             return NOTHING_LAUNCHED
+        # Each compiled variant is loaded into the session once.
         made = ready.compiled
         module = self._modules.get(made)
         if module is None:
+            # As in the blocking API: all variants are dropped at once beyond the limit.
             if len(self._modules) >= MAX_VARIANTS:
                 self._modules.clear()
             module = self._modules[made] = await self._session.module_load(
                 checked_version(made.image, self._session.cuda_version)
             )
+        # A stream in the brackets, as numba allows, counts only if the call names none.
         put = (stream or ready.stream, regions, position)
         return await self._session.launch(*ready.on(module), *put, cooperative=made.is_cooperative)
 
@@ -80,7 +83,7 @@ class KernelInPlace:
         """Start the kernel; do not wait.
 
         Args:
-            args: Arrays, buffers whose element types were given to `GpuSession.kernel`, numpy scalars, Python numbers.
+            args: Arrays, numpy scalars, Python numbers, and buffers if `GpuSession.kernel` was given their types.
             stream: The stream to launch in; the default stream if None.
             regions: The regions that the kernel uses, as in `GpuSession.launch`.
             position: Any number, as in `GpuSession.launch`.
@@ -109,7 +112,7 @@ class ElementwiseKernel:
         """Start the operation on arrays; do not wait.
 
         Args:
-            args: Inputs: arrays whose shapes broadcast by numpy's rules, and numbers. Then all outputs, or none of
+            args: Inputs: numbers, and arrays with shapes that broadcast by numpy's rules. Then all outputs, or none of
                 them.
             size: Number of elements, if only raw arrays are given.
             stream: The stream to run in; the default stream if None.

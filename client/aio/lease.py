@@ -35,11 +35,12 @@ class GpuBuilder(LeaseRequest):
     def acquire(self) -> "Opening[GpuLease]":
         """Acquire the lease: use `await` or `async with`. Cancelling it withdraws the request.
 
-        Raises CapacityExceeded if there is no room before the wait ends, Disconnected if the daemon can't be reached.
+        Raises CapacityExceeded if no card has room before the wait ends, Disconnected if the daemon can't be reached.
         """
         return Opening(self._acquired())
 
     async def _acquired(self) -> "GpuLease":
+        # Not `undisturbed`: cancelling the acquire closes the connection, and the daemon takes the lease back.
         return GpuLease(await drive(acquire(self._where(), self._request(), ConnectionLock())))
 
 
@@ -244,8 +245,10 @@ class GpuLease(LeaseView):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
+        # A block left by an error keeps that error: freeing must not hide it.
         with suppress(*(() if kind is None else (GpuLeaseError,))):
             await self._run(self._state.free_at_exit())
+        # Operations of cancelled callers still use the connection; the block ends after them.
         await self._state.lock.wait_for_abandoned()
 
     async def _run(self, procedure: Procedure[T]) -> T:

@@ -89,6 +89,7 @@ class Region(RegionView):
         faults. Releasing the addresses takes a session that is open in this program; without one, the part stays
         reserved until the lease ends.
         """
+        # Closed before: closing twice is harmless.
         if self.owner is None:
             return
         await self._run(self._state.close())
@@ -100,8 +101,10 @@ class Region(RegionView):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
+        # An error of the block itself is more important than that of the close.
         with suppress(*(() if kind is None else (GpuLeaseError,))):
             await self.close()
 
     async def _run(self, procedure: Procedure[T]) -> T:
+        # The region uses its lease's connection, and so its lock.
         return await undisturbed(drive(procedure), lock=self._state.lock)

@@ -103,11 +103,13 @@ class GpuSession(SessionView):
 
     @classmethod
     async def _attached(cls, token: bytes | str | Grant | None, address: str | None, shared_memory: bool) -> Self:
+        # The lease's own connection: it presents the token, or asks for the lease of `gpulease run`.
         where, lock = address_of(address), asyncio.Lock()
         state = await drive(by_environment(where, lock) if token is None else by_token(where, token_of(token), lock))
         try:
             return await cls(GpuSharedLease(state), shared_memory=shared_memory)
         except BaseException:
+            # Nothing else refers to this connection yet.
             state.channel.close()
             raise
 
@@ -372,6 +374,7 @@ class GpuSession(SessionView):
         await self._lock.acquire()
         number: Begun[int] = 0
         try:
+            # Three ways, as in the blocking API: with attributes, plain, and in regions.
             if cooperative or cluster is not None:
                 wanted = LaunchAttributes(cooperative, cluster)
                 number = self._launches.launch_with(
@@ -426,6 +429,7 @@ class GpuSession(SessionView):
 
     async def sync(self) -> None:
         """Wait until all streams have finished. Raises SyncFailed or LaunchFailed, naming the kernel that failed."""
+        # With a callback, PRINTED takes the place of SYNC: it waits in the same way and returns the text.
         if self._on_printed is not None:
             await self._tell_printed(self._on_printed)
             return
@@ -438,6 +442,7 @@ class GpuSession(SessionView):
 
     async def close(self) -> None:
         """End the session; an operation that waits in another task fails. The lease continues."""
+        # Not opened, or closed in this task before.
         if self._closing is None:
             return
         # Another task's operation holds the lock and waits: wake it, so that it fails and releases the lock.
@@ -454,6 +459,7 @@ class GpuSession(SessionView):
             except BaseException:
                 self._session.attachment.give_up()
                 raise
+            # From here on the finalizer ends the session when its last reference is dropped.
             self._closing = weakref.finalize(self, self._session.operations.close)
             look_after(self._session)
         return self
@@ -462,6 +468,7 @@ class GpuSession(SessionView):
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         try:
+            # A block left by an error does not wait: what it waited for may never end.
             if kind is None:
                 if self._on_printed is not None:
                     await self._tell_printed(self._on_printed)

@@ -63,6 +63,7 @@ class Stream(StreamHandle):
 
     async def close(self) -> None:
         """Free the stream now. Queued work still runs, and `GpuSession.sync` still waits for it."""
+        # Closed before: closing twice is harmless.
         if self.owner is not None:
             await undisturbed(drive(self.streams("close").destroy(self)))
 
@@ -73,6 +74,7 @@ class Stream(StreamHandle):
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         try:
+            # A block left by an error does not wait.
             if kind is None and self.owner is not None:
                 await fence(self.streams("sync"), self)
         finally:
@@ -85,6 +87,7 @@ async def fence(streams: Streams, stream: Stream | None = None) -> None:
     `GpuSession` states the rule; this is the end of its `with` block. Raises TimedOut if the time is over.
     """
     limit = streams.operations.fence_limit()
+    # Nothing is left to wait for.
     if limit is None:
         return
     lock = streams.attachment.lock
@@ -94,4 +97,5 @@ async def fence(streams: Streams, stream: Stream | None = None) -> None:
             await lock.acquire()
     except TimeoutError:
         raise limit.error() from None
+    # The lock is ours from here on; `drive_holding` releases it, also if this task is cancelled.
     await undisturbed(drive_holding(lock, streams.fence(limit, stream)))

@@ -36,6 +36,7 @@ class Submission(SubmissionBase):
 
         Cancelling the call ends the job.
         """
+        # Not `undisturbed`: cancelling closes the job's connection, which ends the job.
         return await drive(self._run(self))
 
 

@@ -92,9 +92,9 @@ def _check(said: DecodeRecord, prompt: TokenDigest, here: ComputedBy) -> None:
         ("model", EXIT_MODEL_DIFFERS, said.by.model_sha256, here.model_sha256),
         ("set of kernels", EXIT_KERNELS_DIFFER, said.by.kernels_sha256, here.kernels_sha256),
     )
-    wrong = [(what, status, told, found) for what, status, told, found in pairs if told != found]
-    for what, _, told, found in wrong:
-        click.echo(f"gpulease: audit recompute: the {what} must be the record's, {told}, not {found}", err=True)
+    wrong = [(what, status, recorded, found) for what, status, recorded, found in pairs if recorded != found]
+    for what, _, recorded, found in wrong:
+        click.echo(f"gpulease: audit recompute: the {what} must be the record's, {recorded}, not {found}", err=True)
     if wrong:
         fail("audit recompute: nothing was computed", wrong[0][1])
 

@@ -12,6 +12,7 @@ QUERY_S: Final = 30.0
 
 def card_title(driver: str, card_name: str, card_uuid: str) -> str:
     """The title line: the card, its driver and the date. Raises CannotStart."""
+    # The version matters for a card; the embedded driver is of this package's own.
     version = f" {ask_card(card_uuid, 'driver_version')}" if driver == "cuda" else ""
     return f"{card_name}, driver {driver}{version}, {time.strftime('%Y-%m-%d')}"
 
@@ -19,6 +20,7 @@ def card_title(driver: str, card_name: str, card_uuid: str) -> str:
 def ask_card(card_uuid: str, what: str) -> str:
     """Query one property of the card from nvidia-smi. Raises CannotStart: without it, nothing would be proved."""
     command = ["nvidia-smi", f"--id={card_uuid}", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
+    # One figure, without its title and unit, so that nothing has to be parsed.
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_S, check=True)
     except (OSError, subprocess.SubprocessError) as error:

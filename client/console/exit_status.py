@@ -50,6 +50,7 @@ def failures_as_sentences() -> Iterator[None]:
     try:
         yield
     except (click.ClickException, click.Abort, click.exceptions.Exit):
+        # click prints these itself, and knows their status.
         raise
     # Die by the signal itself, so that a shell's loop stops, too.
     except KeyboardInterrupt:
@@ -70,6 +71,7 @@ def _fail_by(error: Exception) -> NoReturn:
     # Imported only here: importing these takes longer than most commands take to run.
     from gpulease.client.errors import Disconnected, GpuLeaseError
 
+    # From the most specific to the least: no daemon, the library's own sentence, and at last a bug.
     if isinstance(error, Disconnected):
         fail(str(error), EXIT_NO_DAEMON)
     if isinstance(error, GpuLeaseError):
@@ -92,6 +94,7 @@ def fail(message: str, status: int) -> NoReturn:
     """Print a sentence on stderr, and exit with that status."""
     from gpulease.client.console.tables import shown
 
+    # The output may be gone as well; the status says enough then.
     with suppress(OSError):
         click.echo("gpulease: " + "\n".join(map(shown, message.splitlines())), err=True)
     sys.exit(status)
@@ -101,6 +104,7 @@ def die_by_signal(number: signal.Signals) -> NoReturn:
     """End as the signal ends any program: a shell sees that, and stops its script, too."""
     if number == signal.SIGPIPE:
         _drop_output()
+    # What was printed before the signal still belongs to the user.
     with suppress(OSError, ValueError):
         sys.stdout.flush()
     with suppress(OSError):  # SIGKILL has no other handler

@@ -17,7 +17,8 @@ def listing_of(fleet: Fleet) -> Report:
 
 
 def _checked(report: Any) -> Report:
-    """Check what a directory sent. Raises Disconnected if it is no listing."""
+    """Check what a directory sent. Raises Disconnected if it is not a listing."""
+    # Collect what is used later, by kind, and check all of a kind at once. A missing member raises here.
     try:
         texts = [text for node in report["nodes"] for text in (node["node_id"], node["version"], *node["addresses"])]
         texts += [name[key] for name in report["names"] for key in ("name", "node_id", "tenant", "lease_id")]

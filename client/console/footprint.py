@@ -39,7 +39,7 @@ class Footprints:
     worker_pss_kib: float
 
     def series(self) -> dict[str, float]:
-        """Every figure by the name of its series."""
+        """All figures by the names under which a soak reports their series."""
         series = {
             f"{name} {what}": float(getattr(footprint, field))
             for name, footprint in (("broker", self.broker), ("zygote", self.zygote))
@@ -59,6 +59,7 @@ def broker_pid(address: str) -> int:
     The kernel knows which process called listen(2) (unix(7), SO_PEERCRED). Raises ValueError for another address.
     """
     parsed = parse_address(address)
+    # Another host's processes can't be read from here.
     if not isinstance(parsed, UnixAddress):
         raise ValueError(f"{address} is not a Unix socket: only a daemon of this host can be looked at")
     with socket.socket(socket.AF_UNIX) as sock:
@@ -68,6 +69,7 @@ def broker_pid(address: str) -> int:
 
 def footprints_of(broker: int) -> Footprints:
     """Read the processes of an idle daemon, given its broker's pid. Raises OSError if it is gone or not readable."""
+    # The broker has one zygote; its workers are the zygote's children.
     (zygote,) = [pid for pid, name in _children(broker) if name == "gpul-zygote"]
     workers = [pid for pid, _ in _children(zygote)]
     shares = [_pss_kib(pid) for pid in workers]
@@ -77,6 +79,7 @@ def footprints_of(broker: int) -> Footprints:
 
 def processes_of(broker: int) -> list[int]:
     """The process ids of a daemon: its broker's, and those of all descendants."""
+    # The list grows while it is walked, so all descendants are found, level by level.
     found = [broker]
     for pid in found:
         found += [child for child, _ in _children(pid)]
@@ -94,6 +97,7 @@ def _footprint(pid: int) -> Footprint:
 
 
 def _children(parent: int) -> list[tuple[int, str]]:
+    # There is no list of a process's children that is always available: look at every process's parent.
     found = []
     for entry in os.listdir(_PROC):
         if entry.isdigit():
@@ -113,6 +117,7 @@ def rss_kib(pid: int) -> int:
 
 
 def _pss_kib(pid: int) -> int:
+    # Another user's process shows no PSS: its figure is then left out, and RSS still counts.
     try:
         return _field_kib(pid, "smaps_rollup", "Pss")
     except OSError:

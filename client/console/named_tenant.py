@@ -42,7 +42,7 @@ class Tenant:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop computing, and wait for the thread."""
+        """Stop computing: waits for the kernel in progress, and for the end of the session."""
         self._is_over.set()
         self._thread.join()
 
@@ -52,10 +52,12 @@ class Tenant:
 
     def await_kernels(self, count: int) -> None:
         """Wait until `count` kernels have run, or the session has ended."""
+        # A session that has ended runs no more kernels, however few there were.
         while len(self.work.spans) < count and self._thread.is_alive():
             time.sleep(WORK_PAUSE_S)
 
     def _run(self) -> None:
+        # Each kernel is waited for before the next one: so its end is known, and spans of one session never overlap.
         try:
             with GpuSession(self._lease) as session:
                 module, buffer = session.module_load(self._ptx), session.mem_alloc(4 * VALUES)
@@ -79,6 +81,7 @@ def acquire_name(address: str, name: str, wait_s: float) -> GpuLease:
     until_s = time.monotonic() + wait_s
     while True:
         try:
+            # Each try waits for the name at the node for what is left of the time.
             return builder_of(address, name).timeout(max(1.0, until_s - time.monotonic())).acquire()
         except GpuLeaseError:
             if time.monotonic() >= until_s:
@@ -88,4 +91,5 @@ def acquire_name(address: str, name: str, wait_s: float) -> GpuLease:
 
 def overlaps(first: Work, second: Work) -> int:
     """Number of pairs of kernels, one of each session, that ran at the same time."""
+    # Two spans overlap if each begins before the other ends.
     return sum(a < d and c < b for a, b in first.spans for c, d in second.spans)

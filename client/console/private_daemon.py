@@ -41,6 +41,7 @@ _LOOK_S: Final = 0.01
 def running_address() -> str | None:
     """GPULEASE_ADDRESS, else the default socket if a daemon listens there, else None."""
     named = os.environ.get(ADDRESS_VARIABLE)
+    # A named address is used even if nothing answers there: the error should name it.
     if named:
         return named
     address = parse_address(DEFAULT_ADDRESS)
@@ -49,6 +50,7 @@ def running_address() -> str | None:
 
 def _cache() -> dict[str, str]:
     """The variable with the folder in which the embedded driver caches compiled kernels: the user's own."""
+    # XDG Base Directory Specification: a relative path is ignored.
     above = os.environ.get("XDG_CACHE_HOME", "")
     try:
         folder = Path(above) if os.path.isabs(above) else Path.home() / ".cache"
@@ -69,6 +71,7 @@ class PrivateServer:
         self._path = str(folder / SOCKET_NAME)
         self.address = f"unix:{self._path}"
         self._log_path = folder / "log"
+        # -P: a module in the current folder must not shadow one of the daemon's.
         self._command = [sys.executable, "-P", "-m", module, "--listen", self.address, *options]
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -79,6 +82,7 @@ class PrivateServer:
 
     def begin(self) -> None:
         """Start the process, and return immediately."""
+        # The log goes to a file: a pipe that is not read would block the process.
         with self._log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=_cache() | os.environ
@@ -150,6 +154,7 @@ def private_daemon(
         warm_contexts: Number of contexts that the daemon keeps ready.
         settings: Further settings, as TOML.
     """
+    # Private daemons take their options on the command line; only what has no option goes into a file.
     options = ["--driver", driver]
     for address in also_at:
         options += ["--listen", address]
@@ -202,10 +207,12 @@ def unwound_by_signals() -> Iterator[None]:
     taken = [number for number in UNWINDING if is_main and signal.getsignal(number) is signal.SIG_DFL]
     for number in taken:
         signal.signal(number, interrupt)
+    # The block's own handlers, such as an interrupt's, run as usual.
     try:
         yield
     finally:
         for number in taken:
+            # The default action again, and then the signal itself: the parent sees how this process ended.
             signal.signal(number, signal.SIG_DFL)
         if came:
             die_by_signal(came[0])
@@ -219,6 +226,7 @@ def _folder() -> Iterator[Path]:
 
 def short_folder() -> str | None:
     """A folder in which a socket's path is short enough: None for the usual one, else /tmp."""
+    # A socket's path has a limit of 107 bytes; some hosts have long folders for temporary files.
     usual = tempfile.gettempdir()
     return "/tmp" if len(os.fsencode(usual)) > MAX_UNIX_PATH_BYTES - SOCKET_NAME_BYTES else usual
 
@@ -249,6 +257,7 @@ def _ask_to_stop(process: "subprocess.Popen[bytes]") -> None:
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:
     _ask_to_stop(process)
+    # In order first: a daemon that is killed leaves workers behind.
     try:
         process.wait(STOP_TIMEOUT_S)
     except subprocess.TimeoutExpired:

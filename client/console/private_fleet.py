@@ -49,7 +49,7 @@ class EtcdMember:
 
     @property
     def pid(self) -> int:
-        """The process id of the member."""
+        """The member's process, to be killed or measured."""
         return self.process.pid
 
     def kill(self) -> None:
@@ -58,7 +58,8 @@ class EtcdMember:
         self.process.wait()
 
     def ask(self, path: str, **body: str) -> dict[str, Any]:
-        """Send a request to etcd's HTTP gateway. Raises OSError, HTTPException or ValueError if there is no answer."""
+        """Send a request to etcd's HTTP gateway. Raises OSError, HTTPException or ValueError without an answer."""
+        # etcd's gateway takes JSON over HTTP/1.1, so no client library is needed.
         connection = http.client.HTTPConnection(self.endpoint, timeout=ETCD_ANSWER_S)
         try:
             connection.request("POST", path, json.dumps(body))
@@ -96,6 +97,7 @@ def private_etcd(folder: Path, count: int = 1) -> Iterator[list[EtcdMember]]:
     program = etcd_program()
     # Each member has a port for clients and one for its peers, known to all members in advance.
     ports = _free_ports(2 * count)
+    # Two ports a member: one for clients, one for peers.
     urls = [(f"http://127.0.0.1:{ports[2 * n]}", f"http://127.0.0.1:{ports[2 * n + 1]}") for n in range(count)]
     cluster = ",".join(f"m{number}={peer}" for number, (_, peer) in enumerate(urls))
     members: list[EtcdMember] = []
@@ -108,6 +110,7 @@ def private_etcd(folder: Path, count: int = 1) -> Iterator[list[EtcdMember]]:
             command += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
             command += ["--initial-cluster", cluster, "--log-level", "error", "--logger", "zap"]
             log = stack.enter_context((home / "log").open("ab"))
+            # Killed at the end of the block, in reverse order.
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
             members.append(EtcdMember(client.removeprefix("http://"), process))
             stack.callback(members[-1].kill)
@@ -130,6 +133,7 @@ def _say_that_it_is_new(members: list[EtcdMember], folder: Path) -> None:
 
 
 def _free_ports(count: int) -> list[int]:
+    # Ask the kernel for free ports, all at once, so that no two are the same.
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [int(one.getsockname()[1]) for one in sockets]
@@ -156,6 +160,7 @@ class PrivateFleet:
     def __exit__(self, *_: object) -> None:
         # Ask all nodes to stop before waiting for any, so that they stop concurrently.
         for node in self.nodes:
+            # A crashed daemon gets no signal; `end_all` starts it once more.
             if not node.has_crashed:
                 node.ask_to_stop()
         self._stack.close()
@@ -169,6 +174,7 @@ class PrivateFleet:
             node_id = f"node-{len(self.nodes) + 1}"
             home = self._folder / node_id
             home.mkdir()
+            # The folder's socket is the node's address in the directory.
             table = f'[fleet]\netcd = "etcd://{etcd}"\nnode = "{node_id}"\nhorizon_s = {self._horizon_s}\n'
             node = lasting_daemon(home, f'{table}addresses = ["unix:{home / SOCKET_NAME}"]\n')
             self._stack.callback(end_all, node)
@@ -183,6 +189,7 @@ class PrivateFleet:
         home = self._folder / "directory"
         home.mkdir()
         options = ["--etcd", f"etcd://{','.join(self._endpoints)}"]
+        # The directory answers once it knows the store; `await_nodes` waits for that.
         directory = PrivateServer(home, DIRECTORY_MODULE, [*options, "--placement", placement])
         self._stack.callback(directory.stop)
         directory.begin()
@@ -197,6 +204,7 @@ class PrivateFleet:
         self._directory.await_answer()
         until_s = time.monotonic() + JOIN_S
         known, why = 0, "it knows none"
+        # Count the nodes that are not silent; an error says only that the directory is not ready.
         while known < len(self.nodes):
             if time.monotonic() > until_s:
                 raise CannotStart(
@@ -230,6 +238,7 @@ class Link:
         host, _, port = endpoint.rpartition(":")
         self._member = host, int(port)
         self._is_cut = threading.Event()
+        # Every socket of the path, so that `close` can end the threads that wait on them.
         self._sockets: list[socket.socket] = [socket.create_server(("127.0.0.1", 0))]
         self.endpoint = f"127.0.0.1:{self._sockets[0].getsockname()[1]}"
         threading.Thread(target=self._accept, args=(self._sockets[0],), daemon=True).start()
@@ -239,7 +248,7 @@ class Link:
         self._is_cut.set()
 
     def close(self) -> None:
-        """End all connections, and accept no more."""
+        """Close the listener and every connection; the threads that carry bytes end with them."""
         for one in self._sockets:
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
@@ -248,6 +257,7 @@ class Link:
     def _accept(self, listener: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while True:
+                # A thread for each direction: no bytes wait for the other one.
                 near, _ = listener.accept()
                 self._sockets.append(near)
                 far = socket.create_connection(self._member)
@@ -258,6 +268,7 @@ class Link:
     def _carry(self, source: socket.socket, sink: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(_CHUNK_BYTES):
+                # When the path is cut, bytes are read and dropped: neither end sees an error or an end.
                 if not self._is_cut.is_set():
                     sink.sendall(data)
             if not self._is_cut.is_set():

@@ -64,6 +64,7 @@ CHECK: Final = {"check": WORD, "ok": TRUTH, "detail": WORD}
 def cards_of(inventory: Inventory) -> list[Report]:
     """The cards of GET_INVENTORY, each with the sandbox's measures if it lists any. Raises MalformedReport."""
     cards = _maps(inventory.details, "card", CARD, CARD_PERHAPS)
+    # A card's list is checked where it is read, so that a table never meets another type.
     for card in cards:
         _maps(card.get("sandbox") or [], "measure of the sandbox", MEASURE)
     return cards
@@ -93,9 +94,10 @@ def leases_of(report: object) -> list[Report]:
 
 
 def as_tree(found: Sequence[T], id_of: Callable[[T], str], parent_of: Callable[[T], str | None]) -> list[T]:
-    """Order each region directly after its lease. One whose lease is not in the list keeps its place."""
+    """Order each region directly after its lease. A region without its lease in the list keeps its place."""
     leases = {id_of(item) for item in found if not parent_of(item)}
     under: dict[str, list[T]] = {}
+    # First the leases, by id; then each region under its lease, or as a row of its own.
     tree = []
     for item in found:
         parent = parent_of(item)
@@ -125,11 +127,13 @@ def _maps(
 ) -> list[Report]:
     if not isinstance(found, list):
         raise MalformedReport(f"the daemon's answer is not a list of {what}s")
+    # Numbered from 1, as a person counts the items of a list.
     numbered = enumerate(found, 1)
     return [_map(item, f"{what} {number} of the daemon's answer", needed, perhaps or {}) for number, item in numbered]
 
 
 def _map(item: object, what: str, needed: Mapping[str, str], perhaps: Mapping[str, str]) -> Report:
+    # Three checks: it is a map, it has what is required, and what may be there has the right type.
     if not isinstance(item, dict):
         raise MalformedReport(f"{what} is not a map")
     for name, kind in needed.items():
@@ -148,6 +152,7 @@ def _check(value: object, what: str, kind: str) -> None:
 
 
 def _is_number(value: object) -> bool:
+    # bool is an int in Python, and nan would break every comparison.
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 

@@ -66,11 +66,11 @@ class Scene:
         return self.driver == "cuda"
 
     def builder(self, size_bytes: int = SLICE_BYTES, seconds: float = LEASE_S) -> GpuBuilder:
-        """A builder for a lease on the card."""
+        """A builder for a lease on this card, of that size and lifetime."""
         return GpuBuilder(self.address).min_vram(size_bytes).lease_secs(seconds).device(self.card_uuid)
 
     def query(self, lease_id: int) -> dict[str, Any]:
-        """The daemon's report about a lease."""
+        """The daemon's LEASE_QUERY report about a lease, also after its end."""
         return dict(ask(Opcode.LEASE_QUERY, LeaseRef(lease_id), self.address).report)
 
     def held_bytes(self) -> int:
@@ -79,6 +79,7 @@ class Scene:
 
     def wait_for_pool(self) -> None:
         """Wait until the pool of ready contexts is full. Raises Breach."""
+        # A lease takes a warm context; the pool makes another one in the background.
         until = time.monotonic() + POOL_S
         while (card := first_card(self.address, "warm_contexts", "warm_wanted"))["warm_contexts"] < card["warm_wanted"]:
             if time.monotonic() > until:
@@ -96,6 +97,7 @@ class Scene:
 
     def wait_for_end(self, lease_id: int, within_s: float = END_S) -> str:
         """Wait until the lease is torn down; returns the cause of its end. Raises Breach."""
+        # FENCED is an end as well, but not one that these proofs accept.
         until = time.monotonic() + within_s
         while (report := self.query(lease_id))["state"] != "torndown":
             if time.monotonic() > until or report["state"] == "fenced":
@@ -116,6 +118,7 @@ class Scene:
 
     def card_is_back_to(self, used_mib: int) -> int:
         """Wait until the card's use has settled; returns the MiB in use beyond `used_mib`."""
+        # The driver gives pages back a little after the daemon's proof.
         until = time.monotonic() + CARD_S
         while (more := self.used_mib() - used_mib) > 0 and time.monotonic() < until:
             time.sleep(_LOOK_S)
@@ -144,6 +147,7 @@ def breach_of(error: Exception) -> str:
 
 def worker_pid(lease_id: int) -> int:
     """The process id of a lease's worker, found by its name. Raises Breach."""
+    # The worker's name is its lease's id, cut to what the kernel keeps.
     name = f"gpul-{lease_id:032x}"[:NAME_CHARS]
     for comm in Path("/proc").glob("[0-9]*/comm"):
         try:
@@ -151,4 +155,4 @@ def worker_pid(lease_id: int) -> int:
                 return int(comm.parent.name)
         except OSError:
             continue  # The process ended meanwhile.
-    raise Breach(f"there is no process {name}")
+    raise Breach(f"no process is named {name}")

@@ -30,6 +30,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, texts: Collecti
         rows: One cell per column. Unprintable characters are escaped.
         texts: Titles of columns that are never figures, whatever their cells begin with: ids, names.
     """
+    # By columns: the width of each follows from all its cells, its title included.
     columns = [[shown(cell) for cell in column] for column in zip(head, *rows, strict=True)]
     widths = [max(width_of(cell) for cell in column) for column in columns]
     is_number = [name not in texts and _are_figures(column[1:]) for name, column in zip(head, columns, strict=True)]
@@ -41,6 +42,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, texts: Collecti
 
 
 def _are_figures(cells: Sequence[str]) -> bool:
+    # A column of figures has at least one; a missing value does not make it text.
     return any(cell[:1].isdigit() for cell in cells) and all(cell[:1].isdigit() or cell == MISSING for cell in cells)
 
 
@@ -69,7 +71,7 @@ def fitted(
     one until it fits. If it never does, each row becomes a few lines: its title, then each cell after its head.
 
     Args:
-        head: Titles of the columns; "" for one whose cells need none.
+        head: Titles of the columns; "" for a column that needs none.
         rows: One cell per column.
         width: The width; None for unlimited.
         title: Index of the column with which a stacked row begins.
@@ -106,7 +108,7 @@ def _fits(text: str, width: int) -> bool:
 
 
 def _with_text_wrapped(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:
-    """The table with its last column wrapped; "" if there is no room for that."""
+    """The table with its last column wrapped; "" if it does not fit."""
     # Not splitlines(): it would drop a last row that is empty except for its text.
     others = table(head[:-1], [row[:-1] for row in rows]).split("\n")
     begin = max(width_of(line) for line in others) + len(GAP)
@@ -114,6 +116,7 @@ def _with_text_wrapped(head: Sequence[str], rows: Sequence[Sequence[str]], width
         return ""
     lines = []
     for line, row in zip(others, (head, *rows), strict=True):
+        # The first line stands next to the row, the rest below it at the same indentation.
         first, *rest = wrap(shown(row[-1]), width - begin) or [""]
         pad = " " * (begin - width_of(line))
         lines += [f"{line}{pad}{first}".rstrip(), *(" " * begin + more for more in rest)]
@@ -123,11 +126,13 @@ def _with_text_wrapped(head: Sequence[str], rows: Sequence[Sequence[str]], width
 def _stacked(head: Sequence[str], row: Sequence[str], width: int, title: int, *, is_text_last: bool) -> str:
     """Lay out the row's title, then `head cell` pairs, as many per line as fit; text is a paragraph of its own."""
     cells = [(shown(name), shown(cell)) for name, cell in zip(head, row, strict=True)]
+    # Text last is a paragraph; the title comes first, with cells that need no head.
     text = cells.pop()[1] if is_text_last else ""
     title_cell = cells.pop(title)[1]
     about = GAP.join([title_cell, *(cell for name, cell in cells if not name and cell)])
     lines = [about] if width_of(about) <= width else wrap(about, width)
     line = ""
+    # Fill each line with pairs; a pair that is wider than a line becomes a paragraph.
     for pair in (f"{name} {cell}" for name, cell in cells if name):
         if line and width_of(line) + len(GAP) + width_of(pair) <= width:
             line += GAP + pair
@@ -149,7 +154,7 @@ MAX_COLUMNS: Final = 1000
 
 
 def is_terminal() -> bool:
-    """True if standard output is a terminal."""
+    """True if standard output is a terminal: tables then have its width, and commands may draw."""
     # None if the parent closed this program's output.
     output: TextIO | None = sys.stdout
     return output is not None and output.isatty()
@@ -175,6 +180,7 @@ _UNITS: Final = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 def size_text(size_bytes: int) -> str:
     """A size in short, rounded to three digits: "1.5 GiB"."""
+    # The largest unit that the size reaches; three digits in each.
     for unit, scale in _UNITS:
         if size_bytes >= scale:
             places = 2 if size_bytes < 10 * scale else 1 if size_bytes < 100 * scale else 0
@@ -205,6 +211,7 @@ def shown(text: str) -> str:
 
     Bidirectional controls and zero-width characters are escaped, too: they would hide or reorder other characters.
     """
+    # The usual case, without a look at each character.
     if text.isascii() and text.isprintable():
         return text
     return "".join(mark if _is_plain(mark) else escape(mark) for mark in unicodedata.normalize("NFC", text))
@@ -229,6 +236,7 @@ def fit(text: str, width: int) -> str:
     """Cut shown text to `width` cells; a `+` marks the cut."""
     if width_of(text) <= width:
         return text
+    # Leave one cell for the mark of the cut.
     kept, used = [], 0
     for mark in text:
         used += _cells(mark)
@@ -250,6 +258,7 @@ def wrap(text: str, width: int) -> list[str]:
         if line and width_of(line) + 1 + width_of(word) <= width:
             line += f" {word}"
             continue
+        # The word begins a new line; the pieces of an overlong one fill lines of their own.
         lines += [line] if line else []
         *pieces, line = _pieces(word, width)
         lines += pieces
@@ -259,6 +268,7 @@ def wrap(text: str, width: int) -> list[str]:
 def _pieces(word: str, width: int) -> list[str]:
     pieces, used = [""], 0
     for mark in word:
+        # A line has at least one character, even if that is wider than the line.
         if pieces[-1] and used + _cells(mark) > width:
             pieces.append("")
             used = 0

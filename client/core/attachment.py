@@ -300,7 +300,7 @@ class Attachment:
             return
         raise (yield from self.end_error(failure, "attach"))
 
-    def told(self, option: SessionOption) -> bytes | None:
+    def option_value(self, option: SessionOption) -> bytes | None:
         """The value of an option in ATTACH's reply; None if the worker did not send it."""
         return next((found.value for found in self.reply.options if found.type == option), None)
 
@@ -322,7 +322,7 @@ class Attachment:
             if Opcode.REGION_REFUSED in self.served:
                 self.words, self.regions_epoch = words, words.epoch
         self.connection, self.writer = self.channel.link.connection, self.channel.writer
-        self.has_sync_word = self.told(SessionOption.SYNC_WORD) is not None
+        self.has_sync_word = self.option_value(SessionOption.SYNC_WORD) is not None
         if self.has_sync_word and Opcode.MEM_REUSE in self.served:
             # No other connection allocates in the session.
             self.held.allow(reply.slice_bytes)

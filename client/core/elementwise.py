@@ -119,8 +119,8 @@ class ElementwiseOperation:
             if dtype is None:
                 untyped.setdefault(parameter.kind, []).append(np.asarray(value).dtype)
             elif found.setdefault(parameter.kind, dtype) != dtype:
-                told = f"{parameter.kind} is {found[parameter.kind]}" if parameter.is_generic else parameter.kind
-                raise self._failed(f"{parameter.name} has elements of {dtype}, the kernel's are {told}")
+                wanted = f"{parameter.kind} is {found[parameter.kind]}" if parameter.is_generic else parameter.kind
+                raise self._failed(f"{parameter.name} has elements of {dtype}, the kernel's are {wanted}")
         for kind, dtypes in untyped.items():
             found.setdefault(kind, np.result_type(*dtypes))
         # Every letter has a type by now, or no argument determines it.

@@ -91,19 +91,19 @@ class ForwardRevoked:
     lost: int
 
 
-def event_of(told: Notification) -> LeaseEvent:
+def event_of(notification: Notification) -> LeaseEvent:
     """Convert a notification of a lease's phase."""
     # A newer daemon may send a phase that this client does not know; it is passed on as a number.
-    event = told.event
+    event = notification.event
     phase = _KNOWN_PHASES.get(event.phase, event.phase)
     return LeaseEvent(
         LeaseId(event.lease_id), phase, event.left_ms / 1000, event.generation, event.cause, event.reason, event.lost
     )
 
 
-def refusal_of(told: RegionNotification) -> ForwardRevoked:
+def refusal_of(notification: RegionNotification) -> ForwardRevoked:
     """Convert a notification of a refused launch."""
-    event = told.event
+    event = notification.event
     return ForwardRevoked(
         LeaseId(event.lease_id),
         _KNOWN_STATUSES.get(event.status, event.status),
@@ -159,11 +159,11 @@ class Subscription(Generic[E]):
         if channel is None:
             return None
         # Events may have arrived together with an earlier one; then no wait is needed.
-        while not channel.link.told and channel.link.end is None and not self._is_over:
+        while not channel.link.notifications and channel.link.end is None and not self._is_over:
             yield Wait(channel, False, WAIT_S)
             channel.pump()
-        if channel.link.told and not self._is_over:
-            event = self._read(channel.link.told.popleft())
+        if channel.link.notifications and not self._is_over:
+            event = self._read(channel.link.notifications.popleft())
             if self._is_last(event):
                 # The lease has ended, so no further event can come; the program's loop ends by itself.
                 self.close()
@@ -175,7 +175,7 @@ class Subscription(Generic[E]):
             return None
         raise disconnected(LinkEnded(channel.link.end), channel, _DOING)
 
-    def _read(self, told: Notification | RegionNotification) -> E:
+    def _read(self, notification: Notification | RegionNotification) -> E:
         raise NotImplementedError
 
     def _is_last(self, event: E) -> bool:
@@ -203,9 +203,9 @@ class EventStream(Subscription[LeaseEvent]):
     def __init__(self, address: Address, lease_id: int, token: bytes = b"") -> None:
         super().__init__(address, Opcode.LEASE_SUBSCRIBE, LeaseSubscribe(lease_id), token)
 
-    def _read(self, told: Notification | RegionNotification) -> LeaseEvent:
-        assert isinstance(told, Notification), "the connection must distinguish a subscription from a watch"
-        return event_of(told)
+    def _read(self, notification: Notification | RegionNotification) -> LeaseEvent:
+        assert isinstance(notification, Notification), "the connection must distinguish a subscription from a watch"
+        return event_of(notification)
 
     def _is_last(self, event: LeaseEvent) -> bool:
         return event.phase == Phase.ENDED and self._body.lease_id != EVERY_LEASE
@@ -217,9 +217,11 @@ class RefusalStream(Subscription[ForwardRevoked]):
     def __init__(self, address: Address, lease_id: int, token: bytes = b"") -> None:
         super().__init__(address, Opcode.REGION_WATCH, LeaseRef(lease_id), token)
 
-    def _read(self, told: Notification | RegionNotification) -> ForwardRevoked:
-        assert isinstance(told, RegionNotification), "the connection must distinguish a watch from a subscription"
-        return refusal_of(told)
+    def _read(self, notification: Notification | RegionNotification) -> ForwardRevoked:
+        assert isinstance(notification, RegionNotification), (
+            "the connection must distinguish a watch from a subscription"
+        )
+        return refusal_of(notification)
 
 
 def warnings(stream: EventStream, on_warning: Callable[[LeaseEvent], Any]) -> Procedure[None]:

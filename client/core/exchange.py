@@ -206,7 +206,7 @@ def _give_up(channel: Channel, request_id: int, undo: Undo) -> Procedure[None]:
                 yield from ask_once(channel.address, again.op, again.body, CLEAN_UP_S, CLEAN_UP_S)
     finally:
         channel.close()
-        link.told.clear()
+        link.notifications.clear()
 
 
 def ask(channel: Channel, op: Opcode, body: Body, limit: Limit) -> Procedure[Any]:

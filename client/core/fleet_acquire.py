@@ -99,7 +99,7 @@ NAME_TRIES: Final = 3
 each node that is asked queries the fleet's store. A node that is cut off answers BUSY too, so one answer is not
 enough."""
 
-MAX_TOLD: Final = 8
+MAX_LISTED: Final = 8
 """Most refusing nodes that an error message lists."""
 
 
@@ -151,11 +151,11 @@ def ask_directories(fleet: Fleet, op: Opcode, body: Body) -> Procedure[Any]:
     # One directory: its own error says more than a summary of one.
     if len(errors) == 1:
         raise errors[0][1].with_traceback(None)
-    told = "; ".join(f"{directory}: {error.message}" for directory, error in errors)
+    reasons = "; ".join(f"{directory}: {error.message}" for directory, error in errors)
     # If all failed in the same way, keep that status, so that the caller can react to it.
     kinds = {type(error) for _, error in errors}
     status = errors[-1][1].status if len(kinds) == 1 else Status.DISCONNECTED
-    message = f"none of the fleet's {len(errors)} directories can answer: {told}"
+    message = f"none of the fleet's {len(errors)} directories can answer: {reasons}"
     raise error_of(Failure(status, message, errors[-1][1].hint), doing_of(op)) from None
 
 
@@ -359,12 +359,12 @@ class _Search(Generic[T]):
     def _error(self) -> GpuLeaseError:
         # Name the nodes and their reasons, up to a number that a person can read.
         refused = self._refusals
-        told = [f"{node_id}: {_short(refusal.error)}" for node_id, refusal in list(refused.items())[:MAX_TOLD]]
-        if len(refused) > MAX_TOLD:
-            told.append(f"and {len(refused) - MAX_TOLD} more")
+        reasons = [f"{node_id}: {_short(refusal.error)}" for node_id, refusal in list(refused.items())[:MAX_LISTED]]
+        if len(refused) > MAX_LISTED:
+            reasons.append(f"and {len(refused) - MAX_LISTED} more")
         nodes = counted(self._last.nodes, "node was", "nodes were")
         parts = [f"{len(refused)} of the fleet's {nodes} asked, and none granted the lease"]
-        parts += ["; ".join(told)] if told else []
+        parts += ["; ".join(reasons)] if reasons else []
         if self._last.why and len(refused) < self._last.nodes:
             parts.append(f"a directory reports about the nodes: {self._last.why}")
         if self._place.name and self._last.holder is not None:

@@ -51,9 +51,9 @@ class RegionSets:
     @property
     def granule_bytes(self) -> int:
         """Sizes of regions are multiples of this many bytes; 0 if the session's worker has no regions."""
-        told = self._attachment.told(SessionOption.REGIONS)
+        value = self._attachment.option_value(SessionOption.REGIONS)
         # An option of another length comes from a daemon of another version: no regions then.
-        return int.from_bytes(told) if told is not None and len(told) == 4 else 0
+        return int.from_bytes(value) if value is not None and len(value) == 4 else 0
 
     def make(self, regions: Iterable[RegionView]) -> Procedure[RegionSet]:
         """Name regions. Raises Unsupported, InvalidHandle, or InvalidRequest, also while the session records."""

@@ -188,8 +188,8 @@ class SessionView:
 
     @property
     def _card(self) -> bytes:
-        told = self._session.attachment.told(SessionOption.CARD)
-        return told if told is not None and len(told) == CARD_BYTES else bytes(CARD_BYTES)
+        value = self._session.attachment.option_value(SessionOption.CARD)
+        return value if value is not None and len(value) == CARD_BYTES else bytes(CARD_BYTES)
 
     def on_printed(self, callback: PrintedCallback | None) -> None:
         """Pass what kernels have printed to `callback` at each sync and at the end of the `with` block.
@@ -210,7 +210,7 @@ class SessionView:
     @property
     def owns_memory(self) -> bool:
         """True if what this session makes ends with it; False with an older daemon, where it stays in the lease."""
-        return self._session.attachment.told(SessionOption.OWN_MEMORY) is not None
+        return self._session.attachment.option_value(SessionOption.OWN_MEMORY) is not None
 
     @property
     def shares_memory(self) -> bool:

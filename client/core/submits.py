@@ -106,7 +106,7 @@ class SubmissionBase:
         Raises InvalidRequest for buffers.
         """
         if isinstance(args, list | tuple):
-            args = pack_listed(args, why_untold="a submit sends its image unread")
+            args = pack_listed(args, why_undeclared="a submit sends its image unread")
         if not isinstance(args, KernelArgs) or args.buffers:
             hint = "It has a context of its own: give it the bytes, with .arg(data)"
             raise InvalidRequest("args: a submit takes KernelArgs without a session's buffers", hint)
@@ -157,8 +157,8 @@ class SubmissionBase:
 
     def _typed(self, body: SubmitRun) -> SubmitRun:
         """Add the values' types to the body, for a daemon that compares them with the image's."""
-        told = [self._types.get(index, ParameterType.UNTOLD) for index in range(len(body.arguments))]
-        pairs = zip(body.arguments, told, strict=True)
+        types = [self._types.get(index, ParameterType.UNTOLD) for index in range(len(body.arguments))]
+        pairs = zip(body.arguments, types, strict=True)
         return replace(body, arguments=tuple(replace(a, kind=TYPED_VALUE + of) if of else a for a, of in pairs))
 
     def _run_on(self, lease: LeaseState) -> Procedure[list[bytes]]:

@@ -65,9 +65,9 @@ class HeldToken:
     expires_at_unix_secs: int
 
     @classmethod
-    def of(cls, told: CapabilityHeld) -> Self:
+    def of(cls, reply: CapabilityHeld) -> Self:
         """Convert the node's reply: permissions by name, time in seconds."""
-        return cls(LeaseId(told.lease_id), Permission(told.permissions), told.ttl_ms / 1000, told.expires_at_unix_s)
+        return cls(LeaseId(reply.lease_id), Permission(reply.permissions), reply.ttl_ms / 1000, reply.expires_at_unix_s)
 
 
 def token_of(token: "bytes | str | Grant") -> bytes:

@@ -21,17 +21,20 @@ def run(bursts: int = 5, launches: int = 20) -> tuple[float, int]:
     n, done = 1024, 0
     with GpuBuilder().min_vram("32MiB").acquire() as lease, GpuSession(lease) as session:
         module = session.compile(SOURCE)
+        # Each caller's data is a region, and each burst names the set with that region.
         stays, leaves = lease.region("2MiB"), lease.region("2MiB")
         callers = [(region, session.region_set([region])) for region in (stays, leaves)]
         for burst in range(bursts):
             for region, regions in callers:
                 try:
+                    # A burst: launches without waiting. The sync at its end raises what was refused.
                     for position in range(launches):
                         args = [region, n]
                         session.launch(module, "add_one", [4], [256], args, regions=regions, position=position)
                     session.sync()
                     done += region is leaves
                 except RegionFailed as error:
+                    # This caller has hung up: drop it, and serve the other one.
                     callers = [caller for caller in callers if caller[0].lease_id != error.lease_id]
             if burst == 1:
                 leaves.revoke("the caller hung up")

@@ -15,17 +15,20 @@ def spread(after, before, rate):
 
 
 def run(size: int = 40, steps: int = 20, rate: float = 0.2) -> float:
-    """Return the largest error against numpy."""
+    """Spread heat on the card and in numpy; returns the largest difference."""
     plate = np.zeros((size, size), np.float32)
     plate[0] = 100
     with GpuBuilder().min_vram("16MiB").acquire() as lease, GpuSession(lease) as session:
         before, after = session.array(plate), session.array(plate)
+        # The signature compiles the kernel once, for contiguous arrays.
         kernel = session.kernel(spread, "void(float32[:, ::1], float32[:, ::1], float32)")
         blocks = -(-size // 16)
         for _ in range(steps):
+            # Each step reads one array and writes the other; then they change places.
             kernel[(blocks, blocks), (16, 16)](after, before, rate)
             before, after = after, before
         found = before.numpy()
+    # The same steps in numpy, for comparison.
     for _ in range(steps):
         around = plate[:-2, 1:-1] + plate[2:, 1:-1] + plate[1:-1, :-2] + plate[1:-1, 2:]
         plate[1:-1, 1:-1] += np.float32(rate) * (around - 4 * plate[1:-1, 1:-1])

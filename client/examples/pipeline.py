@@ -30,17 +30,20 @@ def run(batches: int = 6, n: int = 5000) -> float:
     with GpuBuilder().min_vram("32MiB").acquire() as lease, GpuSession(lease) as session:
         first, second = session.compile(FILTER), session.compile(SUM)
         sums = session.zeros(batches, np.float32)
+        # Two places, so that one can be filled while the other is summed.
         places = [(session.zeros(n, np.float32), session.zeros(n, np.float32)) for _ in range(2)]
         with session.stream() as filtering, session.stream() as summing:
             for batch in range(batches):
                 x, y = places[batch % 2]
                 x.assign(given[batch], stream=filtering)
                 session.launch(first, "smooth", [-(-n // 256)], [256], [x, y, n], stream=filtering)
+                # The sum of a batch begins after its filter, in the other stream.
                 summing.wait_for(filtering)
                 session.launch(second, "sum", [1], [32], [y, sums, batch, n], stream=summing)
                 # The place is free again once its sum is taken.
                 filtering.wait_for(summing)
         found = sums.numpy()
+    # The same in numpy: edges are repeated, as the kernel does.
     padded = np.pad(given, ((0, 0), (1, 1)), mode="edge")
     wanted = (0.5 * given + 0.25 * (padded[:, :-2] + padded[:, 2:])).sum(1)
     return float(np.abs(found - wanted).max() / np.abs(wanted).max())

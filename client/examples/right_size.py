@@ -9,7 +9,7 @@ MARGIN = 1.1
 
 
 def job(session: GpuSession) -> float:
-    """Do some work; returns its result."""
+    """The work to be sized: copies on the card, whatever the session's lease has; returns a sum."""
     given = session.array(np.arange(1 << 18, dtype=np.float32))
     for _ in range(3):
         # What is dropped is freed, and does not count twice.
@@ -19,11 +19,13 @@ def job(session: GpuSession) -> float:
 
 def run() -> tuple[int, int, float]:
     """Return the sizes of the generous lease and of the right one in bytes, and the job's result in the second."""
+    # Step 1: a generous lease, only to measure. `used` says what the job has held at most.
     with GpuBuilder().min_vram("256MiB").acquire() as lease:
         with GpuSession(lease) as session:
             job(session)
             needed_bytes = lease.used().most_bytes
         generous_bytes = lease.size_bytes
+    # Step 2: a lease of that size with a margin, for the job itself.
     with GpuBuilder().min_vram(int(MARGIN * needed_bytes)).acquire() as lease, GpuSession(lease) as session:
         return generous_bytes, lease.size_bytes, job(session)
 

@@ -54,11 +54,13 @@ def ptx_of(source: str, options: Sequence[str] = (), arch: int | None = None) ->
 def _checked(source: Any, options: Any, arch: Any) -> list[bytes]:
     """All options for the compiler, architecture included. Raises InvalidRequest."""
     cuda_c_of(source, "compile")
+    # The compiler takes a C string, so a zero byte would cut the source silently.
     if len(source) > MAX_SOURCE_BYTES or "\0" in source:
         raise InvalidRequest(f"compile: the source has a zero byte, or more than {MAX_SOURCE_BYTES} bytes")
     if isinstance(options, str) or not all(isinstance(option, str) for option in options):
         raise InvalidRequest(f"compile: options {quoted(options)} are not a sequence of texts")
     for option in options:
+        # The architecture has a parameter of its own; two of them would contradict each other.
         if option.startswith(("-arch", "--gpu-architecture")):
             raise InvalidRequest(f"compile: option {quoted(option)}", "Write it as arch=90, for example")
     return [f"--gpu-architecture=compute_{checked_arch(arch)}".encode(), *(option.encode() for option in options)]
@@ -86,5 +88,6 @@ def _log(nvrtc: Any, program: Any) -> str:
 
 
 def _check(nvrtc: Any, result: Any) -> None:
+    # Any other result is the compiler's own failure; its name is all that is known.
     if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         raise compile_error("the CUDA C source", f"NVRTC reports {getattr(result, 'name', result)}")

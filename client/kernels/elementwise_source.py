@@ -106,6 +106,7 @@ class ElementwiseSource:
                 f"elementwise: {quoted(name)} is not a valid name, or a part is not a string",
                 'Write session.elementwise("T x, T y", "T z", "z = x + y", "sum")',
             )
+        # Checked once, here; a call only fills in the types.
         self.name, self._operation, self._preamble = name, operation, preamble
         self.inputs, self.outputs = _parameters(in_params), _parameters(out_params)
         names = [parameter.name for parameter in self.parameters]
@@ -154,6 +155,7 @@ class ElementwiseSource:
         return self._text(types, text), text.args
 
     def _text(self, types: Mapping[str, np.dtype[Any]], text: "_KernelText") -> str:
+        # Each letter becomes a typedef, so that the operation's text needs no change.
         letters = sorted({parameter.kind for parameter in self.parameters if parameter.is_generic})
         step = "(long long)gridDim.x * blockDim.x"
         lines = [
@@ -184,6 +186,7 @@ class _KernelText:
         self.inside: list[str] = []
 
     def push(self, declared: str, raw: bytes) -> None:
+        # Signature and arguments grow together: each declaration has its argument at the same place.
         self.signature.append(declared)
         self.args.push_raw(raw)
 
@@ -227,10 +230,12 @@ def _fewest_loops(shape: Sequence[int], layouts: Sequence[ArrayLayout]) -> tuple
     for length, *strides in reversed(list(zip(shape, *(layout.strides for layout in layouts), strict=True))):
         if length == 1:
             continue
+        # Continuing means: one step of the outer loop is the whole of the inner one, in bytes, in every layout.
         if loops and all(outer == loops[-1][0] * inner for outer, inner in zip(strides, loops[-1][1], strict=True)):
             loops[-1] = loops[-1][0] * length, loops[-1][1]
         else:
             loops.append((length, strides))
+    # No loop at all: a single element.
     loops = loops[::-1] or [(1, [0] * len(layouts))]
     return [length for length, _ in loops], [[strides[index] for _, strides in loops] for index in range(len(layouts))]
 

@@ -23,8 +23,10 @@ def kernel_of(
 
     Raises InvalidRequest, or Unsupported if the compiler is not installed.
     """
+    # A text of code, or types in the other compiler's form, are mistakes with a remedy of their own.
     if isinstance(function, str | bytes):
         raise InvalidRequest("kernel: a text is not a function", "Text of CUDA C goes to session.compile")
+    # By the module of its type, so that Triton need not be imported to recognise what it made.
     if type(function).__module__.startswith("triton."):
         if types is not None and not isinstance(types, Mapping):
             raise InvalidRequest(f"kernel: types {quoted(types)} is not a map", 'Pass types={"x": "*fp32"}')

@@ -90,6 +90,7 @@ class NumbaKernel:
             Unsupported: Numba or a CUDA library that it needs is not installed, or an option needs numba's linker.
         """
         try:
+            # Imported here: numba takes seconds, and most programs need none of it.
             import numba
             from numba import cuda
             from numba.core import sigutils
@@ -101,6 +102,7 @@ class NumbaKernel:
         if not callable(self.function) or not hasattr(self.function, "__code__"):
             raise InvalidRequest(f"kernel: {quoted(function)} is not a function of Triton's or numba's")
         self.name: str = self.function.__name__
+        # Options that numba's linker would apply can't be honoured; the others go to its compiler.
         options = dict(getattr(function, "targetoptions", None) or {})
         for name in _REFUSED:
             if options.get(name):
@@ -126,6 +128,7 @@ class NumbaKernel:
             raise self._failed(f"it takes {len(names)} arguments, {len(args)} are given")
         # The types select the variant; values are packed below, so that they don't matter for compiling.
         kinds = self._kinds(names, args)
+        # One variant for each tuple of types, compiled on its first call.
         compiled = self._variants.get(kinds)
         if compiled is None:
             if len(self._variants) >= MAX_VARIANTS:
@@ -174,7 +177,7 @@ class NumbaKernel:
             return self._types.Array(self._numba.from_dtype(value.dtype), len(value.shape), layout)
         if isinstance(value, Buffer):
             hint = f"Give an array: session.array(x), or session.zeros(shape, dtype) for {name}"
-            raise self._failed(f"{name} is a buffer, whose elements have no type", hint)
+            raise self._failed(f"{name} is a buffer: its elements have no type", hint)
         if isinstance(value, np.ndarray):
             hint = f"Copy it to the card: {name} = session.array({name})"
             raise self._failed(f"{name} is an array of the host's memory", hint)
@@ -186,6 +189,7 @@ class NumbaKernel:
         return kind
 
     def _check_packable(self, name: str, kind: Any) -> None:
+        # A tuple is packed member by member; anything but numbers needs numba's own data model.
         types = self._types
         if isinstance(kind, types.BaseTuple):
             for each in kind:

@@ -76,7 +76,7 @@ class FunctionKernel(Protocol):
 
 
 NOTHING_LAUNCHED: Final = 0
-"""The result of a call whose grid is empty: no launch has this number."""
+"""The result of a call with an empty grid: no launch has this number."""
 
 
 def launch_failed(name: str, why: str, hint: str = "") -> LaunchFailed:

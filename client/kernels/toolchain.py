@@ -44,6 +44,7 @@ def ptx_version_of(cuda_version: int) -> int | None:
     Args:
         cuda_version: The driver's CUDA version, 13000 for 13.0; 0 if unknown.
     """
+    # CUDA's number is 1000 times the major and 10 times the minor version.
     major, minor = cuda_version // 1000, cuda_version % 1000 // 10
     if major == 12:
         return _PTX_OF_CUDA_12[min(minor, len(_PTX_OF_CUDA_12) - 1)]
@@ -58,6 +59,7 @@ def checked_version(image: bytes | str, cuda_version: int) -> bytes | str:
         cuda_version: The driver's CUDA version, 13000 for 13.0; 0 if unknown.
     """
     most = ptx_version_of(cuda_version)
+    # The directive stands at the beginning; a cubin has none.
     found = _VERSION.search(image if isinstance(image, str) else image[:4096].decode(errors="replace"))
     if most is None or found is None or 10 * int(found[1]) + int(found[2]) <= most:
         return image

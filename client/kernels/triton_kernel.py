@@ -82,6 +82,7 @@ class TritonKernel:
         self.name: str = function.__name__
         self._knobs: Any = knobs
         self._types = dict(types or {})
+        # Names first: a wrong one would otherwise fail in Triton's binder, in its terms.
         self._check_names()
         self._target = GPUTarget("cuda", checked_arch(arch), 32)
         # Ask for an older PTX version only if the card's driver needs that.
@@ -180,6 +181,7 @@ class TritonKernel:
         """An object for the value that Triton's binder accepts: a tensor's substitute, or a Python number."""
         names = self.function.arg_names
         name = place if isinstance(place, str) else names[place] if place < len(names) else ""
+        # Step 1: values of the host. Step 2: device memory, with an offset or as an array. Step 3: its element type.
         if isinstance(value, np.generic):
             return value.item()
         if isinstance(value, np.ndarray):
@@ -196,13 +198,13 @@ class TritonKernel:
         # The element type: the array's own, or for a plain buffer the annotation or `types`. If both exist they must
         # agree.
         declared = (self._annotated.get(name) or self._types.get(name) or "").removeprefix("*").removeprefix("k")
-        told = self._element(name, dtype) if dtype is not None else declared
-        if not told:
+        element = self._element(name, dtype) if dtype is not None else declared
+        if not element:
             hint = f'Pass an array, which has a dtype, or use session.kernel(fn, types={{"{name}": "*fp32"}})'
-            raise self._failed(f"{name} is a buffer, whose elements have no type", hint)
-        if declared and told != declared:
-            raise self._failed(f"{name} has elements of {told}, the kernel's parameter is *{declared}")
-        return _Pointer(buffer, offset, told)
+            raise self._failed(f"{name} is a buffer: its elements have no type", hint)
+        if declared and element != declared:
+            raise self._failed(f"{name} has elements of {element}, the kernel's parameter is *{declared}")
+        return _Pointer(buffer, offset, element)
 
     def _element(self, name: str, dtype: Any) -> str:
         from triton.runtime.jit import type_canonicalisation_dict
@@ -245,6 +247,7 @@ class TritonKernel:
         from triton.compiler import ASTSource
 
         try:
+            # Triton's own preparation, as in its call: constants, signature and options.
             settings, signature, constants, attributes = self.function._pack_args(
                 self._backend, keywords, bound, kinds, options
             )
@@ -257,17 +260,19 @@ class TritonKernel:
         except Exception as error:
             # Triton's passes raise all kinds of exceptions; the user gets one kind of error with the full text.
             raise compile_error(f"Triton's kernel {self.name}", f"{type(error).__name__}: {error}") from None
-        told = made.metadata
-        if told.global_scratch_size or told.profile_scratch_size:
+        metadata = made.metadata
+        # What launches here don't have would fail on the card: refuse it by name.
+        if metadata.global_scratch_size or metadata.profile_scratch_size:
             raise Unsupported(f"kernel {self.name} wants scratch memory, which no launch gives it")
         if settings.num_ctas > 1:
             raise Unsupported(f"kernel {self.name} wants clusters: num_ctas is 1 here")
         is_cooperative = bool(settings.launch_cooperative_grid)
-        return CompiledKernel(made.asm["ptx"], told.name, 32 * told.num_warps, told.shared, is_cooperative)
+        return CompiledKernel(made.asm["ptx"], metadata.name, 32 * metadata.num_warps, metadata.shared, is_cooperative)
 
     def _packed(self, bound: Mapping[str, Any], kinds: list[tuple[str, Any]]) -> KernelArgs:
         args = KernelArgs()
         for (name, value), (kind, _) in zip(bound.items(), kinds, strict=True):
+            # Constants are compiled in, so they have no argument.
             if kind == "constexpr":
                 continue
             if isinstance(value, _Pointer):

@@ -71,13 +71,14 @@ class Array(SessionArray):
         self[key].assign(value)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        # numpy 2 asks for a view by copy=False; older numpy never passes it.
         if copy is False:
             raise InvalidRequest("an array on the card has no memory that numpy can share", "Leave copy=False out")
         return np.asarray(self.numpy(), dtype)
 
 
 def make(session: "GpuSession", calls: Calls[T]) -> T:
-    """Execute an operation that the engine describes as a sequence of calls, and return its result.
+    """Execute an operation that the core describes as a sequence of calls, and return its result.
 
     Args:
         session: The session with the methods that the calls name.

@@ -24,7 +24,7 @@ MAX_POLL_S: Final = 3600.0
 def drive(procedure: Procedure[T]) -> T:
     """Run a procedure to its end in this thread and return its result.
 
-    The traceback of an error starts here: the procedure's frames mean nothing to the caller, and would keep its locals
+    The traceback of an error starts here: the procedure's frames say nothing to the caller, and would keep their locals
     alive.
     """
     answer: Any = None
@@ -70,6 +70,7 @@ def _wait(step: Wait) -> bool:
     # The channel checks once more before it sleeps: bytes may have come since the procedure decided to wait.
     if not channel.doze(for_room=step.for_room):
         return True
+    # Rounded up: a wait of 0.1 ms must not become a poll that returns at once, in a loop.
     timeout_ms = math.ceil(min(step.timeout_s, MAX_POLL_S) * 1000)
     if step.for_room and channel.waits_for_room:
         both = select.poll()
@@ -89,12 +90,14 @@ def _incoming(channel: Channel) -> Callable[[int], Any]:
 
 def _sleep(step: Sleep) -> None:
     if step.until is None:
+        # With an event the pause ends early, as soon as another thread sets it.
         time.sleep(step.seconds)
     else:
         step.until.wait(step.seconds)
 
 
 def _locked(step: Locked) -> Any:
+    # The inner procedure is driven here, by its own loop: an interrupt unlocks on its way out.
     with step.lock:
         return drive(step.procedure)
 

@@ -35,6 +35,7 @@ class _Events(Iterator[E], Generic[E]):
             raise
 
     def __next__(self) -> E:
+        # Waits without a limit of its own: `close` and the connection's end end it.
         event = drive(self._stream.next())
         if event is None:
             raise StopIteration
@@ -48,6 +49,7 @@ class _Events(Iterator[E], Generic[E]):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        # Wake first: another thread may still wait in `next`.
         self._stream.wake()
         self._stream.close()
 
@@ -115,6 +117,7 @@ class KeepAlive:
         self.loss: GpuLeaseError | None = None
         self._on_loss = on_loss
         self._stopped = threading.Event()
+        # A weak reference: the thread must not keep the lease from being dropped.
         args = (weakref.ref(lease), schedule)
         self._thread = threading.Thread(target=self._run, args=args, name="gpulease-keep-alive", daemon=True)
         try:
@@ -134,11 +137,13 @@ class KeepAlive:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self.stop()
+        # An error of the block itself is more important than the loss.
         if kind is None:
             raise_untold(self.loss, self._on_loss)
 
     def _run(self, lease: "weakref.ref[Renewed]", schedule: RenewalSchedule) -> None:
         self.loss = drive(keep_renewed(lease, schedule, self._stopped))
+        # Report the loss from this thread, once; the block does not raise it then.
         if self.loss is not None and self._on_loss is not None:
             self._on_loss(self.loss)
 

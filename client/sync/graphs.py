@@ -35,10 +35,11 @@ class Graph(GraphHandle):
 
         Raises:
             InvalidHandle: The graph is closed, or a buffer or module that it uses was freed.
-            InvalidRequest: There is no such parameter, or the value has another kind than the parameter.
+            InvalidRequest: The graph has no such parameter, or the value has another kind than the parameter.
         """
         graphs = self.graphs("launch of a graph")
         with graphs.attachment.lock:
+            # The lock is held until the frame is queued, also if that has to wait for room.
             number = graphs.launch(self, values, stream, regions, position)
             return number if isinstance(number, int) else drive(number)
 
@@ -58,6 +59,7 @@ class Recorder:
     def __enter__(self) -> Graph:
         session = self._session
         graph = self._graph = Graph()
+        # The lock: no operation of another thread may be in the middle of sending.
         try:
             with session._lock:
                 # Until the block ends, the session's launches and copies go to the recording instead of the worker.
@@ -79,6 +81,7 @@ class Recorder:
         self._graph.discarded()
         recording = self._recording
         if kind is None and recording is not None:
+            # Only now, with launches and copies going to the worker again.
             session = self._session._session
             drive(session.graphs.make(self._graph, recording.record()))
 

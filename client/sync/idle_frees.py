@@ -25,8 +25,10 @@ class _Looker:
 
     def add(self, session: Session) -> None:
         """Poll a session that is open, until it ends."""
+        # When the session ends, the thread checks whether it is still needed.
         session.attachment.at_end.append(self.ring)
         with self._begins_or_ends:
+            # A weak map and a weak proxy: the thread keeps no session alive.
             self._sessions[session] = IdleLook(weakref.proxy(session.operations))
             if not self._thread:
                 # `coalescing_socket` explains why this is not a threading.Thread.
@@ -39,6 +41,7 @@ class _Looker:
             self._bell.release()
 
     def _run(self) -> None:
+        # A round every LOOK_S, or at once when a session has ended.
         while self._goes_on():
             self._bell.acquire(timeout=LOOK_S)
             for session, look in self._listed():
@@ -57,6 +60,7 @@ class _Looker:
 
     def _goes_on(self) -> bool:
         with self._begins_or_ends:
+            # Forget sessions that have ended; dropped ones have left the weak map by themselves.
             for session, look in list(self._sessions.items()):
                 if look.is_over:
                     del self._sessions[session]
@@ -78,6 +82,7 @@ def look_after(session: Session) -> None:
 
 
 def _after_fork() -> None:
+    # The child has no such thread, and none of the parent's sessions is its own.
     global _looker
     _looker = _Looker()
 

@@ -30,7 +30,7 @@ class GpuBuilder(LeaseRequest):
     def acquire(self) -> "GpuLease":
         """Acquire the lease.
 
-        Raises CapacityExceeded if there is no room before the wait ends, Disconnected if the daemon can't be reached.
+        Raises CapacityExceeded if no card has room before the wait ends, Disconnected if the daemon can't be reached.
         """
         return _owned(acquire(self._where(), self._request(), threading.RLock()))
 
@@ -232,6 +232,7 @@ class GpuLease(LeaseView):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        # A block left by an error keeps that error: freeing must not hide it.
         with suppress(*(() if kind is None else (GpuLeaseError,))):
             drive(self._state.free_at_exit())
 
@@ -253,6 +254,7 @@ class GpuSharedLease(LeaseView):
 
 
 def _owned(acquiring: Procedure[LeaseState]) -> GpuLease:
+    # Between the grant and the GpuLease an interrupt must not lose the lease.
     state: LeaseState | None = None
     try:
         state = drive(acquiring)

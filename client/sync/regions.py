@@ -86,6 +86,7 @@ class Region(RegionView):
         faults. Releasing the addresses takes a session that is open in this program; without one, the part stays
         reserved until the lease ends.
         """
+        # Closed before: closing twice is harmless.
         if self.owner is None:
             return
         drive(self._state.close())
@@ -95,5 +96,6 @@ class Region(RegionView):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        # An error of the block itself is more important than that of the close.
         with suppress(*(() if kind is None else (GpuLeaseError,))):
             self.close()

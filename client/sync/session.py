@@ -76,6 +76,7 @@ class GpuSession(SessionView):
         # A child that is forked even during attach() must not use this connection.
         register(self)
         try:
+            # ATTACH and its reply. From here on the finalizer ends the session when its last reference is dropped.
             drive(session.attach())
             self._closing = weakref.finalize(self, session.operations.close)
             look_after(session)
@@ -115,6 +116,7 @@ class GpuSession(SessionView):
 
     def mem_alloc(self, size_bytes: int) -> Buffer:
         """Allocate device memory, set to zero. Raises AllocFailed if the slice has no room."""
+        # The lock is held for the whole operation, so that threads take turns.
         with self._lock:
             buffer = self._session.resources.alloc_at_once(size_bytes)
             return buffer if isinstance(buffer, Buffer) else drive(buffer)
@@ -252,8 +254,10 @@ class GpuSession(SessionView):
         Raises:
             InvalidHandle: The bytes are not all inside the buffer, or the buffer is freed or another session's.
         """
+        # In a stream, the general way: the copy is ordered by the stream, and may be left running.
         if stream is not None:
             return drive(self._copies.read(buffer, offset, nbytes, into, stream))
+        # A small read without a target gets one here, so that its reply can be received in place.
         target = bytearray(nbytes) if into is None and type(nbytes) is int and 0 < nbytes <= SMALL_READ_BYTES else into
         with self._lock:
             rest = self._copies.read_at_once(buffer, offset, nbytes, target)
@@ -417,6 +421,7 @@ class GpuSession(SessionView):
 
     def sync(self) -> None:
         """Wait until all streams have finished. Raises SyncFailed or LaunchFailed, naming the kernel that failed."""
+        # With a callback, PRINTED takes the place of SYNC: it waits in the same way and returns the text.
         if self._on_printed is not None:
             self._tell_printed(self._on_printed)
             return

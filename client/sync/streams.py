@@ -43,6 +43,7 @@ class Stream(StreamHandle):
 
     def sync(self) -> None:
         """Wait until the stream has finished. Raises SyncFailed or LaunchFailed, naming the kernel that failed."""
+        # Most waits for a stream end while this side still polls; only a longer one is driven.
         streams = self.streams("sync")
         with streams.attachment.lock:
             rest = streams.sync_one_at_once(self)
@@ -65,6 +66,7 @@ class Stream(StreamHandle):
 
     def close(self) -> None:
         """Free the stream now. Queued work still runs, and `GpuSession.sync` still waits for it."""
+        # Closed before: closing twice is harmless.
         if self.owner is not None:
             drive(self.streams("close").destroy(self))
 
@@ -73,6 +75,7 @@ class Stream(StreamHandle):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         try:
+            # A block left by an error does not wait.
             if kind is None and self.owner is not None:
                 fence(self.streams("sync"), self)
         finally:
@@ -89,6 +92,7 @@ def fence(streams: Streams, stream: Stream | None = None) -> None:
     if limit is None:
         return
     lock = streams.attachment.lock
+    # Waiting for the lock counts against the limit, too: another thread's operation may hold it.
     if not lock.acquire(timeout=max(0.0, limit.remaining_s())):
         raise limit.error()
     try:

@@ -51,4 +51,5 @@ def submit_by(token: bytes | str | Grant, kernel: str, image: Image, address: st
     Raises Denied at the launch, naming the check that the token failed.
     """
     where, shown = address_of(address), token_of(token)
+    # A lease object of the job's own, made from the token for one launch, and so a lock of its own.
     return Submission(kernel, image, lambda submission: submission._run_by(where, shown, threading.RLock()))

@@ -39,14 +39,16 @@ class Arena:
         self._dropped: deque[tuple[int, int]] = deque()
 
     def allocate(self, nbytes: int) -> Any:
-        """A writable buffer of `nbytes`, at least 1; None if there is no room for it."""
+        """A writable buffer of `nbytes`, at least 1; None if it does not fit."""
         with self._lock:
             return self._allocate(nbytes)
 
     def _allocate(self, nbytes: int) -> Any:
         # First return the pieces of arrays that were dropped since the last call.
         self._take_back()
+        # Whole multiples of the alignment: then every free piece begins at one, too.
         size = -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        # First fit: pieces are few, and freed ones merge with their neighbours.
         for at, free in enumerate(self._sizes):
             if free >= size:
                 start = self._starts[at]
@@ -67,6 +69,7 @@ class Arena:
         """
         if view.readonly:
             return None  # ctypes gives no address for it
+        # The address in this process; what lies outside the mapping is ordinary memory.
         offset = ctypes.addressof(ctypes.c_char.from_buffer(view)) - self._address
         return offset if 0 <= offset <= self._size - view.nbytes else None
 
@@ -76,6 +79,7 @@ class Arena:
 
     def _take_back(self) -> None:
         while self._dropped:
+            # Insert the piece by its place, so that its neighbours are next to it.
             start, size = self._dropped.popleft()
             at = bisect_left(self._starts, start)
             self._starts.insert(at, start)
@@ -91,7 +95,7 @@ class Arena:
 
 
 def empty(arena: Arena | None, shape: int | Sequence[int], dtype: Any) -> "NDArray[Any]":
-    """Make an array in the arena, or an ordinary one if there is no arena, no room, or a dtype that can't be shared.
+    """Make an array in the arena, or an ordinary one without an arena or room, or for a dtype that can't be shared.
 
     Raises InvalidRequest for a `dtype` that numpy does not know.
     """

@@ -30,6 +30,7 @@ class Asked(Enum):
 
 def keep_rest(parts: deque[memoryview], whole: tuple[memoryview, ...], sent: int) -> None:
     """Set `parts` to `whole` without its first `sent` bytes. Calling it twice is harmless."""
+    # Skip the parts that were sent whole, and cut the one that was sent in part.
     rest = []
     for part in whole:
         if sent < len(part):
@@ -98,6 +99,7 @@ class Channel:
         self.link = link or Link()
         self.address = address
         self.waiter: Any = None
+        # An interrupted send, and descriptors that came, are this channel's own to settle.
         self.is_torn = False
         self.takes_descriptors = False
         self.descriptors: list[int] = []
@@ -153,6 +155,7 @@ class Channel:
     def pump(self) -> bool:
         """Receive what has arrived; False if nothing has."""
         link, counts = self.link, list[int]()
+        # Counts go through a list that C code fills: an interrupt can't come between the receive and the count.
         before = link.received
         try:
             # The link offers its own buffer, or the memory of the read that is being received.
@@ -181,6 +184,7 @@ class Channel:
         space = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
         found: list[Any] = []
         try:
+            # Ask for no more room than a reply's descriptors take; the kernel closes any that do not fit.
             found.extend(map(self.sock.recvmsg_into, ([buffer],), (space,), (socket.MSG_CMSG_CLOEXEC,)))
         finally:
             for count, ancillary, _, _ in found:
@@ -199,6 +203,7 @@ class Channel:
 
     def push(self, parts: deque[memoryview]) -> bool:
         """Send as much of `parts` as the socket accepts and drop it; True if any of `parts` or of the unsent went."""
+        # The list of parts is made before the flag is set, so that making it can't leave the stream torn.
         counts: list[int] = []
         sending = map(self.sock.sendmsg, ([parts[at] for at in range(min(len(parts), MAX_PARTS_PER_SEND))],))
         # From here until the count is known, an interrupt leaves it unknown how much was sent: `is_torn`.
@@ -236,12 +241,13 @@ class Channel:
         """Leave the connection to the parent process, which has its own descriptor for it (`fork_guard.Inherited`)."""
         # Never shut the socket down here: that would end the parent's connection, too.
         self.link.break_off(OF_PARENT, is_explained=True)
-        self.link.told.clear()
+        self.link.notifications.clear()
         self.drop_descriptors()
         self.sock.close()
 
     def close(self) -> None:
         """Close the socket. Calling it twice is harmless."""
+        # In this order: a thread that waits finds the end before its socket is gone.
         self.link.break_off(Failure(Status.DISCONNECTED, "the connection was closed here"))
         self.drop_descriptors()
         self.sock.close()
@@ -262,6 +268,7 @@ def start_connecting(family: int, where: Any, address: Address) -> tuple[Channel
     # Frames are small and answered at once: Nagle's algorithm would delay each by a round trip.
     if family != socket.AF_UNIX:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # A nonblocking connect returns at once; the errno says whether it succeeded, failed, or continues.
     try:
         code = sock.connect_ex(where)
     except OSError as error:

@@ -1,8 +1,8 @@
-"""A session's socket where there is no ring: small frames gather in an outbox and are sent together.
+"""A session's socket without a ring: small frames gather in an outbox and are sent together.
 
 A system call costs more than the rest of a launch. So the first frame that no caller waits for is sent at once, and the
-outbox gathers those that follow closely. The outbox is sent when it holds some kilobytes, together with any frame whose
-reply is awaited, or by the flusher.
+outbox gathers those that follow closely. The outbox is sent when it holds some kilobytes, together with any frame that
+awaits a reply, or by the flusher.
 
 The flusher is one thread for all sessions of the process. It polls every quarter of a millisecond while there is
 anything to send, sleeps otherwise, and exits after a long sleep. So a launch is sent within half a millisecond,
@@ -81,19 +81,20 @@ class CoalescingSocket(Channel):
         self._unfed: list[int] = []
         self._received = 0
         self.tail = 0
-        # Re-entrant, because the garbage collector may close a session whose outbox is being flushed.
+        # Re-entrant, because the garbage collector may close a session while its outbox is being flushed.
         self._lock = threading.RLock()
         _channels.add(self)
 
     @property
     def writer(self) -> FrameWriter:
-        """The channel itself."""
+        """The channel itself: `put_whole` and `put_packed` queue into its outbox."""
         return self
 
     def put_whole(self, first: bytes | memoryview, second: bytes | memoryview = b"") -> bool:
         """Queue a frame, given in two parts; False if it is large, or if the outbox is full."""
         frame = b"".join((first, second)) if second else first
         size = len(frame)
+        # A large frame gains nothing from the outbox, and `send` does not copy it.
         if size >= FLUSH_BYTES:
             return False
         with self._lock:
@@ -126,16 +127,19 @@ class CoalescingSocket(Channel):
 
     def _put_first(self, frame: bytes | memoryview) -> None:
         """Queue and send one frame. It is common that the caller waits for this launch next."""
+        # `tail` and the outbox change together, as in `put_whole`; the send itself stores how much went.
         outbox, size = self._outbox, len(frame)
         try:
             self.tail += size
             outbox.data.extend(frame)
             outbox.counts.extend(map(self.sock.send, (frame,)))
+            # All of it went, so the outbox is empty again without another look.
             if outbox.counts[0] == len(frame):
                 self._outbox = _Outbox(bytearray())
         except OSError:
             pass  # no room, or the peer is gone: the next operation that waits for a reply reports it
         finally:
+            # Part of it is left: the flusher sends the rest.
             if self._outbox is outbox:
                 _flusher.notice(self)
 
@@ -147,6 +151,7 @@ class CoalescingSocket(Channel):
         """Poll for bytes for a bounded time. Each poll is a system call."""
         clock, policy = time.monotonic_ns, self._spin_policy
         until = clock() + policy.spin_ns
+        # Receive until bytes come or the time is over; a YIELD session gives its core away between the polls.
         while clock() < until:
             if self.pump():
                 return True
@@ -156,9 +161,11 @@ class CoalescingSocket(Channel):
 
     def ask(self, request: bytes, reply: bytes, into: memoryview = NO_DATA, more_ns: int = 0) -> Asked:
         """Send a small request together with the outbox, and spin for its reply."""
+        # Without spinning the reply would be late every time: the general way is cheaper.
         if not self._spin_policy.spin_ns:
             return Asked.NOT_SENT
         with self._lock:
+            # The caller waits for this reply, so a burst of launches has ended here.
             self._is_first = True
             if len(self._settled()) > MAX_OUTBOX_BYTES:
                 return Asked.NOT_SENT
@@ -171,7 +178,7 @@ class CoalescingSocket(Channel):
                 return Asked.UNANSWERED  # the peer is gone: the wait for the reply reports it
             finally:
                 self._have_rest_sent()
-        # Receive into the link's buffer, but tell the link only if the bytes are not the expected reply.
+        # Receive into the link's buffer, but count them there only if they are not the expected reply.
         self._received = self.link.received
         room, size, whole = self.link.get_buffer(), len(reply), len(reply) + len(into)
         self._look_into(room, more_ns)
@@ -199,6 +206,7 @@ class CoalescingSocket(Channel):
 
     def feed(self) -> None:
         """Give the link the bytes that `ask` received and did not use."""
+        # Only if the link has received nothing since, as after an interrupt in `_look_into`.
         unfed, link = self._unfed, self.link
         if unfed and link.received == self._received and unfed[0]:
             link.buffer_updated(unfed[0])
@@ -212,6 +220,7 @@ class CoalescingSocket(Channel):
     def push(self, parts: deque[memoryview]) -> bool:
         """Send the outbox, then `parts`. Small parts are joined to the outbox, so that no interrupt can split them."""
         with self._lock:
+            # The frame is awaited or large: the next quiet one is the first of another burst.
             self._is_first = True
             if not self._outbox.data:
                 return super().push(parts) if parts else True
@@ -243,7 +252,6 @@ class CoalescingSocket(Channel):
             self._notice()
 
     def _notice(self) -> None:
-        """Make the flusher send the outbox."""
         _flusher.notice(self)
 
     def close(self) -> None:
@@ -258,6 +266,7 @@ class CoalescingSocket(Channel):
         until = time.monotonic() + CLOSE_LIMIT_S
         with contextlib.suppress(OSError, ValueError):
             while not self._flush_locked() and (left_s := until - time.monotonic()) > 0:
+                # Poll for room: a peer that reads slowly gets the time that is left.
                 room = select.poll()
                 room.register(self.sock, select.POLLOUT)
                 room.poll(left_s * 1000)
@@ -266,6 +275,7 @@ class CoalescingSocket(Channel):
 
     def flush_idle(self, pending: "set[CoalescingSocket]") -> bool:
         """Send the outbox; leave `pending` unless some of it is left. True if any bytes went."""
+        # Never wait for a session: its thread flushes the outbox itself.
         if not self._lock.acquire(blocking=False):
             return False  # a thread of the session is sending
         try:
@@ -288,6 +298,7 @@ class CoalescingSocket(Channel):
 
     def after_fork(self) -> None:
         """In the child: leave the outbox to the parent, and the lock, which a thread of the parent may have held."""
+        # The parent sends what its outbox has: the child must send none of it again.
         self._lock = threading.RLock()
         self._outbox = _Outbox(bytearray())
 
@@ -298,7 +309,8 @@ class CoalescingSocket(Channel):
             return self._flush()
 
     def _settled(self) -> bytearray:
-        """The bytes that are still to be sent."""
+        """The bytes that are still to be sent; drops those that `counts` says were sent."""
+        # What was sent is dropped here alone, also for a send that was interrupted after the kernel took the bytes.
         outbox = self._outbox
         if outbox.counts:
             self._outbox = outbox = _Outbox(outbox.data[sum(outbox.counts) :])
@@ -334,7 +346,8 @@ class _Flusher:
         self._thread = 0
 
     def notice(self, channel: CoalescingSocket) -> None:
-        """Register a channel whose empty outbox is about to be filled. The caller holds the channel's lock."""
+        """Register a channel before its empty outbox is filled. The caller holds the channel's lock."""
+        # Listed first, then the flusher's state: a flusher that is about to sleep makes one more round and finds it.
         self._pending.add(channel)
         if not self._is_awake:
             self.ring()
@@ -343,7 +356,7 @@ class _Flusher:
                     self._begin()
 
     def ring(self) -> None:
-        """Wake the flusher if it sleeps."""
+        """Wake the flusher if it sleeps. Calling it twice is harmless."""
         with contextlib.suppress(RuntimeError):  # it was woken already
             self._bell.release()
 
@@ -394,6 +407,7 @@ def _before_fork() -> None:
 
 def _after_fork() -> None:
     global _flusher
+    # The child has no flusher thread: threads do not survive a fork.
     _flusher = _Flusher()
     for channel in list(_channels):
         channel.after_fork()

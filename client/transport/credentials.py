@@ -35,6 +35,7 @@ class TlsFiles:
 
     def completed(self) -> Self:
         """Fill in missing paths from the environment. Raises InvalidRequest if one is still missing."""
+        # A path that the program names counts before the environment's.
         paths = {item.name: getattr(self, item.name) or os.environ.get(VARIABLES[item.name]) for item in fields(self)}
         if missing := [VARIABLES[name] for name, path in paths.items() if not path]:
             raise InvalidRequest(
@@ -47,6 +48,7 @@ class TlsFiles:
 def _path(given: Any, what: str) -> str:
     """Check that the kernel accepts a path. Raises InvalidRequest."""
     try:
+        # Bytes, strings and path objects alike, as open(2) takes them.
         path = os.fsdecode(given)
         if len(os.fsencode(path)) <= MAX_PATH_BYTES and "\0" not in path:
             return path

@@ -1,6 +1,6 @@
 """The client's end of one connection, without I/O.
 
-A link has the protocol's state, the replies that are awaited, and reads whose data goes straight to the caller's
+A link has the protocol's state, the awaited replies, and the reads that put their data straight into the caller's
 memory.
 
 An operation of the blocking API may be interrupted anywhere: Python runs a signal handler, which may raise, at the
@@ -33,13 +33,13 @@ from gpulease.protocol.messages import Body, ModuleLoaded
 from gpulease.protocol.opcodes import Flag
 
 DIRECT_READ_BYTES: Final = 16 << 10
-"""Least size of a read whose reply is received in two pieces, header and data, so that the data is not copied. For a
+"""Least size of a read with a reply in two pieces, header and data, so that the data is not copied. For a
 smaller one the second system call costs more than the copy."""
 
 NOT_FOLLOWED_HINT: Final = (
     "Do the versions of the daemon and of this client differ? Or is it no gpuleased that answers?"
 )
-"""Hint about a peer whose bytes don't follow the protocol."""
+"""Hint about a peer that does not follow the protocol."""
 
 _LENGTH: Final = struct.Struct(">I")
 _PREFIX_BYTES: Final = HEADER_BYTES + _LENGTH.size
@@ -61,7 +61,7 @@ class Link:
         end: How the stream ended; None while it has not.
         is_end_explained: True if `end` gives the reason: the peer sent a goodbye, or this side ended the stream. False
             if it only says that the stream is over.
-        told: Events of subscriptions, for the subscriber to read.
+        notifications: Events of subscriptions, for the subscriber to read.
         said_goodbye: True if `end` is the peer's goodbye.
         received: Number of bytes received.
     """
@@ -71,11 +71,14 @@ class Link:
         self.end: Failure | None = None
         self.is_end_explained = False
         self.said_goodbye = False
-        self.told: deque[Notification | RegionNotification] = deque()
+        self.notifications: deque[Notification | RegionNotification] = deque()
         self.received = 0
+        # Requests that await a reply; results that were not taken; what a reply makes, by the operation that gives it
+        # back.
         self._awaited: set[int] = set()
         self._results: dict[int, Body | Failure] = {}
         self._makes: dict[int, Opcode] = {}
+        # Targets of reads, in the order of their requests; then the read that is being received, and its part to come.
         self._targets: dict[int, memoryview] = {}
         self._target_id = 0
         self._target_rest: memoryview | None = None
@@ -83,7 +86,7 @@ class Link:
     # --- asking ---
 
     def request(self, op: Opcode, body: Body, session_id: int = 0, *, makes: bool = False) -> tuple[int, bytes]:
-        """(request id, frame) of a request whose result will be taken. Raises LinkEnded if there can be no result.
+        """(request id, frame) of a request; its result will be taken. Raises LinkEnded if none can come.
 
         Args:
             op: Its operation.
@@ -93,6 +96,7 @@ class Link:
         """
         if self.end is not None:
             raise LinkEnded(self.end)
+        # Number it before it is listed: if it may not be sent now, nothing is listed.
         request_id, frame = self.connection.send_request(op, body, session_id=session_id)
         if makes:
             self._makes[request_id] = op
@@ -113,7 +117,7 @@ class Link:
         return request_id, frame
 
     def expect(self, op: Opcode, target: memoryview | None = None, makes: Opcode | None = None) -> int:
-        """Number a session request whose frame is built elsewhere.
+        """Number a session request; its frame is built elsewhere.
 
         Args:
             op: Its operation.
@@ -152,6 +156,7 @@ class Link:
         self, op: Opcode, request_id: int, target: memoryview | None = None, makes: Opcode | None = None
     ) -> None:
         """Expect the reply to a request that was sent with a request id of its own."""
+        # The same lists as in `expect`; the number is the caller's, and the frame is on its way.
         self.connection.expect_reply_to(op, request_id)
         if makes is not None:
             self._makes[request_id] = makes
@@ -186,7 +191,7 @@ class Link:
             del self._results[request_id]
 
     def forget(self, given_back: list[tuple[Opcode, int]]) -> Failure | None:
-        """Drop replies that nobody waits for because their caller was interrupted: those here and those still to come.
+        """Drop replies to interrupted callers: those here and those still to come.
 
         Args:
             given_back: Receives the (operation, handle) that give back what such a reply has brought.
@@ -197,7 +202,7 @@ class Link:
         results, makes = self._results, self._makes
         if not self._awaited and not results:
             return None
-        # Nobody waits from here on: `_advance` drops replies that come later, except failures and those that make
+        # No caller waits from here on: `_advance` drops replies that come later, except failures and those that make
         # something.
         self._awaited.clear()
         self._targets.clear()
@@ -220,6 +225,7 @@ class Link:
 
     def forget_unsent(self) -> None:
         """Forget requests without a reply when all that were sent have one: an interrupt came before they were sent."""
+        # All requests that were sent have their reply, so what is left was never sent.
         self._makes.clear()
         self.connection.forget_unsent()
 
@@ -255,7 +261,8 @@ class Link:
             self._advance()
 
     def end_of_stream(self, why: str) -> None:
-        """End the stream: the peer sends no more."""
+        """End the stream: the peer sends no more, for the reason `why`. Frames that came whole are still taken."""
+        # The connection reports the end after the last whole frame, in `_advance`; an end that it reports has priority.
         self.connection.receive_eof()
         self._target_rest = None
         self._advance()
@@ -293,8 +300,8 @@ class Link:
                         self._results[request_id] = result
                     self._awaited.discard(request_id)
                     self._targets.pop(request_id, None)
-                case Notification() | RegionNotification() as told:
-                    self.told.append(told)
+                case Notification() | RegionNotification() as notification:
+                    self.notifications.append(notification)
                 case Goodbye(failure=failure):
                     self.is_end_explained = self.said_goodbye = True
                     self.end = failure
@@ -309,6 +316,7 @@ class Link:
         The connection then receives the reply without data, so that it still counts replies correctly.
         """
         reader = self.connection.reader
+        # The header and the data's length must be here, or the next call finds them.
         if reader.end - reader.start < _PREFIX_BYTES:
             return False
         try:

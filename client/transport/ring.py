@@ -57,6 +57,7 @@ class Shared(NamedTuple):
 
 def share(channel: Channel, options: Iterable[Tlv], spin: SpinPolicy) -> Shared:
     """Make the session's channel and shared memory from the options of ATTACH's reply. Raises Disconnected."""
+    # What the worker gives, by the options of its reply; the descriptors came with the reply's first byte.
     given = Given.from_options(options)
     descriptors = iter(channel.descriptors)
     # The descriptors come in a fixed order: ring, arena, words; those that were not given are left out.
@@ -123,6 +124,7 @@ class RingChannel(Channel):
             more_ns: Time that the operation itself takes, in nanoseconds.
         """
         clock, yields, look = time.monotonic_ns, self._yields, self._replies.look
+        # A session that never spins polls once: `until` is now.
         until = clock() + (self._spin_ns and self._spin_ns + more_ns)
         while not look(1 if yields else LOOKS_PER_CLOCK, least):
             if clock() >= until:
@@ -133,6 +135,7 @@ class RingChannel(Channel):
 
     def ask(self, request: bytes, reply: bytes, into: memoryview = NO_DATA, more_ns: int = 0) -> Asked:
         """Send a small request and spin for its reply in the ring."""
+        # The request goes into the ring whole or not at all; then poll for exactly the reply's bytes.
         requests, replies = self._requests, self._replies
         try:
             # If bytes wait already, the next ones are not this request's reply: take the general way.
@@ -147,6 +150,7 @@ class RingChannel(Channel):
     def await_work(self, number: int) -> bool:
         """Wait, by the ring's words, for all that was sent; False if a SYNC has to find out."""
         words, replies, clock = self._sync_words, self._replies, time.monotonic_ns
+        # The worker answers the word only while it polls the ring; if it sleeps, a SYNC wakes it.
         if not self._spin_ns or replies.has_bytes or not words.ask(number):
             return False
         # Look at the word and at the ring: a reply in the ring means that something else has to be handled first.
@@ -178,6 +182,7 @@ class RingChannel(Channel):
             self._replies.rise()
             self._requests.rise()
             self._take_bells()
+        # Bytes in the ring first, then the end of the socket: the worker's last replies are still there.
         if self._take():
             return True
         if not self._end_of_socket:
@@ -187,6 +192,7 @@ class RingChannel(Channel):
 
     def push(self, parts: deque[memoryview]) -> bool:
         """Put as much of `parts` into the ring as it has room for and drop it; True if any went."""
+        # Work on copies: `parts` changes only at the end, by the ring's counter.
         writer, whole, left = self._requests, tuple(parts), deque(parts)
         before = writer.tail
         try:
@@ -216,6 +222,7 @@ class RingChannel(Channel):
 
     def close(self) -> None:
         """Close the socket and unmap the ring. Calling it twice is harmless."""
+        # The socket first: its end shows the worker that this side is gone.
         super().close()
         if not self._is_closed:
             self._is_closed = True
@@ -243,6 +250,7 @@ class RingChannel(Channel):
 
     def _take_bells(self) -> None:
         try:
+            # A bell only wakes; an end of the stream means that the worker is gone.
             if not self.sock.recv(BELLS_BYTES):
                 self._end_of_socket = f"the daemon at {self.address} closed the connection"
         except BlockingIOError:

@@ -36,6 +36,8 @@ class SessionWords:
     """
 
     def __init__(self, fd: int) -> None:
+        # Read-only: a client can't change what the broker wrote. Each field is a view of its own, so that a look is one
+        # load.
         self._page = mmap.mmap(fd, SESSION_WORDS_BYTES, prot=mmap.PROT_READ)
         words = memoryview(self._page).cast("Q")
         self.lease = words[LEASE_WORD_AT // 8 : LEASE_WORD_AT // 8 + 1]
@@ -70,5 +72,6 @@ class SessionWords:
         """The end of the lease, as a LEASE_QUERY reports it; None while it has not ended."""
         if not self.lease[0]:
             return None
+        # A copy of the whole page: the cause and the reason were written before the word.
         page = bytes(self._page)
         return {"cause": cause_of(page), "reason": reason_of(page)}

@@ -32,6 +32,7 @@ def spin_policy_of(waiting: Waiting | None, spin_ns: int) -> SpinPolicy:
         waiting: The tenant's choice; None: spin if this process has enough cores.
         spin_ns: Longest time that this API spins, in nanoseconds.
     """
+    # The tenant's choice decides whether to poll, and between polls who runs.
     match waiting:
         case None:
             return SpinPolicy(spin_ns if _HAS_CORES else 0)

@@ -3,7 +3,7 @@
 A channel works as usual, with a `TlsStream` in place of its socket. Two things differ, and the channels here handle
 them: the stream can hold bytes that the kernel does not report, and bytes that it accepted can wait for room. The
 channels accept the end of a connection without TLS's close_notify: frames carry their length, so a truncation is
-detected. `error_for` turns an error of TLS into the library's, which says whose fault it is and what to do.
+detected. `error_for` turns an error of TLS into the library's, which says which side is at fault and what to do.
 """
 
 import errno
@@ -66,6 +66,7 @@ def _paths(files: TlsFiles) -> tuple[str, ...]:
 @lru_cache(maxsize=MAX_CONTEXTS)
 def _context_of(files: TlsFiles, stamps: tuple[tuple[int, int, int], ...]) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    # TLS 1.3 alone, as the daemon requires.
     context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_3
     try:
         context.load_verify_locations(files.ca)
@@ -98,11 +99,13 @@ class TlsStream:
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, address: SecuredAddress) -> None:
         self._sock = sock
+        # OpenSSL works on two buffers in memory; this class moves bytes between them and the socket.
         self._address = address
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_hostname=address.host)
         self._lock = threading.RLock()
         self._raw = memoryview(bytearray(BATCH_BYTES))
+        # Encrypted bytes that the socket has not accepted; and whether a send was interrupted inside a record.
         self._unsent = _NOTHING
         self._is_torn = False
         self._ended: TlsEnded | None = None
@@ -111,7 +114,7 @@ class TlsStream:
     # --- what a socket has ---
 
     def fileno(self) -> int:
-        """The socket's descriptor, for poll(2)."""
+        """The socket's descriptor, for poll(2). It does not report bytes that are buffered here (`has_buffered`)."""
         return self._sock.fileno()
 
     def close(self) -> None:
@@ -132,6 +135,7 @@ class TlsStream:
         taken = 0
         self._lock.acquire()
         try:
+            # First what an earlier send left: records must reach the node in order.
             if not self._flush():
                 raise BlockingIOError(errno.EAGAIN, "no room")
             view = memoryview(data)
@@ -157,6 +161,7 @@ class TlsStream:
         if len(parts) == 1 or sum(map(len, parts)) <= RECORD_BYTES:
             return self.send(b"".join(parts) if len(parts) > 1 else parts[0])
         taken = 0
+        # Buffers too large for one record go one by one, until the socket accepts no more.
         for part in parts:
             try:
                 count = self.send(part)
@@ -172,6 +177,7 @@ class TlsStream:
     def recv_into(self, buffer: memoryview) -> int:
         """Receive; returns how many bytes, 0 at the end. Raises BlockingIOError, TlsEnded or OSError."""
         with self._lock:
+            # Decrypt what is here already; only then receive.
             count = self._decrypt_into(buffer)
             # TLS may consume a whole receive without yielding data, for example for a session ticket.
             while not count:
@@ -206,6 +212,7 @@ class TlsStream:
         """Continue the handshake; False if it has to wait. Raises TlsEnded."""
         while True:
             try:
+                # Step 1: let TLS take what has arrived, and write what it wants to send.
                 self._tls.do_handshake()
                 is_done = True
             except ssl.SSLWantReadError:
@@ -214,6 +221,7 @@ class TlsStream:
                 # Send the alert first, so that the node's log has the reason too.
                 self._flush_last_word()
                 raise self._end(error) from None
+            # Step 2: send that, then receive the node's next flight.
             try:
                 # Done only when the last flight has left, too: the node waits for it.
                 if self._flush() and is_done:
@@ -237,12 +245,14 @@ class TlsStream:
     # --- under the lock ---
 
     def _begin_sending(self) -> None:
+        # While a send is in progress the state is torn; it is whole again once the count is known.
         if self._is_torn:
             raise OSError(errno.ECONNABORTED, "a send was interrupted in the middle of a record")
         self._is_torn = True
 
     def _encrypt(self, view: memoryview, at: int) -> int:
         # One batch: many records in one system call, and bounded memory.
+        # Records of the largest size, each with its own number and its own fixed cost.
         end = min(len(view), at + BATCH_BYTES)
         while at < end:
             at += self._tls.write(view[at : min(end, at + RECORD_BYTES)])
@@ -263,6 +273,7 @@ class TlsStream:
     def _flush_last_word(self) -> None:
         """Send the alert that says what is wrong, if there is room for it."""
         try:
+            # The handshake failed anyway; an alert that can't be sent changes nothing.
             self._flush()
         except OSError:
             self._unsent = _NOTHING
@@ -272,6 +283,7 @@ class TlsStream:
         count, room = 0, len(buffer)
         self.has_buffered = False
         try:
+            # Several records may have arrived together: decrypt until the buffer is full or none is left.
             while count < room and (self._incoming.pending or self._tls.pending()):
                 # With a buffer, read() returns the count; its type stub says otherwise.
                 got = cast(int, self._tls.read(room - count, buffer[count:]))
@@ -334,6 +346,7 @@ def can_doze(stream: TlsStream, *, for_room: bool) -> bool:
         return False
     # The caller waits for bytes or room. The bytes are here already, so poll(2) need only be asked for room.
     room = select.poll()
+    # Both may be there: then the caller need not sleep.
     room.register(stream, select.POLLOUT)
     return not room.poll(0)
 

@@ -41,7 +41,7 @@ WORD_BYTES: Final = 4
 PATTERN: Final = 0xA5A5A5A5
 TENANTS: Final = 6
 HOST_BYTES: Final = 1 << 20
-"""Bytes written of each slice on the embedded driver, whose pretended card is larger than most hosts' memory."""
+"""Bytes written of each slice on the embedded driver: its pretended card is larger than most hosts' memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,7 @@ class ClaimResult:
 
 def claims(scene: Scene) -> list[Check[str]]:
     """The promises that a daemon with the card's whole memory can prove; each proof returns what it found."""
+    # Half of a large card: the second lease must fit next to what is still being freed.
     canary_bytes = min(40 * GIB, scene.vram_bytes // 2) if scene.is_card else 16 * MIB
     return [
         Check("no byte of an earlier lease", lambda scene: canary(scene, canary_bytes)),
@@ -121,9 +122,10 @@ def _search(scene: Scene) -> str:
         if not count_in_process(worker_pid(lease.lease_id), secret):
             raise Breach("the search does not find a secret in the worker it passed through, so it proves nothing")
         del kept
+    # The next lease, of the same size: its worker may be given the same pages.
     with scene.builder(SLICE_BYTES).acquire() as lease, GpuSession(lease) as session:
         array = session.empty(COPY_BYTES, np.uint8)
-        # An array without a base is in this process's memory: there is no arena.
+        # An array without a base is in this process's own memory, not in an arena.
         if array.base is not None and array.any():
             raise Breach("a new arena's bytes are not zero")
         buffer = session.mem_alloc(COPY_BYTES)
@@ -169,6 +171,7 @@ def six_and_no_seventh(scene: Scene, slice_bytes: int) -> str:
         for number, session in enumerate(sessions):
             buffer = session.mem_alloc(slice_bytes)
             module = session.module_load(rule_breakers())
+            # Each tenant writes a value of its own over all of its memory.
             fill(session, module, buffer, words, number + 1)
             work.append((session, buffer, number + 1))
         # Read only after all have written: a tenant that reaches another's memory has changed it by now.
@@ -206,6 +209,7 @@ def at_the_same_time(sessions: list[GpuSession]) -> int:
         except (Breach, GpuLeaseError) as error:
             wrong.append(f"tenant {number + 1}: {error}")
 
+    # Daemon threads: one that hangs must not keep the command from ending.
     threads = [threading.Thread(target=repeat, args=(number,), daemon=True) for number in range(len(rounds))]
     for thread in threads:
         thread.start()
@@ -265,6 +269,7 @@ GATE_S: Final = 10.0
 
 def launch_gate(scene: Scene, count: int) -> str:
     """Revoke sessions that launch as fast as they can, and time until each is refused with the right error."""
+    # Each time with a new lease: a revoked one is gone.
     told_ms = sorted(_gate(scene) for _ in range(count))
     return f"revoked to refused, {count} times: p50 {percentile(told_ms, 50):.1f} ms, worst {told_ms[-1]:.1f} ms"
 
@@ -334,6 +339,7 @@ def submit_beside(scene: Scene) -> str:
         session.sync()
         # The second round would find words that the first job left.
         for _ in range(2):
+            # Every word of an earlier job is overwritten, so a later job finds none of it.
             (written,) = _submit(lease, "fill").out(OUTPUT_BYTES).args(_words().push_u32(PATTERN)).launch()
             if (np.frombuffer(written, np.uint32) != PATTERN).any():
                 raise Breach("a submit's output is not what its kernel wrote")
@@ -341,6 +347,7 @@ def submit_beside(scene: Scene) -> str:
             if count := int.from_bytes(found, "little"):
                 raise Breach(f"{count} of {WORDS} words of an earlier submit were readable")
         _look_at_the_session(lease, buffer.handle)
+        # Three jobs that break a rule each; the session must not notice.
         late_ms = _break_rules(lease)
         # After all rules were broken, the session's memory must be what it wrote, and the session must work.
         if (np.frombuffer(session.mem_read(buffer, 0, OUTPUT_BYTES), np.uint32) != PATTERN).any():

@@ -54,7 +54,7 @@ class FaultOutcome:
     """The outcome of one fault.
 
     Attributes:
-        error: The name of the error that the tenant got; "-" if there was no tenant to get one.
+        error: The name of the error that the tenant got; "-" if no tenant was left to get one.
         words: The error's message.
         cause: The cause of the lease's end.
         reclaim_ms: Milliseconds from the start of the lease's end until its memory is proved free.
@@ -68,14 +68,14 @@ class FaultOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes of slow faults."""
+    """How many launches and kernels the slow faults have: fewer on the embedded driver."""
 
     launches: int
     long_kernels: int
 
 
 def faults(scene: Scene, sizes: Sizes) -> list[Check[FaultOutcome]]:
-    """Every fault that this driver can show."""
+    """The rows for every fault that this driver can show, in the order in which they run."""
     rows = [
         Check("illegal address", partial(_kernel, kernel="stray")),
         Check("misaligned address", partial(_kernel, kernel="misaligned")),
@@ -97,6 +97,7 @@ def faults(scene: Scene, sizes: Sizes) -> list[Check[FaultOutcome]]:
         Check("client SIGKILL in a copy", partial(_client_signal, number=signal.SIGKILL)),
         Check("client that stops reading", partial(_client_signal, number=signal.SIGSTOP)),
     ]
+    # Both need a driver that allocates memory of its own.
     if scene.is_card:
         rows[8:8] = [Check("64 KiB of stack a thread", _stack), Check("device heap of 1 GiB", _heap)]
     return rows
@@ -109,6 +110,7 @@ def _expected_error(error: GpuLeaseError, expected: type[GpuLeaseError]) -> str:
 
 
 def _error_of(action: Callable[[], object]) -> GpuLeaseError:
+    # The action must fail; the caller then compares the kind of error.
     try:
         action()
     except GpuLeaseError as error:
@@ -117,7 +119,7 @@ def _error_of(action: Callable[[], object]) -> GpuLeaseError:
 
 
 def _free_lease(scene: Scene, lease_id: int, error: str, words: object) -> FaultOutcome:
-    """Free the lease, and time its end."""
+    """The last step of a proof: free the lease, and time the proof that its memory is free."""
     reclaim_ms = scene.free(lease_id)
     return FaultOutcome(error, str(words), scene.wait_for_end(lease_id), reclaim_ms)
 
@@ -136,6 +138,7 @@ def _kernel(scene: Scene, kernel: str) -> FaultOutcome:
         args.push_u32(BEYOND_WORDS)
     session.launch(module, kernel, ONE, WARP, args, shared_bytes=SHARED_BYTES)
     error = _error_of(session.sync)
+    # A lost context: whatever the tenant does next gets the same error.
     if scene.is_card:
         _expected_error(_error_of(lambda: session.mem_alloc(4096)), SyncFailed)
         _expected_error(_error_of(session.sync), SyncFailed)
@@ -178,6 +181,7 @@ def _heap(scene: Scene) -> FaultOutcome:
     session = GpuSession(lease)
     module, found = session.module_load(hungry()), session.mem_alloc(8)
     session.launch(module, "from_heap", ONE, ONE, KernelArgs().push_buffer(found).push_u64(HEAP_BYTES))
+    # The kernel stores the pointer that it got.
     if any(session.mem_read(found, 0, 8)):
         raise Breach(f"a kernel got {HEAP_BYTES} bytes of heap in a slice of {SLICE_BYTES}")
     return _free_lease(scene, lease.lease_id, "-", "a null pointer")
@@ -198,6 +202,7 @@ def _endless(scene: Scene, grid: tuple[int, int, int], block: tuple[int, int, in
     session = GpuSession(lease)
     flag = session.mem_alloc(4)
     module = session.module_load(rule_breakers())
+    # The kernel waits for a flag that is never set; `max_kernel_secs` ends the lease.
     session.launch(module, "endless", grid, block, KernelArgs().push_buffer(flag))
     error = _error_of(session.sync)
     started = time.perf_counter()
@@ -213,6 +218,7 @@ def _flood(scene: Scene, launches: int) -> FaultOutcome:
     session = GpuSession(lease)
     buffer = session.mem_alloc(4096)
     module = session.module_load(rule_breakers())
+    # Without waiting for any: the ring and the driver's queue fill up.
     args = KernelArgs().push_buffer(buffer).push_u32(8).push_f32(1.0)
     for _ in range(launches):
         session.launch(module, "scale", ONE, WARP, args)
@@ -225,6 +231,7 @@ def _flood(scene: Scene, launches: int) -> FaultOutcome:
 def _compile(scene: Scene, kernels: int) -> FaultOutcome:
     lease = scene.builder().acquire()
     session = GpuSession(lease)
+    # The session may not do anything else meanwhile, but its neighbour must.
     started = time.perf_counter()
     loaded = len(session.module_load(compiling_long(kernels)).kernels)
     taken_s = time.perf_counter() - started
@@ -237,6 +244,7 @@ def _worker_signal(scene: Scene, number: signal.Signals) -> FaultOutcome:
     lease = scene.builder().acquire()
     session = GpuSession(lease)
     session.mem_alloc(SLICE_BYTES)
+    # All memory in use, so that all of it has to be proved free.
     started = time.perf_counter()
     os.kill(worker_pid(lease.lease_id), number)
     error = _error_of(session.sync)

@@ -36,7 +36,7 @@ class FaultResult:
 
     Attributes:
         fault: The fault's name.
-        told: Its outcome; None if there was none.
+        told: Its outcome, None without one. The name is that of the JSON report.
         quiet: The neighbour's rounds before the fault.
         during: The neighbour's rounds during the fault.
         more_mib: MiB that the card shows in use beyond those before.
@@ -66,7 +66,7 @@ class MatrixReport:
 
 
 def run_matrix(driver: str, only: str, on_fault: Callable[[FaultResult], object]) -> MatrixReport:
-    """Run the rows whose name contains `only`, on private daemons.
+    """Run the rows with `only` in their names, on private daemons.
 
     Args:
         driver: The daemons' driver.
@@ -94,11 +94,13 @@ def _fits_six(scene: Scene) -> bool:
 
 
 def _run_faults(scene: Scene, only: str, on_fault: Callable[[FaultResult], object]) -> list[FaultResult]:
+    # The embedded driver needs less time to show the same.
     sizes, quiet_s = (CARD_SIZES, QUIET_S) if scene.is_card else (HOST_SIZES, SMALL_QUIET_S)
     wanted = [fault for fault in faults(scene, sizes) if only in fault.name]
     results: list[FaultResult] = []
     if not wanted:
         return results
+    # One neighbour for all faults: what one of them breaks shows in the next one's figures, too.
     with neighbour(scene.address, scene.card_uuid) as beside:
         for fault in wanted:
             results.append(_run_fault(scene, beside, fault, quiet_s))

@@ -30,6 +30,7 @@ def _writable_spans(pid: int) -> Iterator[tuple[int, int]]:
     """Yield writable spans, as proc_pid_maps(5) lists them."""
     for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
         span, permissions, _, _, _, *path = line.split(maxsplit=5)
+        # Pages of a device belong to the driver; reading them could hang.
         if permissions.startswith("rw") and not (path and path[0].startswith(DEVICES)):
             start, stop = (int(number, 16) for number in span.split("-"))
             yield start, stop
@@ -38,6 +39,7 @@ def _writable_spans(pid: int) -> Iterator[tuple[int, int]]:
 def present_spans(pagemap: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
     """Yield spans of present pages (proc_pid_pagemap(5)); reading the others would create them."""
     entries = np.frombuffer(os.pread(pagemap, (stop - start) // PAGE_BYTES * 8, start // PAGE_BYTES * 8), np.uint64)
+    # Where presence begins and ends: the edges of each run of present pages.
     is_there = np.concatenate([[False], entries >> PRESENT_SHIFT != 0, [False]])
     edges = np.flatnonzero(is_there[1:] != is_there[:-1]).tolist()
     for first, last in zip(edges[::2], edges[1::2], strict=True):
@@ -47,6 +49,7 @@ def present_spans(pagemap: int, start: int, stop: int) -> Iterator[tuple[int, in
 
 def count_in_span(memory: int, at: int, end: int, secret: bytes) -> int:
     """Count the run of bytes between two addresses; 0 if they can't be read."""
+    # The process may unmap a page between the look at its map and this read.
     try:
         return os.pread(memory, end - at, at).count(secret)
     except OSError:

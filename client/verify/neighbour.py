@@ -74,6 +74,7 @@ def neighbour(address: str, card_uuid: str) -> Iterator[Neighbour]:
     """Run a neighbour on a card during the block. Raises CannotStart if it can't start."""
     command = [sys.executable, "-P", "-m", "gpulease.client.verify.neighbour", address, card_uuid]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    # The first window shows that it has begun to work.
     try:
         beside = Neighbour(process)
         if error := beside.window().error:
@@ -81,6 +82,7 @@ def neighbour(address: str, card_uuid: str) -> Iterator[Neighbour]:
         yield beside
     finally:
         # At the end of its input it frees its lease.
+        # It frees its lease in order; one that hangs is killed.
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=ANSWER_S)
         process.kill()
@@ -88,6 +90,7 @@ def neighbour(address: str, card_uuid: str) -> Iterator[Neighbour]:
 
 
 def _work(address: str, card_uuid: str) -> None:
+    # A short orphan time: a neighbour that was killed must not keep its slice.
     builder = GpuBuilder(address).min_vram(SLICE_BYTES).lease_secs(LEASE_S).device(card_uuid)
     with builder.orphan_secs(ORPHAN_S).acquire() as lease, GpuSession(lease) as session:
         module = session.module_load(rule_breakers())
@@ -108,6 +111,7 @@ def _work(address: str, card_uuid: str) -> None:
                     error, errors = error or "a result is wrong", errors + 1
             except GpuLeaseError as failure:
                 error, errors = error or f"{type(failure).__name__}: {failure}", errors + 1
+            # Only between two rounds: a round that has begun is always finished and compared.
             if select.select([sys.stdin], [], [], 0)[0]:
                 if not sys.stdin.readline():
                     return

@@ -74,6 +74,7 @@ def _session(scene: Scene, slice_bytes: int) -> Iterator[tuple[GpuLease, GpuSess
         yield lease, session, session.module_load(rule_breakers())
         # Code, streams and graphs take pages beyond the slice, or a few of it.
         spare_bytes = 32 * MIB if scene.is_card else 0
+        # Allocating all of it at once is the proof that every region's memory is back.
         session.mem_free(session.mem_alloc(slice_bytes - spare_bytes))
 
 
@@ -92,6 +93,7 @@ def beside_another(scene: Scene, size_bytes: int, times: int) -> str:
         wrong: list[str] = []
 
         def hammer() -> None:
+            # Each round writes another value and counts the words that are not 0: all of them, unless one was lost.
             words = kept.size_bytes // WORD_BYTES
             while not is_over.is_set():
                 started = time.perf_counter()
@@ -107,11 +109,12 @@ def beside_another(scene: Scene, size_bytes: int, times: int) -> str:
         hammering = threading.Thread(target=hammer, daemon=True)
         hammering.start()
         until = time.monotonic() + RETURN_S
-        # Step 1: some quiet rounds, for comparison. Step 2: revoke other regions while the work goes on.
+        # Step 1: some quiet rounds, for comparison. Step 2: revoke other regions while the work continues.
         while len(taken_us) < QUIET_ROUNDS and not wrong and time.monotonic() < until:
             time.sleep(0.01)
         quiet, rounds = percentile([*taken_us, 0.0], 99), len(taken_us)
         try:
+            # Open, revoke, wait for the proof, release: the whole life of a region, next to the work.
             for _ in range(times):
                 other = lease.region(size_bytes, ttl_secs=TTL_S)
                 other.revoke("the proof")
@@ -136,12 +139,13 @@ def stale_pointer(scene: Scene, size_bytes: int) -> str:
         words = gone.size_bytes // WORD_BYTES
         both, only_kept = session.region_set([kept, gone]), session.region_set([kept])
         _fill(session, module, gone, PATTERN, both)
+        # Both regions are written; only one of them is revoked.
         _fill(session, module, kept, PATTERN, both)
         session.sync()
         gone.revoke("the proof")
         # The first refusal says how the region ended, all later ones that it is fenced.
-        for told in (RegionRevoked, RegionFenced, RegionFenced):
-            _expect(told, lambda: _fill(session, module, gone, PATTERN, both), session)
+        for wanted in (RegionRevoked, RegionFenced, RegionFenced):
+            _expect(wanted, lambda: _fill(session, module, gone, PATTERN, both), session)
         scene.wait_for_end(gone.lease_id, RETURN_S)
         if found := count_set(session, module, gone.address, words, only_kept):
             raise Breach(f"{found} of {words} words of a returned region are readable")
@@ -182,6 +186,7 @@ def churning(scene: Scene, count: int) -> str:
         streams = [session.stream() for _ in range(STREAMS)]
         rounds = 0
         for _ in range(count):
+            # Queue work in all streams first, so that regions end while it runs.
             for stream, buffer in zip(streams, buffers, strict=True):
                 session.mem_write(buffer, 0, values)
                 args = KernelArgs().push_buffer(buffer).push_u32(values.size).push_f32(3.0)
@@ -197,6 +202,7 @@ def churning(scene: Scene, count: int) -> str:
                 if session.mem_read(buffer, 0, values.nbytes) != (values * 3).tobytes():
                     raise Breach("a result is wrong while regions come and go")
                 rounds += 1
+        # Everything is given back, so that the slice is whole at the end.
         for region in live:
             region.free()
             region.close()
@@ -215,6 +221,7 @@ def under_a_graph(scene: Scene, size_bytes: int) -> str:
         lease.region(size_bytes, ttl_secs=TTL_S) as gone,
     ):
         both, only_kept = session.region_set([kept, gone]), session.region_set([kept])
+        # One graph for each region; only the first one's region is revoked.
         graphs = []
         for region in (gone, kept):
             args = KernelArgs().push_buffer(region).push_u32(32).push_f32(1.0)
@@ -228,6 +235,7 @@ def under_a_graph(scene: Scene, size_bytes: int) -> str:
             in_both.launch(regions=both, position=position)
         revoking = threading.Thread(target=gone.revoke, args=("the proof",))
         revoking.start()
+        # Launch until a replay is refused: from then on none may begin.
         begun = _launch_until_refused(session, lambda at: in_both.launch(regions=both, position=at))
         revoking.join()
         in_kept.launch(regions=only_kept)
@@ -248,6 +256,7 @@ def _launch_until_refused(session: GpuSession, launch: Callable[[int], object]) 
             session.sync()
         except RegionRevoked as error:
             if error.position is None or error.position > position:
+                # The refusal names the first replay that did not begin, never a later one.
                 raise Breach(f"the refusal names position {error.position}; {position} was the last") from None
             return error.position
         position += 1
@@ -256,6 +265,7 @@ def _launch_until_refused(session: GpuSession, launch: Callable[[int], object]) 
 
 def parent_killed(scene: Scene, size_bytes: int) -> str:
     """A session's process is killed while a region ends: all regions end with it, and the card's bytes are back."""
+    # No session is open here: the worker serves the regions alone.
     lease = scene.builder(4 * size_bytes).acquire()
     regions = [lease.region(size_bytes, ttl_secs=TTL_S) for _ in range(3)]
     revoking = threading.Thread(target=_revoke_anyway, args=(regions[0],))
@@ -277,6 +287,7 @@ def _revoke_anyway(region: Region) -> None:
 def expiring_at_once(scene: Scene) -> str:
     """As many regions as a session can have expire in the same millisecond; all are proved free."""
     with _session(scene, 2 * MAX_REGIONS * 2 * MIB) as (lease, session, module):
+        # All with the same end, and so in the same millisecond.
         regions, ends_s = _open_all(lease)
         names = session.region_set(regions)
         # On a slow host some may have expired already.
@@ -295,6 +306,7 @@ def expiring_at_once(scene: Scene) -> str:
 
 def _open_all(lease: GpuLease) -> tuple[list[Region], float]:
     """Open as many regions as a session can have, all with the same end; returns them and that time."""
+    # A slow host needs more time to open them all: try again with a later end.
     for opening_s in OPENING_S:
         regions: list[Region] = []
         ends_s = time.monotonic() + opening_s
@@ -315,6 +327,7 @@ def broker_killed(driver: str) -> str:
         with _session(scene, 256 * MIB) as (lease, session, module):
             # Each step leaves the region in another state when the broker dies.
             for step in ("opened", "revoked", "waited for", "returned"):
+                # A region in use, in the session that outlives the broker.
                 region = lease.region(16 * MIB, ttl_secs=TTL_S)
                 names = session.region_set([region])
                 _fill(session, module, region, 1, names)
@@ -325,8 +338,10 @@ def broker_killed(driver: str) -> str:
                     revoking.start()
                 if step == "returned":
                     scene.wait_for_end(region.lease_id, RETURN_S)
+                # The broker dies here; its worker and the session live.
                 daemon.kill()
                 daemon.start()
+                # The next broker must know the region, and must be able to end it.
                 if step == "opened":
                     _fill(session, module, region, 1, names)
                     session.sync()

@@ -148,7 +148,7 @@ from gpulease.client import GpuBuilder, InvalidRequest
 
 with GpuBuilder(sys.argv[1]).min_vram(1 << 20).acquire() as lease, lease.events() as events:
     next(events)
-    while not events._stream._channel.link.told:
+    while not events._stream._channel.link.notifications:
         events._stream._channel.pump()
     pid = os.fork()
     if not pid:

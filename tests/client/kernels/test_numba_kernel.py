@@ -250,7 +250,7 @@ def test_the_asyncio_face(daemon: Daemon) -> None:
     ("types", "arguments", "said"),
     [
         (None, ("array",), "takes 2 arguments, 1 are given"),
-        (None, ("buffer", 1.0), "x is a buffer, whose elements have no type"),
+        (None, ("buffer", 1.0), "x is a buffer: its elements have no type"),
         (None, (np.zeros(3), 1.0), "x is an array of the host's memory"),
         (None, ("array", "text"), "a launch can't take unicode_type"),
         ("void(float32[:], float32)", ("array", 1j), "value is complex128, but the signature declares float32"),
