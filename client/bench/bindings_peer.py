@@ -34,6 +34,7 @@ class DriverFailed(Exception):
 
 def measure(launches: int, samples: int) -> dict[str, float]:
     """Time the calls on the first card that this process sees. Raises DriverFailed and WrongResult."""
+    # The time of a program's own start: from cuInit to a context that has finished its first wait.
     started = time.perf_counter()
     _checked(api.cuInit(0))
     card = _checked(api.cuDeviceGet(0))
@@ -57,6 +58,7 @@ def _alloc_and_free() -> None:
 
 
 def _open_calls() -> Calls:
+    # The handles first, then the memory: the timed allocations come after OTHER_BYTES of another one.
     text = ctypes.create_string_buffer(kernel_text())
     module = _checked(api.cuModuleLoadData(ctypes.addressof(text)))
     function = _checked(api.cuModuleGetFunction(module, b"count"))
@@ -65,15 +67,19 @@ def _open_calls() -> Calls:
         _checked(api.cuMemAlloc(size)) for size in (THREADS * 4, SMALL_COPY_BYTES, PINNED_BYTES)
     )
     _checked(api.cuMemsetD8(counters, 0, THREADS * 4))
+    # Two kinds of host memory: an ordinary array, and pinned memory that the driver allocates.
     small, counts = np.empty(SMALL_COPY_BYTES, np.uint8), np.empty(THREADS, np.uint32)
     pinned_address = int(_checked(api.cuMemHostAlloc(PINNED_BYTES, 0)))
     pinned = np.ctypeslib.as_array((ctypes.c_uint8 * PINNED_BYTES).from_address(pinned_address))
+    # Pack the arguments once: a launch passes an array of pointers to their values.
     values = ctypes.c_uint64(int(counters)), ctypes.c_uint32(THREADS), ctypes.c_uint32(STEP)
     pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
     packed, small_address = ctypes.addressof(pointers), small.ctypes.data
+    # Bind the functions, so that a call costs no look-up.
     launch_kernel, synchronize = api.cuLaunchKernel, api.cuCtxSynchronize
     to_card, from_card = api.cuMemcpyHtoD, api.cuMemcpyDtoH
 
+    # The default argument keeps the packed values alive as long as the function.
     def launch(_kept: object = (values, pointers)) -> None:
         if launch_kernel(function, 1, 1, 1, THREADS, 1, 1, 0, 0, packed, 0)[0]:
             raise DriverFailed("cuLaunchKernel")

@@ -4,8 +4,8 @@ The file bounds.toml has a table for each promise. Under a driver's name it says
 and what bounds it:
 
 - `figure`: its path in the report, keys joined by dots.
-- `of` and `beside`: another path, and its short name. The bound is then one of `figure / of`, which does not depend on
-  how fast the host or card is.
+- `of` and `beside`: a divisor's path, and its short name. The bound is then one of `figure / of`, which does not depend
+  on how fast the host or card is.
 - `at_most` or `at_least`: the bound.
 - `goal`: a better value that is not reached yet.
 - `needs`: what a host may lack. Without it the row is left out; any other missing figure is a missed bound.
@@ -56,12 +56,12 @@ class Bound:
 
     @property
     def aim(self) -> float:
-        """The goal; the bound if there is no goal."""
+        """The value to aim for: the goal if there is one, else the bound itself."""
         return self.limit if self.goal is None else self.goal
 
     @property
     def aim_text(self) -> str:
-        """The aim for a table: "<= 0.5 of C"."""
+        """The aim as a cell of a table, with its direction and divisor: "<= 0.5 of C"."""
         return f"{'>=' if self.is_least else '<='} {self.aim:g}{f' of {self.beside}' if self.of else ''}"
 
     def value(self, figure: float | None, divisor: float | None) -> float | None:
@@ -107,12 +107,14 @@ def parse_bounds(text: str, driver: str) -> list[Bound]:
 
 
 def _bound(name: str, promise: Mapping[str, Any], given: Mapping[str, Any]) -> Bound:
+    # Step 1: the file's form: known keys, and exactly one limit.
     if unknown := set(given) - _KEYS or set(promise) - {"text", "unit", *DRIVERS}:
         raise ValueError(f"{name}: {', '.join(sorted(unknown))} must be one of {', '.join(sorted(_KEYS))}")
     limits = [key for key in ("at_most", "at_least") if key in given]
     if len(limits) != 1:
         raise ValueError(f"{name}: it must have either at_most or at_least")
     is_least, limit, goal = limits == ["at_least"], float(given[limits[0]]), given.get("goal")
+    # Step 2: the bound. A ratio has no unit of its own.
     unit = "x" if "of" in given else str(promise["unit"])
     bound = Bound(
         name,
@@ -126,6 +128,7 @@ def _bound(name: str, promise: Mapping[str, Any], given: Mapping[str, Any]) -> B
         None if goal is None else float(goal),
         str(given.get("needs", "")),
     )
+    # Step 3: the goal must lie beyond the bound, or it would already be promised.
     if bound.goal is not None and not bound.holds(bound.goal, limit):
         raise ValueError(f"{name}: its goal of {bound.goal:g} must be better than its bound of {limit:g}")
     return bound
@@ -134,6 +137,7 @@ def _bound(name: str, promise: Mapping[str, Any], given: Mapping[str, Any]) -> B
 def flat(report: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
     """Yield the path and the value of each number in a nested report."""
     for key, value in report.items():
+        # Nested tables become one path, such as "decode.step.8.ms".
         if isinstance(value, Mapping):
             yield from flat(value, f"{prefix}{key}.")
         elif isinstance(value, int | float) and not isinstance(value, bool):
@@ -147,12 +151,13 @@ def outcomes(bounds: Sequence[Bound], report: Mapping[str, Any]) -> list[Outcome
 
 
 def keeps_bounds(driver: str, report: Mapping[str, Any]) -> bool:
-    """True if a part of a run, such as its regions, keeps each bound whose figures it has."""
+    """True if a part of a run, such as its regions, keeps each bound for which it has figures."""
     return all(one.is_kept for one in outcomes(load_bounds(driver), report) if one.value is not None)
 
 
 def _outcome(bound: Bound, figures: Mapping[str, float]) -> Outcome:
     value = bound.value(figures.get(bound.figure), figures.get(bound.of))
+    # A figure that the host can't have is left out; one that should be there is a missed bound.
     if value is None:
         return Outcome(bound, None, None if bound.needs else False)
     return Outcome(bound, value, bound.holds(value, bound.limit))

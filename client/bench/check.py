@@ -58,6 +58,7 @@ def measure_promises(driver: str, say: Say, warn: Say) -> dict[str, Any]:
     report: dict[str, Any] = {"host": _host()}
     # Whether "auto" finds a card is known only once a daemon runs: a card's sizes also suit the embedded driver.
     size = "cpu" if driver == "cpu" else "cuda"
+    # The whole bench first: its private daemons must be alone on the card.
     bench = measure_beside_direct_calls(Plan(driver, ROUNDS[size], LAUNCHES[size], LEASES, FLIPS, "", ""), say, warn)
     found = bench["driver"]
     report |= {"title": bench["title"], "driver": found, "card": bench["card"], "bench": bench}
@@ -69,6 +70,7 @@ def measure_promises(driver: str, say: Say, warn: Say) -> dict[str, Any]:
     say("the lease core with its journal, audit log and log")
     report["core"] = core_figures(CORE_LEASES[found], ("journal", "audit", "log"))
     say("requests of one lease each, the tenant's own contexts used again")
+    # A daemon of its own: its pool holds the contexts that requests use again.
     with private_daemon(found, warm_contexts=REQUEST_CONTEXTS, settings='recycle = "same-tenant"\n') as address:
         report["gateway"] = request_figures(address, REQUEST_S, has_pool=True)
     return report
@@ -80,6 +82,7 @@ def _host() -> Figures:
     # The best of many short samples: other processes can only make them slower.
     for _ in range(PYTHON_SAMPLES):
         kept: dict[int, int] = {}
+        # A fixed amount of interpreted work, with nothing but a small dictionary.
         began = time.perf_counter()
         for number in range(PYTHON_STEPS):
             kept[number & 63] = number
@@ -103,13 +106,15 @@ def _decode(address: str, driver: str, say: Say) -> dict[str, Any]:
     steps: dict[str, dict[str, Figures]] = {"step": {}, "direct": {}, "torch": {}}
 
     def keep(figure: Mapping[str, object]) -> None:
+        # Keep only steps, by the way in which they ran: other figures have no bound.
         kind, batch, took_ms = (figure.get(key) for key in ("figure", "batch", "ms"))
         if kind in steps and batch is not None and isinstance(took_ms, float):
             steps[str(kind)][str(batch)] = {"ms": took_ms}
 
+    # The kernels alone are not promised, so their times are left out.
     plan = DecodePlan((shape,), BATCHES[driver], (CONTEXT,), ("decode_torch",), times_kernels=False)
     measure_decode(address, plan, keep, say)
-    say(f"{shape}: a decoder beside its engine")
+    say(f"{shape}: a decoder compared with its engine")
     served = asyncio.run(measure_throughput(checkpoint, address, DECODER_S, DECODER_BATCHES[driver]))
     say(f"{shape}: a rebind behind {REBIND_TOKENS} tokens")
     (rebind,) = asyncio.run(measure_rebinds(address, checkpoint, (REBIND_TOKENS,)))
@@ -129,6 +134,7 @@ def check_promises(report: Mapping[str, Any]) -> list[Outcome]:
 
 def read_earlier(path: Path, report: Mapping[str, Any]) -> dict[str, Any]:
     """An earlier run's report. Raises CannotStart if the file is not one, or is of another kind of card."""
+    # One byte more than allowed shows that the file is too large.
     try:
         with path.open("rb") as file:
             text = file.read(MAX_FILE_BYTES + 1)
@@ -140,6 +146,7 @@ def read_earlier(path: Path, report: Mapping[str, Any]) -> dict[str, Any]:
         earlier = None
     if not isinstance(earlier, dict) or not {"driver", "card", "title"} <= set(earlier):
         raise CannotStart(f"{path} must be a file that `gpulease bench --check` has written")
+    # Figures of another card would look like regressions, or hide them.
     for key in ("driver", "card"):
         if earlier[key] != report[key]:
             raise CannotStart(
@@ -150,7 +157,7 @@ def read_earlier(path: Path, report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fallen(now: list[Outcome], before: Mapping[str, Outcome]) -> list[Bound]:
-    """The bounds whose value is worse than the earlier run's, by `bounds.FALL` or more."""
+    """The bounds with a value that is worse than the earlier run's, by `bounds.FALL` or more."""
     return [
         one.bound
         for one in now

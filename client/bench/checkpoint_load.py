@@ -47,7 +47,7 @@ FAMILIES: Final = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 
 async def measure(address: str, path: Path) -> None:
-    """Print the figures of a model's files."""
+    """Print the rates of copies, loads from warm and from cold files, and reads of a model's largest file."""
     checkpoint = open_model(path)
     await _print_copies(address)
     # Prepare the cache before each round: the load before has filled it.
@@ -70,11 +70,13 @@ def warm_load_figures(address: str, shape: str) -> dict[str, float]:
     """GB/s of loading a shape's files from the page cache, and of copying ordinary memory: the best of ROUNDS."""
 
     async def measure_both(path: Path) -> dict[str, float]:
+        # Each file is read once, so that all of it is in the page cache.
         checkpoint = open_model(path)
         moved = sum(file.stat().st_size for file in _files(path))
         for file in _files(path):
             _prepare(file, is_cold=False)
         loads = [await _load_rate(address, checkpoint, path) for _ in range(ROUNDS)]
+        # The same number of bytes from ordinary memory: what a load can reach at best.
         async with _lease(address, moved) as lease, GpuSession(lease) as session:
             buffer, ordinary = await session.mem_alloc(moved), np.ones(moved, np.uint8)
             copies = [await _copy_rate(session, buffer, ordinary) for _ in range(ROUNDS)]
@@ -90,6 +92,7 @@ async def _print_copies(address: str) -> None:
     async with _lease(address, COPIED_BYTES) as lease, GpuSession(lease) as session:
         buffer = await session.mem_alloc(COPIED_BYTES)
         ordinary, shared = np.ones(COPIED_BYTES, np.uint8), session.empty(ARENA_BYTES, np.uint8)
+        # Touch every page: memory that was never written costs a fault at its first copy.
         shared[:] = 1
         for name, values in (("ordinary memory", ordinary), ("the arena", shared)):
             figure = {"figure": "mem_write", "of": name, "bytes": values.nbytes}
@@ -104,6 +107,7 @@ async def _copy_rate(session: GpuSession, buffer: Buffer, values: "np.typing.NDA
         await session.sync()
 
     await write()
+    # CPU time of this process alone: the daemon's threads and the card's copies are not in it.
     return await _rate(write, values.nbytes)
 
 
@@ -137,6 +141,7 @@ async def _print_load(address: str, checkpoint: Checkpoint, path: Path, state: s
 
 
 async def _load_rate(address: str, checkpoint: Checkpoint, path: Path) -> dict[str, float]:
+    # A lease of exactly this model's size, as a decoder would take.
     size = size_bytes(checkpoint, positions=POSITIONS)
     async with _lease(address, size) as lease, GpuSession(lease) as session:
 
@@ -164,9 +169,11 @@ def _prepare(path: Path, *, is_cold: bool) -> None:
     with path.open("rb", buffering=0) as file:
         if is_cold:
             # Only clean pages can be dropped.
+            # A page that is not written back can't be dropped.
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             return
+        # Reading in large pieces is enough: the bytes themselves are not needed.
         into = bytearray(16 << 20)
         while file.readinto(into):
             pass
@@ -180,15 +187,18 @@ def written(shape: str) -> Iterator[Path]:
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(_said(checkpoint.config)))
         entries, at = {}, 0
+        # First the header: each tensor's place follows from the sizes of those before it.
         for tensor, sizes in model_tensors(checkpoint.config):
             end = at + int(np.prod(sizes)) * 2
             entries[tensor] = {"dtype": "BF16", "shape": sizes, "data_offsets": (at, end)}
             at = end
         header = json.dumps(entries).encode()
+        # The header's length must be a multiple of 8 (safetensors).
         header += b" " * (-len(header) % 8)
         with (folder / "model.safetensors").open("wb") as file:
             file.write(len(header).to_bytes(8, "little") + header)
             for tensor, _ in model_tensors(checkpoint.config):
+                # Rows in pieces: a tensor of a large shape would not fit in memory twice.
                 rows = checkpoint.tensor(tensor)
                 for begin in range(0, rows.rows, ROWS_AT_ONCE):
                     file.write(rows.bf16(begin, min(begin + ROWS_AT_ONCE, rows.rows)).data)
@@ -196,7 +206,7 @@ def written(shape: str) -> Iterator[Path]:
 
 
 def _said(config: ModelConfig) -> dict[str, object]:
-    """A shape in the terms of config.json."""
+    """The content of a config.json that describes this shape."""
     return {
         "architectures": [FAMILIES[config.family]],
         "model_type": str(config.family),
@@ -216,6 +226,7 @@ def _said(config: ModelConfig) -> dict[str, object]:
 
 def main(words: Sequence[str]) -> None:
     """Print the figures of the model that the argument names."""
+    # A shape's files are written to a temporary folder that ends with this block.
     with contextlib.ExitStack() as stack:
         path = stack.enter_context(written(words[0])) if words[0] in SHAPES else Path(words[0])
         address = running_address() or stack.enter_context(private_daemon("auto"))

@@ -80,7 +80,7 @@ class Churn:
 
     @contextlib.asynccontextmanager
     async def going_on(self) -> AsyncIterator[None]:
-        """Keep up the load until the block ends."""
+        """Keep up the load until the block ends: one task for each lease, and one that acts as an operator."""
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._slot()) for _ in range(self._leases)]
             tasks.append(group.create_task(self._look_around()))
@@ -94,6 +94,7 @@ class Churn:
     async def at_rest(self) -> AsyncIterator[None]:
         """Until the block ends, every lease is attached and renewed, and no request is sent."""
         self._resume.clear()
+        # Step 1: ask all tasks to rest. Step 2: wait until the last one does. Step 3: they rest until the block ends.
         self._rest.set()
         try:
             async with asyncio.timeout(PATIENCE_S), self._changed:
@@ -109,6 +110,7 @@ class Churn:
     async def _slot(self) -> None:
         while True:
             ending = next(self._endings)
+            # A lease that is to expire would end in the middle of the rest.
             if ending == "expire" and self._rest.is_set():
                 ending = "free"
             try:
@@ -126,9 +128,11 @@ class Churn:
         async with self._acquiring:
             lease = await self._timed("acquire", builder.acquire())
         if ending == "expire":
+            # It gets a short time and no renewal; all others live twice their renewal.
             return await self._let_expire(lease)
         async with await self._timed("attach", GpuSession(lease)) as session:
             await self._work(session)
+            # Two renewals: the second one shows that the first has been remembered.
             for _ in range(2):
                 await self._hold(lease, self._random.uniform(0.25, 0.75) * self._life_s)
                 await self._timed("renew", lease.renew(TTL_S))
@@ -150,6 +154,7 @@ class Churn:
 
     async def _end(self, ending: str, lease: GpuLease, session: GpuSession) -> None:
         match ending:
+            # A tenant's own end: session first, then the lease.
             case "free":
                 await session.close()
                 await self._timed("free", lease.free())
@@ -167,6 +172,7 @@ class Churn:
                 pass  # Its last reference goes: the lease is given back without an answer.
 
     async def _work(self, session: GpuSession) -> None:
+        # The whole of a session's work, compared with numpy: a wrong answer under load is a surprise as well.
         module = await session.module_load(self._image)
         buffer = await session.mem_alloc(_X.nbytes)
         await session.mem_write(buffer, 0, _X)
@@ -184,6 +190,7 @@ class Churn:
         until = time.monotonic() + seconds
         while (left_s := until - time.monotonic()) > 0:
             try:
+                # Whichever comes first: the lease's time, or the wish to rest.
                 async with asyncio.timeout(left_s):
                     await self._rest.wait()
             except TimeoutError:
@@ -192,6 +199,7 @@ class Churn:
             await self._wait_for_the_others()
 
     async def _wait_for_the_others(self) -> None:
+        # Count in, wait for the end of the rest, count out.
         await self._count(1)
         await self._resume.wait()
         await self._count(-1)
@@ -205,6 +213,7 @@ class Churn:
 
     async def _look_around(self) -> None:
         while True:
+            # What an operator's page asks for, once a second.
             for name, op in (("inventory", Opcode.GET_INVENTORY), ("list", Opcode.LEASE_LIST_ACTIVE)):
                 await self._timed(name, asyncio.to_thread(ask, op, Empty(), self._address))
             with contextlib.suppress(TimeoutError):
@@ -223,6 +232,7 @@ class Churn:
 async def _until_refused(session: GpuSession, unless: asyncio.Event | None = None) -> None:
     """Sync until the session's end is reported, or `unless` is set. Raises the reported error, or TimeoutError."""
     async with asyncio.timeout(PATIENCE_S):
+        # The error comes with the first operation after the end, so ask again and again.
         while unless is None or not unless.is_set():
             await session.sync()
             await asyncio.sleep(REFUSED_LOOK_S)

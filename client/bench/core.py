@@ -30,9 +30,11 @@ def keeps_core_bounds(figures: dict[str, dict[str, float]]) -> bool:
 
 def core_figures(leases: int, kept: tuple[str, ...]) -> dict[str, float]:
     """Measure one run, in a process of its own. Raises CannotStart."""
+    # A process of its own: ten thousand leases leave memory that would disturb later measurements.
     command = [sys.executable, "-P", "-m", "gpulease.daemon.bench.lease_table", str(leases), *kept]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=TIMEOUT_S, check=False)
     try:
+        # The figures are the last line; a log may come before them.
         figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
         said = (done.stderr.decode(errors="replace").strip() or "no output").splitlines()[-1]

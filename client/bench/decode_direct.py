@@ -41,7 +41,7 @@ SHARED_BYTES: Final = 48 << 10
 
 
 class NoDriver(Exception):
-    """There is no CUDA driver, or no card; the message says which."""
+    """The CUDA driver, its bindings, or a card is missing; the message says which."""
 
 
 class DriverFailed(Exception):
@@ -54,6 +54,7 @@ def cuda_driver() -> Any:
         from cuda.bindings import driver
 
         _check(driver, driver.cuInit(0))
+        # The primary context, as a program with the runtime API gets it.
         card = _check(driver, driver.cuDeviceGet(0))
         _check(driver, driver.cuCtxSetCurrent(_check(driver, driver.cuDevicePrimaryCtxRetain(card))))
     except ImportError as error:
@@ -65,6 +66,7 @@ def cuda_driver() -> Any:
 
 def _check(api: Any, answer: tuple[Any, ...]) -> Any:
     if answer[0]:
+        # The driver explains its error; without a text, the number has to do.
         name = api.cuGetErrorString(answer[0])[1]
         raise DriverFailed(name.decode() if isinstance(name, bytes) else str(answer[0]))
     return answer[1] if len(answer) > 1 else None
@@ -97,7 +99,8 @@ class DirectSession:
         return _check(self.api, getattr(self.api, name)(*args))
 
     async def mem_alloc(self, size_bytes: int) -> Buffer:
-        """Allocate device memory, set to zero."""
+        """Allocate device memory and set it to zero, as a session's memory is."""
+        # Zeroed, because the engine relies on it, as on a lease.
         address = self.call("cuMemAlloc", size_bytes)
         self.call("cuMemsetD8", address, 0, size_bytes)
         return Buffer(self, int(address), size_bytes)
@@ -108,6 +111,7 @@ class DirectSession:
 
     async def mem_write(self, buffer: Buffer, offset: int, data: Any) -> None:
         """Copy bytes to the card, from byte `offset` of the buffer on."""
+        # Flat bytes: the driver takes an address and a length.
         source = np.frombuffer(memoryview(data).cast("B"), np.uint8)
         self.call("cuMemcpyHtoD", buffer.handle + offset, source.ctypes.data, source.nbytes)
 
@@ -127,7 +131,8 @@ class DirectSession:
         arg_sizes: None,
         shared_bytes: int,
     ) -> None:
-        """Queue a launch in the current stream."""
+        """Queue a launch in the current stream: during a capture, in the graph."""
+        # The argument bytes lie without gaps; the driver takes a pointer to each.
         start = ctypes.create_string_buffer(args.data, len(args.data))
         places = np.cumsum([0, *args.sizes[:-1]], dtype=np.uint64) + np.uint64(ctypes.addressof(start))
         shape = (*grid, *(1,) * (3 - len(grid)), *block)
@@ -138,6 +143,7 @@ class DirectSession:
         found = self._functions.get((module.handle, kernel))
         if found is None:
             found = self.call("cuModuleGetFunction", self._modules[module.handle], kernel.encode())
+            # More than 48 KiB of shared memory must be asked for by name (CUDA C++ Programming Guide, Shared Memory).
             if shared_bytes > SHARED_BYTES:
                 most = self.api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 self.call("cuFuncSetAttribute", found, most, shared_bytes)
@@ -148,6 +154,7 @@ class DirectSession:
     def captured(self, stream: Any) -> Iterator[list[Any]]:
         """Capture what the block puts into a stream; after the block, the list contains the executable graph."""
         made: list[Any] = []
+        # Launches and copies of the block go into this stream, and so into the graph.
         self.stream = stream
         mode = self.api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         self.call("cuStreamBeginCapture", stream, mode)
@@ -155,7 +162,7 @@ class DirectSession:
         made.append(self.call("cuGraphInstantiate", self.call("cuStreamEndCapture", stream), 0))
 
     def pinned(self, count: int, dtype: Any) -> "np.typing.NDArray[Any]":
-        """An array in pinned host memory."""
+        """An array in pinned host memory, which the driver can copy to and from while the host continues."""
         size = count * dtype.itemsize
         address = self.call("cuMemAllocHost", size)
         return np.frombuffer((ctypes.c_ubyte * size).from_address(int(address)), dtype)
@@ -175,6 +182,7 @@ class DirectEngine:
         self._forward = forward
         self._buckets = buckets
         most = forward.limits.max_rows
+        # One stream, event, and pair of host arrays for each step in progress.
         self._streams = [session.call("cuStreamCreate", 1) for _ in range(MAX_STEPS)]
         self._events = [session.call("cuEventCreate", 2) for _ in range(MAX_STEPS)]
         self._rows = [session.pinned(most, ROW) for _ in range(MAX_STEPS)]
@@ -188,6 +196,7 @@ class DirectEngine:
         cls, api: Any, config: ModelConfig, limits: StepLimits, blocks: int, buckets: Sequence[int], target: str
     ) -> "DirectEngine":
         """Load random weights and the kernels, and capture a graph for each number of rows in `buckets`."""
+        # The same steps as `DecodeEngine.open`, without lease, regions and session.
         session: Any = DirectSession(api)
         weights = await load_weights(session, RandomCheckpoint(config, SEED), positions=limits.positions)
         forward = ForwardPass(session, weights, limits, target)
@@ -201,6 +210,7 @@ class DirectEngine:
     async def _capture(self) -> None:
         session, forward = self._session, self._forward
         self._session.call("cuCtxSynchronize")
+        # A graph for each number of rows and each of the two streams: its copies have fixed addresses.
         for parity, stream in enumerate(self._streams):
             given, found = self._rows[parity].ctypes.data, self._results[parity].ctypes.data
             for bucket in self._buckets:
@@ -215,7 +225,9 @@ class DirectEngine:
         session, number = self._session, self._next
         parity = number % MAX_STEPS
         stream = self._streams[parity]
+        # The rows go to the place that the graph copies from.
         self._rows[parity][: len(rows)] = rows
+        # In order after the step before, which may still run in the other stream.
         if self._steps:
             session.call("cuStreamWaitEvent", stream, self._events[1 - parity], 0)
         session.call("cuGraphLaunch", self._graphs[len(rows), parity], stream)
@@ -227,6 +239,7 @@ class DirectEngine:
     async def finish(self) -> Results:
         """Wait for the oldest step in progress. Returns RESULT records."""
         parity, rows = self._steps.popleft()
+        # Its stream is done; a copy leaves the array free for the next step.
         self._session.call("cuStreamSynchronize", self._streams[parity])
         return self._results[parity][:rows].copy()
 
@@ -234,6 +247,7 @@ class DirectEngine:
 async def measure(api: Any, shape: str, target: str, batches: Sequence[int], contexts: Sequence[int]) -> None:
     """Print the figures of a shape, for each batch and context."""
     config, limits = SHAPES[shape], limits_of(batches, contexts)
+    # Blocks for the largest batch at the longest context.
     count = max(batches) * limits.table_blocks
     engine = await DirectEngine.open(api, config, limits, count, batches, target)
     for context in contexts:
@@ -244,8 +258,10 @@ async def measure(api: Any, shape: str, target: str, batches: Sequence[int], con
 
 
 if __name__ == "__main__":
+    # Arguments as the parent process passed them.
     shape, target, batches, contexts = sys.argv[1:]
     try:
+        # Without a driver this is not a failure: the run's other figures are still worth printing.
         api = cuda_driver()
     except NoDriver as error:
         print_figures({"figure": "direct", "shape": shape, "skipped": str(error)})

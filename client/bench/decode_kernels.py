@@ -34,10 +34,12 @@ Figure = dict[str, Any]
 async def kernel_figures(engine: DecodeEngine, blocks: Blocks, batch: int, context: int) -> AsyncIterator[Figure]:
     """Yield each kernel's microseconds per launch and per step, alone in graphs, in order of their share of a step."""
     await _give_rows(engine, blocks, batch, context)
+    # The share of a step is the kernel's time times its launches in that step.
     found: list[Figure] = []
     for kind, launches in _kinds(engine, batch).items():
         took_us = await _launch_us(engine, launches)
         moved = _weight_bytes(launches[0])
+        # Only linear layers read a known number of bytes: their weights.
         rate = {"gb_per_s": moved / took_us / 1e3} if moved else {}
         found.append(
             {"kernel": kind, "us": took_us, "launches": len(launches), "step_us": took_us * len(launches)} | rate
@@ -68,6 +70,7 @@ async def tile_figures(
     await engine.forward.library.load(*{one.name for others in tried.values() for one in others})
     chosen_us = best_us = 0.0
     for kind, launches in linears.items():
+        # Each variant computes the same layer; only its tile and the parts of its sums differ.
         times = {
             described(other): await _launch_us(engine, [varied(one, other) for one in launches])
             for other in tried[kind]
@@ -85,6 +88,7 @@ async def tile_figures(
             "cost": times[chosen] / times[best] - 1,
         }
     best_step_us = step_s * 1e6 - (chosen_us - best_us)
+    # What the step would take with the best of each: the cost is a share of that.
     share = {"step_cost": (chosen_us - best_us) / best_step_us} if best_step_us > 0 else {}
     yield {"linear": "all", "chosen_us": chosen_us, "best_us": best_us, "cost": chosen_us / best_us - 1} | share
 
@@ -104,9 +108,11 @@ def variants(launch: KernelLaunch, target: str) -> Iterator[KernelLaunch]:
         if kernels[name].constants["BM"] * MOST_READS < rows and name != launch.name:
             continue
         grid = grid_of(name, rows, count)
+        # A tile that does not split its sums has no parts to choose.
         if "chunk" not in values:
             yield KernelLaunch(name, grid, **values)
             continue
+        # The parts' sums need room in a buffer of the engine: leave out what does not fit.
         parts = values["parts"]
         assert isinstance(parts, Buffer)
         for chunk in _chunks(columns, _whole(launch, "chunk")):
@@ -122,6 +128,7 @@ def _chunks(columns: int, chosen: int) -> list[int]:
 
 def varied(launch: KernelLaunch, other: KernelLaunch) -> KernelLaunch:
     """A launch with the weights of `launch`, and the tile and splits of `other`."""
+    # The weights and arrays of this layer, the shape of the other launch.
     cut = {"chunk": other.values["chunk"]} if "chunk" in other.values else {}
     return KernelLaunch(other.name, other.grid, **launch.values | cut)
 
@@ -133,7 +140,7 @@ def described(launch: KernelLaunch) -> str:
 
 
 def _count(launch: KernelLaunch) -> int:
-    """Number of values in a row of the result."""
+    """How many values a row of the linear layer's result has: N, or F for one of a fused pair."""
     return _whole(launch, "N" if "N" in launch.values else "F")
 
 
@@ -144,6 +151,7 @@ def _whole(launch: KernelLaunch, name: str) -> int:
 
 
 async def _give_rows(engine: DecodeEngine, blocks: Blocks, batch: int, context: int) -> None:
+    # Rows must be valid: kernels follow their tables and blocks.
     rows = decode_rows(blocks, engine.limits, batch, context)
     await engine.session.mem_write(engine.forward.rows, 0, rows)
 
@@ -163,6 +171,7 @@ async def _launch_us(engine: DecodeEngine, launches: Sequence[KernelLaunch]) -> 
         for _ in range(repeats):
             for launch in launches:
                 await engine.forward.library.launch(launch)
+    # Once before the clock starts: the first launch of a graph prepares it.
     await graph.launch()
     await session.sync()
     began = time.perf_counter()
@@ -183,6 +192,7 @@ def _weight_bytes(launch: KernelLaunch) -> int:
     values = launch.values
     if not launch.name.startswith("linear"):
         return 0
+    # All buffers of the launch but its operands and parts are weights.
     return sum(
         value.size_bytes
         for name, value in values.items()

@@ -56,6 +56,7 @@ class Outcome:
 
 def arrivals(rate: float, count: int, seed: int) -> Iterator[float]:
     """Yield the times, in seconds from 0, at which `count` requests arrive, `rate` per second on average."""
+    # Exponential gaps make a Poisson process of that rate.
     chance, at = random.Random(seed), 0.0
     for _ in range(count):
         yield at
@@ -69,10 +70,12 @@ def prompt_of(words: int, seed: int) -> str:
 
 
 def figures_of(outcomes: Iterable[Outcome]) -> dict[str, Any]:
-    """The figures of some requests; times in milliseconds, None if there is no sample."""
+    """The figures of some requests; times in milliseconds, None without a sample."""
     known = list(outcomes)
+    # Only complete replies count as goodput; the others' times still count.
     whole = [one for one in known if not one.error]
     spent_s = max((one.ended_at for one in known), default=0.0) - min((one.sent_at for one in known), default=0.0)
+    # The first token from the request on; then the gaps between two tokens.
     first = [one.token_times[0] - one.sent_at for one in known if one.token_times]
     gaps = [b - a for one in known for a, b in zip(one.token_times, one.token_times[1:], strict=False)]
     tokens = sum(len(one.token_times) for one in whole)
@@ -92,6 +95,7 @@ def _percentiles(name: str, samples: Sequence[float]) -> dict[str, float | None]
 
 def tokens_of(chunk: Any) -> int:
     """Number of tokens in an object of a stream. Raises ReplyError for an error object."""
+    # An error in the middle of a stream comes as an object of its own.
     if "error" in chunk:
         raise ReplyError(f"stream: {chunk['error'].get('code')}")
     return sum(len((choice.get("logprobs") or {}).get("tokens") or ()) for choice in chunk["choices"])
@@ -110,9 +114,10 @@ class DecodeClient:
     """
 
     def __init__(self, url: str, max_tokens: int) -> None:
+        # Plain HTTP alone: TLS would measure the client's cipher as well.
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname:
-            raise ValueError(f"{url!r} is no server's URL: write http://HOST:PORT")
+            raise ValueError(f"{url!r} is not a server's URL: write http://HOST:PORT")
         self._host, self._port = parts.hostname, parts.port or 80
         self._max_tokens = max_tokens
 
@@ -123,6 +128,7 @@ class DecodeClient:
         try:
             async with asyncio.timeout(LIMIT_S):
                 await self._stream(key, json.dumps(asked).encode(), outcome)
+        # Each way to fail has a text of its own: the report counts them apart.
         except ReplyError as error:
             outcome.error = str(error)
         except TimeoutError:
@@ -133,6 +139,7 @@ class DecodeClient:
 
     async def _stream(self, key: str, body: bytes, outcome: Outcome) -> None:
         reader, writer = await asyncio.open_connection(self._host, self._port, limit=MAX_LINE_BYTES)
+        # One connection for each request, as HTTP/1.0 has it.
         try:
             head = f"POST /v1/completions HTTP/1.0\r\nHost: {self._host}:{self._port}\r\nAuthorization: Bearer {key}"
             head += f"\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -140,6 +147,7 @@ class DecodeClient:
             await writer.drain()
             await _check_head(reader)
             async for line in _lines(reader):
+                # The stream's own end; without it the reply was broken off.
                 if line == b"data: [DONE]":
                     return
                 if line.startswith(b"data: "):
@@ -152,6 +160,7 @@ class DecodeClient:
 
 async def _check_head(reader: asyncio.StreamReader) -> None:
     """Read a reply's head. Raises ReplyError, with the body's code, for a status other than 200."""
+    # The status line, then the head's lines up to the empty one.
     status = (await reader.readline()).split(b" ")[1].decode("latin-1")
     async for line in _lines(reader):
         if not line:
@@ -174,9 +183,11 @@ async def offer_load(client: DecodeClient, keys: Sequence[str], load: "Load") ->
     chance, began, found = random.Random(load.seed), time.monotonic(), list[Outcome]()
     running = set[asyncio.Task[None]]()
     for number, at_s in enumerate(arrivals(load.rate, load.requests, load.seed)):
+        # Wait until its time, however many requests are still open: arrivals don't depend on the server.
         await asyncio.sleep(max(0.0, began + at_s - time.monotonic()))
         outcome = Outcome(chance.randrange(len(keys)), time.monotonic())
         found.append(outcome)
+        # Beyond this, the client would run out of descriptors: count it as not sent.
         if len(running) >= MAX_OPEN:
             outcome.error, outcome.ended_at = "not sent", outcome.sent_at
             continue
@@ -184,6 +195,7 @@ async def offer_load(client: DecodeClient, keys: Sequence[str], load: "Load") ->
         task = asyncio.create_task(client.complete(keys[outcome.tenant], prompt, number, outcome))
         running.add(task)
         task.add_done_callback(running.discard)
+    # The last requests may end long after the last arrival.
     await asyncio.gather(*running)
     return found
 
@@ -210,7 +222,7 @@ _COLUMNS: Final = (
 
 
 def load_table(report: dict[str, Any]) -> str:
-    """Lay out a report for people."""
+    """Lay out a report as one table, a row for each key and one for all, with the errors below it."""
     rows = [
         [name, *("" if figures[key] is None else f"{figures[key]:g}" for key, _ in _COLUMNS)]
         for name, figures in [*report["tenants"].items(), ("all", report["all"])]
@@ -247,6 +259,7 @@ def main(
     """Offer a load to the decode server at URL, and print what its tenants got."""
     try:
         client = DecodeClient(url, max_tokens)
+    # A wrong URL is a mistake of the command line.
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     load = Load(rate, requests, prompt_words, seed)

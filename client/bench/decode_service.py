@@ -63,6 +63,7 @@ class Times(DecoderObserver):
         self.steps = 0
         self._last: dict[str, float] = {}
 
+    # `_last` stays: the next token of a sequence still has a token before it.
     def clear(self) -> None:
         """Forget all figures; sequences in progress are still timed."""
         self.gaps.clear()
@@ -72,11 +73,12 @@ class Times(DecoderObserver):
         self.steps = 0
 
     def on_step(self, report: StepReport) -> None:
-        """Record when each sequence got its token."""
+        """Record when each sequence got its token: the gap to its last one, by tenant."""
         now, last = time.monotonic(), self._last
         self.steps += 1
         for event in report.tokens:
             request = event.request
+            # A request that continues after a loss has another id; its sequence is the same.
             name = request.continues or request.request_id
             self.tokens[request.tenant_id] += 1
             if name in last:
@@ -94,7 +96,7 @@ class Times(DecoderObserver):
 
 
 class _Service:
-    """A decoder under load."""
+    """A decoder under load, and what is asked of it while it is measured."""
 
     def __init__(self, decoder: Decoder, times: Times) -> None:
         self.decoder, self.times = decoder, times
@@ -107,6 +109,7 @@ class _Service:
     async def output(self, tenant: str, seed: int, length: int, tokens: int) -> list[int]:
         """The complete output of a request: its tokens."""
         sampling = SamplingParameters(temperature=0.8, seed=seed)
+        # The seed decides the output: the same request gives the same tokens.
         asked = self.decoder.submit(self.prompt(seed, length), max_tokens=tokens, tenant_id=tenant, sampling=sampling)
         try:
             return [emitted.token async for emitted in asked]
@@ -131,6 +134,7 @@ class _Service:
             yield counts
         finally:
             for task in tasks:
+                # Wait for the end of all tasks: only a cancelled one has ended as it should.
                 task.cancel()
             ends = await asyncio.gather(*tasks, return_exceptions=True)
             counts["errors"] = sum(not isinstance(end, asyncio.CancelledError) for end in ends)
@@ -140,6 +144,7 @@ class _Service:
 
     async def revoke(self, tenant: str) -> bool:
         """Revoke a tenant's region; returns whether it had one."""
+        # A tenant without a region has lost it moments ago.
         pool = self.decoder.regions.pools.get(tenant)
         if pool is None or not pool.region.is_alive:
             return False
@@ -154,12 +159,15 @@ FIGURES: Final = ("throughput", "survivors", "rebinds", "shares")
 async def _serving(checkpoint: Checkpoint, address: str, most: int) -> AsyncIterator[tuple[_Service, list[str]]]:
     """Open a decoder for TENANTS tenants with at most `most` live sequences; yields it and the tenants' names."""
     names = [f"tenant-{number}" for number in range(TENANTS)]
+    # Blocks for each tenant's share of the live sequences, of full length.
     blocks = most // TENANTS * POSITIONS // PAGE
+    # One tenant counts three times as much, for `shares`.
     weights = [1.0] * (TENANTS - 1) + [3.0]
     tenants = [
         TenantConfig(name, most, blocks, weight, max_waiting=2 * most)
         for name, weight in zip(names, weights, strict=True)
     ]
+    # Enough rebinds at once to never limit what is measured.
     prefill_rows = min(128, most)
     settings = DecoderSettings(most + prefill_rows, prefill_rows, most, POSITIONS, rebinds_at_once=1_000_000)
     times = Times()
@@ -193,6 +201,7 @@ async def measure(
 async def throughput(service: _Service, names: Sequence[str], batch: int, for_s: float) -> dict[str, Any]:
     """Tokens per second of `batch` sequences of all tenants, and of the engine alone with as many rows."""
     length, tokens = 16, POSITIONS - 32
+    # The batch is divided among the tenants; a small one goes to the first of them.
     each = max(1, batch // len(names))
     async with service.load(names[: min(batch, len(names))], each, length, tokens):
         # Wait for the full batch, then for a steady state, before anything is counted.
@@ -206,6 +215,7 @@ async def throughput(service: _Service, names: Sequence[str], batch: int, for_s:
         # Attention reads all positions before each row: the engine alone must read as many.
         lengths += [sequence.length for sequence in service.live()]
     await _quiet(service)
+    # The mean position of the sequences at the beginning and the end of the time.
     context = sum(lengths) // len(lengths)
     bare = await engine_alone(service, batch, context, for_s)
     return {
@@ -219,6 +229,7 @@ async def throughput(service: _Service, names: Sequence[str], batch: int, for_s:
 
 async def engine_alone(service: _Service, batch: int, context: int, for_s: float) -> float:
     """Tokens per second of the engine without a scheduler, two steps in progress."""
+    # Rows as the decoder's steps have them, from all tenants' regions.
     engine, pools = service.decoder.engine, [*service.decoder.regions.pools.values()]
     rows = np.zeros(batch, ROW)
     rows["source"], rows["top_p"], rows["position"] = np.arange(batch), 1, context
@@ -227,9 +238,11 @@ async def engine_alone(service: _Service, batch: int, context: int, for_s: float
         pool = pools[row % len(pools)]
         rows["base"][row], rows["blocks"][row] = pool.region.address, pool.blocks
         rows["table"][row], rows["block"][row] = row, row // len(pools)
+    # The first step takes its tokens from the rows, later ones from the step before.
     first = rows.copy()
     first["source"], first["token"] = NO_ROW, 5
     await engine.start(first, pools)
+    # Two steps in progress, as under the decoder.
     steps, began = 0, time.monotonic()
     while time.monotonic() < began + for_s:
         await engine.start(rows, pools)
@@ -248,6 +261,7 @@ async def survivors(service: _Service, names: Sequence[str], for_s: float) -> di
         # Quiet and revoking in turn, twice, so that a change of the host's speed affects both.
         for _ in range(2):
             for name, found in gaps.items():
+                # Forget what came before this part; only the other tenants' gaps count.
                 service.times.clear()
                 until = time.monotonic() + for_s / 2
                 while time.monotonic() < until:
@@ -262,6 +276,7 @@ async def survivors(service: _Service, names: Sequence[str], for_s: float) -> di
         for name, found in gaps.items()
         for label, part in (("p50", 50), ("p99", 99), ("worst", 100))
     }
+    # The ratio is what matters: it does not depend on the card's speed.
     ratio = figures["revoking_p99_ms"] / figures["quiet_p99_ms"]
     return {"figure": "survivors' inter-token"} | figures | {"p99_ratio": ratio} | counts
 
@@ -269,6 +284,7 @@ async def survivors(service: _Service, names: Sequence[str], for_s: float) -> di
 async def rebinds(service: _Service, names: Sequence[str], for_s: float) -> dict[str, Any]:
     """Rebinds of a tenant with one sequence after a long prompt, while the others decode."""
     service.times.clear()
+    # One sequence after a long prompt: its rebind computes all of it again.
     async with service.load(names[1:], _eighth(service), 64, POSITIONS - 64), service.load(names[:1], 1, PROMPT, 64):
         until = time.monotonic() + for_s
         while time.monotonic() < until:
@@ -288,11 +304,13 @@ async def rebinds(service: _Service, names: Sequence[str], for_s: float) -> dict
 async def shares(service: _Service, names: Sequence[str], for_s: float) -> dict[str, Any]:
     """Service of two tenants with weights 1 and 3 that always have requests waiting: tokens of prompts and outputs."""
     settings = service.decoder.scheduler.settings
+    # More requests than sequences, so that both tenants always have some waiting.
     async with service.load(names, settings.max_sequences + 16, 32, 32):
         await asyncio.sleep(1)
         before = [service.decoder.scheduler.tenants[name].counter for name in names]
         await asyncio.sleep(for_s)
         tenants = [service.decoder.scheduler.tenants[name] for name in names]
+        # The scheduler's counter divides service by the weight: multiply by it to get tokens.
         served = [(tenant.counter - was) * tenant.config.weight for tenant, was in zip(tenants, before, strict=True)]
     await _quiet(service)
     return {"figure": "service of weights 1 : 3", "served": served, "ratio": served[1] / served[0]}
@@ -306,6 +324,7 @@ def _eighth(service: _Service) -> int:
 async def _quiet(service: _Service) -> None:
     """Wait until nothing is served, and every tenant has its region."""
     scheduler, decoder = service.decoder.scheduler, service.decoder
+    # First the requests, then the regions: a revoked one is opened again in the background.
     await _until(lambda: not (scheduler.live_sequences or scheduler.waiting_requests or decoder.engine.steps_under_way))
     await _until(lambda: len(decoder.regions.pools) == TENANTS)
 
@@ -323,10 +342,11 @@ def checkpoint_named(name: str) -> Checkpoint:
 
 def main(words: Sequence[str]) -> None:
     """Measure, as the words say (see the module's docstring)."""
+    # Words that are missing have defaults: the tiny model, ten seconds, 256 sequences.
     chosen, for_s, most = (*words[:3], *(str(TINY_MODEL), "10", "256")[len(words) :])
     wanted = words[3:] or FIGURES
     if unknown := set(wanted) - set(FIGURES):
-        sys.exit(f"there is no figure {', '.join(sorted(unknown))}; there are {', '.join(FIGURES)}")
+        sys.exit(f"no such figure: {', '.join(sorted(unknown))}; there are {', '.join(FIGURES)}")
     checkpoint = checkpoint_named(chosen)
     with contextlib.ExitStack() as stack:
         address = running_address() or stack.enter_context(private_daemon("auto"))

@@ -62,7 +62,7 @@ ROWS: Final = (
     Row("launch_sync", "launch + sync", "us", "launch_sync"),
     Row("sync_idle", "sync with nothing queued", "us", "sync"),
     Row("train_sync", "20 launches + sync", "us", "launches_20_sync"),
-    Row("alloc_free_beside", "alloc + free 1 MiB, beside other allocations", "us", "alloc_free"),
+    Row("alloc_free_beside", "alloc + free 1 MiB, next to other allocations", "us", "alloc_free"),
     Row("alloc_free_alone", "alloc + free 1 MiB, its granule empty each time", "us", "alloc_free"),
     Row("write_4k_sync", "H2D 4 KiB + sync", "us", "write_4k"),
     Row("read_4k", "D2H 4 KiB", "us", "read_4k"),

@@ -165,9 +165,9 @@ def _measure(address: str, card: dict[str, Any], plan: Plan, say: Say) -> _Measu
         say("copies over TCP")
         tcp = _over_tcp(plan.tcp, copy_sizes(driver), plan.rounds)
     if plan.tls and plan.tcp:
-        say("calls and copies over TLS beside TCP")
+        say("calls and copies over TLS, compared with TCP")
         tls = _over_tls(plan, copy_sizes(driver))
-    say("kernels beside numpy")
+    say("kernels, compared with numpy")
     kernels = kernel_figures(address)
     say("copies and kernels in two streams")
     overlapped = overlap(address, driver)

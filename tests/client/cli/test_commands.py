@@ -138,7 +138,7 @@ def test_bench(gpulease: Gpulease, daemon: Daemon) -> None:
     assert done.exit_code == 0, done.output
     said = done.stderr.splitlines()
     assert all(line.startswith("bench, ") for line in said)
-    for step in ("round 1 of 1", "1 leases that expire", "over 50 flips", "kernels beside numpy"):
+    for step in ("round 1 of 1", "1 leases that expire", "over 50 flips", "kernels, compared with numpy"):
         assert any(step in line for line in said)
     report = json.loads(done.stdout)
     assert report["gate_flips"] == 50
