@@ -206,16 +206,16 @@ def name_taken(name: str, lease_id: int | None) -> Denial:
 
     `lease_id` is None if the lease belongs to another tenant, who must not be disclosed.
     """
-    whose = "another tenant's lease's" if lease_id is None else f"lease {lease_id:032x}'s"
+    owner = "another tenant's lease's" if lease_id is None else f"lease {lease_id:032x}'s"
     return Denial(
         DenialReason.NAME_TAKEN,
-        f"The name {name!r} is {whose} until its memory is proved free.",
+        f"The name {name!r} is {owner} until its memory is proved free.",
         "Wait until that lease has ended, or use another name; an operator must clear a fence.",
     )
 
 
 def old_epoch(name: str, epoch: int, highest: int) -> Denial:
-    """Deny a claim whose epoch does not exceed the highest epoch that this node has served for the name."""
+    """Deny a claim with an epoch that is not above the highest one that this node has served for the name."""
     return Denial(
         DenialReason.FENCED,
         f"The claim of the name {name!r} with epoch {epoch} is over: this node has served epoch {highest}.",
@@ -320,7 +320,7 @@ def too_fast(tenant: str, per_minute: int, wait_ms: int) -> Denial:
 
 
 def unknown_card(selector: str, cards: Sequence[Card]) -> Denial:
-    """Deny a request whose selector matches no card of this node."""
+    """Deny a request with a selector that matches no card of this node."""
     names = ", ".join(f"{card.index} ({card.uuid}, {card.name})" for card in cards) or "none"
     return invalid(
         f"No card answers to {selector[:MAX_QUOTED_CHARS]!r}; the cards of this node are: {names}.",
@@ -348,7 +348,7 @@ def never_fits(size_bytes: int, largest_bytes: int, available_bytes: int) -> Den
 
 
 def no_room(size_bytes: int, largest_bytes: int, available_bytes: int, *, why: str, waited_ms: int = 0) -> Denial:
-    """Deny a lease because there is no room now; `why` names the obstacle as a clause."""
+    """Deny a lease because no card has room now; `why` names the obstacle as a clause."""
     waited = f" after waiting {duration_text(waited_ms)}" if waited_ms else ""
     return Denial(
         DenialReason.CAPACITY_EXCEEDED,
@@ -362,7 +362,7 @@ def has_session(lease_id: int) -> Denial:
     """Deny a submit because the lease reserves no memory for submits next to its session."""
     return invalid(
         f"Lease {lease_id:032x} reserves no memory for submits: its session was opened, and has all of it.",
-        "Submit on a lease whose session is never opened, or reserve memory for submits: GpuBuilder().submits(bytes).",
+        "Submit on a lease that never opens its session, or reserve memory for submits: GpuBuilder().submits(bytes).",
     )
 
 
@@ -376,7 +376,7 @@ def no_context(lease_id: int) -> Denial:
 
 
 def no_time(timeout_ms: int) -> Denial:
-    """Deny a submit with a timeout below 1 ms."""
+    """Deny a submit with a timeout below 1 ms, in which no kernel could run."""
     return invalid(f"A submit can't take {timeout_ms} ms.", "Give it at least 1 ms.")
 
 
@@ -402,11 +402,11 @@ def stuck(lease_id: int) -> Denial:
 
 
 def not_started(lease_id: int, reason: str) -> Denial:
-    """Deny a submit whose worker failed to open its context."""
+    """Deny a submit because its worker failed to open its context."""
     return Denial(
         DenialReason.SESSION_FAILED,
         f"A submit on lease {lease_id:032x} could not start: {reason.rstrip('.')}.",
-        "Nothing was run: try again; if it happens again, tell the operator.",
+        "Nothing was run: try again; if it happens again, ask the operator.",
     )
 
 
@@ -420,7 +420,7 @@ def waited_in_vain(lease_id: int, waited_s: int) -> Denial:
 
 
 def id_used(lease_id: int) -> Denial:
-    """Deny a lease or region whose id is in use or out of range."""
+    """Deny a lease or region because its id is in use or out of range."""
     return invalid(
         f"Lease id {lease_id:032x} can't be used: it is already in use, or is not a u128 above 0.",
         "Choose another at random.",
@@ -455,7 +455,7 @@ def no_regions(lease_id: int) -> Denial:
     return Denial(
         DenialReason.UNSUPPORTED,
         f"Lease {lease_id:032x} can have no regions: its session's driver or worker has none.",
-        "Acquire a new lease, on a card whose driver has them.",
+        "Acquire a new lease, on a card with a driver that has them.",
     )
 
 
@@ -536,7 +536,8 @@ def session_silent(lease_id: int, what: str, waited_s: int) -> Denial:
 def is_region(region_id: int) -> Denial:
     """Deny a resize of a region; the size of a region is fixed."""
     return invalid(
-        f"Lease {region_id:032x} is a region, whose size never changes.", "Open another region of the size you need."
+        f"Lease {region_id:032x} is a region, and the size of a region is fixed.",
+        "Open another region of the size you need.",
     )
 
 

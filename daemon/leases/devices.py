@@ -39,7 +39,7 @@ class Card:
     Attributes:
         index: Number on the node, which `selector` may name.
         capacity_bytes: Bytes that may be held in all, as measured, less the node's reserve.
-        overhead_bytes: Bytes one context costs besides its tenant's; charged to the node, per lease.
+        overhead_bytes: Bytes one context costs in addition to its tenant's; charged to the node, per lease.
         spare_bytes: Bytes that the operator's bound leaves unused; others may take that many before capacity shrinks.
         slack_bytes: Tolerated difference between what others hold and what is booked; the reserve covers it.
 
@@ -119,7 +119,7 @@ class CardAccount:
         awaited_bytes: Part of the held bytes that no worker can use yet.
         stuck_bytes: Bytes of warm contexts that could not be proved gone.
         fenced_bytes: Bytes of leases and warm contexts that could not be proved gone.
-        pending_leases: Leases whose workers are not ready.
+        pending_leases: Leases that wait for their worker.
         others: Memory that others hold.
         warm: The pool's contexts on this card, by id.
         warm_wanted: Number of contexts the card is to have.
@@ -235,7 +235,9 @@ class CardAccount:
 
     def has_room_for_context(self, given_bytes: int) -> bool:
         """Return whether one more context has room now; a warm context in its place would free `given_bytes`."""
+        # Two sums must fit: what processes use now, and what is promised to leases once contexts have left.
         needed_bytes = self.card.overhead_bytes - given_bytes
+        # As for a context: the larger of what is used and what is promised counts.
         kept_bytes = self.promised_bytes + self.stuck_bytes + self.yielding_bytes
         # A lease that ended before it had room keeps its bytes charged until its teardown is over.
         is_free = self.free_bytes >= self.card.overhead_bytes
@@ -283,6 +285,7 @@ class CardAccount:
     def give_back(self, lease: Lease) -> None:
         """Release the bytes of a lease, once they are proved free or an operator has vouched for them."""
         self.held_bytes -= lease.charge_bytes
+        # A lease that ended before it had room still awaits bytes, which go with it.
         self.awaited_bytes -= lease.awaited_bytes
         self.leases -= 1
         self.leases_by_tenant[lease.tenant] -= 1
@@ -330,6 +333,7 @@ def could_ever_hold(account: CardAccount, terms: LeaseTerms) -> bool:
 
 def fits_now(account: CardAccount, terms: LeaseTerms) -> bool:
     """Return whether the card has the bytes free, and neither the lease nor a lease already there must be alone."""
+    # An exclusive lease shares the card with no other, whichever of them comes first.
     if account.exclusive_leases or (terms.exclusivity in ALONE and account.leases):
         return False
     return account.charge_bytes(terms) <= account.free_bytes
@@ -417,6 +421,7 @@ class Others:
         """
         if looked_ns < self._looked_ns:
             return False
+        # The first poll is booked at once: it shows what others took while no daemon ran.
         is_first, self._is_first, self._looked_ns = self._is_first, False, looked_ns
         before = self.unowned.booked_bytes, self.outside.booked_bytes
         self.unowned.look(unowned_bytes, looked_ns, is_first=is_first)

@@ -38,7 +38,7 @@ class HighestEpochs:
     def note(self, name: str, epoch: int) -> list[tuple[str, int | None]]:
         """Record a claim that this node serves.
 
-        Returns each name whose epoch changed, for the journal; None in place of an epoch means that the name was
+        Returns each changed name with its epoch, for the journal; None in place of an epoch means that the name was
         dropped.
         """
         if epoch <= self.of(name):

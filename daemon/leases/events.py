@@ -8,7 +8,7 @@ The shell executes effects in the order given and decides nothing. All times are
 
 Every acquire, renew, free, revoke, fence clear, drain, submit, region request, cancel and resize gets exactly one of
 `Granted`, `Renewed`, `Freed`, `RevokeDone`, `FenceCleared`, `DrainSet`, `SubmitReady`, `RegionGranted`,
-`RegionCancelSet`, `Resized` or `Denied`. An acquire, submit or region request whose client has disconnected gets none.
+`RegionCancelSet`, `Resized` or `Denied`. An acquire, submit or region request gets none if its client has disconnected.
 
 A region's id is used like a lease's: renew, free and revoke accept it, and `Renewed`, `Freed`, `RevokeDone`,
 `LeaseEnded` and the timers carry it.
@@ -30,6 +30,7 @@ from gpulease.protocol.session_words import RegionWord
 
 
 class TimerKind(Enum):
+    # Hashed by identity, as the states are: a timer is looked up with each event.
     __hash__ = object.__hash__
 
     SPAWN = "spawn"
@@ -46,13 +47,13 @@ class TimerKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class AcquireRequested:
-    """A tenant asks for a lease.
+    """A tenant requests a lease.
 
     Attributes:
         lease_id: Id chosen by the shell, nonzero and never used before.
         terms: Terms asked for; `orphan_ms` may be None, for the node's default.
         selector: Uuid of a card (with or without "GPU-") or its index in decimals; None for any card.
-        wait_ms: Longest wait in the queue if there is no room; 0: no wait.
+        wait_ms: Longest wait in the queue if no card has room; 0: no wait.
         step: Part of the acquire that is done now.
     """
 
@@ -381,7 +382,7 @@ class DrainRequested:
 
 @dataclass(frozen=True, slots=True)
 class DrainCancelled:
-    """An operator admits tenants again."""
+    """An operator ends the drain, or the plan of one: tenants may acquire again."""
 
     request: int
 
@@ -700,7 +701,7 @@ class RefuseWork:
 
 @dataclass(frozen=True, slots=True)
 class KillWorker:
-    """Kill the worker's process and reap it; the answer is `WorkerExited`, even if there is no process."""
+    """Kill the worker's process and reap it; the answer is `WorkerExited`, even without a process."""
 
     worker_id: int
 
@@ -805,7 +806,7 @@ class ProveRegion:
     """Poll the card until it shows at most `allowed_bytes` for the lease's worker; the answer is `RegionProved`.
 
     Attributes:
-        region_id: The region whose bytes went back, or the lease itself, whose slice was reduced.
+        region_id: The region that gave its bytes back, or the lease itself after its slice was reduced.
     """
 
     lease_id: int
@@ -897,7 +898,7 @@ class SubmitReady:
 
 @dataclass(frozen=True, slots=True)
 class Denied:
-    """Reply to any request that can't be met."""
+    """Reply to any request that is refused; `denial` has the reason for its client."""
 
     request: int
     denial: Denial

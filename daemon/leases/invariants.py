@@ -212,7 +212,7 @@ def _validate_pool(store: LeaseStore, account: CardAccount, leases: list[Lease])
     promised = held - never + stuck + yielding
     is_new_in = is_new_in or bool(waiting)
     _require(
-        promised <= capacity or not is_new_in, f"{name} promises {promised} of {capacity} bytes, and nobody leaves."
+        promised <= capacity or not is_new_in, f"{name} promises {promised} of {capacity} bytes, and no context leaves."
     )
     is_fitting = promised <= now or not (waiting or yielding)
     _require(is_fitting, f"{name} promises {promised} of {now} bytes, and somebody waits for room or could leave.")
@@ -274,7 +274,9 @@ def _validate_submit(store: LeaseStore, submit: Submit) -> None:
         return
     # A submit that has not ended needs an active lease and a worker; one that ends needs a timer.
     goes_on = state in (SubmitState.STARTING, SubmitState.RUNNING)
-    _require(not goes_on or lease.state is LeaseState.ACTIVE, f"{name} goes on, and its lease is {lease.state.value}.")
+    _require(
+        not goes_on or lease.state is LeaseState.ACTIVE, f"{name} continues, and its lease is {lease.state.value}."
+    )
     _require(lease.state is not LeaseState.FENCED, f"{name} is not part of its lease's fence.")
     _require(not (submit.is_worker_gone and goes_on), f"{name} has no worker.")
     is_awaited = state is SubmitState.ENDING and lease.state is LeaseState.ACTIVE and submit.is_warm
@@ -303,7 +305,7 @@ def _validate_lease_submit(store: LeaseStore, lease: Lease) -> None:
     )
     # A context lent for a submit must have a submit, or be part of a fence.
     is_lent = lease.own_submit_bytes > 0 or lease.state is LeaseState.FENCED
-    _require(not lease.extra_bytes or is_lent, f"{name} holds a context that nobody has.")
+    _require(not lease.extra_bytes or is_lent, f"{name} holds a context that no submit has.")
     _require(not (lease.is_scrubbing and lease.submit_id), f"{name} is to be recycled and has a submit.")
     earlier = store.submits.get(lease.submit_id)
     is_served = earlier is not None and earlier.state is not SubmitState.FENCED and lease.state is LeaseState.ACTIVE
@@ -332,21 +334,23 @@ def _validate_regions(store: LeaseStore) -> None:
 
 def _validate_region(store: LeaseStore, lease: Lease, region: Region) -> None:
     name, state = f"Region {region.region_id:032x} ({region.state.value})", region.state
-    # A closed node has an empty queue, and no waiter could be placed at this moment.
+    # A region that has not ended needs an active lease; one that has ended has a cause.
     goes_on = state in (RegionState.OPENING, RegionState.ACTIVE)
     is_known = region.lease_id == lease.lease_id and lease.regions.get(region.region_id) is region
     _require(is_known and region.region_id not in store.live, f"{name} is not its lease's.")
-    _require(not goes_on or lease.state is LeaseState.ACTIVE, f"{name} goes on, and its lease is {lease.state.value}.")
+    _require(
+        not goes_on or lease.state is LeaseState.ACTIVE, f"{name} continues, and its lease is {lease.state.value}."
+    )
     _require(goes_on == (region.cause is None), f"{name} has cause {region.cause}.")
     _require(state is not RegionState.ACTIVE or region.deadline_ns is not None, f"{name} has no deadline.")
     _require(region.state is not RegionState.OPENING or not region.address, f"{name} has an address already.")
-    is_told = state is RegionState.RETURNED or region.is_given_up
-    _require(is_told == (region.ended_ns is not None), f"{name} ended at {region.ended_ns}.")
+    is_reported = state is RegionState.RETURNED or region.is_given_up
+    _require(is_reported == (region.ended_ns is not None), f"{name} ended at {region.ended_ns}.")
     _require(not region.is_given_up or state in LASTING, f"{name} was given up.")
     _require(state is not RegionState.RETURNED or region.kept_bytes > 0, f"{name} keeps nothing and is remembered.")
     # A region is awaited until its end was reported; while its lease is active a timer must bound that wait.
     _require(not goes_on or not (region.free_request or region.revoke_requests), f"{name} is half ended.")
-    is_awaited = lease.state is LeaseState.ACTIVE and not goes_on and not is_told
+    is_awaited = lease.state is LeaseState.ACTIVE and not goes_on and not is_reported
     _require(is_awaited == (region.end_due_ns is not None), f"{name} has no timer to end it, or one too many.")
     is_fenced = lease.state is not LeaseState.FENCED or state is RegionState.RETURNED or region.is_given_up
     _require(is_fenced, f"{name} is not part of its lease's fence.")
@@ -440,8 +444,9 @@ def _validate_queue(store: LeaseStore) -> None:
         _require(bool(waiter.candidates), f"Request {waiter.acquire.request} waits for a card that can't exist.")
         is_new = lease_id not in store.live and lease_id not in store.ended
         _require(is_new, f"Lease {lease_id:032x} waits and is there already.")
+    # A closed node has an empty queue, and no waiter could be placed at this moment.
     is_closed = store.is_shutting_down or store.drain_ns is not None
-    _require(not (is_closed and waiters), "Somebody waits for a daemon that lets nobody in.")
+    _require(not (is_closed and waiters), "An acquire waits on a node that grants no lease.")
     _require(store.drain_ns is None or not store.pending, "A lease is being started on a node that is drained.")
     _require(store.queue.next_placeable() is None, "Somebody waits who could be placed.")
     _validate_holds(store)

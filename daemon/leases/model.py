@@ -69,7 +69,7 @@ class LeaseState(Enum):
 
 
 class Cause(Enum):
-    """Reasons for which a lease ends."""
+    """Reasons for which a lease ends. The values are in the journal, audit log and metrics, so they never change."""
 
     __hash__ = object.__hash__
 
@@ -264,8 +264,8 @@ ALONE: Final = frozenset({Exclusivity.DEVICE_EXCLUSIVE, Exclusivity.PARTITION_EX
 class LeaseTerms(LeaseOptions):
     """The terms of one lease, carried by the request, the lease, the journal's row and the order to start a worker.
 
-    `LeaseOptions` describes what the tenant may choose besides size and time. Placement fills in the node's default for
-    an `orphan_ms` of None.
+    `LeaseOptions` describes what the tenant may choose in addition to size and time. Placement fills in the node's
+    default for an `orphan_ms` of None.
 
     Attributes:
         size_bytes: Bytes the tenant may allocate. Each context's overhead is charged on top.
@@ -374,7 +374,7 @@ class Lease:
         next_submit: Request that waits for that submit's bytes.
         last_submit: Last submit that is proved gone, so that its client can learn how it ended.
         is_proved: The lease's own worker is proved gone; its submit is not yet.
-        regions: Its regions by id: those not yet returned, and those whose place still keeps bytes.
+        regions: Its regions by id: those not yet returned, and those that still keep bytes in their place.
         slots: The regions that are not yet returned, by slot.
         region_bytes: Bytes of the session's slice that regions hold.
         region_number: Number of the last region opened; it is never used again.
@@ -661,7 +661,7 @@ class SubmitSnapshot:
 
     @property
     def number(self) -> int:
-        """Number that the tenant sees."""
+        """The number by which the tenant knows the submit: it counts from 0."""
         return self.submit_id - FIRST_SUBMIT_ID
 
 
@@ -807,7 +807,7 @@ def contexts_to_drop(waiting: Sequence[WarmContext], tenant: str, max_idle: int)
 
     Args:
         waiting: Contexts of one card that wait for a tenant, oldest first.
-        tenant: Tenant whose lease was just scrubbed.
+        tenant: Tenant of the lease that was just scrubbed.
         max_idle: Most contexts that may wait on one card.
     """
     if len(waiting) < max_idle:

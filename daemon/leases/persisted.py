@@ -20,7 +20,7 @@ from gpulease.daemon.leases.model import (
 
 
 class KeptLease(NamedTuple):
-    """A lease whose grant may have been reported, or whose bytes are fenced.
+    """A lease that its tenant may know as granted, or that is fenced.
 
     A tuple rather than a dataclass, because each change to a lease makes one.
 
@@ -114,8 +114,8 @@ class Past:
     Attributes:
         tombstones: Leases that were torn down, oldest first.
         revoked: Marks (`table_state.mark_of`) of all leases that ever ended by revocation, ascending.
-        cleared: Marks of all leases whose fences were cleared, ascending.
-        fenced_warm: Warm contexts whose bytes are fenced. Those of missing cards are skipped.
+        cleared: Marks of all leases with a cleared fence, ascending.
+        fenced_warm: Warm contexts with fenced bytes. Those of missing cards are skipped.
         drain_ns: Time at which a drain ends the remaining leases; None if the node is not drained.
         epochs: Names and the highest epoch that each had here (`epochs.HighestEpochs`).
     """
@@ -189,6 +189,7 @@ def revive_region(kept: KeptRegion, lease: Lease) -> Region:
         ttl_ms=kept.ttl_ms,
         slot=kept.slot,
         number=kept.number,
+        # Its request was answered by the earlier daemon, or its client has gone with it.
         request=0,
         created_ns=kept.created_ns,
         open_due_ns=0,

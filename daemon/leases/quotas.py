@@ -26,7 +26,7 @@ from gpulease.protocol.settings_reader import (
 from gpulease.protocol.time_units import NS_PER_MINUTE, NS_PER_MS, NS_PER_S
 
 MAX_RATES: Final = 65_536
-"""Most tenants whose rate is remembered at a time: as many as a host has ordinary users."""
+"""Most tenants with a remembered rate at a time: as many as a host has ordinary users."""
 
 
 def _read_devices(value: Any) -> tuple[str, ...]:
@@ -139,7 +139,7 @@ class AcquireRates:
         early_ns = full_at_ns + interval_ns - (now_ns + limits.acquire_burst * interval_ns)
         if early_ns > 0:
             return early_ns
-        # The table is full: forget tenants whose bucket is full again, who lose nothing by it. If none is, refuse the
+        # The table is full: forget tenants with a full bucket, who lose nothing by it. If none has one, refuse the
         # newcomer for one interval rather than let it displace another tenant's count.
         if tenant not in self.full_at_ns and len(self.full_at_ns) >= MAX_RATES:
             self.full_at_ns = {name: due_ns for name, due_ns in self.full_at_ns.items() if due_ns > now_ns}
@@ -296,6 +296,7 @@ def check_ttl(ttl_ms: int, limits: CoreLimits, tenant: str) -> Denial | None:
     """Return the denial for a time to live that exceeds the node's or the tenant's bound; None if it is allowed."""
     if ttl_ms < 1:
         return denials.invalid(f"A lease can't live for {ttl_ms} ms.", "Ask for a time to live of at least 1 ms.")
+    # The node's bound before the tenant's: the sentence names the limit that would remain.
     if ttl_ms > limits.max_ttl_s * 1000:
         return denials.over_limit(
             "max_ttl_s",
@@ -360,7 +361,7 @@ class LeasePhase:
 
     @property
     def key(self) -> tuple[Phase, str, int | None]:
-        """The part of the phase whose change is notified; the time that an active lease has left is not part of it."""
+        """The part of the phase that is notified when it changes; the time left of an active lease is not in it."""
         return self.phase, self.reason, self.until_ns if self.reason in (DRAINS, UNCONNECTED) else None
 
 
@@ -407,8 +408,10 @@ def region_phase_of(region: Region, lease: Lease, drain_ns: int | None, now_ns: 
 
 def _phase_until(deadline_ns: int, ttl_ms: int, drain_ns: int | None, now_ns: int, generation: int) -> LeasePhase:
     """Return the phase of a lease or region that lasts until its deadline, or the drain's."""
+    # A drain warns of itself: no renewal helps against it.
     if drain_ns is not None:
         return LeasePhase(Phase.WARNING, drain_ns, None, "", DRAINS, generation)
+    # A tenth of the time, so that short leases are not in their warning all the time.
     warning_ns = min(ttl_ms * NS_PER_MS // WARNING_PART, MAX_WARNING_S * NS_PER_S)
     due_ns = deadline_ns - warning_ns
     if now_ns >= due_ns:

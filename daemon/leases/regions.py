@@ -54,7 +54,7 @@ from gpulease.protocol.opcodes import RevokeOutcome
 from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
 
 MAX_PLACES: Final = 65_536
-"""Most ended regions of a lease whose addresses the session keeps. Stops a driver with small granules from making the
+"""Most ended regions of a lease that still keep their addresses. Stops a driver with small granules from making the
 broker remember millions."""
 
 _ABANDONED: Final = "the connection of its request was closed"
@@ -103,6 +103,7 @@ class RegionViews:
         lease = self._store.live.get(lease_id)
         if lease is None:
             return 0
+        # The worker has removed their memory; what the card still shows of it is what the proof waits for.
         fenced = (region for region in lease.slots.values() if region.state is RegionState.FENCED)
         gone_bytes = sum(region.size_bytes - region.kept_bytes for region in fenced if not region.is_given_up)
         return self._store.charge_bytes(lease_id) - gone_bytes
@@ -135,6 +136,7 @@ class Regions(RegionViews):
         if denial is not None or lease is None:
             out.append(Denied(event.request, denial or denials.not_found(event.lease_id)))
             return
+        # Enter it before the worker answers: its bytes and its slot are taken from now on.
         region = Region(
             region_id=event.region_id,
             lease_id=lease.lease_id,
@@ -158,6 +160,7 @@ class Regions(RegionViews):
 
     def _check_request(self, lease: Lease | None, event: events.RegionRequested, now_ns: int) -> Denial | None:
         denial = self._store.hide(event.lease_id, event.tenant, event.is_operator)
+        # From the caller to the room: who asks, the lease's state, the driver, the id, the size, the drain, the time.
         denial = denial or self._store.denial_for(event.lease_id, now_ns)
         if denial is not None or lease is None:
             # A region can't contain regions.
@@ -177,6 +180,7 @@ class Regions(RegionViews):
 
         A renewal never shortens the time that was granted before.
         """
+        # As for leases: an overdue region can't be renewed, though its timer may be late.
         self._expire_if_due(region, now_ns, out)
         denial = self._store.hide_from_strangers(region.region_id, event.tenant, event.is_operator)
         denial = denial or self._store.denial_for(region.region_id, now_ns)
@@ -234,6 +238,7 @@ class Regions(RegionViews):
 
     def on_requester_gone(self, request: int, now_ns: int, out: list[Effect]) -> bool:
         """End the region of a client that disconnected; return False if the request was not for a region."""
+        # No client will ever learn the region's id, so it would hold its bytes to the end of its time.
         region = self._store.regions.get(self._store.region_requests.pop(request, 0))
         if region is None:
             return False
@@ -243,8 +248,9 @@ class Regions(RegionViews):
     # --- life ---
 
     def on_opened(self, event: events.RegionOpened, now_ns: int, out: list[Effect]) -> None:
-        """Start the time of a region whose memory is mapped, and grant it."""
+        """Grant a region now that its memory is mapped. Its time to live counts from here."""
         region = self._store.regions.get(event.region_id)
+        # The region may have ended while the worker mapped it; the order to remove it is already on its way.
         if region is None or region.state is not RegionState.OPENING:
             return
         region.move(Trigger.REGION_OPENED, now_ns)
@@ -271,7 +277,7 @@ class Regions(RegionViews):
             self._return(lease, region, Trigger.RECLAIM_PROVED, now_ns, out)
 
     def on_timer(self, event: events.TimerFired, now_ns: int, out: list[Effect]) -> None:
-        """Act on a region's timer if it is due."""
+        """Act on a region's timer if it is due; arm it again if the time has moved."""
         region = self._store.regions.get(event.worker_id)
         # A timer of an earlier generation is outdated: a renewal has armed another one.
         due_ns = None if region is None else _due_ns(region, event.kind)
@@ -298,16 +304,18 @@ class Regions(RegionViews):
     def _end(
         self, region: Region, cause: Cause, reason: str, now_ns: int, out: list[Effect], denial: Denial | None = None
     ) -> None:
-        """End a region whose lease continues, and order its memory removed."""
+        """End a region while its lease continues, and order its memory removed."""
         self._leave(region, cause, reason, now_ns, out, denial)
         self._order_end(region, now_ns, out)
 
     def _order_end(self, region: Region, now_ns: int, out: list[Effect]) -> None:
         grace_ms = self._store.limits.region_grace_ms
+        # The worker waits for launches that name the region, for the grace, before it removes the memory.
         out.append(EndRegion(region.lease_id, region.region_id, grace_ms))
         self._await(region, now_ns + grace_ms * NS_PER_MS, out)
 
     def _await(self, region: Region, since_ns: int, out: list[Effect]) -> None:
+        # One timer for each of the two waits: for the worker's answer, and then for the proof.
         region.end_due_ns = since_ns + self._store.limits.reclaim_timeout_s * NS_PER_S
         out.append(ArmTimer(TimerFired(region.region_id, region.generation, TimerKind.RECLAIM), region.end_due_ns))
 
@@ -318,6 +326,7 @@ class Regions(RegionViews):
 
         The word comes before any other effect of the end, so that no launch that names the region starts after it.
         """
+        # The state changes first: the word is made from it.
         region.move(cause, now_ns)
         region.cause, region.reason = cause, reason
         out.append(_word(region))
@@ -353,7 +362,7 @@ class Regions(RegionViews):
         self._await(region, now_ns, out)
 
     def on_stuck(self, event: events.RegionStuck, now_ns: int, out: list[Effect]) -> None:
-        """End the session whose worker can't remove a region's memory."""
+        """End the session of a worker that can't remove a region's memory."""
         region = self._store.regions.get(event.region_id)
         is_restored = region is not None and region.state is RegionState.ACTIVE and region.is_restored
         if region is not None and (region.state in ENDED_REGIONS or is_restored):
@@ -365,7 +374,7 @@ class Regions(RegionViews):
         self._condemn(self._store.live[region.lease_id], f"{what}: {reason.rstrip('.')}", now_ns, out)
 
     def on_proved(self, event: events.RegionProved, now_ns: int, out: list[Effect]) -> None:
-        """Return a region whose memory the card shows free. A lasting fence is not lifted by a proof."""
+        """Return a region after the card has shown its memory free. A lasting fence is not lifted by a proof."""
         found = self._find(event.region_id)
         if found is not None and found[1].state is RegionState.FENCED and not found[1].is_given_up:
             self._return(*found, Trigger.RECLAIM_PROVED, now_ns, out)
@@ -400,11 +409,13 @@ class Regions(RegionViews):
 
     def _give_up(self, region: Region, reason: str, now_ns: int, out: list[Effect]) -> None:
         """Make a fence lasting: until the lease ends, or an operator vouches for the memory."""
+        # Everyone who waits for the end gets an answer now; the bytes stay charged to the lease.
         region.is_given_up, region.ended_ns, region.end_due_ns = True, now_ns, None
         region.reason = f"{region.reason.rstrip('.')}; {reason}" if region.reason else reason
         if region.free_request is not None:
             out.append(Denied(region.free_request, denials.lease_ended(region.snapshot())))
         self._report(region, RevokeOutcome.FENCED, out)
+        # Answered for good: clearing the fence later sends no second answer.
         region.free_request, region.revoke_requests = None, []
 
     def _report(self, region: Region, outcome: RevokeOutcome, out: list[Effect]) -> None:
@@ -423,7 +434,7 @@ class Regions(RegionViews):
                 self._leave(region, lease.cause, reason, now_ns, out, None)
 
     def fence_with(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
-        """Fence the regions of a lease whose bytes could not be proved free."""
+        """Fence the regions of a lease, because the lease's bytes could not be proved free."""
         for region in lease.slots.values():
             if region.state in ENDED_REGIONS:
                 region.move(Trigger.REGION_TAKEN, now_ns)
@@ -431,7 +442,7 @@ class Regions(RegionViews):
                 self._give_up(region, "the memory of its lease was not shown free", now_ns, out)
 
     def return_with(self, lease: Lease, trigger: Trigger, now_ns: int, out: list[Effect]) -> tuple[int, ...]:
-        """Forget all regions of a lease whose bytes are free.
+        """Forget all regions of a lease, because the lease's bytes are free.
 
         Args:
             lease: The lease.
@@ -472,7 +483,7 @@ class Regions(RegionViews):
     def on_restored(self, event: events.RegionRestored, now_ns: int, out: list[Effect]) -> None:
         """Enter a region of an earlier table; it continues if its lease does."""
         kept, lease = event.kept, self._store.live.get(event.kept.lease_id)
-        # A returned region whose place keeps bytes is also remembered as ended.
+        # A returned region that keeps bytes in its place is also remembered as ended.
         is_known = self._store.get(kept.region_id) is not None
         if is_known and (lease is None or kept.state is not RegionState.RETURNED):
             return
@@ -509,9 +520,9 @@ class Regions(RegionViews):
                 self._prove(lease, region, now_ns, out)
 
     def _bury(self, kept: KeptRegion, now_ns: int, out: list[Effect]) -> None:
-        """Remember a region whose lease is already over, and report its end unless that was reported."""
+        """Remember a region of a lease that is already over, and report its end unless that was reported."""
         cause = kept.cause or Cause.WORKER_DIED
-        was_told = kept.is_given_up or kept.state is RegionState.RETURNED
+        was_reported = kept.is_given_up or kept.state is RegionState.RETURNED
         if lease := self._store.get(kept.lease_id):
             ended = lease._replace(
                 lease_id=kept.region_id,
@@ -528,7 +539,7 @@ class Regions(RegionViews):
                 parent_id=kept.lease_id,
             )
             self._store.remember(ended)
-            if not was_told:
+            if not was_reported:
                 out.append(LeaseEnded(ended, cause, ()))
 
     def _set_deadline(self, region: Region, deadline_ns: int, out: list[Effect]) -> None:

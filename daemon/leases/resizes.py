@@ -37,12 +37,13 @@ class Resizes:
         if event.size_bytes == lease.terms.size_bytes and not lease.is_restored:
             out.append(Resized(event.request, lease.snapshot()))
             return
+        # The smaller of both sizes counts for new regions until the resize is over.
         due_ns = now_ns + self._store.limits.session_timeout_s * NS_PER_S
         least_bytes = min(event.size_bytes, lease.terms.size_bytes)
         lease.resize = Resize(event.request, event.size_bytes, least_bytes, due_ns)
         lease.is_reshaped = True
         self._asked[event.request] = lease.lease_id
-        # Growing: charge the card first, so that nobody else gets these bytes while the worker grows.
+        # Growing: charge the card first, so that no other lease gets these bytes while the worker grows.
         if event.size_bytes > lease.terms.size_bytes:
             self._store.change_size(lease, event.size_bytes)
         out.append(ResizeSlice(lease.lease_id, event.size_bytes - lease.terms.submit_bytes))
@@ -71,6 +72,8 @@ class Resizes:
         return self._check_growth(lease, more_bytes, now_ns) if more_bytes > 0 else None
 
     def _check_growth(self, lease: Lease, more_bytes: int, now_ns: int) -> Denial | None:
+        # Growing has to pass what an acquire would: the fleet's claim, the drain, the tenant's bytes, the waiters, the
+        # room.
         terms = lease.terms
         if terms.fleet_bytes and terms.size_bytes + more_bytes > terms.fleet_bytes:
             return denials.over_fleet_bytes(lease.lease_id, lease.tenant, terms.fleet_bytes)
@@ -114,6 +117,7 @@ class Resizes:
         self._answer(lease, resize, denial, out)
 
     def _answer(self, lease: Lease, resize: Resize, denial: Denial | None, out: list[Effect]) -> None:
+        # At most one answer: the timer may have given it already.
         request, resize.request = resize.request, None
         if request is None:
             return
@@ -121,7 +125,7 @@ class Resizes:
         out.append(Resized(request, lease.snapshot()) if denial is None else Denied(request, denial))
 
     def on_wait_timer(self, request: int, now_ns: int, out: list[Effect]) -> bool:
-        """Answer a request whose time is over; return False if the request was not for a resize."""
+        """Answer a request that has waited too long; return False if the request was not for a resize."""
         lease = self._store.live.get(self._asked.get(request, 0))
         if lease is None or lease.resize is None:
             return False

@@ -1,7 +1,7 @@
 """Restoration: a new table takes over the state of an earlier one, before anything else happens.
 
-1. An ACTIVE lease whose worker lives continues with its deadline and generation. If its time is over, it expires.
-2. A lease whose worker is gone, or that was DRAINING, ends as if that happened now. It keeps its earlier cause.
+1. An ACTIVE lease with a live worker continues with its deadline and generation. If its time is over, it expires.
+2. A lease without its worker, or that was DRAINING, ends as if that happened now. It keeps its earlier cause.
 3. A FENCED slice stays fenced. For a card that is missing nothing is held: its fences wait in the journal.
 4. An unknown worker is killed, and its bytes are held until they are proved free. The same applies to a worker left by
    an ended lease, which does not end a second time, and to an additional worker of any lease, which continues without
@@ -10,7 +10,7 @@
    shell sends it when everything is restored.
 6. A submit continues if its lease does, and its time starts again from zero. Otherwise it ends with its lease.
 7. A region continues if its lease does: its word and timer are set again. A region that had ended is ended again, and
-   one whose grant was never reported is ended. Otherwise it ends with its lease (`Regions.on_restored`).
+   so is one without a reported grant. Otherwise it ends with its lease (`Regions.on_restored`).
 8. A claimed lease keeps the membership deadline on its page. No claim is granted until that deadline moves.
 9. Restored leases may exceed bounds that were lowered meanwhile, and the card's capacity. Then nothing more is granted.
 """
@@ -67,7 +67,7 @@ class Restoration:
             return
         lease.is_worker_gone = not event.has_worker
         self._store.restore(lease)
-        # A lease that was ending continues its teardown. An active lease whose worker died meanwhile ends now.
+        # A lease that was ending continues its teardown. An active lease that has lost its worker ends now.
         if lease.state is LeaseState.DRAINING:
             self._teardown.resume(lease, now_ns, out)
         elif lease.state is LeaseState.ACTIVE and lease.is_worker_gone:
@@ -91,8 +91,8 @@ class Restoration:
             self._pool.drop_found(event.worker_id, event.card_uuid, event.charge_bytes, now_ns, out)
         elif event.beside_lease_id or event.worker_id in self._store.ended:
             self._pool.drop_left(event, now_ns, out)
-        # The worker of a lease whose grant no client knows. A lease without a tenant holds its bytes through the normal
-        # teardown.
+        # The worker of a lease that no client knows, because its grant was not reported. A lease without a tenant holds
+        # its bytes through the normal teardown.
         else:
             lease = Lease(
                 lease_id=event.worker_id,

@@ -3,8 +3,8 @@
 1. A lease acquired with `submit_bytes` keeps that part of its size for submits and is charged for a second context. A
    submit then uses only memory that the lease holds, and always has room. Without `submit_bytes`, a submit runs in
    place of a session that was never opened and gets the whole slice. Its context is charged to the card if there is
-   room, otherwise to the slice. Until that submit is proved gone, no client may attach to the session, whose worker
-   holds only its context.
+   room, otherwise to the slice. Until that submit is proved gone, no client may attach to the session; the session's
+   worker holds only its context.
 2. A lease has one submit at a time. One more may wait for its bytes, for `MAX_WAIT_S`; others are refused.
 3. A submit ends with its connection, its own time, its lease, or any rule that it breaks. Its lease continues.
 4. A submit's bytes belong to its lease. No lease is torn down before its submit is proved gone. A submit that can't be
@@ -103,7 +103,7 @@ class SubmitViews:
         return None if lease is None else lease.last_submit
 
     def lease_of(self, submit_id: int) -> int:
-        """Return the lease of a submit that is not proved gone; 0 if there is no such submit."""
+        """Return the lease of a submit that is not proved gone; 0 for any other number."""
         submit = self._store.submits.get(submit_id)
         return 0 if submit is None else submit.lease_id
 
@@ -126,8 +126,8 @@ class Submits(SubmitViews):
     """Manages the submits. Each method appends the effects to execute to `out`.
 
     Args:
-        on_freed: Called with a draining lease whose submit was proved gone.
-        on_stuck: Called with a draining lease whose submit can't be proved gone.
+        on_freed: Called with a draining lease after its submit was proved gone.
+        on_stuck: Called with a draining lease if its submit can't be proved gone.
     """
 
     def __init__(self, store: LeaseStore, on_freed: OnFreed, on_stuck: OnStuck) -> None:
@@ -163,6 +163,7 @@ class Submits(SubmitViews):
         submit = self._store.submits.get(lease.submit_id)
         if submit is None and lease.next_submit is None:
             return
+        # Both clients get the lease's end as the reason: the one that runs or starts, and the one that waits.
         denial = denials.lease_ended(lease.snapshot())
         self._refuse_next(lease, denial, out)
         if submit is not None:
@@ -198,10 +199,11 @@ class Submits(SubmitViews):
         return len(cleared)
 
     def restore(self, event: events.SubmitFound, now_ns: int, out: list[Effect]) -> bool:
-        """Enter a submit of an earlier daemon whose lease was restored.
+        """Enter a submit of an earlier daemon after its lease was restored.
 
         Returns False if the lease can't have it, and the caller then kills the worker.
         """
+        # Numbers are never used twice: a late event about an old submit must not hit a new one.
         self._last_id = max(self._last_id, event.submit_id)
         lease = self._store.live.get(event.lease_id)
         if lease is None or lease.state is LeaseState.FENCED or lease.submit_id:
@@ -218,7 +220,7 @@ class Submits(SubmitViews):
         submit = self._enter(lease, event.submit_id, 0, event.timeout_ms, now_ns)
         if event.is_running and lease.state is LeaseState.ACTIVE:
             self._run(submit, lease, now_ns, out)
-        # Its client never got a reply from the earlier daemon, or it was ending. There is nobody to continue it for.
+        # Its client never got a reply from the earlier daemon, or the submit was ending: no client waits for it.
         else:
             self._end(submit, lease.cause, "its daemon ended while it began or ended", None, now_ns, out)
         return True
@@ -232,6 +234,7 @@ class Submits(SubmitViews):
         if denial is not None or lease is None:
             out.append(Denied(event.request, denial or denials.not_found(event.lease_id)))
             return
+        # Noted for a submit that starts at once too: a client that disconnects is found by its request.
         due_ns = now_ns + MAX_WAIT_S * NS_PER_S
         self._asked[event.request] = lease.lease_id, due_ns
         if lease.submit_id:
@@ -245,6 +248,7 @@ class Submits(SubmitViews):
         lease = self._store.live.get(self._asked.pop(request, (0, 0))[0])
         if lease is None:
             return False
+        # The one that waits has no worker; the one that runs is ended.
         if lease.next_submit is not None and lease.next_submit.request == request:
             lease.next_submit = None
         else:
@@ -281,7 +285,7 @@ class Submits(SubmitViews):
         lease.own_submit_bytes = lease.charge_bytes - account.card.overhead_bytes
 
     def _has_place(self, lease: Lease, *, is_warm: bool) -> bool:
-        """Make room for a submit that takes over a warm context or gets a new one; return False if there is no room."""
+        """Make room for a submit that takes over a warm context or gets a new one; return False if that fails."""
         if lease.terms.submit_bytes:
             return True
         # While the slice changes its size, the submit's share of it is unknown.
@@ -346,6 +350,7 @@ class Submits(SubmitViews):
         out.append(ArmTimer(TimerFired(submit.submit_id, _GENERATION, TimerKind.SPAWN), submit.spawn_due_ns))
 
     def _run(self, submit: Submit, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+        # The submit's own time starts when its context is there, not when it was requested.
         submit.state = SubmitState.RUNNING
         submit.due_ns = now_ns + submit.timeout_ms * NS_PER_MS
         # Set both deadlines before the submit is reported ready: the worker obeys whichever comes first.
@@ -365,6 +370,7 @@ class Submits(SubmitViews):
             self._end(submit, None, event.reason, denial, now_ns, out)
 
     def _on_exited(self, submit: Submit, event: events.WorkerExited, now_ns: int, out: list[Effect]) -> None:
+        # The exit may be reported after the worker was replaced or ended.
         if submit.is_worker_gone:
             return
         submit.is_worker_gone = True
@@ -385,6 +391,7 @@ class Submits(SubmitViews):
         if submit.state is SubmitState.ENDING:
             return
         denial = denials.not_started(submit.lease_id, event.reason)
+        # Only these two are a submit's own fault, which its client sees as a timeout.
         if submit.state is SubmitState.RUNNING:
             submit.is_timed_out = event.cause in (Cause.KERNEL_TIMEOUT, Cause.LOAD_TIMEOUT)
         self._end(submit, event.cause, event.reason, denial, now_ns, out)
@@ -393,6 +400,7 @@ class Submits(SubmitViews):
         self._end(submit, None, "its connection could not be handed over", None, now_ns, out)
 
     def _on_timer(self, submit: Submit, event: events.TimerFired, now_ns: int, out: list[Effect]) -> None:
+        # As for leases, each timer is checked against the submit's own time.
         due_ns = _due_ns(submit, event.kind)
         if due_ns is None:
             return
@@ -506,7 +514,7 @@ class Submits(SubmitViews):
             out.append(Denied(following.request, denial))
 
     def _forget(self, submit: Submit, lease: Lease, out: list[Effect], *, is_proved: bool = False) -> None:
-        """Forget a submit whose bytes are free (`is_proved`: proved, or vouched for) or part of its lease's fence."""
+        """Forget a submit: its bytes are free (`is_proved`: proved, or vouched for) or part of its lease's fence."""
         del self._store.submits[submit.submit_id]
         lease.submit_id = lease.own_submit_bytes = 0
         # The lent context's bytes go back to the card only when they are free. In a fence they stay with the lease.

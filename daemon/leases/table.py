@@ -83,6 +83,8 @@ class LeaseTable:
     ) -> None:
         self._limits = limits or CoreLimits()
         self._store = LeaseStore(cards, self._limits, warm_contexts, recycling, order)
+        # The modules share the store. Each one changes only its own part of it, and the teardown is the base of all
+        # others.
         self._teardown = Teardown(self._store)
         self.submits = self._teardown.submits
         self.regions = self._teardown.regions
@@ -91,6 +93,7 @@ class LeaseTable:
         self._admission = Admission(self._store, self._pool)
         self._horizons = Horizons(self._store, self._teardown)
         self._restoration = Restoration(self._store, self._teardown, self._pool)
+        # Before any event: ids that were revoked, fences and a drain apply from the first request on.
         self._restoration.recall(past or Past())
         self._drain = Drain(self._store, self._teardown, self._admission)
         self._handlers = self._event_handlers()
@@ -200,6 +203,7 @@ class LeaseTable:
 
     def stray_bytes(self, card_uuid: str, unowned_bytes: int) -> int:
         """Return a card's unowned bytes that the table has not booked; 0 within the card's slack."""
+        # Bytes within the slack, and bytes that are already booked, are accounted for.
         unowned = self._store.account_by_uuid[card_uuid].others.unowned
         return 0 if unowned.is_within(unowned_bytes) else unowned_bytes - unowned.booked_bytes
 
@@ -282,7 +286,7 @@ class LeaseTable:
         return self._store.is_isolated(now_ns)
 
     def lease_of_request(self, tenant: str, request_id: str) -> LeaseSnapshot | None:
-        """Return the tenant's active lease whose acquire had that number; None if there is none."""
+        """Return the tenant's active lease by its acquire's `request_id`; None if the tenant has none."""
         lease = self._store.by_request.get((tenant, request_id))
         return None if lease is None or lease.state is not LeaseState.ACTIVE else lease.snapshot()
 
@@ -344,6 +348,7 @@ class LeaseTable:
     # --- requests ---
 
     def _on_acquire_requested(self, event: events.AcquireRequested, now_ns: int, out: list[Effect]) -> None:
+        # A request number that is open twice would get two answers, so this is a bug of the shell and not a denial.
         if event.request in self._store.pending or self._store.queue.get(event.request) is not None:
             raise ValueError(f"Request {event.request} is still open; an acquire needs a number of its own.")
         self._admission.acquire(event, now_ns, out)
@@ -369,9 +374,9 @@ class LeaseTable:
             return
         if (denial := self._store.hide(event.lease_id, event.tenant, event.is_operator)) is not None:
             out.append(Denied(event.request, denial))
-            # Expire it first: a renewal that arrives after the deadline, before the late timer, must fail.
             return
         lease = self._store.live.get(event.lease_id)
+        # Expire it first: a renewal that arrives after the deadline, before the late timer, must fail.
         self._teardown.expire_if_due(lease, now_ns, out)
         denial = self._store.denial_for(event.lease_id, now_ns) or check_ttl(
             event.ttl_ms, self._store.limits, event.tenant if lease is None else lease.tenant
@@ -379,15 +384,15 @@ class LeaseTable:
         if denial is not None or lease is None or lease.deadline_ns is None:
             out.append(Denied(event.request, denial or denials.not_found(event.lease_id)))
             return
+        # The new generation invalidates the timers of the old deadline, and the tokens of the old generation.
         lease.generation += 1
         lease.move(Trigger.RENEWED, now_ns)
         lease.terms = replace(lease.terms, ttl_ms=event.ttl_ms)
         # A renewal never shortens the time granted before, which had the same maximum.
         deadline_ns = renewed_until(now_ns, event.ttl_ms, self._store.drain_ns)
-        # A renewal shows that the tenant is alive, so the wait for a connection starts again from now.
         self._set_deadline(lease, max(lease.deadline_ns, deadline_ns), out)
+        # A renewal shows that the tenant is alive, so the wait for a connection starts again from now.
         if lease.unconnected_ns is not None:
-            # A renewal shows that the tenant is alive, so the wait for a connection starts anew.
             self._await_connection(lease, now_ns, out)
         out.append(Renewed(event.request, lease.snapshot()))
 
@@ -402,11 +407,13 @@ class LeaseTable:
             lease.unconnected_ns = None
         else:
             self._await_connection(lease, now_ns, out, event.least_wait_ms)
+        # Subscribers are warned of the orphan's deadline, or that it is lifted.
         phase = phase_of(lease, self._store.drain_ns, now_ns)
         out.append(Warned(lease.lease_id, phase.phase, phase.left_ms(now_ns)))
 
     def _await_connection(self, lease: Lease, now_ns: int, out: list[Effect], least_wait_ms: int = 0) -> None:
         """Start the wait after which the lease ends unless it gets a connection."""
+        # A daemon that took the lease over gives its clients more time to reconnect than the tenant's own bound.
         more_ms = max(0, least_wait_ms - lease.orphan_ms)
         # An earlier, longer wait remains valid.
         lease.unconnected_ns = max(now_ns + more_ms * NS_PER_MS, lease.unconnected_ns or 0)
@@ -414,6 +421,7 @@ class LeaseTable:
         out.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.ORPHAN), due_ns))
 
     def _on_free_requested(self, event: events.FreeRequested, now_ns: int, out: list[Effect]) -> None:
+        # A region is freed inside its lease, which continues.
         if (region := self._store.regions.get(event.lease_id)) is not None:
             self.regions.on_free(region, event, now_ns, out)
             return
@@ -437,6 +445,7 @@ class LeaseTable:
         if (denial := self._check_revoke(event)) is not None:
             out.append(Denied(event.request, denial))
             return
+        # A returned region is over: the answer below is that of an ended lease.
         region = self._store.regions.get(event.lease_id)
         if region is not None and region.state is not RegionState.RETURNED:
             self.regions.on_revoke(region, event, now_ns, out)
@@ -466,6 +475,7 @@ class LeaseTable:
         lease = self._store.get(event.lease_id)
         if lease is None:
             return self._store.unknown(event.lease_id)
+        # Regions may be revoked by the tenant that lent the memory, the one of the surrounding lease.
         parent = self._store.get(lease.parent_id) if lease.parent_id else None
         if parent is not None and parent.tenant == event.tenant:
             return None
@@ -496,6 +506,7 @@ class LeaseTable:
 
     def _on_shutdown_requested(self, event: events.ShutdownRequested, now_ns: int, out: list[Effect]) -> None:
         self._store.is_shutting_down = True
+        # The queue first, so that no waiter gets the bytes of a lease that ends now.
         self._admission.close_queue(denials.shutting_down(), out)
         for lease in self._store.live.values():
             self._teardown.expire_if_due(lease, now_ns, out)
@@ -510,6 +521,7 @@ class LeaseTable:
 
         An event for an unknown worker, or one without meaning for its kind, is ignored.
         """
+        # The id alone shows what kind of worker an event concerns.
         workers, handlers = self._workers[kind_of(event.worker_id)]
         worker, handler = workers.get(event.worker_id), handlers.get(type(event))
         if worker is not None and handler is not None:
@@ -519,6 +531,7 @@ class LeaseTable:
             self.regions.on_timer(event, now_ns, out)
 
     def _on_worker_unlisted(self, event: events.WorkerUnlisted, now_ns: int, out: list[Effect]) -> None:
+        # Whether the bytes are free depends on what others hold, which only the card's account knows.
         if self._pool.is_shown_free(event, now_ns, out):
             self._on_worker_event(events.ReclaimProved(event.worker_id), now_ns, out)
 
@@ -526,14 +539,17 @@ class LeaseTable:
         # A late answer for a lease that has ended, or one of a worker that was ordered before the lease had room.
         if lease.state is not LeaseState.PENDING or lease.awaited_bytes:
             return
+        # May end the lease: a claim that is past the membership deadline is never granted.
         if lease.terms.is_claimed and not self._horizons.may_grant(lease, now_ns, out):
             return
+        # The time to live counts from here. The deadline is on the page before the tenant learns of the grant.
         lease.move(Trigger.WORKER_READY, now_ns)
         self._store.leave_pending(lease)
         self._set_deadline(lease, now_ns + lease.terms.ttl_ms * NS_PER_MS, out)
         out.append(Granted(lease.request, lease.snapshot()))
 
     def _on_worker_failed(self, lease: Lease, event: events.WorkerFailed, now_ns: int, out: list[Effect]) -> None:
+        # A worker that is ready reports faults, not failures: a failure after the grant is ignored.
         if lease.state is LeaseState.PENDING:
             self._teardown.begin(lease, Cause.SPAWN_FAILED, event.reason, now_ns, out)
 
@@ -595,6 +611,7 @@ class LeaseTable:
         # A timer of an earlier generation is outdated: a renewal has armed another one.
         if lease.generation != event.generation or due_ns is None:
             return
+        # The deadline has moved since the timer was armed, or the timer fired early.
         if now_ns < due_ns:
             out.append(ArmTimer(event, due_ns))
         elif event.kind is TimerKind.SPAWN:

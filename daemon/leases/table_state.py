@@ -48,8 +48,9 @@ class LeaseStore:
         region_requests: The region of each request for one that is not answered yet.
         ended_regions: The regions returned last, oldest first. Kept apart, so that a tenant that cycles regions
           displaces no lease.
-        revoked: Every lease ever revoked, forgotten ones included.
-        cleared: Every lease whose fence an operator cleared, forgotten ones included: its memory was never proved free.
+        revoked: Every lease ever revoked, also after its tombstone was dropped.
+        cleared: Every lease with a fence that an operator cleared, also after its tombstone was dropped: its memory was
+          never proved free.
         warm: Contexts of the pool, by id.
         renamed: Tenant names that may have belonged to other people: no lease may reuse the contexts that they leave.
         recycling: Bounds within which contexts serve their tenant again; None if they never do.
@@ -57,7 +58,7 @@ class LeaseStore:
         submits: Submits not yet proved gone, by id.
         rates: Each tenant's rate of acquires.
         claimed: Live leases with a name, by name.
-        by_request: Live leases whose acquire has its tenant's number, by tenant and number.
+        by_request: Live leases with a `request_id`, by tenant and `request_id`.
         epochs: The highest epoch that each name has had on this node.
         capped: Live leases that are claimed, by name or for their bytes, by id.
         horizon: Membership deadline, until which claimed leases may be granted; None before the first heartbeat, and
@@ -105,6 +106,7 @@ class LeaseStore:
         self.has_freed_room = False
         self.is_shutting_down = False
         self.drain_ns: int | None = None
+        # A selector must name one card: by uuid, without its prefix and case, or by index.
         selectors = {account.card.uuid.lower().removeprefix("gpu-") for account in self.accounts}
         indexes = {account.card.index for account in self.accounts}
         if len(selectors) < len(self.accounts) or len(indexes) < len(self.accounts):
@@ -123,7 +125,7 @@ class LeaseStore:
         """Return whether the context of a lease that its tenant freed may serve that tenant again.
 
         A lease with a submit that runs, waits or is not proved gone is torn down whole, because they share their bytes.
-        So is a lease that had a region, whose addresses must not be used again, or whose slice was resized.
+        So is a lease that had a region, because its addresses must not be used again, and one with a resized slice.
         """
         # Nothing may be in doubt: who used the session, what is left in it, and who the tenant is.
         is_whole = not (lease.submit_id or lease.next_submit is not None or lease.is_in_doubt or lease.fault)
@@ -148,6 +150,7 @@ class LeaseStore:
 
     def denial_for(self, lease_id: int, now_ns: int) -> Denial | None:
         """Return the denial for work under a lease or region now; None if it is active and in time."""
+        # In the order of certainty: unknown or ended, not granted yet, ending, overdue.
         found = self.live.get(lease_id) or self.regions.get(lease_id)
         if found is None:
             ended = self.ended_one(lease_id)
@@ -232,7 +235,7 @@ class LeaseStore:
         return is_known or lease_id in self.cleared or self.queue.has_lease_id(lease_id)
 
     def open(self, lease: Lease) -> None:
-        """Enter a new lease and charge its card."""
+        """Enter a new lease, charge its card, and note that its acquire waits for the worker."""
         self._enter(lease)
         self.pending[lease.request] = lease.lease_id
         self.account_by_uuid[lease.card_uuid].take(lease)
@@ -242,6 +245,7 @@ class LeaseStore:
         self._enter(lease)
         account = self.account_by_uuid[lease.card_uuid]
         account.restore(lease)
+        # A restored fence keeps its bytes charged, like one that this table made.
         if lease.state is LeaseState.FENCED:
             self.fenced[lease.lease_id] = lease
             account.fenced_bytes += lease.charge_bytes
@@ -257,12 +261,13 @@ class LeaseStore:
         self.account_by_uuid[context.card_uuid].warm[context.warm_id] = context
 
     def remove_warm(self, context: WarmContext) -> None:
-        """Remove a context that a lease took over, or whose bytes are proved free."""
+        """Remove a context that a lease took over, or that is proved gone."""
         del self.warm[context.warm_id]
         del self.account_by_uuid[context.card_uuid].warm[context.warm_id]
 
     def fence(self, lease: Lease, now_ns: int) -> None:
         """Mark a lease FENCED: its bytes could not be proved free, so they stay charged."""
+        # The bytes stay charged, and the lease stays live, until an operator clears the fence.
         lease.move(Trigger.RECLAIM_FAILED, now_ns)
         lease.ended_ns = now_ns
         self.fenced[lease.lease_id] = lease
@@ -284,6 +289,7 @@ class LeaseStore:
         self._forget_claim(lease)
         self.live_by_tenant[lease.tenant] -= 1
         self.bytes_by_tenant[lease.tenant] -= lease.terms.size_bytes
+        # Tenants without a lease have no entry, so that the counters do not grow with every tenant that ever came.
         if not self.live_by_tenant[lease.tenant]:
             del self.live_by_tenant[lease.tenant]
             del self.bytes_by_tenant[lease.tenant]
@@ -294,6 +300,7 @@ class LeaseStore:
 
     def remember(self, ended: LeaseSnapshot) -> None:
         """Remember an ended lease or region. The oldest is forgotten when there are too many."""
+        # Dicts keep their order, so the first entry is the oldest.
         kept = self.ended_regions if ended.parent_id else self.ended
         kept[ended.lease_id] = ended
         if len(kept) > self.limits.max_tombstones:
@@ -306,6 +313,7 @@ class LeaseStore:
         lease.charge_bytes += more_bytes
         self.account_by_uuid[lease.card_uuid].held_bytes += more_bytes
         self.bytes_by_tenant[lease.tenant] += more_bytes
+        # Only bytes that came back are of interest to the queue.
         self.has_freed_room = self.has_freed_room or more_bytes < 0
 
     def enter_region(self, lease: Lease, region: Region) -> None:
@@ -314,11 +322,13 @@ class LeaseStore:
         lease.region_bytes += region.charge_bytes
         lease.region_number = max(lease.region_number, region.number)
         lease.is_reshaped = lease.has_session = True
+        # A returned region only keeps bytes in its place. Its slot may be another region's.
         if region.state is not RegionState.RETURNED:
             lease.slots[region.slot] = region
 
     def return_region(self, lease: Lease, region: Region, trigger: Trigger, now_ns: int) -> None:
         """Return a region's slot, and its bytes except those kept in its place, to its lease, and remember it."""
+        # What the region holds before and after: kept bytes stay charged.
         before_bytes = region.charge_bytes
         region.move(trigger, now_ns)
         region.ended_ns = region.ended_ns or now_ns
@@ -346,6 +356,7 @@ class LeaseStore:
             self.by_request[lease.tenant, lease.terms.request_id] = lease
 
     def _forget_claim(self, lease: Lease) -> None:
+        # The name may already belong to a restored lease that was entered later.
         if self.claimed.get(lease.terms.name) is lease:
             del self.claimed[lease.terms.name]
         self.capped.pop(lease.lease_id, None)
@@ -356,7 +367,7 @@ class LeaseStore:
 
 @dataclass(frozen=True, slots=True)
 class WaiterSnapshot:
-    """A queued acquire; times are monotonic nanoseconds."""
+    """A queued acquire, for reports; times are monotonic nanoseconds."""
 
     request: int
     lease_id: int
@@ -457,11 +468,12 @@ class WaitQueue:
         self._waiters[waiter.acquire.request] = waiter
         self._lease_ids.add(waiter.acquire.lease_id)
         self._by_tenant[waiter.acquire.tenant] += 1
+        # Only a waiter within a term of its tenant may hold others back.
         if waiter.holds_until_ns > waiter.since_ns:
             self.holders[waiter.acquire.request] = waiter
 
     def leave(self, waiter: Waiter) -> None:
-        """Remove a waiter, whether placed or not."""
+        """Remove a waiter that was placed, refused or abandoned, and end its hold on others."""
         del self._waiters[waiter.acquire.request]
         self.holders.pop(waiter.acquire.request, None)
         self._lease_ids.remove(waiter.acquire.lease_id)
@@ -470,7 +482,7 @@ class WaitQueue:
             del self._by_tenant[waiter.acquire.tenant]
 
     def end_holds(self, now_ns: int) -> bool:
-        """End the holds whose time is over; return whether there were any."""
+        """End the holds that are due at `now_ns`; return whether any were."""
         over = [request for request, waiter in self.holders.items() if waiter.holds_until_ns <= now_ns]
         for request in over:
             del self.holders[request]
@@ -516,9 +528,8 @@ class HoldTerms:
     In any window of `TERM_SPACING` lengths H, a tenant holds others back for at most one H. A window that begins x into
     a term (x < H) contains H - x of that term and at most x of the next. Any other window overlaps at most one term.
 
-    One time is stored per tenant, until its next term may begin, and never more than `max_waiting` in all. A tenant for
-    which there is no room holds no other back. Terms are stored in the order in which they began, so outdated ones come
-    first.
+    One time is stored for each tenant, until its next term may begin, and never more than `max_waiting` in all. Further
+    tenants hold no other back. Terms are stored in the order in which they began, so outdated ones come first.
     """
 
     def __init__(self, limits: CoreLimits) -> None:
@@ -529,6 +540,7 @@ class HoldTerms:
     def end_for(self, tenant: str, now_ns: int) -> int:
         """Return until when an acquire that joins now may hold others back; not later than `now_ns` if it may not."""
         self._forget(now_ns)
+        # A running term is not extended; a new one begins only after its spacing.
         begun_ns = self.begun_ns.get(tenant)
         if begun_ns is None:
             # The table of terms is full: the acquire waits without holding others back.
@@ -539,6 +551,7 @@ class HoldTerms:
 
     def _forget(self, now_ns: int) -> None:
         while self.begun_ns:
+            # The oldest term comes first, so the search stops at the first that still counts.
             tenant, begun_ns = next(iter(self.begun_ns.items()))
             if now_ns < begun_ns + TERM_SPACING * self.length_ns:
                 return

@@ -123,6 +123,8 @@ class Teardown:
             # Another node may soon serve the name.
             return 0
         recycling = self._store.recycling
+        # Only a tenant's own free may be followed by a scrub: after any other end something may be wrong with the
+        # session.
         if recycling is None or cause is not Cause.FREED or not self._store.may_recycle(lease):
             return self._store.limits.grace_ns(cause)
         # The scrub replaces the grace: the tenant has freed the lease, so none of its work is in flight.
@@ -136,7 +138,7 @@ class Teardown:
             self._kill(lease, now_ns, out)
 
     def release_recycled(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
-        """Release the bytes of a lease whose scrubbed context is now charged to the pool."""
+        """Release the bytes of a lease after its scrubbed context was charged to the pool."""
         lease.is_scrubbing = False
         self._let_go(lease, now_ns, out)
 
@@ -145,6 +147,7 @@ class Teardown:
 
         Its grace is over, but its revocation word may not be flipped yet.
         """
+        # The earlier daemon may have been killed between the journal and the page.
         if lease.cause is not None:
             out.append(RefuseWork(lease.lease_id, lease.cause))
         if lease.is_worker_gone:
@@ -153,7 +156,7 @@ class Teardown:
             self._kill(lease, now_ns, out)
 
     def expire_if_due(self, lease: Lease | None, now_ns: int, out: list[Effect]) -> None:
-        """End a lease whose time is over.
+        """End a lease that has reached its deadline.
 
         Both the timer and any request that finds the lease overdue call this, whichever comes first.
         """
@@ -171,8 +174,8 @@ class Teardown:
         elif kind is TimerKind.GRACE:
             self._kill(lease, now_ns, out)
         else:
-            # The reclaim took too long. Say whose memory or which process is missing, for the operator who sees the
-            # fence.
+            # The reclaim took too long. The reason names what is missing, memory or a process, for the operator who
+            # sees the fence.
             of_what = "its submit's" if lease.is_proved else "its"
             missing = (
                 f"{of_what} memory was not shown free" if lease.is_worker_gone else "its worker could not be reaped"
@@ -188,7 +191,7 @@ class Teardown:
             self.begin(lease, Cause.ORPHANED, reason, now_ns, out)
 
     def on_active_worker_lost(self, lease: Lease, reason: str, now_ns: int, out: list[Effect]) -> None:
-        """End an active lease whose worker was reaped."""
+        """End an active lease after its worker was reaped."""
         # The zygote kills a worker at the lease's deadline even if the broker is late, so an overdue lease has expired.
         if lease.is_expired(now_ns) or lease.is_isolated(now_ns):
             self.expire_if_due(lease, now_ns, out)
@@ -220,6 +223,7 @@ class Teardown:
 
     def _let_go(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
         self.regions.return_with(lease, Trigger.RECLAIM_PROVED, now_ns, out)
+        # First the bytes, then the answers: a client that learns of the end may acquire at once.
         self._store.close(lease, Trigger.RECLAIM_PROVED, now_ns)
         snapshot = lease.snapshot()
         if lease.free_request is not None:
@@ -230,7 +234,7 @@ class Teardown:
         self.condemn(lease, Cause.KERNEL_TIMEOUT, reason, now_ns, out)
 
     def condemn(self, lease: Lease, cause: Cause, reason: str, now_ns: int, out: list[Effect]) -> None:
-        """End an active lease whose session broke a rule, unless its time was over before that."""
+        """End an active lease because its session broke a rule, unless its time was over before that."""
         self.expire_if_due(lease, now_ns, out)
         if lease.state is LeaseState.ACTIVE:
             self.begin(lease, cause, reason, now_ns, out)
@@ -246,6 +250,7 @@ class Teardown:
         if lease.state is not LeaseState.DRAINING:
             return
         lease.reason = f"{lease.reason.rstrip('.')}; {reason}" if lease.reason else reason
+        # The fence covers everything inside the lease: its regions' and its submit's bytes are part of its charge.
         self._store.fence(lease, now_ns)
         self.regions.fence_with(lease, now_ns, out)
         self.submits.fence_with(lease, out)
@@ -254,6 +259,7 @@ class Teardown:
         self._report(lease, RevokeOutcome.FENCED, out)
 
     def _kill(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+        # A scrub that is in progress is over with the process.
         lease.is_kill_sent = True
         lease.is_scrubbing = False
         out.append(KillWorker(lease.lease_id))

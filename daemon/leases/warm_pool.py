@@ -9,7 +9,7 @@
    rest of the card to the pool. Each fenced context reduces the pool by one until an operator clears the fence, and so
    does a dropped one until it is proved gone. So a driver that loses every context fences no more than are wanted. A
    fenced context that served a tenant does not count, because that tenant may have caused the fence.
-5. A lease whose context is lost before it is ready gets a new one, as if there were no pool.
+5. A lease that loses its warm context before it is ready gets a new one, as if there were no pool.
 6. Submits take over contexts like leases, but only those that served no tenant. Their lease already holds the bytes of
    a second context, so the pool's bytes for it become free.
 7. A scrubbed context (`model.Recycling`) waits for its tenant alone, in addition to those wanted, and gives way too.
@@ -203,7 +203,7 @@ class WarmPool:
         out.append(ArmTimer(TimerFired(context.warm_id, _GENERATION, TimerKind.IDLE), due_ns))
 
     def drop_renamed(self, now_ns: int, out: list[Effect]) -> None:
-        """Drop contexts that wait for a tenant whose name may belong to another person by now."""
+        """Drop contexts that wait for a tenant, if the tenant's name may belong to another person by now."""
         for account in self._store.accounts:
             for context in account.yielding():
                 if context.tenant in self._store.renamed:
@@ -234,9 +234,11 @@ class WarmPool:
 
     def update(self, now_ns: int, out: list[Effect]) -> None:
         """Start leases that have room now, and drop and make contexts. Called after every event."""
+        # This runs after every event, so a card with nothing to do must cost next to nothing.
         for account in self._store.accounts:
             if account.awaiting:
                 self._start_leases(account, now_ns, out)
+            # A drain, a shutdown or an exclusive lease empties the card of contexts.
             if account.warm and not self._store.may_keep_warm(account):
                 for context in account.yielding():
                     self._drop(context, "its card is to have none", now_ns, out)
@@ -266,6 +268,7 @@ class WarmPool:
     def on_card_looked(self, event: events.CardLooked, now_ns: int, out: list[Effect]) -> None:
         """Book the memory of the card that others hold, and change the card's capacity by it."""
         account = self._account(event.card_uuid)
+        # The capacity changes only if what is booked does; most polls change nothing.
         before_bytes = account.others.booked_bytes
         if account.others.look(event.unowned_bytes, event.outside_bytes, event.looked_ns):
             self._change_capacity(account, before_bytes, now_ns, out)
@@ -282,6 +285,7 @@ class WarmPool:
     def _change_capacity(self, account: CardAccount, before_bytes: int, now_ns: int, out: list[Effect]) -> None:
         is_less = account.others.booked_bytes > before_bytes
         out.append(CapacityChanged(account.snapshot(), is_less))
+        # A capacity that grew can serve waiters, and one that shrank can free the bytes of leases that are refused.
         self._store.has_freed_room = True
         self._fit(account, now_ns, out)
 
@@ -330,6 +334,7 @@ class WarmPool:
             account.yielding(), key=lambda context: (context.state is WarmState.READY, -context.warm_id)
         )
         for context in in_the_way:
+            # Stop as soon as what is promised fits: every context that can stay saves a later lease half a second.
             kept_bytes = account.stuck_bytes + account.yielding_bytes
             if account.promised_bytes + kept_bytes <= account.capacity_bytes:
                 return
@@ -389,6 +394,7 @@ class WarmPool:
     # --- ends ---
 
     def _on_ready(self, context: WarmContext, event: events.WorkerReady, now_ns: int, out: list[Effect]) -> None:
+        # It may have been dropped while it started; then its kill is on the way.
         if context.state is WarmState.WARMING:
             context.state = WarmState.READY
             self._refills[context.card_uuid].was_made()
@@ -423,6 +429,7 @@ class WarmPool:
             self._fence(context, f"{missing} within {self._store.limits.reclaim_timeout_s} s", now_ns, out)
 
     def _on_proved(self, context: WarmContext, event: events.ReclaimProved, now_ns: int, out: list[Effect]) -> None:
+        # A proof from before the reap proves nothing: the process could still hold memory.
         if context.state is WarmState.DROPPING and context.is_worker_gone:
             self._store.remove_warm(context)
             out.append(WarmEnded(context.warm_id, context.card_uuid, context.reason, is_fenced=False))
@@ -439,6 +446,7 @@ class WarmPool:
         self._drop(context, reason, now_ns, out)
 
     def _drop(self, context: WarmContext, reason: str, now_ns: int, out: list[Effect]) -> None:
+        # No RefuseWork: no client is connected to a context that has no lease.
         context.state = WarmState.DROPPING
         context.reason = reason
         context.due_ns = now_ns + self._reclaim_timeout_ns
@@ -452,6 +460,7 @@ class WarmPool:
         """Fence a context's bytes, and end leases that were to have them, the latest first."""
         account = self._account(context.card_uuid)
         context.state = WarmState.FENCED
+        # Stuck bytes are lost for leases, so those that waited for them are ended.
         account.stuck_bytes += context.charge_bytes
         account.fenced_bytes += context.charge_bytes
         full_reason = f"{context.reason}; {reason}" if context.reason else reason

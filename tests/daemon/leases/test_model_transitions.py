@@ -142,7 +142,7 @@ def test_validate_finds_a_region_that_outlives_its_lease() -> None:
     s.region(2)
     s.do(RevokeRequested(9, 1, "because"))
     s.table._store.regions[2].state = RegionState.ACTIVE
-    with pytest.raises(InvariantBroken, match="goes on, and its lease is draining"):
+    with pytest.raises(InvariantBroken, match="continues, and its lease is draining"):
         s.table.validate()
 
 
