@@ -101,9 +101,9 @@ class NodeMetrics:
         """Count a request that was refused before it reached the lease table."""
         self._counters.refused(operation.lower(), status.name.lower())
 
-    def forward_revoked(self, status: Status, seen_after_ns: int) -> None:
+    def forward_revoked(self, status: Status, seen_after_ns: int, told_after_ns: int | None) -> None:
         """Count a launch that a session refused because of a region."""
-        self._counters.forward_revoked(status.name.lower(), seen_after_ns)
+        self._counters.forward_revoked(status.name.lower(), seen_after_ns, told_after_ns)
 
     def take_over_workers(self) -> None:
         """Count an earlier daemon's workers from now on, because that daemon has counted what they did before."""

@@ -310,9 +310,12 @@ class Runtime:
 
     def _on_forward_revoked(self, region: LeaseSnapshot, told: ForwardRevoked, is_first_look: bool) -> None:
         status, seen_after_ns = Status(-told.status), told.seen_ns - told.flipped_ns
-        self.recorder.forward_revoked(region, status, told.kernel, told.site, told.position, seen_after_ns)
+        told_after_ns = told.told_ns - told.flipped_ns if told.told_ns else None
+        self.recorder.forward_revoked(
+            region, status, told.kernel, told.site, told.position, seen_after_ns, told_after_ns
+        )
         if is_first_look:
-            self.metrics.forward_revoked(status, seen_after_ns)
+            self.metrics.forward_revoked(status, seen_after_ns, told_after_ns)
         event = RegionEvent(
             lease_id=region.lease_id,
             sequence=0,

@@ -424,6 +424,8 @@ class ForwardRevoked(Message):
         position: The position that the launch carried.
         flipped_ns: When the broker changed the word, on the monotonic clock.
         seen_ns: When the worker saw it.
+        told_ns: When the worker replied with the refusal, or learned that the client had raised it; 0 if the tenant has
+            not asked yet.
     """
 
     OP: ClassVar[str] = "forward_revoked"
@@ -434,6 +436,7 @@ class ForwardRevoked(Message):
     position: Annotated[int, U64]
     flipped_ns: Annotated[int, U64.named("flipped")]
     seen_ns: Annotated[int, U64.named("seen")]
+    told_ns: Annotated[int, U64.named("told")] = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,7 @@ class LogEvent(Enum):
         "region.forward_revoked",
         INFO,
         "a launch that named the region was refused",
-        ("lease_id", "tenant", "parent", "status", "kernel", "site", "position", "seen_after_us"),
+        ("lease_id", "tenant", "parent", "status", "kernel", "site", "position", "seen_after_us", "told_after_us"),
     )
     SUBMIT_READY = Kind("submit.ready", INFO, "a submit has its context", ("lease_id", "tenant", "worker_pid"))
     SUBMIT_ENDED = Kind(

@@ -125,9 +125,19 @@ class LeaseLog(Recorder):
         self._inner.note(lease_id, tenant, note, on_noted)
 
     def forward_revoked(
-        self, region: LeaseSnapshot, status: Status, kernel: str, site: int, position: int, seen_after_ns: int
+        self,
+        region: LeaseSnapshot,
+        status: Status,
+        kernel: str,
+        site: int,
+        position: int,
+        seen_after_ns: int,
+        told_after_ns: int | None,
     ) -> None:
-        """Log that a session refused a launch because of a region."""
+        """Log that a session refused a launch because of a region.
+
+        Both times count from the change of the region's word; the second is None if the tenant has not asked yet.
+        """
         self._log(
             LogEvent.FORWARD_REVOKED,
             region.tenant,
@@ -138,6 +148,7 @@ class LeaseLog(Recorder):
             site=site,
             position=position,
             seen_after_us=seen_after_ns // NS_PER_US,
+            told_after_us=None if told_after_ns is None else told_after_ns // NS_PER_US,
         )
 
     def warned(self, lease_id: int, left_ms: int, reason: str) -> None:

@@ -238,9 +238,12 @@ class RegionMemory:
         self.advance()
 
     def poll_ms(self, now_ns: int) -> int | None:
-        """Return for how many milliseconds the worker's loop may sleep; None if no region is opening or ending."""
+        """Return for how many milliseconds the worker's loop may sleep.
+
+        None if no region is opening or ending, and no refusal is still to be reported.
+        """
         if not self._ends and not self._openings:
-            return None
+            return 1 if self._gate.untold else None
         return 0 if now_ns < self._spin_until_ns else 1
 
     def advance(self) -> None:

@@ -15,7 +15,7 @@ has not ended: it is refused as CANCELLED for as long as it is cancelled.
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Final, NamedTuple
 
@@ -48,6 +48,10 @@ MAX_REPEATS: Final = 100
 region. Stops a tenant that launches in ended regions again and again from keeping the broker busy."""
 
 REPEAT_NS: Final = 1_000_000_000
+
+TOLD_WAIT_NS: Final = 1_000_000
+"""Longest time for which a refusal waits for the tenant's next request before the broker is told of it. A tenant that
+launches one step after another asks within microseconds; watchers must not wait for one that only launches."""
 
 SETTLE_NS: Final = 2_000_000
 """Time after a change of the regions page for which connections are served in small portions: the broker is about to
@@ -147,6 +151,7 @@ class RegionGate:
         on_change: Called when `current`, its epoch, its deadline or the page may have changed.
         launches_begun: Returns how many launches have begun in this burst; see `refuse`.
         outbox: Messages to the broker.
+        untold: Refusals of which neither the tenant nor the broker knows yet; see `note_told`.
         is_ending: Returns whether a region opens or ends now.
     """
 
@@ -160,6 +165,7 @@ class RegionGate:
         self._stream = 0
         self.launches_begun = launches_begun
         self.outbox: deque[Message] = deque()
+        self.untold: deque[ForwardRevoked] = deque()
         self.sets: dict[int, SetInUse] = {}
         self._resources = resources
         self.is_ending: Callable[[], bool] = lambda: False
@@ -258,9 +264,20 @@ class RegionGate:
         region.is_told = is_repeat or has_ended
         if self._may_tell(now_ns, is_first=has_ended and not is_repeat):
             status = -failure.status
-            told = ForwardRevoked(region.region_id, status, kernel, site, position or 0, flip.flipped_ns, now_ns)
-            self.outbox.append(told)
+            report = ForwardRevoked(region.region_id, status, kernel, site, position or 0, flip.flipped_ns, now_ns)
+            self.untold.append(report)
         return Refused(failure)
+
+    def note_told(self) -> None:
+        """Report all refusals to the broker: the tenant gets them with the reply that is made now."""
+        now_ns = time.monotonic_ns()
+        while self.untold:
+            self.outbox.append(replace(self.untold.popleft(), told_ns=now_ns))
+
+    def report_overdue(self, now_ns: int) -> None:
+        """Report refusals to the broker that the tenant has not asked about for TOLD_WAIT_NS."""
+        while self.untold and now_ns - self.untold[0].seen_ns >= TOLD_WAIT_NS:
+            self.outbox.append(self.untold.popleft())
 
     def _may_tell(self, now_ns: int, *, is_first: bool) -> bool:
         if is_first:
@@ -377,6 +394,7 @@ class RegionOperations(Operations):
         flip = None if region is None else gate.flip_of(region, now_ns)
         if region is not None and flip is not None:
             gate.refuse(region, flip, refusal.kernel, refusal.position, now_ns)
+            gate.note_told()
         return empty(frame)
 
     @serves(Opcode.REGION_RELEASE)

@@ -265,6 +265,8 @@ class Session:
             self._skip(frame)
             self._count_failure(frame.op)
         self._synced = self._counters[_LAUNCHES]
+        if self._gate.untold:
+            self._gate.note_told()
         return failed(frame, failure)
 
     def _retry(self, frame: Frame, refused: Failure) -> bytes | memoryview:
@@ -504,6 +506,8 @@ class Session:
     def take_reports(self) -> Iterator[Message]:
         """Yield each message about regions for the broker, once."""
         outbox = self._gate.outbox
+        if self._gate.untold:
+            self._gate.report_overdue(time.monotonic_ns())
         while outbox:
             yield outbox.popleft()
 

@@ -215,6 +215,8 @@ def _is_possible(region: LeaseSnapshot, message: messages.ForwardRevoked) -> boo
     now_ns = time.monotonic_ns()
     if message.status not in _REFUSALS or message.site > U32_MAX or not message.flipped_ns <= message.seen_ns <= now_ns:
         return False
+    if message.told_ns and not message.seen_ns <= message.told_ns <= now_ns:
+        return False
     if message.status == -Status.FENCED:
         # A word that was never written has no time.
         return True

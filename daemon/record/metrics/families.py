@@ -171,6 +171,13 @@ FORWARD_REVOKED_SECONDS: Final = Family(
     ("status",),
     FLIP_BOUNDS_S,
 )
+FORWARD_TOLD_SECONDS: Final = Family(
+    "gpu_region_forward_told_seconds",
+    Kind.HISTOGRAM,
+    "Time from that change to the reply that reports the first refused launch to its tenant.",
+    ("status",),
+    FLIP_BOUNDS_S,
+)
 LEAKED_BYTES: Final = _gauge(
     "gpu_lease_leaked_bytes", "Bytes that neither a lease, a process nor the start-up accounts for; must be 0."
 )

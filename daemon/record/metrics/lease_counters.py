@@ -49,6 +49,7 @@ _MEASURED: Final = (
     families.REGION_OPEN_SECONDS,
     families.REGION_RETURN_SECONDS,
     families.FORWARD_REVOKED_SECONDS,
+    families.FORWARD_TOLD_SECONDS,
     families.LOOP_LAG_SECONDS,
 )
 
@@ -104,9 +105,11 @@ class LeaseCounters:
         """Count a request that was refused before it got to the lease table."""
         self.counters[families.DENIALS][operation, reason] += 1
 
-    def forward_revoked(self, status: str, seen_after_ns: int) -> None:
+    def forward_revoked(self, status: str, seen_after_ns: int, told_after_ns: int | None) -> None:
         """Count a launch that a session refused because of a region."""
         self._observe(families.FORWARD_REVOKED_SECONDS, (status,), seen_after_ns)
+        if told_after_ns is not None:
+            self._observe(families.FORWARD_TOLD_SECONDS, (status,), told_after_ns)
 
     def worked(self, pair: Labels, increments: Iterable[tuple[Family, float]]) -> None:
         """Add what sessions of a GPU and tenant did since the last call."""

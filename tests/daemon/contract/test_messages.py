@@ -187,7 +187,7 @@ MAPS: list[tuple[Mapping[str, type[Message]], Message, dict[str, Any]]] = [
     (FROM_WORKER, messages.RegionReleased(10), {"op": "region_released", "lease": LEASE}),
     (
         FROM_WORKER,
-        messages.ForwardRevoked(10, 18, "decode", 3, 4, 5, 6),
+        messages.ForwardRevoked(10, 18, "decode", 3, 4, 5, 6, 7),
         {
             "op": "forward_revoked",
             "lease": LEASE,
@@ -197,6 +197,7 @@ MAPS: list[tuple[Mapping[str, type[Message]], Message, dict[str, Any]]] = [
             "position": 4,
             "flipped": 5,
             "seen": 6,
+            "told": 7,
         },
     ),
     (FROM_WORKER, messages.SliceResized(5, ""), {"op": "resized", "size": 5, "doubt": ""}),

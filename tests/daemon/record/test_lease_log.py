@@ -155,7 +155,7 @@ def test_a_launch_that_a_region_refused_is_told_with_the_region_and_its_lease(
             ),
             parent_id=5,
         )
-        scene.log.forward_revoked(region, Status.REVOKED, "decode", 3, 77, 20_500)
+        scene.log.forward_revoked(region, Status.REVOKED, "decode", 3, 77, 20_500, 90_500)
 
     asyncio.run(story())
     ((event, fields),) = told(caplog)
@@ -169,6 +169,7 @@ def test_a_launch_that_a_region_refused_is_told_with_the_region_and_its_lease(
         "site": 3,
         "position": 77,
         "seen_after_us": 20,
+        "told_after_us": 90,
     }
 
 

@@ -130,7 +130,7 @@ def quieted(op: int, payload: bytes, tag: int) -> bytes:
 
 
 def without_times(message: Message) -> Message:
-    return replace(message, seen_ns=0) if isinstance(message, ForwardRevoked) else message
+    return replace(message, seen_ns=0, told_ns=0) if isinstance(message, ForwardRevoked) else message
 
 
 def outcome(
@@ -168,7 +168,7 @@ def outcome(
                         play.reopen(value, size)
         except FramingError as error:
             end = str(error)
-        reports = [without_times(message) for message in made.told()]
+        reports = [without_times(message) for message in (*made.told(), *made.session._gate.untold)]
         rest = made.reader.end - made.reader.start
         replies = [hidden(reply, play.regions) for reply in made.replies]
         return end, rest, replies, reports, told(made)  # type: ignore[arg-type]  # it has what is looked at

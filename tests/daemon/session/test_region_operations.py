@@ -192,7 +192,29 @@ def test_launches_are_told_to_the_broker_once_each_within_bounds(
     assert isinstance(first, ForwardRevoked)
     assert (first.region_id, first.status, first.kernel) == (one.region_id, -Status.REVOKED, "scale")
     assert (first.site, first.position, first.flipped_ns) == (0, 0, 55)
-    assert first.seen_ns >= first.flipped_ns
+    assert first.flipped_ns <= first.seen_ns <= first.told_ns <= time.monotonic_ns()
+
+
+def test_a_refusal_is_reported_with_its_reply_or_soon_without_one(
+    made: RegionRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = made.open()
+    chosen = made.set_of(one)
+    made.flip(one, flipped_ns=55)
+    monkeypatch.setattr(region_operations, "TOLD_WAIT_NS", 1 << 62)
+    made.send(Opcode.LAUNCH_IN, made.launch(chosen, one.address), quiet=True)
+    assert made.told() == [], "the tenant is about to ask"
+    assert made.session.regions.poll_ms(0) == 1
+    assert made.refused(Opcode.SYNC, Empty()).region == one.region_id
+    (told,) = made.told()
+    assert isinstance(told, ForwardRevoked)
+    assert told.told_ns >= told.seen_ns
+    monkeypatch.setattr(region_operations, "TOLD_WAIT_NS", 0)
+    made.send(Opcode.LAUNCH_IN, made.launch(chosen, one.address), quiet=True)
+    (told,) = made.told()
+    assert isinstance(told, ForwardRevoked)
+    assert told.told_ns == 0, "it has not asked"
+    assert made.session.regions.poll_ms(0) is None
 
 
 def test_a_client_s_refusal_is_reported_as_the_worker_s_own(made: RegionRig) -> None:

@@ -282,6 +282,8 @@ def test_no_launch_was_refused_for_an_end_that_was_not(
         {"site": 1 << 32},
         {"seen_ns": 1, "flipped_ns": 2},
         {"seen_ns": (1 << 64) - 1},
+        {"told_ns": 1},
+        {"told_ns": (1 << 64) - 1},
     ],
     ids=repr,
 )

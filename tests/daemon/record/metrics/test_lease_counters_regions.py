@@ -70,5 +70,9 @@ def test_what_is_open_now() -> None:
 
 def test_how_soon_a_launch_sees_a_flip() -> None:
     s = Counted()
-    s.tally.forward_revoked("revoked", 20_000)
+    s.tally.forward_revoked("revoked", 20_000, 90_000)
+    s.tally.forward_revoked("expired", 30_000, None)
     assert s.seen(families.FORWARD_REVOKED_SECONDS, "revoked").total == pytest.approx(0.00002)
+    assert s.seen(families.FORWARD_TOLD_SECONDS, "revoked").total == pytest.approx(0.00009)
+    known = s.tally.histograms[families.FORWARD_TOLD_SECONDS].of
+    assert set(known) == {("revoked",)}, "the other launch's tenant has not asked"
