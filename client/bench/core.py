@@ -30,7 +30,7 @@ def keeps_core_bounds(figures: dict[str, dict[str, float]]) -> bool:
 
 def core_figures(leases: int, kept: tuple[str, ...]) -> dict[str, float]:
     """Measure one run, in a process of its own. Raises CannotStart."""
-    # A process of its own: ten thousand leases leave memory that would disturb later measurements.
+    # A process of its own: the client imports nothing of the daemon.
     command = [sys.executable, "-P", "-m", "gpulease.daemon.bench.lease_table", str(leases), *kept]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=TIMEOUT_S, check=False)
     try:

@@ -104,6 +104,7 @@ def measure_decode(address: str, plan: DecodePlan, tell: Tell, say: Callable[[st
         tell: Receives each figure.
         say: Receives the name of each measurement before it starts.
     """
+    # Each shape: on a lease first, then every other way in a process of its own, so that none disturbs another.
     for shape in plan.shapes:
         say(f"{shape}: the decode engine on a lease")
         target, steps = asyncio.run(measure(address, shape, plan, tell))
@@ -122,6 +123,7 @@ Steps = dict[tuple[int, int], StepTime]
 
 def _beside(figure: Figure, steps: Steps) -> Figure:
     """Add the ratio of tokens per second on the lease to those of this way, and whether the results are equal."""
+    # Only steps of the same batch and context are compared; other figures stay as they are.
     leased = steps.get((figure.get("batch", 0), figure.get("context", 0)))
     if leased is None or "ms" not in figure:
         return figure
@@ -133,6 +135,7 @@ def _beside(figure: Figure, steps: Steps) -> Figure:
 
 def _told_by(module: str, shape: str, target: str, plan: DecodePlan) -> Iterator[Figure]:
     """Yield the figures that a module prints in a process of its own, and one with the reason if some are missing."""
+    # Arguments as the modules take them: a shape, an architecture if there is one, batches, contexts.
     lists = [",".join(map(str, values)) for values in (plan.batches, plan.contexts)]
     words = [word for word in (shape, target, *lists) if word]
     command = [sys.executable, "-P", "-m", f"gpulease.client.bench.{module}", *words]
@@ -147,12 +150,14 @@ def _told_by(module: str, shape: str, target: str, plan: DecodePlan) -> Iterator
         with contextlib.suppress(ValueError):
             if isinstance(figure := json.loads(line), dict):
                 yield figure
+    # A way that is not installed, or failed, leaves one figure that says so.
     if done.returncode:
         yield why | {"skipped": (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]}
 
 
 async def measure(address: str, shape: str, plan: DecodePlan, tell: Tell = print_figures) -> tuple[str, Steps]:
     """Report the figures of a shape on a lease. Returns the architecture of the kernels, and the steps' times."""
+    # A lease that holds the engine, its blocks, and the two arrays of the memory's rate.
     batches, contexts = plan.batches, plan.contexts
     config, limits = SHAPES[shape], limits_of(batches, contexts)
     count = max(batches) * limits.table_blocks
@@ -164,6 +169,7 @@ async def measure(address: str, shape: str, plan: DecodePlan, tell: Tell = print
         tell({"figure": "memory", "shape": shape, "bytes_per_s": rate})
         engine = await DecodeEngine.open(lease, checkpoint, limits)
         try:
+            # One pool for all rows; each sequence has blocks of its own in it.
             pool = await engine.open_pool(count)
             blocks = Blocks(pool.region.address, pool.blocks)
             await engine.session.mem_write(engine.forward.tables, 0, block_tables(limits))
@@ -175,6 +181,7 @@ async def measure(address: str, shape: str, plan: DecodePlan, tell: Tell = print
                     step = {"figure": "step", "shape": shape, "batch": batch, "context": context}
                     moved = moved_bytes(config, batch, context)
                     tell(step | step_figure(batch, found.took_s, moved, rate))
+            # A whole prompt in one step.
             prompt = prompt_rows(blocks, limits)
             took_s = (await step_time(engine, prompt, [pool])).took_s
             prefill = {"figure": "prefill", "shape": shape, "rows": len(prompt), "ms": took_s * 1e3}
@@ -188,6 +195,7 @@ async def measure(address: str, shape: str, plan: DecodePlan, tell: Tell = print
 
 async def _tell_kernels(engine: DecodeEngine, blocks: Blocks, shape: str, steps: Steps, tell: Tell) -> None:
     """Report the times of kernels, and of linear layers with other tiles, in the steps of the longest context."""
+    # Kernels are timed where attention is longest.
     context = max(context for _, context in steps)
     for batch, at in steps:
         if at == context:
@@ -207,6 +215,7 @@ def step_figure(batch: int, took_s: float, moved: int, rate: float) -> Figure:
         moved: Bytes that it must read at least.
         rate: Bytes per second that a kernel was measured to read here.
     """
+    # The floor is what the memory's measured rate allows; the data sheet's rate is given for comparison.
     return {
         "ms": took_s * 1e3,
         "tokens_per_s": batch / took_s,
@@ -226,6 +235,7 @@ async def memory_rate(lease: GpuLease, size_bytes: int) -> float:
     async with GpuSession(lease) as session:
         module = await session.module_load(kernels_ptx())
         y, x = await session.mem_alloc(size_bytes), await session.mem_alloc(size_bytes)
+        # y = y + a x over both arrays: as many bytes as the largest weights.
         count, samples = size_bytes // 4, []
         args = KernelArgs()
         args.push_buffer(y)
@@ -243,6 +253,7 @@ async def memory_rate(lease: GpuLease, size_bytes: int) -> float:
 
 def weight_bytes(config: ModelConfig) -> int:
     """Bytes of the weights that every step reads."""
+    # Query, key, value and output projections, the three of the feed-forward part, and the embedding once.
     heads, keys = config.heads * config.head_width, config.key_heads * config.head_width
     layer = (2 * heads + 2 * keys + 3 * config.inner_width) * config.width
     return (config.layers * layer + config.vocabulary * config.width) * 2

@@ -64,6 +64,7 @@ def numbers_of(text: str) -> tuple[int, ...]:
 
 def limits_of(batches: Iterable[int], contexts: Iterable[int]) -> StepLimits:
     """Limits that fit all steps of these batches and contexts, and a prompt's step."""
+    # Positions for every step that is timed, since each one adds a token.
     most = max(batches)
     return StepLimits(max(most, PREFILL), most, max(contexts) + WARM_STEPS + STEPS)
 
@@ -75,6 +76,7 @@ def block_tables(limits: StepLimits) -> "np.typing.NDArray[np.int32]":
 
 def decode_rows(blocks: Blocks, limits: StepLimits, batch: int, context: int) -> Rows:
     """The rows of a step of `batch` sequences at the position `context`."""
+    # All rows at the same position, each of another sequence; the block follows from both.
     rows = _rows(blocks, batch)
     rows["position"], rows["table"] = context, np.arange(batch)
     rows["block"] = rows["table"] * limits.table_blocks + context // PAGE
@@ -90,6 +92,7 @@ def prompt_rows(blocks: Blocks, limits: StepLimits) -> Rows:
 
 
 def _rows(blocks: Blocks, count: int) -> Rows:
+    # A token per row and no sampling choice: what a row computes depends on these fields alone.
     rows = np.zeros(count, ROW)
     rows["token"], rows["source"], rows["top_p"] = np.arange(count) + 5, NO_ROW, 1
     rows["base"], rows["blocks"] = blocks.address, blocks.count
@@ -103,6 +106,7 @@ async def step_time(engine: Stepper, rows: Rows, pools: Iterable[Any]) -> StepTi
     for _ in range(WARM_STEPS):
         await engine.start(rows, pools)
         await engine.finish()
+    # WARM_STEPS have filled every queue; the clock starts with two steps in progress and stops with two.
     began = time.perf_counter()
     for _ in range(STEPS):
         await engine.start(rows, pools)

@@ -1,4 +1,4 @@
-"""A decoder under load whose tenants' regions are revoked constantly, and a check of everything that it produces.
+"""A decoder under load while its tenants' regions are revoked constantly, and a check of everything that it produces.
 
     python -m gpulease.client.bench.decode_storm --minutes 10
 
@@ -99,13 +99,13 @@ class StormPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """A request that is sent repeatedly; the caller reads `heard` tokens of its output, then hangs up."""
+    """A request that is sent repeatedly; the caller reads `wanted` tokens of its output, then hangs up."""
 
     tenant: str
     number: int
     prompt: tuple[int, ...]
     tokens: int
-    heard: int
+    wanted: int
 
 
 class _Heard(DecoderObserver):
@@ -118,6 +118,7 @@ class _Heard(DecoderObserver):
     """
 
     def __init__(self) -> None:
+        # Counts since the storm's beginning.
         self.tokens: Counter[str] = Counter()
         self.replays = 0
         self.finished = array("L")
@@ -139,6 +140,7 @@ class _Storm:
     """Requests, revocations and comparisons on one decoder."""
 
     def __init__(self, decoder: Decoder, heard: _Heard, run: str) -> None:
+        # A run's ids begin with a name of its own: other runs may write to the same audit log.
         self.decoder, self.heard, self.run = decoder, heard, run
         self.outputs = self.wrong = self.revoked = 0
         self.errors: Counter[str] = Counter()
@@ -148,6 +150,7 @@ class _Storm:
 
     async def hear_quiet_outputs(self) -> None:
         """Compute each request's output while nothing is revoked."""
+        # All requests at once: quiet outputs depend on no other request.
         found = await asyncio.gather(*(self._output(request, request.tokens) for request in self.requests))
         self.quiet.update(zip(self.requests, found, strict=True))
 
@@ -157,14 +160,15 @@ class _Storm:
             if time.monotonic() >= until:
                 return
             try:
-                found = await self._output(request, request.heard)
+                found = await self._output(request, request.wanted)
             # No error is expected: a revoked region is replaced without the caller's notice.
             except GpuLeaseError as error:
                 self.errors[f"{type(error).__name__}: {error}"] += 1
                 await asyncio.sleep(PAUSE_S)
                 continue
             self.outputs += 1
-            self.wrong += found != self.quiet[request][: request.heard]
+            # Compare the part that was read: a caller that hung up has half of it.
+            self.wrong += found != self.quiet[request][: request.wanted]
 
     async def revoke(self, until: float) -> None:
         """Revoke regions at random; a tenant's next one only after the tenant got another token."""
@@ -179,8 +183,9 @@ class _Storm:
                 await pool.region.revoke("bench")
                 self.revoked += 1
 
-    async def _output(self, request: _Request, heard: int) -> list[int]:
+    async def _output(self, request: _Request, wanted: int) -> list[int]:
         """The first tokens of a request's output; then hangs up."""
+        # Each try has another id, so that each has a record of its own.
         self._numbers += 1
         generation = self.decoder.submit(
             request.prompt,
@@ -193,14 +198,16 @@ class _Storm:
         try:
             async for emitted in generation:
                 found.append(emitted.token)
-                if len(found) == heard:
+                if len(found) == wanted:
                     break
         finally:
+            # Hang up in any case; after the whole output this changes nothing.
             generation.cancel()
         return found
 
 
 def _requests(vocabulary: int) -> list[_Request]:
+    # Every tenant has a request of each kind, with a prompt of its own.
     made = []
     for number, (tenant, (length, tokens, hangs_up)) in enumerate(
         (tenant, kind) for tenant in TENANTS for kind in KINDS
@@ -221,11 +228,13 @@ async def run_storm(address: str, plan: StormPlan, say: Callable[[str], object])
 
     Raises what `Decoder.open` raises, and Unsupported if the plan names an audit log and the daemon keeps none.
     """
+    # As many live sequences for each tenant as fit, and blocks for the longest request of each.
     each = max(1, plan.sequences // len(TENANTS))
     blocks = each * -(-POSITIONS // PAGE)
     tenants = [TenantConfig(name, each, blocks, max_waiting=len(KINDS) + each) for name in TENANTS]
     rows = each * len(TENANTS)
     settings = DecoderSettings(2 * rows, rows, rows, POSITIONS, rebinds_at_once=1_000_000_000)
+    # The observers see every report: one counts, the other writes the audit records.
     heard = _Heard()
     audit = await DecodeAudit.of(plan.checkpoint) if plan.audit is not None else None
     observers = [heard, *([audit] if audit is not None else [])]
@@ -251,6 +260,7 @@ async def run_storm(address: str, plan: StormPlan, say: Callable[[str], object])
         "replays": heard.replays,
         "memory": memory,
     }
+    # After the decoder has closed, every record is written.
     if plan.audit is not None:
         say("the audit log")
         report["audit"] = await asyncio.to_thread(audited, plan.audit, storm.run, heard.finished, _digests(storm))
@@ -260,6 +270,7 @@ async def run_storm(address: str, plan: StormPlan, say: Callable[[str], object])
 async def _load_and_revoke(storm: _Storm, each: int, for_s: float, address: str) -> dict[str, Any]:
     """Load and revoke for some seconds; returns how the memory developed. The last requests run to their end."""
     until = time.monotonic() + for_s
+    # Each load begins with another of its tenant's requests, so that all kinds run at once.
     loads = [
         storm.repeat(own[number % len(own) :] + own[: number % len(own)], until)
         for own in ([one for one in storm.requests if one.tenant == tenant] for tenant in TENANTS)
@@ -267,6 +278,7 @@ async def _load_and_revoke(storm: _Storm, each: int, for_s: float, address: str)
     ]
     async with asyncio.TaskGroup() as tasks:
         for work in (*loads, storm.revoke(until)):
+            # Memory is sampled while the others work; the group ends with the last of them.
             tasks.create_task(work)
         return await _memory(address, for_s)
 
@@ -277,6 +289,7 @@ async def _memory(address: str, for_s: float) -> dict[str, Any]:
     readings: list[dict[str, float]] = []
     began = time.monotonic()
     for number in range(READINGS):
+        # At even distances, however long a sample takes.
         await asyncio.sleep(max(0.0, began + for_s * (number + 1) / READINGS - time.monotonic()))
         readings.append(await asyncio.to_thread(_memory_kib, address))
         at_s.append(time.monotonic() - began)
@@ -285,6 +298,7 @@ async def _memory(address: str, for_s: float) -> dict[str, Any]:
 
 def memory_figures(at_s: Sequence[float], kib: Sequence[float]) -> dict[str, float | bool]:
     """Means of the first and the last quarter, the second half's growth, and whether that is flat."""
+    # A line through the second half: caches and tables have filled by then.
     quarter, trend = max(1, len(kib) // 4), trend_of(at_s, kib, GROWTH_KIB)
     return {
         "first_quarter_mib": sum(kib[:quarter]) / quarter / KIB,
@@ -296,6 +310,7 @@ def memory_figures(at_s: Sequence[float], kib: Sequence[float]) -> dict[str, flo
 
 def _memory_kib(address: str) -> dict[str, float]:
     """Memory in KiB by process; only this one's if the daemon is on another host or another user's."""
+    # This process always; the daemon's where this user may read them.
     found = {"bench": float(rss_kib(os.getpid()))}
     with contextlib.suppress(ValueError, OSError):
         daemon = footprints_of(broker_pid(address))
@@ -320,7 +335,9 @@ def audited(folder: Path, run: str, finished: Sequence[int], digests: dict[int, 
     """
     counts: Counter[int] = Counter()
     wrong = 0
+    # Every record of the kind that the decoder writes.
     for line in _audit("show", "--json", "--kind", "note", str(folder)).splitlines():
+        # A request's id is RUN-KIND-NUMBER.
         note = json.loads(line)["data"]["note"]
         said, _, number = str(note.get("request", "")).rpartition("-")
         whose, _, kind = said.rpartition("-")
@@ -328,6 +345,7 @@ def audited(folder: Path, run: str, finished: Sequence[int], digests: dict[int, 
         if whose == run:
             counts[int(number)] += 1
             wrong += note["reason"] in RIGHT_ENDS and note["output"]["sha256"] != digests[int(kind)]
+    # The chain of hashes says whether any record was changed, removed or added.
     verdict = json.loads(_audit("verify", "--json", str(folder)))
     return {
         "finished": len(finished),
@@ -348,6 +366,7 @@ def _audit(*words: str) -> str:
         text=True,
         check=False,
     )
+    # Status 1 is a verdict, not a failure.
     if done.returncode not in (0, 1):
         raise click.ClickException(f"the audit log can't be read: {done.stderr.strip()}")
     return done.stdout
@@ -355,6 +374,7 @@ def _audit(*words: str) -> str:
 
 def is_sound(report: dict[str, Any]) -> bool:
     """True if nothing was wrong, nothing grew, and the audit log, if one was given, has everything exactly once."""
+    # Without revocations and outputs nothing was shown, so both must have happened.
     audit = report.get("audit")
     return (
         not report["wrong"]
@@ -372,7 +392,7 @@ def is_sound(report: dict[str, Any]) -> bool:
 
 
 def storm_table(report: dict[str, Any]) -> str:
-    """Lay out the report for people."""
+    """Lay out the report as tables of counts, memory and the audit log, with the verdict as the last line."""
     counted = [[name, str(report[name])] for name in ("outputs", "wrong", "tokens", "revoked", "rebinds", "replays")]
     memory = [
         [
@@ -430,6 +450,7 @@ def measure_storm(
     Raises what `run_storm` raises, and CannotStart.
     """
     with contextlib.ExitStack() as stack:
+        # A private daemon keeps the audit log that is checked; a running one must be given by its folder.
         address = running_address()
         if address is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpulease-")))

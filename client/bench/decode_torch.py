@@ -29,11 +29,12 @@ def _weights(*shape: int) -> Any:
 
 
 class TorchModel:
-    """A model of a shape, with random weights."""
+    """A model of a shape, with random weights and one rotary table, as a user would write it in torch."""
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
         width, heads = config.width, config.heads * config.head_width
+        # Weights joined as engines do it: queries, keys and values in one matrix, gate and up in another.
         columns = heads + 2 * config.key_heads * config.head_width
         shapes = ((columns, width), (width, heads), (2 * config.inner_width, width), (width, config.inner_width))
         self.layers = [[_weights(*shape) for shape in shapes] for _ in range(config.layers)]
@@ -56,15 +57,18 @@ class TorchModel:
         """Compute the next token of each sequence, at the last position of `keys` and `values`, in place."""
         config, batch = self.config, len(tokens)
         heads, key_heads, inner = config.heads, config.key_heads, config.inner_width
+        # One row per sequence through all layers.
         h = self.embedding[tokens]
         for (qkv, output, gate_up, down), key, value in zip(self.layers, keys, values, strict=True):
             y = F.linear(self.normalise(h), qkv).view(batch, heads + 2 * key_heads, 1, config.head_width)
             q, k = self.rotate(y[:, :heads]), self.rotate(y[:, heads : heads + key_heads])
+            # The new key and value go to the last position; attention reads all of them.
             key[:, :, -1:], value[:, :, -1:] = k, y[:, heads + key_heads :]
             attended = F.scaled_dot_product_attention(q, key, value, enable_gqa=True)
             h = h + F.linear(attended.reshape(batch, -1), output)
             gates = F.linear(self.normalise(h), gate_up)
             h = h + F.linear(F.silu(gates[:, :inner]) * gates[:, inner:], down)
+        # In place, so that a graph's next replay finds them.
         tokens.copy_(F.linear(self.normalise(h), self.embedding).argmax(-1))
 
 
@@ -72,6 +76,7 @@ def model_step_s(model: TorchModel, batch: int, context: int) -> float:
     """Seconds per step of the model, as a CUDA graph."""
     config = model.config
     shape = (batch, config.key_heads, context, config.head_width)
+    # Keys and values of `context` positions for each layer, of random contents.
     caches = [
         [torch.randn(*shape, device="cuda", dtype=torch.bfloat16) for _ in range(config.layers)] for _ in range(2)
     ]
@@ -83,6 +88,7 @@ def step_s(step: Callable[[], object], fence: Callable[[], object]) -> float:
     """Seconds per call of `step`, over STEPS calls after WARM_STEPS."""
     for _ in range(WARM_STEPS):
         step()
+    # Everything before the clock has finished; the same holds when it stops.
     fence()
     began = time.perf_counter()
     for _ in range(STEPS):
@@ -93,6 +99,7 @@ def step_s(step: Callable[[], object], fence: Callable[[], object]) -> float:
 
 def recorded(step: Callable[[], object]) -> Callable[[], object]:
     """The replay of a step, recorded as a CUDA graph."""
+    # A warm-up on another stream, as CUDA graphs in torch require.
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -107,6 +114,7 @@ def recorded(step: Callable[[], object]) -> Callable[[], object]:
 
 if __name__ == "__main__":
     name, batches, contexts = sys.argv[1:]
+    # Inference only: no memory for gradients.
     with torch.no_grad():
         model = TorchModel(SHAPES[name])
         for context in numbers_of(contexts):

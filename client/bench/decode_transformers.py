@@ -28,6 +28,7 @@ FAMILIES: Final = {Family.LLAMA: (LlamaConfig, LlamaForCausalLM), Family.QWEN3: 
 def model_of(config: ModelConfig, device: str) -> Any:
     """Make the model of transformers that has a shape, on that device."""
     settings, model = FAMILIES[config.family]
+    # The shape in the terms of the family's own configuration.
     said = settings(
         vocab_size=config.vocabulary,
         hidden_size=config.width,
@@ -42,6 +43,7 @@ def model_of(config: ModelConfig, device: str) -> Any:
         tie_word_embeddings=config.is_tied,
         attn_implementation="sdpa",
     )
+    # Weights are made in bf16 directly, on the card.
     torch.set_default_dtype(torch.bfloat16)
     with torch.device(device):
         return model(said).eval()
@@ -73,6 +75,7 @@ class StaticSteps:
 def measure(shape: str, batches: Sequence[int], contexts: Sequence[int]) -> None:
     """Print a shape's figures; those of graphs last, because a recording that fails makes torch's context unusable."""
     model = model_of(SHAPES[shape], "cuda")
+    # Graphs last: a failed recording leaves the process without a usable context.
     ways: dict[str, Callable[[StaticSteps], Callable[[], object]]] = {
         "transformers": lambda steps: steps.step,
         "transformers_graph": lambda steps: recorded(steps.step),

@@ -23,6 +23,7 @@ Say = Callable[[str], object]
 
 def percentile(samples: Sequence[float], percent: float) -> float:
     """The nearest-rank percentile of the samples."""
+    # The smallest sample that is not exceeded by that share of them.
     ordered = sorted(samples)
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
 
@@ -34,7 +35,8 @@ def print_figures(figures: Mapping[str, object]) -> None:
 
 
 def timed_us(action: Callable[[], object], count: int) -> list[float]:
-    """Microseconds of each of `count` calls."""
+    """The microseconds of each of `count` calls, timed one by one."""
+    # The clock in a local variable, so that a sample holds as little else as possible.
     samples = []
     clock = time.perf_counter
     for _ in range(count):
@@ -68,6 +70,7 @@ def load_figures(ask: Callable[[], float], at_a_time: int, seconds: float) -> Fi
 
     Raises what the first failing call raises.
     """
+    # Appending to a list is atomic, so threads need no lock.
     took_s: list[float] = []
     errors: list[BaseException] = []
     started = time.perf_counter()
@@ -80,6 +83,7 @@ def load_figures(ask: Callable[[], float], at_a_time: int, seconds: float) -> Fi
         except BaseException as error:
             errors.append(error)
 
+    # All threads begin together and end with the time, each after its last call.
     threads = [threading.Thread(target=go_on) for _ in range(at_a_time)]
     for thread in threads:
         thread.start()
@@ -125,6 +129,7 @@ def figures_of(
 
     Raises CannotStart, with the last line that the command wrote to stderr.
     """
+    # Nothing of this process's environment is left out: libraries may need it.
     environment = os.environ | (variables or {})
     try:
         done = subprocess.run(
@@ -162,8 +167,10 @@ def trend_of(at_s: Sequence[float], values: Sequence[float], bound: float) -> Tr
     """The trend of values taken at these times in seconds, at least three. Raises ValueError."""
     if len(at_s) != len(values) or len(values) < 3:
         raise ValueError(f"a trend needs three points at least, each with its time; there are {len(values)}")
+    # With few samples, all of them count.
     half = len(values) // 2 if len(values) >= 6 else 0
     times, late = at_s[half:], values[half:]
+    # Least squares around the means; times without any spread give a slope of 0.
     middle_s, middle = sum(times) / len(times), sum(late) / len(late)
     spread = sum((time - middle_s) ** 2 for time in times)
     slope = sum((t - middle_s) * (v - middle) for t, v in zip(times, late, strict=True)) / spread if spread else 0.0

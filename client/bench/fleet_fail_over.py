@@ -72,7 +72,8 @@ class _Scene:
             link.cut()
 
     def kill_leader(self) -> None:
-        """Kill the member of etcd that leads. Raises CannotStart if there is no leader."""
+        """Kill the member of etcd that leads. Raises CannotStart without a leader."""
+        # An election may be in progress.
         until_s = time.monotonic() + LEADER_S
         while (leader := leader_of(self.members)) is None:
             if time.monotonic() > until_s:
@@ -108,6 +109,7 @@ def measure_fail_over(faults: Sequence[str], horizon_s: int, rounds: int, say: S
         "goal_s": GOAL_S if horizon_s == GOAL_HORIZON_S else None,
         "faults": [],
     }
+    # A new fleet for each run: a killed node stays dead.
     for fault in faults:
         runs = []
         for number in range(1, rounds + 1):
@@ -126,6 +128,7 @@ def fails_over(found: Figures) -> bool:
 
 
 def _summary(fault: str, runs: list[Figures]) -> Figures:
+    # The same figure of all runs, in their order.
     def column(name: str) -> list[Any]:
         return [run[name] for run in runs]
 
@@ -145,10 +148,12 @@ def _summary(fault: str, runs: list[Figures]) -> Figures:
 
 @contextlib.contextmanager
 def _scene(horizon_s: int) -> Iterator[_Scene]:
+    # etcd and daemons end with this block, in the reverse order.
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpulease-", dir=short_folder())))
         members = stack.enter_context(private_etcd(folder / "etcd", MEMBERS))
         endpoints = [member.endpoint for member in members]
+        # Only the first node goes through the links, so only it can be cut off.
         links = [stack.enter_context(contextlib.closing(Link(endpoint))) for endpoint in endpoints]
         fleet = stack.enter_context(PrivateFleet(folder, endpoints, horizon_s))
         fleet.open_directory()
@@ -160,6 +165,7 @@ def _scene(horizon_s: int) -> Iterator[_Scene]:
 def _run(fault: str, horizon_s: int) -> Figures:
     """Serve a name on one node, cause the fault, and let another tenant ask the fleet immediately."""
     with _scene(horizon_s) as scene, contextlib.ExitStack() as stack:
+        # Longer horizons need longer waits: a node is fenced after one.
         wait_s = WAIT_S + WAIT_HORIZONS * horizon_s
         first = acquire_name(scene.node.address, NAME, wait_s)
         before = stack.enter_context(_computing(Tenant(first, transform_ptx())))
@@ -181,6 +187,7 @@ def _run(fault: str, horizon_s: int) -> Figures:
 
 
 @contextlib.contextmanager
+# Stopped in any case, so that no thread outlives the fleet.
 def _computing(tenant: Tenant) -> Iterator[Tenant]:
     tenant.start()
     try:
@@ -190,6 +197,7 @@ def _computing(tenant: Tenant) -> Iterator[Tenant]:
 
 
 def _figures(before: Work, after: Work, fault: str, fault_s: float) -> Figures:
+    # The session's last kernels: those that ended after the fault, and the gaps between them.
     ends_s = [fault_s, *(end_s for _, end_s in before.spans if end_s > fault_s)]
     gap_s = max((later - earlier for earlier, later in pairwise(ends_s)), default=0.0)
     is_over = fault != STAYS

@@ -63,6 +63,7 @@ class _Leases:
     def acquire_s(self, kind: str) -> float:
         """Acquire and free one lease; returns the seconds until it was granted."""
         builder = GpuBuilder(self._addresses[kind]).min_vram(SLICE_BYTES).lease_secs(LEASE_S)
+        # A new name each time: a name is served once, and is free only after its lease's end.
         if kind == NAMED:
             builder = builder.name(f"bench-{next(self._numbers)}")
         began_s = time.perf_counter()
@@ -95,6 +96,7 @@ def measure_leases(
         contextlib.ExitStack() as stack,
         PrivateFleet(folder, [member.endpoint for member in members], horizon_s) as fleet,
     ):
+        # The host without a fleet keeps its leases in a state folder, as a node does.
         host = lasting_daemon(home)
         stack.callback(end_all, host)
         host.start()
@@ -103,6 +105,7 @@ def measure_leases(
         leases = _Leases(host.address, fleet.address)
         say(f"grants a second of one daemon without a fleet, {AT_A_TIME} at a time")
         found = LeaseFigures({}, [_grants(leases, 0, HOST, load_s)], {})
+        # Grow the fleet step by step, and measure at each size.
         for count in DAEMONS:
             fleet.add(count - len(fleet.nodes))
             fleet.await_nodes()
@@ -131,6 +134,7 @@ def _placements(leases: _Leases, count: int) -> dict[str, Figures]:
         first = number % len(kinds)
         for kind in kinds[first:] + kinds[:first]:
             took_s[kind].append(leases.acquire_s(kind))
+    # Ratios to the single host in the same run: they depend little on its speed.
     found = {kind: percentiles_ms(samples) for kind, samples in took_s.items()}
     ratio = {
         f"{kind}_{name[:3]}": found[kind][name] / found[HOST][name] for kind in FLEET_KINDS for name in found[HOST]
@@ -142,6 +146,7 @@ def _launches(host: str, node: str, rounds: int, launches: int) -> dict[str, Fig
     """Time calls in a session of an anonymous lease on both, in turn."""
     found: dict[str, list[Figures]] = {"host": [], "node": []}
     addresses = {"host": host, "node": node}
+    # In turn, and each first in every second round.
     for number in range(rounds):
         for name in ("host", "node") if number % 2 == 0 else ("node", "host"):
             figures = hot_path(addresses[name], transform_ptx(), launches, SAMPLES)

@@ -72,8 +72,10 @@ def plan_of(quick: bool, **given: int | None) -> FleetPlan:
 
 
 def measure_fleet(plan: FleetPlan, say: Say) -> Figures:
-    """Measure all of it. Raises CannotStart, immediately if there is no etcd, or GpuLeaseError."""
+    """Measure all of it. Raises CannotStart, immediately without etcd, or GpuLeaseError."""
+    # Before anything else: without etcd no part can be measured.
     etcd_program()
+    # A short folder: the daemons' sockets lie in it.
     with unwound_by_signals(), tempfile.TemporaryDirectory(prefix="gpulease-", dir=short_folder()) as name:
         folder = Path(name)
         leases = measure_leases(folder, plan.horizon_s, plan.acquires, plan.load_s, plan.rounds, plan.launches, say)
@@ -90,6 +92,7 @@ def measure_fleet(plan: FleetPlan, say: Say) -> Figures:
 
 def reaches_fleet_goals(found: Figures) -> bool:
     """True if packing refuses no more than GOAL_PERCENT, and names fail over in time and without an overlap."""
+    # The goal is for packing at 90 %: nearly full nodes, where it matters where a lease goes.
     packs_well = all(
         one["refused_percent"] <= GOAL_PERCENT
         for one in found["refusals"]
@@ -111,6 +114,7 @@ def _beats(plan: FleetPlan, folder: Path, say: Say) -> list[Figures]:
     found = []
     for count in plan.beat_nodes:
         say(f"beats of {count:,} simulated nodes on {MEMBERS} members of etcd")
+        # An etcd of its own for each count: what earlier heartbeats left would be measured again.
         with private_etcd(folder / f"beats-{count}", MEMBERS) as members:
             endpoints = ",".join(member.endpoint for member in members)
             pids = ",".join(str(member.pid) for member in members)
@@ -121,6 +125,7 @@ def _beats(plan: FleetPlan, folder: Path, say: Say) -> list[Figures]:
 def _figures(module: str, *arguments: str) -> Figures:
     command = [sys.executable, "-P", "-m", f"gpulease.daemon.bench.{module}", *arguments]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=TIMEOUT_S, check=False)
+    # The figures are the last line; a log may come before them.
     try:
         figures: Figures = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):

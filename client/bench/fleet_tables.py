@@ -1,4 +1,4 @@
-"""The tables of `gpulease bench --fleet`."""
+"""The tables of `gpulease bench --fleet`, one for each part of its report, in the report's order."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -26,7 +26,7 @@ _Found = Mapping[str, Any]
 
 
 def fleet_tables(found: _Found) -> str:
-    """Lay out the figures for people."""
+    """Lay out the report's parts as tables, with an empty line between them."""
     parts = (_placement, _grants, _launches, _fail_over, _refusals, _beats)
     return "\n\n".join(part(found) for part in parts)
 
@@ -45,6 +45,7 @@ def _placement(found: _Found) -> str:
 
 
 def _ratios(ratio: Mapping[str, float], kind: str) -> list[str]:
+    # The host's own ratio would be 1.
     return [f"{ratio[f'{kind}_{name}']:.2f}" if kind != HOST else MISSING for name in ("p50", "p99")]
 
 
@@ -80,6 +81,7 @@ def _fail_over(found: _Found) -> str:
             str(one["runs"]),
             f"{one['served_again_median_s']:.1f} s",
             f"{one['served_again_max_s']:.1f} s",
+            # With an intact node the first session does not end.
             MISSING if one["ended_after_s"][0] is None else f"{max(one['ended_after_s']):.1f} s",
             str(one["overlaps"]),
         ]
@@ -90,6 +92,7 @@ def _fail_over(found: _Found) -> str:
 
 
 def _reason(fail_over: _Found) -> str:
+    # Gaps are known only for a session that continued through the fault.
     gaps = [gap for one in fail_over["faults"] for gap in one["longest_gap_ms"] if gap is not None]
     goal = f"The goal is {GOAL_S:g} s at a horizon of {GOAL_HORIZON_S} s: half of it until a silent node is fenced, and"
     goal += " one until its leases\nhave surely ended."
@@ -117,6 +120,7 @@ def _beats(found: _Found) -> str:
         [
             f"{one['nodes']:,}",
             f"{one['beats_per_s']:.0f} of {one['beats_wanted_per_s']:.0f}",
+            # A figure that etcd does not report is left out.
             *(f"{one[name]:.1f} ms" if one[name] is not None else MISSING for name in BEAT_TIMES),
             ", ".join(f"{cores:.2f}" for cores in one["etcd_cores"]),
             f"{max(one['etcd_us_per_write'])} us",

@@ -39,6 +39,7 @@ class _Load:
 
     def ask(self) -> float:
         """Send one request; returns its seconds. Raises GpuLeaseError."""
+        # A request id of this run's own, so that a stored answer is never taken for a new one.
         started = time.perf_counter()
         model = self._model
         request = InferenceRequest(
@@ -52,9 +53,11 @@ class _Load:
             token_nonce=0,
             now_secs=time.time(),
         )
+        # The whole way of a request but HTTP: lease, session, kernel, result, store.
         effects = DaemonEffects(self._store, self._address, wait_s=30.0)
         output = serve_inference_request(effects, NodeAuthority(), request, model.image, model.kernel).output
         took_s = time.perf_counter() - started
+        # A wrong output makes all times meaningless.
         if not np.array_equal(np.frombuffer(output, np.float32), 2 * INPUT + 1):
             raise GpuLeaseError("a request's output is wrong")
         return took_s
@@ -76,6 +79,7 @@ def request_figures(address: str, seconds: float, *, has_pool: bool) -> dict[str
             figures = {f"{count} at a time": load_figures(load.ask, count, seconds) for count in AT_A_TIME}
             if has_pool:
                 took = []
+                # Requests that each find a full pool: what one alone would take.
                 for _ in range(SPACED):
                     await_pool(address)
                     took.append(load.ask())

@@ -34,7 +34,7 @@ Figures = dict[str, float]
 
 
 class WrongResult(GpuLeaseError):
-    """A kernel's result differs from numpy's."""
+    """A kernel's result differs from numpy's, so its time is not reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,15 +96,17 @@ def kernels_ptx() -> bytes:
 
 
 def works() -> dict[str, Work]:
-    """The measured kernels, by name."""
+    """The measured kernels by name: each with its operands, and numpy's way to compute the same."""
     rng = np.random.default_rng(1)
 
     def drawn(*shape: int) -> Array:
+        # Values of a normal distribution: sums in another order stay within the tolerance.
         return rng.standard_normal(shape, np.float32)
 
     left, right, rows = drawn(MATRIX, MATRIX), drawn(MATRIX, MATRIX), drawn(ROWS, COLUMNS)
     x, y, weight, bias = drawn(VALUES), drawn(VALUES), drawn(COLUMNS), drawn(COLUMNS)
     few_x, few_y = x[:SMALL], y[:SMALL]
+    # From heavy to light: what the arithmetic, the memory and the launch itself cost.
     return {
         "matmul": Work(
             kernel="matmul",
@@ -168,6 +170,7 @@ class Prepared:
     """A kernel ready to launch: its arrays are on the card, its arguments packed."""
 
     def __init__(self, session: GpuSession, module: Module, work: Work) -> None:
+        # Pack once: the arguments are the same for each launch.
         self._session, self._module, self._work = session, module, work
         self._wanted = work.numpy()
         self._buffers = [_upload(session, array) for array in (work.into, *work.operands)]
@@ -187,6 +190,7 @@ class Prepared:
 
     def check(self) -> None:
         """Launch the kernel on its first values. Raises WrongResult unless the result equals numpy's."""
+        # The first values again: earlier launches may have changed them.
         self._session.mem_write(self._buffers[0], 0, self._work.into)
         self.launch()
         found = np.empty_like(self._work.into)
@@ -205,11 +209,13 @@ def _measure(session: GpuSession, module: Module, work: Work) -> Figures:
 
     Raises WrongResult unless the first launch's result equals numpy's.
     """
+    # Check before timing.
     prepared = Prepared(session, module, work)
     prepared.check()
     leased, numpy = (percentile(timed_us(action, work.samples), 50) / 1e3 for action in (prepared.launch, work.numpy))
     prepared.free()
     figures = {"leased_ms": leased, "numpy_ms": numpy, "ratio": leased / numpy}
+    # A rate per core makes embedded drivers on different hosts comparable.
     if work.flop:
         rate = work.flop / leased / 1e6
         figures |= {"gflop_s": rate, "gflop_s_per_core": rate / len(os.sched_getaffinity(0))}

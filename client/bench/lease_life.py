@@ -61,16 +61,20 @@ def warm_acquisition(address: str, count: int) -> dict[str, float]:
 
 def _one_lease_ms(address: str) -> tuple[float, ...]:
     """Return milliseconds to the first answer, to the end of a kernel never seen, and of the lease's end."""
+    # A kernel with a new name: no cache of any compiler has it.
     ptx = FIRST_PTX % secrets.token_hex(8).encode()
     started = time.perf_counter()
     lease = GpuBuilder(address).device("0").min_vram(SLICE_BYTES).lease_secs(60).acquire()
     with GpuSession(lease) as session:
+        # The session's first answer: a lease that is granted is only then of use.
         session.sync()
         answered = time.perf_counter()
+        # The first kernel, from its PTX to its end.
         module, into = session.module_load(ptx), session.mem_alloc(4)
         session.launch(module, next(iter(module.kernels)), (1,), (1,), KernelArgs().push_buffer(into))
         session.sync()
         done = time.perf_counter()
+    # Freed once the daemon has proved its memory free.
     freeing = time.perf_counter()
     lease.free()
     freed = time.perf_counter()
@@ -80,6 +84,7 @@ def _one_lease_ms(address: str) -> tuple[float, ...]:
 def await_pool(address: str) -> None:
     """Wait until the first card's pool is full. Raises RuntimeError if it never is."""
     until = time.monotonic() + POOL_TIMEOUT_S
+    # A figure for each column of the rounds, by the columns' names.
     while True:
         card = first_card(address, "warm_contexts", "warm_wanted")
         if card["warm_contexts"] >= card["warm_wanted"]:
@@ -130,8 +135,10 @@ def expiry(address: str, count: int, ttl_s: float = 0.5) -> dict[str, float]:
     errors_ms, free_ms = [], []
     for _ in range(count):
         lease = GpuBuilder(address).min_vram(SPIN_SLICE_BYTES).lease_secs(ttl_s).acquire()
+        # The deadline on this side's clock; the daemon's began a little before.
         deadline = time.monotonic() + lease.remaining_s
         with GpuSession(lease) as session:
+            # Something that holds the card until the lease's end takes it away.
             kept = _spin(session)
             try:
                 session.sync()
@@ -140,6 +147,7 @@ def expiry(address: str, count: int, ttl_s: float = 0.5) -> dict[str, float]:
             else:
                 raise RuntimeError("a kernel that never ends has ended")
             del kept
+        # The daemon's own figure: from its deadline to the proof.
         free_ms.append(_wait_until_torn_down(lease)["ended_after_deadline_us"] / 1e3)
     return _end_figures("expiry", errors_ms, free_ms)
 
@@ -155,6 +163,7 @@ def revocation(address: str, count: int) -> dict[str, float]:
         with GpuSession(lease) as session:
             kept = _spin(session)
             refused_at: list[float] = []
+            # A thread waits for the error, because this one waits for the reply to the revoke.
             waiting = threading.Thread(target=_wait_until_revoked, args=(session, refused_at), daemon=True)
             waiting.start()
             time.sleep(SPINNING_S)
@@ -164,7 +173,7 @@ def revocation(address: str, count: int) -> dict[str, float]:
             free_ms.append((time.monotonic() - started) * 1e3)
             waiting.join(TOLD_S)
             if not refused_at:
-                raise RuntimeError("a tenant was not told that its lease is revoked")
+                raise RuntimeError("a tenant did not learn that its lease is revoked")
             errors_ms.append((refused_at[0] - started) * 1e3)
             del kept
     return _end_figures("revoke", errors_ms, free_ms)
@@ -172,6 +181,7 @@ def revocation(address: str, count: int) -> dict[str, float]:
 
 def _spin(session: GpuSession) -> tuple[Module, Buffer]:
     """Launch the endless kernel; return the handles that must be kept alive."""
+    # The kernel waits until its flag is not 0, which it never is.
     flag = session.mem_alloc(4)
     module = session.module_load(SPIN_PTX)
     session.launch(module, "spin", (1,), (1,), KernelArgs().push_buffer(flag))

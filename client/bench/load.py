@@ -93,6 +93,7 @@ def measure(
         ValueError: The daemon is not on this host.
     """
     with contextlib.ExitStack() as stack:
+        # A private daemon with room for twice the leases, so that a slow end never blocks a new one.
         if not address:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpulease-")))
             settings = _SETTINGS.format(folder=folder, leases=PLACES * leases)
@@ -100,6 +101,7 @@ def measure(
             address = stack.enter_context(private_daemon("cpu", vram, settings=settings))
         churn = Churn(address, leases, life_s, transform_ptx())
         at_s, seen = asyncio.run(_looks(churn, broker_pid(address), minutes * 60, looks, say))
+    # One series for each figure, and a trend for those with a bound.
     series = {name: [look.series()[name] for look in seen] for name in seen[0].series()}
     trends = {name: trend_of(at_s, series[name], bound) for name, bound in BOUNDS.items()}
     return {
@@ -120,10 +122,12 @@ async def _looks(
 ) -> tuple[list[float], list[Footprints]]:
     at_s: list[float] = []
     seen: list[Footprints] = []
+    # Operators' requests and searches for processes block; they must never wait for each other.
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS))
     began = time.monotonic()
     async with churn.going_on():
         for look in range(looks):
+            # At even distances over the time of the load.
             await asyncio.sleep(max(0.0, began + seconds * (look + 1) / looks - time.monotonic()))
             # Sample only at rest: a lease that is being granted or proved free would blur the figures.
             async with churn.at_rest():
@@ -139,7 +143,7 @@ async def _looks(
 
 
 def tables(report: dict[str, Any]) -> str:
-    """The report as tables, and its verdict."""
+    """The report as tables of control operations and of the footprint's trends, with the verdict as the last line."""
     control = [
         [name, str(figures["count"]), *(f"{figures[part]:.1f}" for part in ("p50", "p99", "max"))]
         for name, figures in report["control_ms"].items()
@@ -155,6 +159,7 @@ def tables(report: dict[str, Any]) -> str:
         ]
         for name, trend in report["trends"].items()
     ]
+    # How many leases ended in each way: all ways should have occurred.
     ended = ", ".join(f"{count} by {ending}" for ending, count in sorted(report["ended"].items()))
     return "\n\n".join(
         [
@@ -178,6 +183,7 @@ def _trend_fields(values: list[float], trend: Trend) -> dict[str, Any]:
 
 
 def _figures(samples: list[float]) -> dict[str, float]:
+    # The worst as well: a single slow reply is what an operator notices.
     parts = {f"p{part}": round(percentile(samples, part), 3) for part in (50, 99)}
     return {"count": len(samples), **parts, "max": round(max(samples), 3)}
 

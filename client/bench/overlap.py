@@ -56,7 +56,7 @@ DONE:
 
 
 class WrongOrder(GpuLeaseError):
-    """A stream did not keep its order."""
+    """A stream did not keep its order: a copy or a kernel ran before what was queued ahead of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,7 @@ def overlap(address: str, driver: str) -> dict[str, float]:
     size = PIECE_BYTES[driver]
     wanted = GpuBuilder(address).device("0").min_vram(2 * size).lease_secs(600)
     with wanted.acquire() as lease, GpuSession(lease) as session:
+        # Two lanes with memory of their own: nothing is shared but the card.
         module = session.module_load(STIR_PTX)
         lanes = [_lane(session, size) for _ in range(2)]
         spans = {}
@@ -88,6 +89,7 @@ def overlap(address: str, driver: str) -> dict[str, float]:
 
 
 def _lane(session: GpuSession, size: int) -> _Lane:
+    # Arrays in the arena: their copies can be left to run in a stream.
     data, back = (session.empty(size // 4, np.uint32) for _ in range(2))
     data[:] = np.arange(size // 4, dtype=np.uint32)
     back[:] = 0
@@ -96,6 +98,7 @@ def _lane(session: GpuSession, size: int) -> _Lane:
 
 def _run(session: GpuSession, module: Module, lanes: list[_Lane], rounds: int) -> None:
     for at in range(PIECES):
+        # Pieces go to the lanes in turn; the order within a lane is its stream's.
         lane = lanes[at % len(lanes)]
         count = lane.data.size
         args = KernelArgs().push_buffer(lane.buffer).push_u32(count).push_u32(rounds)
@@ -106,6 +109,7 @@ def _run(session: GpuSession, module: Module, lanes: list[_Lane], rounds: int) -
 
 
 def _check(lane: _Lane, rounds: int) -> None:
+    # x -> a x + b, repeated, is x -> A x + B with constants that follow from the rounds.
     factor, summand = 1, 0
     # All rounds together are one multiplication and one addition modulo 2**32.
     for _ in range(rounds):

@@ -88,6 +88,7 @@ def measure_beside_peers(
     if a session's results are wrong.
     """
     with tempfile.TemporaryDirectory(prefix="gpulease-") as folder:
+        # Warm set-up needs a pool of contexts; without one, its row stays empty.
         has_pool = card["warm_wanted"] > 0
         ready: dict[str, Callable[[], Figures]] = {
             LEASED: partial(_measure_leased, address, launches, samples, has_pool=has_pool)
@@ -108,6 +109,7 @@ def _in_turn(
 ) -> dict[str, Figures]:
     """Measure each caller in each round; one that fails is moved to `absent`."""
     names = list(ready)
+    # Whatever a caller measured before it failed is dropped with it.
     found: dict[str, list[Figures]] = {name: [] for name in names}
     for number in range(rounds):
         # Each round begins with another caller, so that none is always first on a cold card.
@@ -119,6 +121,7 @@ def _in_turn(
             try:
                 found[name].append(ready[name]())
             except CannotStart as error:
+                # Without the session there is nothing to compare.
                 if name == LEASED:
                     raise
                 absent[name] = str(error)
@@ -142,6 +145,7 @@ def _peers(
     words = (str(launches), str(samples))
     # The daemon's card, by its UUID: an index may count in another order.
     variables = {VARIABLE_OF_CARDS: card_uuid}
+    # Each caller needs something that may be missing: a compiler, or a package.
     try:
         program = compile_direct_calls(folder)
     except CannotStart as error:
@@ -163,6 +167,7 @@ def _peers(
 def why_missing(package: str, module: str) -> str:
     """A sentence if that module is not installed, else ""."""
     try:
+        # Looking for a submodule imports its parent, which may be missing as well.
         is_there = importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
         is_there = False
@@ -174,6 +179,7 @@ def compile_direct_calls(folder: Path) -> Path:
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         raise CannotStart(f"no C compiler is there: install one of {', '.join(COMPILERS)}")
+    # The source is part of the package; a compiler needs it as a file.
     program = folder / "direct_calls"
     with as_file(files("gpulease.client.bench").joinpath("direct_calls.c")) as source:
         command = [compiler, "-O2", "-o", str(program), str(source), "-ldl"]
@@ -199,6 +205,7 @@ def report_of(
 
     Goals are for cards: `has_goals` is False for the embedded driver.
     """
+    # Every ratio is the session's median to the other caller's.
     ours = found[LEASED]
     # Ratios compare medians; the p99 values are only shown.
     medians_of = {row.stem: row.figure(50) for row in ROWS}

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 def measure(launches: int, samples: int) -> dict[str, float]:
     """Time the calls on the first card that this process sees. Raises pycuda's Error and WrongResult."""
     started = time.perf_counter()
+    # The time of a program's own start, as in the other callers.
     cuda.init()
     # The variable keeps the context alive: pycuda destroys one that nothing refers to.
     context = cuda.Device(0).make_context()
@@ -44,6 +45,7 @@ def _alloc_and_free() -> None:
 
 
 def _open_calls() -> Calls:
+    # Prepared once: a call then packs three numbers.
     module = cuda.module_from_buffer(kernel_text())
     function = module.get_function("count")
     function.prepare("PII")
@@ -53,6 +55,7 @@ def _open_calls() -> Calls:
     cuda.memset_d8(counters, 0, THREADS * 4)
     small, counts = np.empty(SMALL_COPY_BYTES, np.uint8), np.empty(THREADS, np.uint32)
     pinned = cuda.pagelocked_empty(PINNED_BYTES, np.uint8)
+    # Bind what a call needs, so that it costs no look-up.
     call, address, grid, block = function.prepared_call, int(counters), (1, 1), (THREADS, 1, 1)
 
     # pycuda unloads modules and frees memory that nothing refers to.

@@ -58,7 +58,7 @@ class RebindTimes:
 
     @property
     def stateful_ms(self) -> float:
-        """Time of both copies together."""
+        """Milliseconds of the stateful way: both copies, one after the other."""
         return self.out_ms + self.in_ms
 
 
@@ -67,6 +67,7 @@ async def measure_rebinds(
 ) -> list[RebindTimes]:
     """Measure each length of the prompt on an engine of its own. Raises what opening the engine raises."""
     longest = max(prompts)
+    # One sequence, with as many positions as the longest prompt.
     limits = StepLimits(min(CHUNK_ROWS, longest), 1, longest + PAGE)
     blocks = limits.table_blocks
     wanted = lease_bytes(checkpoint, limits, [blocks, blocks])
@@ -74,6 +75,7 @@ async def measure_rebinds(
     async with builder.acquire() as lease, lease.keep_alive():
         engine = await DecodeEngine.open(lease, checkpoint, limits)
         try:
+            # Two regions: the lost one, and the one in which the sequence continues.
             old, new = await engine.open_pool(blocks), await engine.open_pool(blocks)
             return [await _times(engine, old, new, prompt, rounds) for prompt in prompts]
         finally:
@@ -81,8 +83,10 @@ async def measure_rebinds(
 
 
 async def _times(engine: DecodeEngine, old: BlockPool, new: BlockPool, prompt: int, rounds: int) -> RebindTimes:
+    # The blocks that the prompt fills, the last one perhaps in part.
     used = list(range(-(-prompt // PAGE)))
     await _compute(engine, old, prompt)
+    # What the first region holds is the reference for both ways.
     kept = await engine.save_pool(old, used)
     replay_ms = await _median_ms(rounds, lambda: _compute(engine, new, prompt))
     # Both ways must give the same bits, or their times must not be compared.
@@ -116,6 +120,7 @@ def _rows(engine: DecodeEngine, pool: BlockPool, positions: range) -> Rows:
 
 async def _median_ms(rounds: int, work: Callable[[], Awaitable[object]]) -> float:
     took_ms = []
+    # Once before the clock starts: buffers are allocated, and kernels loaded.
     await work()
     for _ in range(rounds):
         begun = time.perf_counter()
@@ -125,7 +130,7 @@ async def _median_ms(rounds: int, work: Callable[[], Awaitable[object]]) -> floa
 
 
 def table_of(found: Sequence[RebindTimes]) -> str:
-    """The times as a table."""
+    """Lay out the times, one line for each prompt, with both copies of the stateful way."""
     lines = ["prompt   replay ms   stateful ms   (out + in)        MiB"]
     for times in found:
         parts = f"({times.out_ms:.2f} + {times.in_ms:.2f})"

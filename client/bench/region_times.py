@@ -35,6 +35,7 @@ def measure_regions(address: str, ptx: bytes, samples: int, say: Say) -> Figures
     driver, card_uuid = (first_card(address)[key] for key in ("driver", "uuid"))
     size_bytes = REGION_BYTES[driver]
     figures = {"region_mib": size_bytes / MIB} | _floor(driver, card_uuid, size_bytes, samples, say)
+    # One session for all parts: a region's cost must not depend on what came before.
     wanted = GpuBuilder(address).device("0").min_vram(SLICE_BYTES).lease_secs(TTL_S)
     with wanted.acquire() as lease, GpuSession(lease) as session:
         bench = _Bench(address, lease, session, ptx, size_bytes)
@@ -58,13 +59,14 @@ def _floor(driver: str, card_uuid: str, size_bytes: int, samples: int, say: Say)
 
 
 def _quantiles(name: str, samples: list[float]) -> Figures:
+    # The unit is the end of the name, and stays there.
     unit = name.rsplit("_", 1)[1]
     stem = name.removesuffix(f"_{unit}")
     return {f"{stem}_p{part}_{unit}": percentile(samples, part) for part in (50, 99)}
 
 
 class _Bench:
-    """Measures regions in one session."""
+    """Measures regions in one session, each method one part of their life."""
 
     def __init__(self, address: str, lease: GpuLease, session: GpuSession, ptx: bytes, size_bytes: int) -> None:
         self._address, self._lease, self._session, self._size_bytes = address, lease, session, size_bytes
@@ -76,6 +78,7 @@ class _Bench:
         """Open a region and revoke it, one after the other."""
         opened_us, returned_us = [], []
         for _ in range(samples):
+            # Opened once the reply has come: its memory is mapped by then.
             started = time.perf_counter()
             region = self._open()
             opened_us.append((time.perf_counter() - started) * 1e6)
@@ -88,11 +91,13 @@ class _Bench:
 
     def gate(self, samples: int) -> Figures:
         """Time launches without a region, with one, and with as many as a set can name."""
+        # Enough launches that the syncs at both ends don't count.
         launches = max(100, LAUNCHES * samples // 100)
         figures = {"launch_us": per_call_us(self._launch, self._session.sync, launches)}
         for count in (1, MAX_REGIONS):
             regions = [self._lease.region(2 * MIB, ttl_secs=TTL_S) for _ in range(count)]
             names = self._session.region_set(regions)
+            # The set names all regions; each launch compares their words.
             figures[f"launch_in_{count}_us"] = per_call_us(partial(self._launch, names), self._session.sync, launches)
             for region in regions:
                 region.free()
@@ -113,6 +118,7 @@ class _Bench:
             graph.launch()
             self._session.sync()
 
+        # One graph's own time, to which a refusal's can be compared.
         step_us = percentile(timed_us(step, 20), 50)
         figures = self._refusals(samples, "revoke_in_graphs_us", lambda names: graph.launch(regions=names))
         graph.close()
@@ -127,6 +133,7 @@ class _Bench:
             self._launch(names)
             self._session.sync()
 
+        # The same steps quiet and during revocations, of the same number.
         quiet_us = timed_us(step, 20 * samples)
         is_over = threading.Event()
 
@@ -156,6 +163,7 @@ class _Bench:
     def _refusals(self, samples: int, name: str, launch: Callable[[Any], object]) -> Figures:
         told_us, proved_ms = [], []
         with _revoker(self._address) as revoke:
+            # A new region each time: a revoked one never comes back.
             for _ in range(samples):
                 region = self._open()
                 names = self._session.region_set([region])
@@ -176,6 +184,7 @@ class _Bench:
                 launch()
                 self._session.sync()
             except RegionRevoked as error:
+                # When the word was written, by the error; and when the error was here, on the same clock.
                 return error.flipped_ns or 0, time.monotonic_ns()
         raise TimeoutError("a revoked region's launches are still taken")
 
@@ -196,12 +205,14 @@ def _revoker(address: str) -> Iterator[Callable[[Region], Callable[[], int]]]:
         def revoke(region: Region) -> Callable[[], int]:
             ids.write(f"{region.lease_id_text}\n")
             ids.flush()
+            # The answer is read later, so that this thread launches meanwhile.
             return lambda: int(times.readline())
 
         yield revoke
 
 
 def _revoke_for_ever(address: str) -> None:
+    # Each line names a region; the reply to the revoke comes once its memory is proved free.
     for line in sys.stdin:
         ask(Opcode.LEASE_REVOKE, LeaseRevoke(int(line, 16), "bench"), address)
         print(time.monotonic_ns(), flush=True)

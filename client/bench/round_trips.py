@@ -79,7 +79,7 @@ class Calls:
 
 
 def kernel_text() -> bytes:
-    """The PTX of the kernel `count`."""
+    """The PTX of the kernel `count`, which adds STEP to each of THREADS counters."""
     return files("gpulease.client.bench").joinpath("round_trips.ptx").read_bytes()
 
 
@@ -124,13 +124,16 @@ def _launch_figures(calls: Calls, launches: int, samples: int) -> tuple[int, dic
             launch()
         sync()
 
+    # Warm-up: clocks rise, and caches fill.
     timed_us(launch_and_sync, WARM_LAUNCHES)
     bursts = max(1, launches // BURST_LAUNCHES)
+    # A burst's share of its one sync is small; the caller's own share needs shorter bursts that never wait for room.
     figures = _microseconds("launch_pipelined", [_burst_us(calls, BURST_LAUNCHES)[1] for _ in range(bursts)])
     figures |= _microseconds("launch_own", [_burst_us(calls, OWN_LAUNCHES)[0] for _ in range(OWN_BURSTS)])
     figures |= _microseconds("launch_sync", timed_us(launch_and_sync, samples))
     figures |= _microseconds("sync_idle", timed_us(sync, samples))
     figures |= _microseconds("train_sync", timed_us(train, samples))
+    # Every launch of this function: the counters must show as many.
     launched = WARM_LAUNCHES + bursts * BURST_LAUNCHES + OWN_BURSTS * OWN_LAUNCHES + samples * (1 + TRAIN_LAUNCHES)
     return launched, figures
 
@@ -157,6 +160,7 @@ def _copy_figures(calls: Calls, samples: int) -> dict[str, float]:
         calls.sync()
 
     figures: dict[str, float] = {}
+    # Fill, write, clear, read: what comes back must be the pattern.
     calls.small[:] = PATTERN
     timed_us(write_and_sync, WARM_LAUNCHES)
     figures |= _microseconds("write_4k_sync", timed_us(write_and_sync, samples))
@@ -197,6 +201,7 @@ def measure_session(address: str, launches: int, samples: int) -> dict[str, floa
 
 
 def _calls_of(session: GpuSession) -> Calls:
+    # OTHER_BYTES keep a granule occupied while allocations are timed.
     module = session.module_load(kernel_text())
     other, counters = session.mem_alloc(OTHER_BYTES), session.mem_alloc(THREADS * 4)
     small_buffer, large_buffer = session.mem_alloc(SMALL_COPY_BYTES), session.mem_alloc(PINNED_BYTES)
@@ -210,6 +215,7 @@ def _calls_of(session: GpuSession) -> Calls:
         session.mem_read(counters, 0, counts.nbytes, into=counts)
         return counts
 
+    # The default argument keeps the other allocation alive.
     def launch(_kept: object = other) -> None:
         session.launch(module, "count", grid, block, args)
 

@@ -42,6 +42,7 @@ def hot_path(address: str, ptx: bytes, launches: int, samples: int, *, shared_me
         args = KernelArgs().push_buffer(buffer).push_u32(THREADS).push_f32(1.0)
         grid, block = (1, 1, 1), (THREADS, 1, 1)
 
+        # Each action is a call of the public client, as a tenant's program makes it.
         def launch() -> None:
             session.launch(module, "scale", grid, block, args)
 
@@ -52,6 +53,7 @@ def hot_path(address: str, ptx: bytes, launches: int, samples: int, *, shared_me
         def alloc_and_free() -> None:
             session.mem_free(session.mem_alloc(1 << 20))
 
+        # Warm-up, so that the first samples are like the others.
         timed_us(launch_and_sync, 50)
         round_trips = timed_us(launch_and_sync, samples)
         return {
@@ -68,6 +70,7 @@ def _own_share_us(launch: Callable[[], object], sync: Callable[[], object]) -> f
     """How long a launch occupies its caller while the worker executes earlier ones, in microseconds."""
     bursts = []
     # Each burst starts with an empty queue, so that no launch waits for room.
+    # A burst is shorter than what the ring holds.
     for _ in range(OWN_BURSTS):
         sync()
         started = time.perf_counter()
@@ -90,6 +93,7 @@ def bulk_copies(address: str, sizes: tuple[int, ...], *, shared_memory: bool = T
         wanted = GpuBuilder(address).device("0").min_vram(size).lease_secs(600)
         with wanted.acquire() as lease, GpuSession(lease, shared_memory=shared_memory) as session:
             buffer, name = session.mem_alloc(size), f"{size >> 20}m"
+            # Ordinary memory goes through the staging, an array of `empty` straight from the arena.
             for prefix, array in (("", np.empty(size, np.uint8)), ("arena_", session.empty(size, np.uint8))):
                 figures |= _copies(session, buffer, f"{prefix}{{}}_{name}_gb_s", array)
     return figures
@@ -139,6 +143,7 @@ def graph_figures(address: str, ptx: bytes, samples: int, *, shared_memory: bool
     wanted = GpuBuilder(address).device("0").min_vram(GRAPH_SLICE_BYTES).lease_secs(600)
     with wanted.acquire() as lease, GpuSession(lease, shared_memory=shared_memory) as session:
         module = session.module_load(ptx)
+        # A parameter, so that the graph's launches can give it another value.
         args = KernelArgs().push_buffer(session.mem_alloc(THREADS * 4)).push_u32(THREADS)
         args.push_parameter("factor", "f32", 1.0)
 
@@ -163,9 +168,11 @@ def graph_figures(address: str, ptx: bytes, samples: int, *, shared_memory: bool
             graph.launch(factor=next(factors))
             session.sync()
 
+        # Warm up each way by itself: the first launch of a graph prepares it.
         for warm in (launch_and_sync, graph_and_sync, rebind_and_sync):
             timed_us(warm, 20)
         calls = []
+        # Wait after every few hundred graphs, before the driver's queue fills.
         for _ in range(samples // GRAPH_CALLS + 1):
             calls += timed_us(graph.launch, GRAPH_CALLS)
             session.sync()

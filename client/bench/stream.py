@@ -21,6 +21,7 @@ def stream_rates(sizes: tuple[int, ...]) -> dict[str, float]:
     """GB/s by size, to the far end (write) and back (read); a byte acknowledges the end of each copy."""
     figures: dict[str, float] = {}
     for size in sizes:
+        # The far end is another process, as a remote daemon would be.
         with socket.create_server(("127.0.0.1", 0)) as server:
             command = [
                 sys.executable,
@@ -39,6 +40,7 @@ def stream_rates(sizes: tuple[int, ...]) -> dict[str, float]:
 
 
 def _rates(sock: socket.socket, size: int) -> dict[str, float]:
+    # As in the client: small messages must not wait for an acknowledgement.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     data = memoryview(bytearray(size))
     answer = memoryview(bytearray(1))
@@ -52,6 +54,7 @@ def _rates(sock: socket.socket, size: int) -> dict[str, float]:
         sock.sendall(_TO_HERE)
         _fill(sock, data)
 
+    # Once before timing: buffers of the sockets grow to their size.
     write()
     return {
         f"write_{size >> 20}m_gb_s": gigabytes_per_s(write, size, COPIES),
@@ -75,6 +78,7 @@ def serve(port: int, size: int) -> None:
     with socket.create_connection(("127.0.0.1", port)) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         while _fill(sock, word):
+            # A word before each copy says which way it goes.
             if word.tobytes() == _TO_THERE:
                 _fill(sock, data)
                 sock.sendall(word)

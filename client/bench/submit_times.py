@@ -32,15 +32,18 @@ def submit_figures(address: str, ptx: bytes, count: int, *, has_pool: bool) -> d
     """
     wanted = GpuBuilder(address).device("0").min_vram(SLICE_BYTES).submits(ROOM_BYTES).lease_secs(600)
     with wanted.acquire() as lease:
+        # One description, run many times: only the run is timed.
         submission = lease.submit("scale", ptx).block([THREADS]).inout(_X).args(_arguments(KernelArgs()))
         alone = []
         for _ in range(count):
+            # The job before must have left its memory, or this one would wait for it.
             _await_end(lease)
             if has_pool:
                 await_pool(address)
             alone.append(_run(submission))
         if has_pool:
             return _figures("warm_submit", alone)
+        # One job right after the other: what a tenant gets that does not wait.
         in_a_row = [_run(submission) for _ in range(count)]
         return _in_a_session(lease, ptx) | _figures("submit", alone) | _figures("submit_next", in_a_row)
 
@@ -51,6 +54,7 @@ def _arguments(args: KernelArgs) -> KernelArgs:
 
 def _run(submission: Submission) -> float:
     started = time.perf_counter()
+    # From the call to the output in this process.
     (output,) = submission.launch()
     took_ms = (time.perf_counter() - started) * 1e3
     if not np.array_equal(np.frombuffer(output, np.float32), 2 * _X):
@@ -67,6 +71,7 @@ def _in_a_session(lease: GpuLease, ptx: bytes) -> dict[str, float]:
             session.launch(module, "scale", (1,), (THREADS,), args)
             session.sync()
 
+        # Warm-up, as for the session's other figures.
         timed_us(launch_and_sync, 50)
         return _figures("submit_session", [span / 1e3 for span in timed_us(launch_and_sync, SESSION_SAMPLES)])
 

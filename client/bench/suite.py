@@ -67,9 +67,11 @@ def measure_beside_direct_calls(plan: Plan, say: Say, warn: Say) -> dict[str, An
     with contextlib.ExitStack() as stack:
         running = address = running_address()
         if address is None:
+            # A private daemon listens for TCP and TLS too, so that distance can be measured.
             address, plan = _start_private_daemon(plan, stack, say, warn)
         card = _card_for(address, plan.driver)
         measured = _measure(address, card, plan, say)
+        # On a running daemon the peers are measured at once: it has its pool, or has none.
         if running is not None:
             measured.round_trips = _beside_peers(address, card, plan, say)
     # The private daemon so far has no pool of contexts: warm leases are measured on another one.
@@ -99,6 +101,7 @@ def _card_for(address: str, driver: str) -> dict[str, Any]:
     """The daemon's first card. Raises CannotStart if it computes with another driver than the wanted one."""
     card = first_card(address)
     if driver not in ("auto", card["driver"]):
+        # A figure of another driver under this one's name would mislead.
         raise CannotStart(f"the daemon at {address} computes with {card['driver']}, not {driver}: stop it first")
     return card
 
@@ -110,6 +113,7 @@ def _beside_peers(address: str, card: dict[str, Any], plan: Plan, say: Say) -> d
 def measure_requests(driver: str, seconds: float, say: Say) -> dict[str, dict[str, Figures]]:
     """Measure requests with a lease each, on private daemons with and without a pool, for `seconds` each."""
     figures, count, again = {}, REQUEST_CONTEXTS, 'recycle = "same-tenant"\n'
+    # Three daemons: without a pool, with one, and with one that gives a tenant its own contexts again.
     daemons = {"fresh contexts": (0, ""), f"pool of {count}": (count, ""), "the tenant's own again": (count, again)}
     for name, (contexts, settings) in daemons.items():
         say(f"requests of one lease each, {name}")
@@ -137,6 +141,7 @@ class _Measured:
 
 def _start_private_daemon(plan: Plan, stack: contextlib.ExitStack, say: Say, warn: Say) -> tuple[str, Plan]:
     """Start a daemon that also listens for TCP and TLS; returns its address, and the plan with these two addresses."""
+    # Ports are free at this moment; the daemon takes them a little later.
     tcp = f"tcp:127.0.0.1:{_free_port()}"
     settings = _make_reachable_by_tls(stack, warn)
     tls = f"tls:127.0.0.1:{_free_port()}" if settings else ""
@@ -148,6 +153,7 @@ def _start_private_daemon(plan: Plan, stack: contextlib.ExitStack, say: Say, war
 
 def _measure(address: str, card: dict[str, Any], plan: Plan, say: Say) -> _Measured:
     driver, count = card["driver"], plan.leases
+    # The order of the report: sessions, the life of a lease, distance, kernels.
     leased, by_socket, direct = _rounds(address, driver, plan.rounds, plan.launches, say)
     say(f"{count} leases and submits, acquired and freed")
     leases = _acquisition(address, count, has_pool=card["warm_wanted"] > 0)
@@ -183,6 +189,7 @@ def _report(card: dict[str, Any], plan: Plan, found: _Measured) -> dict[str, Any
         "leased": leased,
         "leased_by_socket": found.by_socket,
         "direct": direct,
+        # A ratio needs both figures, and the direct one above 0.
         "ratio": {name: round(leased[name] / direct[name], 3) for name in leased if direct.get(name)},
         "tcp": found.tcp,
         "tls": found.tls,
@@ -196,6 +203,7 @@ def _report(card: dict[str, Any], plan: Plan, found: _Measured) -> dict[str, Any
         "round_trips": found.round_trips,
     }
     if "acquire_p50_ms" in found.leases:
+        # Comparisons across groups: an acquire to a bare context, and a launch to pycuda's call.
         report["acquire_to_bare"] = round(found.leases["acquire_p50_ms"] / found.bare["open_p50_ms"], 3)
     if "pycuda_call_us" in direct:
         report["launch_to_pycuda_call"] = round(leased["launch_pipelined_us"] / direct["pycuda_call_us"], 3)
@@ -232,6 +240,7 @@ def _acquisition(address: str, leases: int, *, has_pool: bool) -> Figures:
 
 
 def _over_tcp(address: str, sizes: tuple[int, ...], rounds: int) -> dict[str, Figures]:
+    # The same sizes by both: a session over TCP, and a plain stream.
     leased = medians([bulk_copies(address, sizes) for _ in range(rounds)])
     stream = medians([stream_rates(sizes) for _ in range(rounds)])
     leased = {name: leased[name] for name in stream}
@@ -247,6 +256,7 @@ def _over_tls(plan: Plan, sizes: tuple[int, ...]) -> dict[str, Figures]:
         medians([remote_figures(address, transform_ptx(), plan.launches, sizes) for _ in range(plan.rounds)])
         for address in (plan.tls, plan.tcp)
     )
+    # Ratios of the same calls over TLS and TCP; then of copies to openssl's own stream.
     ratio = {name: round(by_tls[name] / by_tcp[name], 3) for name in by_tls}
     rates = [rate for rate in (openssl_stream_rate() for _ in range(plan.rounds)) if rate is not None]
     stream: Figures = {}
@@ -268,6 +278,7 @@ def _make_reachable_by_tls(stack: contextlib.ExitStack, warn: Say) -> str:
     except NoCertificates as error:
         warn(f"gpulease bench: TLS is left out: {error}")
         return ""
+    # Restore the variables afterwards: "" where there was none.
     before = dict.fromkeys(environment, "") | {name: os.environ[name] for name in environment if name in os.environ}
     os.environ.update(environment)
     stack.callback(os.environ.update, before)

@@ -46,6 +46,7 @@ class _Commands(click.Group):
     """Finds commands by name, and reports a failure as a sentence, never as a traceback."""
 
     def make_context(self, info_name: str | None, args: list[str], *more: Any, **kwargs: Any) -> click.Context:
+        # Failures while the command line is parsed become sentences, too.
         with failures_as_sentences():
             check_words(args)
             return super().make_context(info_name, args, *more, **kwargs)
@@ -69,14 +70,17 @@ class _Commands(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        # click reports an unknown name itself.
         if cmd_name not in COMMANDS:
             return None
+        # Import the one module that is needed: all of them would take longer than most commands run.
         module, _, name = COMMANDS[cmd_name][0].partition(":")
         found: click.Command = getattr(import_module(f"gpulease.client.cli.{module}"), name)
         interrupt_unwinds()
         return found
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        # The lines of the table above, so that the help text imports no command.
         with formatter.section("Commands"):
             formatter.write_dl([(name, about) for name, (_, about) in COMMANDS.items()])
 
@@ -89,6 +93,7 @@ class _Commands(click.Group):
 
 
 def _show_version(ctx: click.Context, param: click.Parameter, is_wanted: bool) -> None:
+    # A shell that completes a command line parses it without running anything.
     if not is_wanted or ctx.resilient_parsing:
         return
     click.echo(f"{PROGRAM}, version {gpulease.__version__}")

@@ -40,6 +40,7 @@ class _LastingRequest(LeaseRequest):
 
     def acquire(self) -> engine.LeaseState:
         """Acquire the lease. Raises what `GpuBuilder.acquire` raises."""
+        # This command ends at once, and with it the lease's only connection.
         self.orphan_secs(0)
         return drive(engine.acquire(self._where(), self._request(), threading.RLock()))
 
@@ -56,7 +57,7 @@ def acquire(wanted: WantedLease, as_json: bool) -> None:
     """
     # Without an output the id would be lost, and with it the way to free the lease.
     if sys.stdout is None:
-        raise CannotStart("there is no output to print the lease to")
+        raise CannotStart("the lease can't be printed: the output is closed")
     lease = wanted.described_to(_LastingRequest()).acquire()
     try:
         click.echo(json.dumps(_fields(lease)) if as_json else _exports(lease))
@@ -71,6 +72,7 @@ def acquire(wanted: WantedLease, as_json: bool) -> None:
 
 def _environment(lease: engine.LeaseState) -> dict[str, str]:
     """The variables by which a program finds a lease."""
+    # In the environment of `gpulease run`, too: a program need not know which command started it.
     found = {ADDRESS_VARIABLE: str(lease.address), LEASE_ID_VARIABLE: str(LeaseId(lease.grant.lease_id))}
     return found | ({EPOCH_VARIABLE: str(lease.epoch)} if lease.name else {})
 
@@ -105,6 +107,7 @@ def renew(lease_id: LeaseId, ttl_ms: int, as_json: bool) -> None:
     LEASE_ID defaults to GPULEASE_LEASE_ID.
     """
     renewed: LeaseRenewed = ask_about(lease_id, Opcode.LEASE_RENEW, LeaseRenew(lease_id, ttl_ms))
+    # A program reads the JSON object; its times are those of the reply.
     if as_json:
         fields = {"lease_id": str(lease_id), "generation": renewed.generation, "ttl_ms": renewed.ttl_ms}
         click.echo(json.dumps(fields | {"expires_at_unix_s": renewed.expires_at_unix_s}))
@@ -124,6 +127,7 @@ def free(lease_id: LeaseId, memory: bool, as_json: bool) -> None:
     With --memory the lease continues, and loses the buffers that it keeps by name and those left by ended programs.
     This opens a session: unless the lease is SHARED, its session must not be open elsewhere.
     """
+    # The session's memory is freed by a session: the lease's other programs keep theirs.
     if memory:
         freed_bytes = _reset(lease_id)
         fields = {"lease_id": str(lease_id), "freed_bytes": freed_bytes}
@@ -142,6 +146,7 @@ def _reset(lease_id: LeaseId) -> int:
     from gpulease.client.sync.lease import GpuSharedLease
     from gpulease.client.sync.session import GpuSession
 
+    # By the id alone: the lease belongs to this user, so no token is needed.
     state = drive(engine.by_id(address_of(None), threading.RLock(), lease_id))
     try:
         with GpuSession(GpuSharedLease(state), shared_memory=False) as session:

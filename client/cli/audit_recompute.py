@@ -49,6 +49,7 @@ def recompute(record: BinaryIO, prompt_file: BinaryIO, path: Path | None) -> Non
     65 RECORD was not written by a decoder.
     """
     said = _record_of(record.read(MAX_RECORD_BYTES))
+    # The model and the prompt are this user's; the record has only their digests.
     checkpoint = open_model(path or TINY_MODEL)
     prompt = _prompt_of(prompt_file.read(MAX_PROMPT_BYTES), checkpoint)
     # Compare what was given before computing: a different prompt, model or kernel explains any different output.
@@ -67,6 +68,7 @@ def recompute(record: BinaryIO, prompt_file: BinaryIO, path: Path | None) -> Non
 def _record_of(data: bytes) -> DecodeRecord:
     try:
         line = json.loads(data)
+        # The record is the note of a line, as the decoder wrote it.
         return DecodeRecord.read(line["data"]["note"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         fail(f"audit recompute: RECORD must be a decoder's line of an audit log: {error}", EXIT_NO_RECORD)
@@ -74,6 +76,7 @@ def _record_of(data: bytes) -> DecodeRecord:
 
 def _prompt_of(data: bytes, checkpoint: Checkpoint) -> list[int]:
     """The prompt's tokens, from text or from a JSON array of ids."""
+    # An array of ids first: a text that happens to be one is not a prompt that people write.
     with contextlib.suppress(ValueError, RecursionError):
         found = json.loads(data)
         if isinstance(found, list) and all(type(token) is int and 0 <= token < 1 << 32 for token in found):
@@ -88,6 +91,7 @@ def _prompt_of(data: bytes, checkpoint: Checkpoint) -> list[int]:
 def _check(said: DecodeRecord, prompt: TokenDigest, here: ComputedBy) -> None:
     """Report every difference that shows before computing, and exit if there is one."""
     pairs = (
+        # In this order: an explanation that comes first makes the later ones unnecessary.
         ("prompt", EXIT_PROMPT_DIFFERS, str(said.prompt), str(prompt)),
         ("model", EXIT_MODEL_DIFFERS, said.by.model_sha256, here.model_sha256),
         ("set of kernels", EXIT_KERNELS_DIFFER, said.by.kernels_sha256, here.kernels_sha256),
@@ -96,6 +100,7 @@ def _check(said: DecodeRecord, prompt: TokenDigest, here: ComputedBy) -> None:
     for what, _, recorded, found in wrong:
         click.echo(f"gpulease: audit recompute: the {what} must be the record's, {recorded}, not {found}", err=True)
     if wrong:
+        # The status of the first difference; the lines above name all.
         fail("audit recompute: nothing was computed", wrong[0][1])
 
 

@@ -91,7 +91,7 @@ _POSITIVE: Final = click.IntRange(min=1)
     "--regions", is_flag=True, help="Instead, regions; fails if a revoked region's launches are refused too late."
 )
 @click.option(
-    "--storm", is_flag=True, help="Instead, a decoder whose tenants' regions are revoked; fails on any wrong token."
+    "--storm", is_flag=True, help="Instead, a decoder while its tenants' regions are revoked; fails on any wrong token."
 )
 @click.option(
     "--decode",
@@ -109,9 +109,7 @@ _POSITIVE: Final = click.IntRange(min=1)
     type=click.IntRange(MIN_HORIZON_S, MAX_HORIZON_S),
     help="With --fleet: the membership deadline (horizon); 30, or 4 with --quick.",
 )
-@click.option(
-    "--nodes", type=_POSITIVE, help="With --fleet: nodes whose refusals are simulated; 1,000, or 50 with --quick."
-)
+@click.option("--nodes", type=_POSITIVE, help="With --fleet: nodes with simulated refusals; 1,000, or 50 with --quick.")
 @click.option(
     "--round-trips", is_flag=True, help="Instead, only round trips, compared with C, cuda-bindings and pycuda in turn."
 )
@@ -171,6 +169,7 @@ def bench(
     if against is not None:
         raise click.UsageError("--against goes with --check")
     minutes = minutes or (QUICK_MINUTES if quick else LOAD_MINUTES)
+    # The load is a command of its own, with its own defaults.
     if load:
         given = {"leases": leases} if leases else {}
         click.get_current_context().invoke(measure_load, minutes=minutes, as_json=as_json, **given)
@@ -193,6 +192,7 @@ def bench(
         figures = measure_requests(driver, QUICK_REQUEST_S if quick else REQUEST_S, say)
         click.echo(indented_json(figures) if as_json else _request_table(figures))
         return
+    # None of the parts was chosen: the whole bench.
     plan = _plan(driver, quick, (rounds, launches, leases), tcp, tls)
     if round_trips:
         _run_round_trips(plan, say, as_json)
@@ -203,6 +203,7 @@ def bench(
 
 def _plan(driver: str, quick: bool, given: tuple[int | None, int | None, int | None], tcp: str, tls: str) -> Plan:
     """The plan with the given rounds, launches and leases, or the usual ones where None is given."""
+    # What is given replaces the usual size; 0 is not accepted, so `or` is enough.
     usual = (QUICK_ROUNDS, QUICK_LAUNCHES, QUICK_LEASES) if quick else (ROUNDS, LAUNCHES, LEASES)
     rounds, launches, leases = (one or other for one, other in zip(given, usual, strict=True))
     return Plan(driver, rounds, launches, leases, QUICK_GATE_FLIPS if quick else GATE_FLIPS, tcp, tls)
@@ -227,9 +228,11 @@ def _run_decode(driver: str, quick: bool, say: Say, as_json: bool) -> None:
 
     figures: list[Mapping[str, object]] = []
     with contextlib.ExitStack() as stack:
+        # The running daemon, or a private one that ends with this block.
         address = running_address() or stack.enter_context(private_daemon(driver))
         title = Scene.at(address).title()
         plan = plan_for(first_card(address)["driver"], quick=quick)
+        # With --json everything is one object at the end; otherwise each figure is a line as it comes.
         if not as_json:
             print_figures({"figure": "title", "title": title})
         measure_decode(address, plan, figures.append if as_json else print_figures, say)
@@ -244,6 +247,7 @@ def _run_check(driver: str, against: Path | None, to: Path, say: Say, as_json: b
         to.write_text(indented_json(report) + "\n", encoding="utf-8")
     except OSError as error:
         raise CannotStart(f"{to}: {error.strerror}") from None
+    # The bounds are those of the report's driver.
     now = check_promises(report)
     earlier = None if against is None else read_earlier(against, report)
     before = {} if earlier is None else {one.bound.name: one for one in check_promises(earlier)}
@@ -271,10 +275,11 @@ def _run_check(driver: str, against: Path | None, to: Path, say: Say, as_json: b
 
 
 def missed_text(outcome: Outcome) -> str:
-    """A sentence about a missed bound."""
+    """Say by how much a value is beyond its bound, or that a figure for it is missing."""
     bound, value = outcome.bound, outcome.value
     if value is None:
         return f"{bound.text}: not measured ({bound.figure}{f' / {bound.of}' if bound.of else ''})."
+    # How many times beyond: the same in both directions.
     ratio = bound.limit / value if bound.is_least else value / bound.limit
     return f"{bound.text}: {value:.3g} {bound.unit}, {ratio:.2f} times beyond {bound.limit:g}."
 
@@ -287,9 +292,11 @@ def check_table(now: Sequence[Outcome], before: Mapping[str, Outcome]) -> str:
     for one in now:
         sign = ">=" if one.bound.is_least else "<="
         earlier = before.get(one.bound.name)
+        # One cell for each head above; the earlier value only if there is a file of it.
         cells = [one.bound.text, _value_text(one)]
         cells += [_value_text(earlier) if earlier else ""] if before else []
         cells += [one.bound.unit, one.bound.beside, f"{sign} {one.bound.limit:g}"]
+        # A bound that is left out says what the host lacks.
         cells.append(words[one.is_kept] if one.is_kept is not None else f"no {one.bound.needs} here")
         goal = one.bound.goal
         rows.append([*cells, "" if goal is None else f"{sign} {goal:g}", words[one.has_reached_goal].lower()])
@@ -317,6 +324,7 @@ def _run_regions(driver: str, samples: int, say: Say, as_json: bool) -> NoReturn
         address = running_address() or stack.enter_context(private_daemon(driver))
         title, driver = Scene.at(address).title(), str(first_card(address)["driver"])
         figures = measure_regions(address, transform_ptx(), samples, say)
+    # Every row is printed; only those with a bound decide about the status.
     rows = [[text, f"{figures[name]:.2f}"] for name, text in _REGION_ROWS]
     shown = f"{title}\n\n{table(['regions', ''], rows)}"
     click.echo(indented_json({"title": title, "figures": figures}) if as_json else shown)
@@ -325,6 +333,7 @@ def _run_regions(driver: str, samples: int, say: Say, as_json: bool) -> NoReturn
 
 def _progress_lines() -> Say:
     """Print each step on stderr as a plain line: a terminal shows it, and a log keeps it."""
+    # Seconds since the beginning help to see which part takes long.
     began_s = time.monotonic()
     return lambda text: click.echo(f"bench, {seconds_text(time.monotonic() - began_s)}: {text}", err=True)
 
@@ -421,7 +430,7 @@ _REGION_ROWS: Final = (
             ("revoke_in_graphs", "us", "flip to the typed refusal, graph by graph"),
             ("revoke_in_graphs_proved", "ms", "flip to bytes proved back, graph by graph"),
             ("step_quiet", "us", "launch + sync in another region, quiet"),
-            ("step_beside_revocations", "us", "launch + sync in another region, beside revocations"),
+            ("step_beside_revocations", "us", "launch + sync in another region, during revocations"),
         )
         for part in (50, 99)
     ),
@@ -447,10 +456,10 @@ _KERNEL_ROWS: Final = (
 CORE_ROWS: Final = (
     ("grants_per_s", "grants a second, until all are there"),
     ("renewals_per_s", "renewals a second"),
-    ("mixed_per_s", "grants and renewals a second, beside frees"),
+    ("mixed_per_s", "grants and renewals a second, during frees"),
     ("grants_cpu_us", "a grant costs the broker's thread, us"),
     ("renewals_cpu_us", "a renewal costs it, us"),
-    ("mixed_cpu_us", "a grant or a renewal beside frees, us"),
+    ("mixed_cpu_us", "a grant or a renewal during frees, us"),
     ("expiry_late_p50_ms", "expiry after its deadline, ms, p50"),
     ("expiry_late_p99_ms", "expiry after its deadline, ms, p99"),
     ("expiry_late_max_ms", "expiry after its deadline, ms, max"),
@@ -460,6 +469,7 @@ CORE_ROWS: Final = (
 
 def _tables(report: dict[str, Any]) -> str:
     leased, by_socket, direct, ratio = (report[key] for key in ("leased", "leased_by_socket", "direct", "ratio"))
+    # A row for each figure that was measured; the sockets' and the direct column may lack some.
     rows = [
         [
             text,
@@ -480,6 +490,7 @@ def _tables(report: dict[str, Any]) -> str:
         parts.append(_tcp_table(report["tcp"]))
     if report["tls"]:
         parts.append(_tls_table(report["tls"]))
+    # The tables of two columns, each with its own head and rows.
     for name, head, texts in (
         ("leases", f"over {report['lease_samples']} leases, ms", _LEASE_ROWS),
         ("bare", f"over {report['lease_samples']} processes without a lease, ms", _BARE_ROWS),
@@ -498,6 +509,7 @@ def _tables(report: dict[str, Any]) -> str:
 def round_trip_table(report: Mapping[str, Any]) -> str:
     """The table of round trips, p50 and p99 of each caller; below it, notes, and which callers are missing and why."""
     found, ratio, goals = report["figures"], report["ratio"], report["goals"]
+    # Only callers that were measured have columns; the session comes first.
     callers = [name for name in CALLERS if name in found]
     others = [name for name in callers if name != LEASED]
     head = [f"round trips, medians of {report['rounds']} rounds", "unit"]
@@ -505,6 +517,7 @@ def round_trip_table(report: Mapping[str, Any]) -> str:
     head += [*(f"leased/{name}" for name in others), "goal", "met"]
     rows = []
     for row in ROWS:
+        # A row without a figure of the session has nothing to compare.
         if row.figure(50) not in found[LEASED]:
             continue
         cells = [row.text, row.unit.replace("gb_s", "GB/s")]
@@ -512,6 +525,7 @@ def round_trip_table(report: Mapping[str, Any]) -> str:
         cells += [_figure_text(ratio[name], row.stem) for name in others]
         goal = goals.get(row.stem, {"goal": "", "is_met": None})
         rows.append([*cells, goal["goal"], {True: "yes", False: "no", None: ""}[goal["is_met"]]])
+    # Several callers may be missing for the same reason: one line for each reason.
     reasons: dict[str, list[str]] = {}
     for name, why in report["absent"].items():
         reasons.setdefault(why, []).append(name)
@@ -541,6 +555,7 @@ def _tls_table(found: dict[str, Figures]) -> str:
 
 
 def _raw_tls(stream: Figures) -> str:
+    # Without openssl nothing was measured, and no ratio can be shown.
     if not stream:
         return "A raw TLS stream is not measured: openssl is not installed."
     ratios = [f"{text} {stream[key]:.2f}" for key, text in _TCP_ROWS if key in stream]

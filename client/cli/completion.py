@@ -15,6 +15,7 @@ def completion(shell: str) -> None:
     fish: gpulease completion fish > ~/.config/fish/completions/gpulease.fish
     """
     kind = get_completion_class(shell)
+    # Every choice of the argument has a class; this is for a newer click that drops one.
     if kind is None:
         raise click.UsageError(f"{shell} can't be completed for")
     root = click.get_current_context().find_root().command

@@ -33,6 +33,7 @@ def become_module(module: str, words: Sequence[str], extra: str = DAEMON) -> NoR
     # The daemon need not be installed where its client is.
     if find_spec(module.rpartition(".")[0]) is None:
         raise CannotStart(f"no daemon is installed with this client: pip install '.[{extra}]' in gpulease's repository")
+    # execv keeps the process id and the terminal: for a shell it is the same command.
     os.execv(sys.executable, [sys.executable, "-P", "-c", _STARTER, extra, module, *words])
 
 

@@ -128,6 +128,7 @@ def decode(
             checkpoint = open_model(chosen)
         say(f"The model is {checkpoint.name}{why and f': {why}'}.")
         tokenizer = checkpoint.tokenizer()
+        # A chat message goes into the model's template; a plain prompt is continued as it is.
         tokens = tokenizer.encode_chat([{"role": "user", "content": prompt}]) if is_chat else tokenizer.encode(prompt)
         asked = _Prompt(checkpoint, tokenizer, tokens, max_tokens, sampling)
         answer = asyncio.run(_continue(address, asked, _hold_back if as_json else _show))
@@ -147,8 +148,10 @@ def model_at_hand(address: str) -> tuple[Path, str]:
     Returns:
         Its path, and the reason for the choice.
     """
+    # The directory chooses the node only later, so its driver is not known here.
     if address.startswith(FLEET_SCHEME):
         return TINY_MODEL, "a tiny one, because a fleet's nodes may be of any kind. Name a larger one with --model"
+    # From the slowest to the fastest: embedded, a card without an installed model, a card with one.
     if first_card(address)["driver"] == EMBEDDED_DRIVER:
         return TINY_MODEL, "a tiny one, because the embedded driver is slow. Name a larger one with --model"
     found = find_smollm2()
@@ -163,11 +166,13 @@ async def _continue(address: str, prompt: _Prompt, show: Callable[[str], None]) 
     context, length = prompt.checkpoint.config.context, len(prompt.tokens)
     # Cut the output to the model's context; the decoder refuses a prompt that is too long by itself.
     max_tokens = max(1, min(prompt.max_tokens, context - length + 1))
+    # One sequence alone: the step's rows serve its prompt, and then one token at a time.
     settings = DecoderSettings(PROMPT_ROWS, PROMPT_ROWS, 1, min(context, length + max_tokens))
     began = time.monotonic()
     async with contextlib.AsyncExitStack() as stack:
         with _load_bar(answer) as progress:
             opened = Decoder.open(prompt.checkpoint, settings=settings, address=address, progress=progress)
+            # The bar ends with the loading; the text begins on a line of its own.
             decoder = await stack.enter_async_context(opened)
         answer.load_s = time.monotonic() - began
         stream = prompt.tokenizer.stream()
@@ -182,8 +187,10 @@ async def _continue(address: str, prompt: _Prompt, show: Callable[[str], None]) 
             answer.text += (piece := stream.add(emitted.token))
             if piece:
                 await asyncio.to_thread(show, piece)
+        # The rate of the tokens after the first one.
         if len(answer.tokens) > 1:
             answer.tokens_per_s = (len(answer.tokens) - 1) / (time.monotonic() - began - answer.first_token_s)
+        # Bytes of an incomplete character, if the output was cut inside one.
         answer.text += (piece := stream.end())
         await asyncio.to_thread(show, piece)
         answer.reason = generation.reason
@@ -202,6 +209,7 @@ def _hold_back(text: str) -> None:
 @contextlib.contextmanager
 def _load_bar(answer: _Answer) -> Iterator[Callable[[int, int], None]]:
     """Yield the callback for a model's loading: a progress bar with GB/s on stderr, if that is a terminal."""
+    # A pipe gets no bar; the summary needs the size nevertheless.
     if not sys.stderr.isatty():
         yield partial(_note_size, answer)
         return
@@ -211,6 +219,7 @@ def _load_bar(answer: _Answer) -> Iterator[Callable[[int, int], None]]:
         def progress(done: int, total: int) -> None:
             nonlocal first
             _note_size(answer, done, total)
+            # The rate counts from the first report: opening the lease is not part of it.
             first = first or (time.monotonic(), done)
             took_s = time.monotonic() - first[0]
             rate = f", {(done - first[1]) / took_s / 1e9:.1f} GB/s" if took_s else ""

@@ -41,12 +41,14 @@ def demo(as_json: bool, of_fleet: bool, driver: str) -> None:
     Uses the running daemon; without one, starts a private one on the embedded driver, which needs no GPU. A fleet's
     daemons, and its etcd, are always private. Every figure is measured; the exit status is 1 if a claim does not hold.
     """
+    # With --json nothing is printed until the end.
     lines = LiveLines(is_silent=as_json)
     if of_fleet:
         report = run_fleet_demo(transform_ptx(), lines.say)
         if as_json:
             click.echo(indented_json(report))
         return
+    # A private daemon ends with this block, also if a claim fails.
     with contextlib.ExitStack() as stack:
         running = running_address()
         if running is None:
@@ -59,6 +61,7 @@ def demo(as_json: bool, of_fleet: bool, driver: str) -> None:
         )
         lines.say("ann, bob and carol are three leases of yours, each with a process and a context of its own.\n")
         report, claims = run_tenants_demo(address, lines, transform_ptx(), is_private=running is None)
+    # Claims are printed in the order in which they were made; one that failed decides the status.
     broken = [claim for claim in claims if not claim.holds]
     if as_json:
         click.echo(indented_json(report))

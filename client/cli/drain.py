@@ -29,6 +29,7 @@ _UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 def milliseconds_of(ctx: click.Context, param: click.Parameter, value: str) -> int:
     """Parse a time span as people type it: "90", "90s", "10m", "1.5h". Raises BadParameter."""
+    # Digits and a point, then a unit in letters; without a unit, seconds.
     number = value.rstrip("abcdefghijklmnopqrstuvwxyz")
     try:
         return milliseconds(float(number) * _UNITS[value[len(number) :] or "s"], "a time", least_ms=0)
@@ -58,11 +59,13 @@ def drain(ctx: click.Context, within_ms: int, wait: bool, cancel: bool, as_json:
     until its daemon restarts. With --wait, the exit status is 1 if memory of a lease could not be proved free, or if
     the drain was cancelled.
     """
+    # --cancel ends the drain and has no deadline, so the options of one contradict it.
     if cancel:
         if wait or ctx.get_parameter_source("within_ms") == ParameterSource.COMMANDLINE:
             raise click.UsageError("--cancel can't be combined with --within or --wait")
         _show(ask(Opcode.DRAIN_CANCEL, Empty()), [], as_json)
         return
+    # The request is the whole drain; waiting only watches it.
     status = ask(Opcode.DRAIN, Drain(within_ms))
     if not wait:
         _show(status, [], as_json)
@@ -91,9 +94,10 @@ def drain(ctx: click.Context, within_ms: int, wait: bool, cancel: bool, as_json:
 
 def _check_drained() -> None:
     """Raise InvalidRequest if the node grants leases again: a caller that waits must not believe that it is empty."""
+    # Every card reports the same drain.
     if all(card.get("drain_left_ms") is None for card in cards_of(_ask_patiently(Opcode.GET_INVENTORY))):
         raise InvalidRequest(
-            "the node is no longer drained: the drain was cancelled, or its daemon was restarted without `state`",
+            "the node does not drain any more: the drain was cancelled, or its daemon was restarted without `state`",
             "Drain it again",
         )
 
@@ -103,6 +107,7 @@ def _ask_patiently(op: Opcode) -> Any:
 
     Raises Disconnected.
     """
+    # A daemon that restarts is away for seconds; one that stays away is gone.
     until = time.monotonic() + AWAY_S
     while True:
         try:

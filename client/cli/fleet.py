@@ -34,6 +34,7 @@ def nodes(as_json: bool) -> None:
     """List the fleet's nodes, for operators: their free memory, and which are draining or silent."""
     listing = _operators_listing()
     nodes = listing["nodes"]
+    # The directory could not read some records: say so, and list the rest.
     if unreadable := listing.get("unreadable"):
         click.echo(f"gpulease: fleet nodes: {shown(str(unreadable))}", err=True)
     if as_json:
@@ -54,6 +55,7 @@ def nodes(as_json: bool) -> None:
         ]
         for node in nodes
     ]
+    # A narrow terminal drops the columns that an operator needs least.
     texts = ("node", "address", "labels", "version")
     spared = ("version", "labels", "capacity", "address")
     click.echo(fitted(head, rows, output_width(), title=0, spared=spared, texts=texts))
@@ -91,6 +93,7 @@ def drain_node(node: str, within_ms: int, cancel: bool) -> None:
 
     The request goes to the node itself, so you must be an operator there.
     """
+    # Both go to the node itself, which decides who is its operator.
     op, body = (Opcode.DRAIN_CANCEL, Empty()) if cancel else (Opcode.DRAIN, Drain(within_ms))
     status: DrainStatus = _ask_node(_node(node), op, body)
     click.echo(shown(drain_text(f"Node {node}", status)))
@@ -127,12 +130,14 @@ def _listing() -> Report:
 def _operators_listing() -> Report:
     """The fleet's nodes and names. Raises Denied: directories list the nodes for operators only."""
     listing = _listing()
+    # A directory of an older version does not say who asks, and lists everything.
     if not listing.get("operator", True):
         raise Denied("the fleet's nodes are listed for operators", "A directory's option --operator names them.")
     return listing
 
 
 def _state(node: Report) -> str:
+    # A silent node's other figures are as old as its silence.
     if node["silent"]:
         return f"silent for {seconds_text(node['silent_ms'] / 1000)}"
     return "draining" if node["draining"] else "ready"
@@ -164,6 +169,7 @@ def ask_about(lease_id: LeaseId, op: Opcode, body: Body) -> Any:
 
 def _ask_node(node: Report, op: Opcode, body: Body) -> Any:
     """Send a request to a node, at the first of its addresses that answers."""
+    # Any of its addresses will do; the last error stands for all.
     error: GpuLeaseError = Disconnected(f"node {node['node_id']} has no address")
     for address in node["addresses"]:
         try:

@@ -30,6 +30,7 @@ def run_fleet_demo(ptx: bytes, say: Callable[[str], Any]) -> dict[str, Any]:
         ptx: PTX with the kernel `bias`.
         say: Prints a line.
     """
+    # Signals end the block in order: otherwise daemons and etcd would stay behind.
     with unwound_by_signals(), tempfile.TemporaryDirectory(prefix="gpulease-", dir=short_folder()) as name:
         folder = Path(name)
         with private_etcd(folder / "etcd") as (etcd,), PrivateFleet(folder, [etcd.endpoint], HORIZON_S) as fleet:
@@ -59,6 +60,7 @@ def _fail_over(nodes: list[PrivateDaemon], ptx: bytes, say: Callable[[str], Any]
     before.join()
     after.await_kernels(KERNELS)
     after.stop()
+    # The last kernel that ended: the session ran on after the daemon's death, and then stopped.
     ended_s = before.work.spans[-1][1] - killed_s
     say(f"Ended    node-1's session {ended_s:.1f} s after the kill: {before.work.end}")
     say(f"Back     node-2 serves {NAME} {back_s:.1f} s after the kill under epoch {second.epoch}")
@@ -82,6 +84,7 @@ def _fail_over(nodes: list[PrivateDaemon], ptx: bytes, say: Callable[[str], Any]
 
 def _refusal(address: str) -> str:
     """The error that a second tenant gets when it asks for the name."""
+    # At first the node may not have joined; then its refusal names the reason.
     until_s = time.monotonic() + JOIN_S
     while True:
         try:

@@ -21,6 +21,7 @@ from gpulease.protocol.counts import counted
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
 def events(lease_id: int | None, refused: bool, as_json: bool) -> None:
     """Print the phases of leases, one line each: of LEASE_ID until it has ended, or of all until interrupted."""
+    # Refusals and phases are different subscriptions; a command shows one of them.
     if refused:
         if lease_id is None:
             raise click.UsageError("--refused needs a LEASE_ID: a region's, or that of a lease with regions.")
@@ -34,6 +35,7 @@ def events(lease_id: int | None, refused: bool, as_json: bool) -> None:
 
 
 def _fields(event: LeaseEvent) -> dict[str, Any]:
+    # Names of fields as in the wire's event, times in seconds.
     return {
         "lease_id": str(event.lease_id),
         "phase": event.phase_text,
@@ -65,6 +67,7 @@ def _status_text(status: Status | int) -> str:
 def refusal_text(refusal: ForwardRevoked) -> str:
     """Describe a refused launch in one line, without characters that a terminal interprets."""
     what = f"launch {refusal.site} of {refusal.kernel}" if refusal.kernel else "a graph"
+    # How long after the broker's decision the session noticed it.
     after_us = (refusal.seen_ns - refusal.flipped_ns) / 1000
     parts = [
         str(refusal.lease_id),
@@ -76,6 +79,7 @@ def refusal_text(refusal: ForwardRevoked) -> str:
 
 
 def _lost_text(lost: int) -> list[str]:
+    # Events are dropped for a reader that is too slow; say how many.
     which = counted(lost, "event before this one was", "events before this one were")
     return [f"{which} not read in time and lost"] if lost else []
 
@@ -92,6 +96,7 @@ _NEXT: Final = {
 def event_text(event: LeaseEvent) -> str:
     """Describe an event in one line, without characters that a terminal interprets."""
     parts = [str(event.lease_id), event.phase_text]
+    # Only phases with a time have something that follows.
     if event.left_s and isinstance(event.phase, Phase) and event.phase in _NEXT:
         # Rounded up, so that "0.0 s" means that the time has passed.
         parts.append(_NEXT[event.phase].format(seconds_text(math.ceil(event.left_s * 10) / 10)))

@@ -54,8 +54,10 @@ def lease_id_argument(
 
 
 def _parse_lease_id(ctx: click.Context, param: click.Parameter, value: str | None) -> LeaseId | None:
+    # Nothing was given, or a shell only completes the line.
     if value is None or ctx.resilient_parsing:
         return None
+    # A complete id is not looked up: it may have ended, and still be queried.
     if _LEASE_ID.fullmatch(value):
         return lease_id_of(value)
     if not _PREFIX.fullmatch(value):
@@ -89,6 +91,7 @@ def complete_lease_ids(ctx: click.Context, param: click.Parameter, incomplete: s
     found: list[CompletionItem] = []
     # In a thread that is abandoned after the limit: resolving a host name has no time limit of its own.
     thread = threading.Thread(target=_list_leases_into, args=(found, incomplete.lower()), daemon=True)
+    # Wait for the answer, but no longer than a person would.
     thread.start()
     thread.join(COMPLETION_LIMIT_S)
     return list(found)

@@ -34,6 +34,7 @@ class WantedLease(NamedTuple):
 
     def described_to(self, builder: Builder) -> Builder:
         """Set all of it in a builder, and return the builder. Raises InvalidRequest."""
+        # Sizes and times always have a value; the others are set only if they were given.
         builder.min_vram(self.vram_bytes).lease_secs(self.ttl_ms / 1000).timeout(self.wait_ms / 1000)
         if self.device is not None:
             builder.device(self.device)
@@ -47,9 +48,11 @@ def lease_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(command)
     def with_lease(**values: Any) -> Any:
+        # Take this command's own options out; the rest goes to the command unchanged.
         wanted = WantedLease(**{name: values.pop(name) for name in WantedLease._fields})
         return command(wanted=wanted, **values)
 
+    # click lists options in the reverse of the order in which they are added.
     for option in (
         click.option(
             "--label", "labels", multiple=True, callback=_labels_of, help="A label that the node must have: zone=a."
@@ -89,6 +92,7 @@ def _size_of(ctx: click.Context, param: click.Parameter, value: str) -> int:
 
 
 def _labels_of(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
+    # Only the first equals sign separates: a value may have more.
     pairs = [value.partition("=") for value in values]
     for key, equals, value in pairs:
         if not (key and equals and value):

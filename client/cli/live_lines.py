@@ -10,7 +10,7 @@ import click
 from gpulease.client.console.tables import is_terminal, output_width, shown
 
 PIPE_LINE_S: Final = 1.0
-"""Seconds between two lines of `show` in a pipe, whose reader keeps all of them."""
+"""Seconds between two lines of `show` in a pipe: its reader keeps all of them."""
 
 _ERASE: Final = "\r\x1b[2K"
 """Carriage return, then erase the line (ECMA-48, EL)."""
@@ -27,6 +27,7 @@ class LiveLines:
             clock: The monotonic time in seconds.
         """
         self._is_silent, self._clock = is_silent, clock
+        # A dumb terminal can't erase a line.
         self._is_live = is_terminal() and os.environ.get("TERM") != "dumb"
         self._shown = ""
         self._last_s = clock()
@@ -35,6 +36,7 @@ class LiveLines:
         """Print a line that stays, or several lines."""
         if self._is_silent:
             return
+        # A line that stays first removes the one that is rewritten.
         click.echo(f"{_ERASE if self._shown else ''}{text}", color=self._is_live)
         self._shown = ""
 
@@ -48,12 +50,13 @@ class LiveLines:
             width = output_width()
             self._shown = shown(text)[: width - 1 if width else None]
             click.echo(f"{_ERASE}{self._shown}", nl=False, color=True)
+        # A pipe gets a line now and then: its reader should see that something happens.
         elif now_s - self._last_s >= PIPE_LINE_S:
             self._last_s = now_s
             click.echo(text)
 
     def settle(self) -> None:
-        """Erase what `show` left on a terminal."""
+        """Erase the line that `show` left on a terminal, before other output."""
         if self._shown:
             click.echo(_ERASE, nl=False, color=True)
             self._shown = ""

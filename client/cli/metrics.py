@@ -25,6 +25,7 @@ def metrics() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def health(as_json: bool) -> None:
     """Show whether the daemon can grant leases, and if not, why. The exit status is then 1."""
+    # The report is printed as received with --json, and checked only for the table.
     found = ask(Opcode.HEALTH, Empty()).report
     is_ready, checks = health_of(found)
     if as_json:

@@ -40,6 +40,7 @@ def info(shows_sandbox: bool, as_json: bool) -> None:
         when = f"what is left ends in {seconds_text(left_ms / 1000)}" if left_ms else "every lease is ended"
         click.echo(wrapped_text(f"The node is drained: it grants nothing, and {when}.", width))
     click.echo(_card_table(cards, width))
+    # Below the table, a sentence for each card that has something to explain.
     for card in cards:
         for sentence in filter(None, (_taken_by_others(card), _fenced(card))):
             click.echo(wrapped_text(sentence, width))
@@ -66,12 +67,14 @@ def _card_table(cards: list[Report], width: int | None) -> str:
         ]
         for card in cards
     ]
+    # Columns that a narrow terminal drops first.
     spared = ("exclusive", "warm", "driver")
     return fitted(head, rows, width, title=head.index("card"), spared=spared, texts=("card", "name"))
 
 
 def _sandbox_text(sandbox: list[Report], width: int | None, *, is_whole: bool) -> str:
     """Describe every measure, or only those that are off; "" if none is off."""
+    # On request all measures, otherwise only what an operator should know.
     if is_whole:
         measures = [[found["measure"], "on" if found["on"] else "OFF", found["detail"]] for found in sandbox]
         return fitted(["workers' sandbox", "", "how far, or why not"], measures, width, is_text_last=True)
@@ -85,6 +88,7 @@ def _sandbox_text(sandbox: list[Report], width: int | None, *, is_whole: bool) -
 def _taken_by_others(card: Report) -> str:
     """Describe memory of the card that others have taken since the daemon measured it; "" if there is none."""
     holders = (("unowned_bytes", "the driver"), ("outside_bytes", "programs outside gpulease"))
+    # Only what is there: older daemons report neither.
     held = [f"{size_text(card[name])} by {holder}" for name, holder in holders if card.get(name)]
     return f"GPU {card['index']}: taken since the daemon began: {' and '.join(held)}." if held else ""
 
@@ -101,6 +105,7 @@ def _fenced(card: Report) -> str:
 
 def _warm(card: Report) -> str:
     """Describe the pool: contexts that wait for a lease, and the memory that they hold."""
+    # A node without a pool has nothing to describe.
     if not card.get("warm_wanted") and not card.get("warm_bytes"):
         return "0"
     ready, wanted, held_bytes = (card.get(f"warm_{name}") or 0 for name in ("contexts", "wanted", "bytes"))
@@ -114,6 +119,7 @@ def _warm(card: Report) -> str:
 def leases(tenant: str | None, as_json: bool) -> None:
     """List leases, each with its regions: your own, or all of them if you are an operator."""
     found = ask(Opcode.LEASE_LIST_ACTIVE, Empty()).report
+    # The daemon lists what this user may see; the option narrows it further.
     if tenant is not None:
         found = [lease for lease in leases_of(found) if lease["tenant"] == tenant]
     if as_json:
@@ -122,12 +128,14 @@ def leases(tenant: str | None, as_json: bool) -> None:
     if not found:
         click.echo("No leases." if tenant is None else shown(f"No leases of {tenant}."))
         return
+    # Each region directly after its lease.
     listed = as_tree(leases_of(found), lambda lease: str(lease["lease_id"]), lambda lease: lease.get("parent"))
     gpus = _indexes_by_uuid()
     rows = [_row(lease, gpus) for lease in listed]
     head = ["lease", "tenant", "GPU", "state", "slice", "used", "launches", "copies", "age", "left"]
     spared = ("copies", "launches", "age", "GPU")
     click.echo(fitted(head, rows, output_width(), spared=spared, texts=("lease", "tenant")))
+    # Who holds the buffers, for sessions of several programs.
     if held := [(lease["lease_id"], _holders(lease)) for lease in listed if _holders(lease)]:
         click.echo(
             "\n" + fitted(["lease", "buffers are held by"], held, output_width(), texts=("lease",), is_text_last=True)
@@ -162,6 +170,7 @@ def _row(lease: Report, gpus: dict[str, str]) -> list[str]:
 def _holders(lease: Report) -> str:
     """Describe who holds the buffers of a lease's session; "" for none, or if the daemon is too old to report it."""
     connections = lease.get("connections") or []
+    # A program on this host is known by its process, a remote one by its number.
     held = [
         (f"pid {one['pid']}" if one["pid"] else f"remote {one['number']}", one["held_bytes"]) for one in connections
     ]
@@ -171,6 +180,7 @@ def _holders(lease: Report) -> str:
 
 def _state(lease: Report) -> str:
     """Describe a lease's state, with the cause that ends it or soon will."""
+    # The cause first: a lease that is ending need not be renewed.
     if lease.get("cause") is not None:
         return f"{lease['state']} ({lease['cause']})"
     left_ms = lease.get("orphaned_in_ms")
@@ -196,6 +206,7 @@ def _state(lease: Report) -> str:
 @_words_or_json
 def revoke(lease_id: LeaseId, reason: str, nonce: int | None, as_json: bool) -> None:
     """End a lease or a region at once, whatever it is doing. The exit status is 0 only if its memory is proved free."""
+    # A token ends at once, and nothing has to be proved.
     if nonce is not None:
         _revoke_token(lease_id, nonce, as_json)
         return
@@ -219,12 +230,13 @@ def _revoke_token(lease_id: LeaseId, nonce: int, as_json: bool) -> None:
 
 def outcome_word(outcome: int) -> str:
     """A revocation's outcome for programs; a newer daemon's may be a number."""
+    # By number, as a newer daemon may send one that has no name here.
     words = {RevokeOutcome.TORN_DOWN: "torndown", RevokeOutcome.FENCED: "fenced", RevokeOutcome.NOT_FOUND: "notfound"}
     return {int(known): word for known, word in words.items()}.get(int(outcome), str(outcome))
 
 
 def outcome_text(lease_id: LeaseId, outcome: int) -> str:
-    """A revocation's outcome as a sentence."""
+    """A revocation's outcome as a sentence about the lease and its memory."""
     match outcome:
         case RevokeOutcome.TORN_DOWN:
             return f"Lease {lease_id} is torn down and its memory is free."
@@ -232,7 +244,7 @@ def outcome_text(lease_id: LeaseId, outcome: int) -> str:
             why = "could not be proved free and is fenced, unless that was cleared since"
             return f"Lease {lease_id} is over, but its memory {why}."
         case _:
-            return f"There is no lease {lease_id}."
+            return f"No such lease: {lease_id}."
 
 
 def _sendable(text: str) -> str:

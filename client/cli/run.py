@@ -28,7 +28,7 @@ from gpulease.protocol import Phase
 from gpulease.protocol.address import ADDRESS_VARIABLE
 
 if TYPE_CHECKING:
-    # Not at run time: this imports numpy, whose threads must start after `_block`.
+    # Not at run time: this imports numpy, which starts threads, and these must start after `_block`.
     from gpulease.client.sync.public import GpuLease
 
 EXIT_LEASE_ENDED: Final = 124
@@ -36,7 +36,7 @@ EXIT_LEASE_ENDED: Final = 124
 
 EXIT_NOT_STARTED: Final = 126
 EXIT_NO_PROGRAM: Final = 127
-"""126: the program can't be started; 127: there is no such program. env(1) and shells use the same."""
+"""126: the program can't be started; 127: the program does not exist. env(1) and shells use the same."""
 
 KILL_AFTER_S: Final = 10.0
 """Seconds from SIGTERM, when its lease has ended, until the program is killed."""
@@ -129,6 +129,7 @@ def _fail_to_start(program: str, error: OSError) -> NoReturn:
 
 def _give_back(lease: "GpuLease") -> None:
     """Free the lease. A failure is reported on stderr and does not change the program's exit status."""
+    # Replaced by what really happened, if it happens in time.
     said = [f"its daemon did not answer within {GIVE_BACK_S:g} s"]
 
     def leave() -> None:
@@ -172,6 +173,7 @@ class _LeasedProgram:
         """
         # Subscribe before the program starts, so that no end of the lease is missed.
         events = self._lease.events()
+        # A daemon thread: it waits for events until the process ends.
         threading.Thread(target=self._watch, args=(events,), daemon=True).start()
         try:
             self._pid = _start(command, self._environment(), mask)
@@ -181,6 +183,7 @@ class _LeasedProgram:
             events.close()
 
     def _environment(self) -> Mapping[str, str]:
+        # What GpuSession.attach() reads.
         return os.environ | {ADDRESS_VARIABLE: self._lease.address, LEASE_ID_VARIABLE: self._lease.lease_id_text}
 
     def _watch(self, events: LeaseEvents) -> None:
@@ -193,6 +196,7 @@ class _LeasedProgram:
                         signal.pthread_kill(threading.main_thread().ident or 0, _LEASE_ENDED)
                         return
             except Disconnected:
+                # The daemon is gone, or has restarted: try to reach it once.
                 with suppress(GpuLeaseError):
                     # A restarted daemon counts no connection of this process until it renews the lease.
                     # The deadline stays as it was.
@@ -228,6 +232,7 @@ class _LeasedProgram:
                 self._send(signal.Signals(found.si_signo))
 
     def _report_end(self) -> None:
+        # Without a report from the daemon, the time alone has ended the lease.
         self.end_reason = self._reported_reason or "its time is up"
         about = f"lease {self._lease.lease_id_text} has ended ({self.end_reason})"
         click.echo(f"gpulease: {about}: its program gets SIGTERM, and SIGKILL {KILL_AFTER_S:g} s later", err=True)
@@ -241,6 +246,7 @@ class _LeasedProgram:
 
 def _start(command: tuple[str, ...], environment: Mapping[str, str], mask: Iterable[int]) -> int:
     try:
+        # The program gets the signals that this process had blocked before; Python's own changes are undone.
         return os.posix_spawnp(
             command[0], command, environment, setsigmask=mask, setsigdef=(signal.SIGPIPE, signal.SIGXFSZ)
         )
@@ -250,6 +256,7 @@ def _start(command: tuple[str, ...], environment: Mapping[str, str], mask: Itera
 
 def _end_as(status: int) -> NoReturn:
     """Exit with the program's status, or die by the signal that ended it."""
+    # A negative code is the signal that ended the program.
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:
         sys.exit(code)

@@ -21,7 +21,7 @@ _SECONDS = click.FloatRange(min=0)
 
 @click.group()
 def serve() -> None:
-    """Run servers on leases."""
+    """Run servers on leases: a gateway, a model server, a decode server; a fleet's directory."""
 
 
 serve.add_command(serve_decode)
@@ -31,13 +31,13 @@ DIRECTORY_MODULE = "gpulease.daemon.fleet.directory"
 
 @serve.command(
     "directory",
-    short_help="Tell the tenants of a fleet which nodes to ask.",
+    short_help="Name the nodes of a fleet to its tenants.",
     context_settings={"ignore_unknown_options": True},
     add_help_option=False,
 )
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 def directory(words: tuple[str, ...]) -> None:
-    """Tell the tenants of a fleet which nodes to ask. See `gpulease serve directory -h`."""
+    """Name the nodes of a fleet to its tenants. See `gpulease serve directory -h`."""
     become_module(DIRECTORY_MODULE, words, FLEET)
 
 
@@ -88,6 +88,7 @@ def gateway(
     demo: bool,
 ) -> None:
     """Serve each request on a lease of its own, once however often it is asked."""
+    # The extra may be missing: import its packages first, so that the error names it.
     with needing("serve"):
         from gpulease.client.http.uvicorn_server import known_hosts, listening, serve
         from gpulease.client.serve.gateway.admission import Bounds
@@ -99,11 +100,14 @@ def gateway(
     if models is None and not demo:
         raise click.UsageError("give the models with --models FILE, or try --demo")
     served = load_models(models or EXAMPLE)
+    # All limits of admission in one value: in flight, queue, and the times of each wait.
     bounds = Bounds(max_in_flight, max_queue, queue_secs, body_secs, join_secs, keep_hours * 3600)
     with contextlib.ExitStack() as stack:
         address = _daemon_address(stack, is_demo=demo)
+        # A demonstration's outcomes are of no use later.
         if demo:
             store_url = f"sqlite:{stack.enter_context(tempfile.TemporaryDirectory())}/gateway.sqlite"
+        # Listen before the store is opened: a taken port is the most common mistake.
         sock, url = stack.enter_context(listening(listen))
         known = known_hosts(sock, host_names)
         store = stack.enter_context(contextlib.closing(open_store(store_url)))
@@ -117,6 +121,7 @@ def gateway(
             bounds,
         ).app()
         click.echo(f"gateway listens on {url}, serves {', '.join(served)}")
+        # A stop waits for what was admitted: the longest queue, retry, and lease.
         longest_s = max(model.lease_s for model in served.values())
         serve(app, sock, known=known, stop_s=queue_secs + join_secs + longest_s + STOP_MARGIN_S)
     click.echo("gateway has stopped")
@@ -153,6 +158,7 @@ def models(config: Path | None, listen: str, host_names: tuple[str, ...], rpc: s
     served = load_settings(config or EXAMPLE)
     with contextlib.ExitStack() as stack:
         address = _daemon_address(stack, is_demo=demo)
+        # HTTP first, then the calls through shared memory: each is a listener of its own.
         sock, url = stack.enter_context(listening(listen))
         known = known_hosts(sock, host_names)
         callers = stack.enter_context(listening(rpc))[0] if rpc else None

@@ -57,11 +57,13 @@ def serve_decode(config: Path | None, listen: str | None, host_names: tuple[str,
 
     See client/decode/openai/example/decode.toml for the file's settings.
     """
+    # The extras may be missing: import their packages first, so that the error names them.
     with needing("serve,decode"):
         from gpulease.client.decode.openai.decode_settings import DEFAULT_LISTEN, load_decode_settings
         from gpulease.client.http.uvicorn_server import known_hosts, listening
     if (config is None) is not demo:
         raise click.UsageError("give CONFIG, or try --demo")
+    # The socket is open before the model is loaded, so a taken port shows at once.
     with contextlib.ExitStack() as stack:
         settings = None if config is None else load_decode_settings(config)
         sock, url = stack.enter_context(listening(listen or (settings.listen if settings else DEFAULT_LISTEN)))
@@ -84,6 +86,7 @@ class _DemoKeys:
 @contextlib.asynccontextmanager
 async def _going_on(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     """Run some work concurrently with the block, and stop it with the block."""
+    # The task ends with the block, however the block ends.
     task = asyncio.create_task(work)
     try:
         yield
@@ -116,6 +119,7 @@ async def _serve(
         return next(iter(serving), None)
 
     metrics = DecodeMetrics(names, decoder_now)
+    # What sees every step: the metrics, the page if an operator has a key, the audit records.
     observers, routes = [*observers, metrics], []
     if settings.operator_digest is not None:
         page = DecodePage(decoder_now, settings.operator_digest, settings.name, lambda: next(iter(traffic), None))
@@ -127,6 +131,7 @@ async def _serve(
         observers = [*observers, audit]
     opened = Decoder.open(checkpoint, settings.tenants, settings.decoder, address=settings.address, observers=observers)
     async with opened as decoder, contextlib.AsyncExitStack() as stack:
+        # From here on page and metrics have a decoder.
         serving.append(decoder)
         if audit is not None:
             await stack.enter_async_context(audit.writing(lambda: decoder.engine.lease))
@@ -143,6 +148,7 @@ async def _serve(
         # Start it now: the first request should not have to.
         await decoder.prompts.start()
         click.echo(f"decode listens on {url}, serves {settings.name} to {', '.join(names)}")
+        # A demonstration prints what to try, and sends requests by itself.
         if demo is not None:
             click.echo(_hint(url, demo.tenant))
             click.echo(f"Watch: {url}/#key={demo.operator}")
@@ -178,8 +184,10 @@ def _demo_settings(stack: contextlib.ExitStack) -> "tuple[DecodeSettings, _DemoK
         address = stack.enter_context(private_daemon(EMBEDDED_DRIVER))
     model, why = model_at_hand(address)
     click.echo(f"The demonstration's model is {model.stem}: {why.partition('. ')[0]}.")
+    # As many positions as a small region holds.
     positions = min(open_model(model).config.context, DEMO_POSITIONS)
     blocks = DEMO_SEQUENCES * -(-positions // PAGE)
+    # Keys of this run alone, printed once and kept nowhere.
     keys = {tenant: secrets.token_hex(16) for tenant in DEMO_TENANTS}
     for tenant, key in keys.items():
         click.echo(f"Key of {tenant}: {key}")
@@ -204,6 +212,7 @@ def _demo_settings(stack: contextlib.ExitStack) -> "tuple[DecodeSettings, _DemoK
 def _hint(url: str, key: str) -> str:
     """A command that sends a request to the server, ready to paste."""
     where = f"{url}/v1/completions"
+    # curl reaches a Unix socket by an option, and then needs any host name.
     if url.startswith("http+unix://"):
         where = f"--unix-socket {url.removeprefix('http+unix://')} http://localhost/v1/completions"
     said = '{"prompt": "Changed in version", "max_tokens": 24, "temperature": 0, "stream": true}'

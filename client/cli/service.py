@@ -90,6 +90,7 @@ def this_environment() -> Environment:
     python = Path(sys.executable)
     # The service must be able to read all of these: also those behind symbolic links, and a virtual environment's base.
     own = (package.parent, package.resolve().parent, python, python.resolve(), Path(sys.base_prefix))
+    # An installation has a script; a checkout runs the module.
     script = Path(sys.executable).with_name("gpuleased")
     if script.exists():
         return Environment((str(script),), (), own)
@@ -100,6 +101,7 @@ def this_environment() -> Environment:
 
 def filled_in(name: str, text: str, environment: Environment) -> str:
     """A packaged file with that environment's paths filled in."""
+    # Only services that run this Python's code have paths to fill in.
     if name not in _EXEC_START:
         return text
     lines = [f"Environment={quoted(variable)}" for variable in environment.variables]
@@ -120,8 +122,10 @@ def quoted(word: str, *, is_option: bool = False) -> str:
         is_option: Whether it follows the program, where systemd substitutes variables (systemd.service(5), "Command
             lines").
     """
+    # systemd replaces specifiers (%) everywhere, variables ($) only after the program.
     doubled = word.replace("%", "%%")
     escaped = _SPECIAL.sub(r"\\\1", doubled.replace("$", "$$") if is_option else doubled)
+    # Quotes only where a word needs them, so that the unit stays readable.
     return f'"{escaped}"' if re.search(r"[\s'\"\\;]", word) else escaped
 
 
@@ -147,8 +151,10 @@ def _named(ctx: click.Context, param: click.Parameter, value: str) -> Path:
 def install_service(installs: bool, prints: bool, root: Path) -> None:
     """Print the daemon's systemd units, its settings and the other files that it needs, or install them."""
     environment = this_environment()
+    # Every file is made before any is written.
     files = {name: filled_in(name, (UNITS / name).read_text("utf-8"), environment) for name in PLACES}
     hidden = environment.under(_HIDDEN)
+    # A service with PrivateTmp= sees another /tmp.
     if hidden is not None:
         complaint = (
             f"the service would not see {hidden}: it has a {_HIDDEN[0]} of its own (PrivateTmp=);"
@@ -157,6 +163,7 @@ def install_service(installs: bool, prints: bool, root: Path) -> None:
         if installs and root == Path("/"):
             raise CannotStart(complaint)
         click.echo(f"gpulease: {complaint}", err=True)
+    # Printing is the default: nothing is written without --install.
     if prints or not installs:
         if root != Path("/"):
             click.echo(f"gpulease: nothing was written below {root}: add --install", err=True)
@@ -173,6 +180,7 @@ def _install(files: dict[str, str], root: Path) -> Iterator[str]:
         path = root / PLACES[name]
         try:
             yield f"{path} {_write(path, text, is_operators=name == OPERATORS_OWN)}"
+        # Name the path: several files are written, and one of them failed.
         except OSError as error:
             fix = "; do this as root" if isinstance(error, PermissionError) and os.geteuid() != 0 else ""
             raise CannotStart(f"{path} can't be written: {error.strerror}{fix}") from None
@@ -180,6 +188,7 @@ def _install(files: dict[str, str], root: Path) -> Iterator[str]:
 
 def _write(path: Path, text: str, *, is_operators: bool) -> str:
     """Replace a file atomically; returns a phrase that says what happened. Raises OSError."""
+    # A file that is the same already is not touched; one of the operator's is never replaced.
     if path.exists():
         if path.read_text("utf-8", errors="replace") == text:
             return "is as it should be"

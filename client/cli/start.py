@@ -6,6 +6,7 @@ import sys
 
 def run() -> None:
     """Run the command that the command line names."""
+    # Before the imports: an interrupt during them would print a traceback.
     interrupt_ends_it()
     from gpulease.client.cli.__main__ import PROGRAM, main
 
@@ -18,6 +19,7 @@ def run_module_instead() -> None:
     The process ends as every command does.
     """
     interrupt_ends_it()
+    # A closed pipe ends the process silently, as it ends any program.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     from runpy import run_module
 

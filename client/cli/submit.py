@@ -58,13 +58,16 @@ def submit(
     secs: float,
 ) -> None:
     """Run one KERNEL of IMAGE, PTX text or a cubin, on a lease of its own, and write its outputs."""
+    # The session's part of the lease is as small as possible: the job has the rest.
     builder = GpuBuilder().min_vram(SESSION_BYTES).submits(room << 20).lease_secs(secs)
     with builder.acquire() as lease:
         submission = lease.submit(kernel, image.read_bytes()).grid(_numbers(grid, "--grid"))
         submission.block(_numbers(block, "--block"))
+        # Arguments in the order of the command line.
         for argument in arguments:
             _push(submission, argument)
         results = submission.launch()
+    # Each output goes to the next file; those left over to standard output.
     for index, result in enumerate(results):
         if index < len(outputs):
             outputs[index].write_bytes(result)
@@ -90,6 +93,7 @@ def _push(submission: Submission, text: str) -> None:
         elif kind == "out":
             submission.out(int(value))
         elif kind in _NUMBERS:
+            # The method of KernelArgs has the kind's name.
             push: Any = getattr(KernelArgs(), f"push_{kind}")
             submission.args(push(_NUMBERS[kind](value)))
         else:

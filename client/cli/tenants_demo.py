@@ -91,7 +91,7 @@ class Phase:
 
     @property
     def per_s(self) -> float:
-        """Checked launches per second."""
+        """Checked launches per second of the phase; 0 before its first look."""
         return self.launches / self.seconds if self.seconds else 0.0
 
 
@@ -105,6 +105,7 @@ class Ann:
 
     def begin(self, name: str) -> None:
         """End the current phase, and begin another."""
+        # The first window is dropped: it began before the first phase.
         if self.phases:
             self.look()
         else:
@@ -116,6 +117,7 @@ class Ann:
         """Add what she has done since the last call to the current phase."""
         window, phase = self._process.window(), self.phases[-1]
         now_s = time.monotonic()
+        # Errors are summed, and the first one is kept as the example.
         phase.launches += window.rounds
         phase.errors += window.errors
         phase.first_error = phase.first_error or window.error
@@ -130,25 +132,27 @@ class Ann:
         Args:
             is_over: Whether it is over.
             wait: Waits for a number of seconds; may return early, when it is over.
-            beside: Returns what to show next to her work.
+            beside: Returns the text to show after her work.
         """
         while not is_over():
             wait(LOOK_S)
             self.look()
+            # The totals of all phases, with the present phase's rate.
             launches, errors = (sum(getattr(phase, name) for phase in self.phases) for name in ("launches", "errors"))
             rate = f"{self.phases[-1].per_s:,.0f} a second"
             self._lines.show(f"       ann: {launches:,} launches checked, {errors} errors, {rate}{beside()}")
         self._lines.settle()
 
     def watch_for(self, seconds: float) -> None:
-        """Show her work for so many seconds."""
+        """Show her work for this many seconds, whatever happens meanwhile."""
         until_s = time.monotonic() + seconds
         self.watch(lambda: time.monotonic() >= until_s)
 
     def claim(self) -> Claim:
-        """The claim that she noticed nothing."""
+        """The claim that no launch of hers was wrong or failed, in any phase."""
         errors = sum(phase.errors for phase in self.phases)
         first = next((f": {phase.first_error}" for phase in self.phases if phase.first_error), "")
+        # No error is not enough: in each phase something must have run.
         holds = not errors and all(phase.launches for phase in self.phases)
         counts = ", ".join(f"{phase.launches:,} {phase.name}" for phase in self.phases)
         return Claim("every launch of ann's was right, all the time", holds, f"{counts}; {errors} errors{first}")
@@ -165,6 +169,7 @@ class Bob:
 
     def __init__(self, scene: Scene, size_bytes: int, seconds: float) -> None:
         self.lease = scene.builder(size_bytes, seconds).timeout(END_S).acquire()
+        # His deadline on this side's clock; the daemon's began a little before.
         self.deadline_s = time.monotonic() + self.lease.remaining_s
         self.asked_s = seconds
         self.told_name = "nothing"
@@ -178,12 +183,13 @@ class Bob:
         session = self._session = GpuSession(self.lease)
         words = written_bytes // WORD_BYTES
         module = session.module_load(rule_breakers())
-        # The kernel runs until the flag is not 0. New memory is 0, and nobody writes to it.
+        # The kernel runs until the flag is not 0. New memory is 0, and no one else can write to it.
         memory, flag = self._kept = session.mem_alloc(written_bytes), session.mem_alloc(WORD_BYTES)
         # A pattern that no other tenant uses, so that any word of it found elsewhere is his.
         fill(session, module, memory, words, PATTERN)
         written = count_set(session, module, memory, words)
         session.launch(module, "endless", ONE, ONE, KernelArgs().push_buffer(flag))
+        # His own call waits in a thread, as a tenant's program would.
         self._thread = threading.Thread(target=self._wait, args=(session,), name="bob", daemon=True)
         self._thread.start()
         return written
@@ -197,7 +203,7 @@ class Bob:
 
     @property
     def left_s(self) -> float:
-        """Seconds until his deadline; 0 after it."""
+        """Seconds until his deadline, by this machine's monotonic clock; 0 after it."""
         return max(0.0, self.deadline_s - time.monotonic())
 
     def join(self, seconds: float) -> None:
@@ -206,6 +212,7 @@ class Bob:
 
     def is_told(self) -> bool:
         """True once his session has raised its error, or END_S after his deadline."""
+        # Either the error has come, or it is late beyond doubt.
         return not self._thread.is_alive() or time.monotonic() > self.deadline_s + END_S
 
     def end(self, scene: Scene) -> str:
@@ -214,6 +221,7 @@ class Bob:
             cause = scene.wait_for_end(self.lease.lease_id)
         except Breach as breach:
             return str(breach)
+        # The daemon measures from its own deadline to its own proof.
         self.proved_after_ms = scene.query(self.lease.lease_id)["ended_after_deadline_us"] / 1e3
         return cause
 
@@ -236,11 +244,13 @@ def run_tenants_demo(
         transform_ptx: PTX with `scale` and `bias`.
         is_private: Whether this program alone uses the daemon.
     """
+    # All of it on the first card of one daemon.
     scene = Scene.at(address)
     with neighbour(address, scene.card_uuid) as process:
         ann = Ann(process, lines)
         # Step 1: ann alone, as a base for comparison.
         before = first_card(address)
+        # bob takes so much that carol can't have as much before his end.
         size = _bob_bytes(before["available_bytes"], is_private=is_private)
         spare = SPARE_BYTES["cuda" if scene.is_card else "cpu"]
         lines.say(f"ann    leases {size_text(ANN_BYTES)}, launches kernels in a loop, and compares every result")
@@ -251,6 +261,7 @@ def run_tenants_demo(
         # Step 2: bob takes most of the card and never ends. carol is refused as long as he has it.
         with _bob_at_work(scene, size, size - spare, lines) as (bob, written):
             during = first_card(address)
+            # At a daemon that others use too, there may be room for both.
             needs_bobs = size > during["available_bytes"]
             refused = _refusal(scene, size) if needs_bobs else ""
             if needs_bobs:
@@ -260,7 +271,7 @@ def run_tenants_demo(
             ann.watch(bob.is_told, bob.join, lambda: f"; bob's kernel runs, his lease has {bob.left_s:.1f} s left")
             # Step 3: his lease expires: his call raises, his process is killed, and his memory is proved free.
             end = bob.end(scene)
-            ann.begin("after it, beside carol")
+            ann.begin("after it, next to carol")
         after = first_card(address)
         lines.say(f"bob    {bob.told_after_ms:+.1f} ms from his deadline: his call ends, {bob.told_name}")
         lines.say(f"       {bob.proved_after_ms:+.1f} ms from it: his process is killed, his memory is proved free")
@@ -291,7 +302,7 @@ def run_tenants_demo(
         with scene.builder(size, CAROL_S).orphan_secs(ORPHAN_S).timeout(END_S).acquire() as carol:
             granted_ms = (time.monotonic() - bob.deadline_s) * 1e3
             if needs_bobs:
-                found = f"{refused or 'granted'} beside bob; granted {granted_ms:.0f} ms after his deadline"
+                found = f"{refused or 'granted'} while bob had it; granted {granted_ms:.0f} ms after his deadline"
                 claims.append(Claim("carol's memory is bob's", bool(refused), found))
             carols_report, carols_claims = _carol(carol, lines, size - spare, written, granted_ms, transform_ptx)
             ann.watch_for(max(0.0, AFTER_S - ann.phases[-1].seconds))
@@ -320,6 +331,7 @@ def run_tenants_demo(
 
 def _bob_bytes(free_bytes: int, *, is_private: bool) -> int:
     """Size of bob's lease, and of carol's: on a card of their own, more than half of what is free."""
+    # Alone on the card: three quarters. Otherwise a quarter of what is free, at most.
     size = free_bytes * 3 // 4 if is_private else min(SHARED_BYTES, free_bytes // 4)
     size -= size % (2 * MIB)
     if size < LEAST_BYTES:
@@ -332,6 +344,7 @@ def _bob_bytes(free_bytes: int, *, is_private: bool) -> int:
 @contextlib.contextmanager
 def _bob_at_work(scene: Scene, size: int, written_bytes: int, lines: LiveLines) -> Iterator[tuple[Bob, int]]:
     """Yield bob with his kernel started, and how many words he wrote; at the end his lease has ended."""
+    # A slow host gets a longer lease with each try.
     for seconds in BOB_S:
         bob = Bob(scene, size, seconds)
         try:
@@ -367,12 +380,14 @@ def _carol(
 ) -> tuple[dict[str, Any], list[Claim]]:
     words = read_bytes // WORD_BYTES
     with GpuSession(lease) as session:
+        # She looks before she writes: any word that is not 0 would be bob's.
         module = session.module_load(rule_breakers())
         memory = session.mem_alloc(read_bytes)
         found = count_set(session, module, memory, words)
         session.mem_free(memory)
         read = f"gets {size_text(lease.size_bytes)}, reads {words:,} words: {found:,} are not 0"
         lines.say(f"carol  {granted_ms:+.0f} ms from bob's deadline: {read}")
+        # Then she computes, as any tenant does.
         results = _transformed(session, transform_ptx)
         wanted = np.arange(VALUES, dtype=np.float32) * FACTOR + SUMMAND
         lines.say(f"       runs x * {FACTOR:g} + {SUMMAND:g} on {VALUES} floats: x[100] = {results[100]:g}")
@@ -397,6 +412,7 @@ def _carol(
 def _transformed(session: GpuSession, ptx: bytes) -> "np.ndarray[Any, np.dtype[np.float32]]":
     array = session.array(np.arange(VALUES, dtype=np.float32))
     module = session.module_load(ptx)
+    # scale, then bias: in order, without a wait between them.
     for kernel, operand in (("scale", FACTOR), ("bias", SUMMAND)):
         args = KernelArgs().push_buffer(array).push_u32(VALUES).push_f32(operand)
         session.launch(module, kernel, (VALUES // BLOCK[0], 1, 1), BLOCK, args)
@@ -425,6 +441,7 @@ def _one_region_revoked(lease: GpuLease, session: GpuSession, module: Module, li
             session.sync()
         except GpuLeaseError as error:
             refusal = type(error).__name__
+        # All words of the other region must still be set; then her kernels clear them.
         left = count_set(session, module, kept.address, words, in_kept)
         fill(session, module, kept.address, words, 0, in_kept)
         cleared = words - count_set(session, module, kept.address, words, in_kept)

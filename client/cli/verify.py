@@ -17,7 +17,7 @@ EXIT_BREACH: Final = 1
 @click.option(
     "--driver", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", help="The private daemon's driver."
 )
-@click.option("--only", metavar="TEXT", default="", help="Only rows whose name contains this text.")
+@click.option("--only", metavar="TEXT", default="", help="Only rows with this text in their names.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 def verify(driver: str, only: str, as_json: bool) -> None:
     """Break every rule on this host's first card, next to another tenant that must not be affected.
@@ -25,6 +25,7 @@ def verify(driver: str, only: str, as_json: bool) -> None:
     Starts a private daemon, so a running daemon's leases are not touched, but the card is busy meanwhile. The exit
     status is 1 if any guarantee of leases does not hold.
     """
+    # Progress goes to stderr as each fault ends; the report comes at the end.
     report = run_matrix(driver, only, _ignore if as_json else _show_progress)
     click.echo(_json(report) if as_json else _tables(report))
     sys.exit(EXIT_BREACH if report.breaches else 0)
@@ -67,6 +68,7 @@ def _tables(report: MatrixReport) -> str:
     ]
     parts, width = [report.scene.title()], output_width()
     if report.faults:
+        # A narrow terminal drops the quiet figures first, then the others of the neighbour.
         spared = ("quiet p99", "quiet p50", "p99 us", "p50 us", "within ms")
         parts.append(fitted(head, [_cells(row) for row in report.faults], width, spared=spared, texts=("fault",)))
     if report.claims:
@@ -78,6 +80,7 @@ def _tables(report: MatrixReport) -> str:
 
 
 def _cells(row: FaultResult) -> list[Any]:
+    # A fault without an outcome has a breach instead.
     told = row.told
     return [
         row.fault,

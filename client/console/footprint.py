@@ -97,7 +97,7 @@ def _footprint(pid: int) -> Footprint:
 
 
 def _children(parent: int) -> list[tuple[int, str]]:
-    # There is no list of a process's children that is always available: look at every process's parent.
+    # The kernel need not have a list of children (proc_tid_children(5)): look at every process's parent.
     found = []
     for entry in os.listdir(_PROC):
         if entry.isdigit():

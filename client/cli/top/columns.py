@@ -9,13 +9,13 @@ from gpulease.client.console.reports import REGION_MARK
 from gpulease.client.console.tables import MISSING, pad, seconds_text, shown, size_text
 
 SHORT_ID: Final = 8
-"""Digits of a lease id where there is no room for all 32: enough to distinguish the leases of one node."""
+"""Digits of a lease id without room for all 32: enough to distinguish the leases of one node."""
 
 GAP: Final = 1
 """Cells between columns."""
 
 MAX_BAR: Final = 24
-"""Most cells of the bar of remaining time: longer bars are no easier to read."""
+"""Most cells of the bar of remaining time: longer bars do not read more easily."""
 
 MIN_BAR: Final = 6
 """Least cells of that bar: shorter bars show nothing."""
@@ -49,6 +49,7 @@ def rate_text(rate: float | None) -> str:
     """A rate per second in at most six characters, for any rate that a machine can reach."""
     if rate is None:
         return MISSING
+    # The largest unit that the rate reaches, three digits; a rate beyond all units in powers of ten.
     for unit, scale in _SCALES:
         if rate >= scale:
             return f"{rate / scale:.3g}{unit}" if rate < 1e3 * scale else f"{rate / scale:.0e}{unit}"
@@ -64,7 +65,7 @@ def _left(line: LeaseLine) -> str:
 
 
 def _tenant_text(line: LeaseLine) -> str:
-    # Not before the id, whose column has no spare cell.
+    # Not before the id: its column has no spare cell.
     return (REGION_MARK if line.parent else "") + (line.tenant or MISSING)
 
 
@@ -106,6 +107,7 @@ def fitting(width: int, columns: Sequence[Column]) -> tuple[list[Column], dict[s
         elif title in names:
             break
     widths = {title: BY_TITLE[title].width for title in chosen}
+    # Narrower than every column: ids alone, cut to the width.
     if not chosen:
         chosen, widths, used = ["LEASE"], {"LEASE": width}, width
     spare = width - used
@@ -119,6 +121,7 @@ def fitting(width: int, columns: Sequence[Column]) -> tuple[list[Column], dict[s
 
 def cell(column: Column, line: LeaseLine, width: int) -> str:
     """A cell's text in exactly `width` cells, escaped for a terminal."""
+    # An id is cut from its end: its first digits distinguish leases.
     text = column.text(line)
     if column.title == "LEASE" and len(text) > width:
         text = text[:width]
@@ -129,6 +132,7 @@ def bar_text(share: float | None, width: int) -> str:
     """Draw a share from 0 to 1 as a bar of `width` cells, including its brackets."""
     if share is None or width < 3:
         return " " * width
+    # Two cells are the brackets; the rest is the share.
     full = round(max(0.0, min(1.0, share)) * (width - 2))
     return "[" + "|" * full + " " * (width - 2 - full) + "]"
 
@@ -150,12 +154,14 @@ def arranged(lines: Sequence[LeaseLine], title: str, *, is_reversed: bool) -> li
     Lines without a value are last in either order; ties are ordered by id, so that they stay.
     """
     column = BY_TITLE[title]
+    # Lines without a value go last, whichever way the others are sorted.
     known = [line for line in lines if column.value(line) is not None]
     unknown = [line for line in lines if column.value(line) is None]
     for part in (known, unknown):
         part.sort(key=lambda line: line.lease_id)
 
     def figure(line: LeaseLine) -> tuple[float, str]:
+        # Texts and numbers can't be compared with each other: each has its own part of the key.
         value = column.value(line)
         return (0.0, value) if isinstance(value, str) else (value or 0.0, "")
 

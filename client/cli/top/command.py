@@ -45,9 +45,11 @@ _RATES: Final = ("launches_per_s", "copies_per_s", "operations_per_s")
 def top(every_s: float | None, once: bool, as_json: bool) -> None:
     """Watch cards and leases live, with owners, activity and remaining time. `?` lists the keys."""
     address = address_of(None)
+    # A stream of JSON needs no screen; rates begin with the second sample.
     if as_json and not once:
         _stream(Readings(address), every_s or EVERY_S)
     elif once or not is_terminal():
+        # Rates need two samples.
         readings = Readings(address)
         before = readings.take()
         time.sleep(every_s or ONCE_S)
@@ -76,6 +78,7 @@ def _stream(readings: Readings, every_s: float) -> None:
     while True:
         try:
             sample = readings.take()
+        # A failure is a line of its own, so that a reader sees the gap; at the start it is an error.
         except GpuLeaseError as error:
             if before is None:
                 raise
@@ -89,6 +92,7 @@ def _stream(readings: Readings, every_s: float) -> None:
 def _json(scene: Scene) -> str:
     sample = scene.sample
     assert sample is not None
+    # The daemon's own values, and the rates that only two samples give.
     rates = {line.lease_id: line for line in lease_lines(sample, scene.before)}
     return json.dumps(
         {

@@ -60,7 +60,8 @@ def frame(view: View, scene: Scene, address: str, now_s: float, width: int, heig
 
 
 def plain(view: View, scene: Scene, address: str, width: int) -> str:
-    """The complete frame as text, for a pipe."""
+    """The complete frame as text for a pipe: all cards and all leases, whatever a screen would drop."""
+    # As high as everything needs: a pipe has no bottom.
     sample = scene.sample
     height = 4 + (0 if sample is None else len(sample.cards) + len(sample.leases))
     lines = _overview(view, scene, address, sample.at_s if sample else 0.0, width, height)
@@ -72,6 +73,7 @@ def _overview(view: View, scene: Scene, address: str, now_s: float, width: int, 
     top = [_title(view, scene, address), *_warnings(view, scene, now_s)]
     if sample is None:
         return top
+    # Times go down between two samples, as they do at the daemon.
     lines = [_aged(line, now_s - sample.at_s) for line in visible(view, scene)]
     left = height - len(top)
     cards = [_card(card) for card in sample.cards if view.card is None or number(card, "index") == view.card]
@@ -86,6 +88,7 @@ def _overview(view: View, scene: Scene, address: str, now_s: float, width: int, 
 def _title(view: View, scene: Scene, address: str) -> Line:
     pace = "paused" if view.is_paused else f"every {view.every_s:g} s"
     line: Line = [("gpulease top", Style.HEAD), (f"  {shown(address)}  {pace}", Style.PLAIN)]
+    # What is filtered is named, so that a short list is not taken for all.
     if view.card is not None:
         line.append((f"  GPU {view.card} only", Style.PLAIN))
     if view.pattern:
@@ -104,6 +107,7 @@ def _warnings(view: View, scene: Scene, now_s: float) -> list[Line]:
         found.append([(f"{age}{shown(scene.trouble)}", Style.BAD)])
     elif sample is not None and not view.is_paused and now_s - sample.at_s > view.every_s + LATE_S:
         found.append([(f"no answer yet: what is shown is {seconds_text(now_s - sample.at_s)} old", Style.WARNING)])
+    # A drain is the whole node's, so it stands above the cards.
     left_s = None if sample is None else sample.drain_left_s
     if left_s is not None:
         when = f"what is left ends in {seconds_text(left_s)}" if left_s else "every lease is ended"
@@ -114,6 +118,7 @@ def _warnings(view: View, scene: Scene, now_s: float) -> list[Line]:
 def _card(card: Report) -> Line:
     capacity, held, free = (number(card, key) for key in ("capacity_bytes", "held_bytes", "available_bytes"))
     index = number(card, "index")
+    # A card of an older daemon may lack any figure.
     share = held / capacity if held is not None and capacity else None
     line: Line = [
         (f"{MISSING if index is None else f'{index:g}'} ", Style.HEAD),
@@ -137,6 +142,7 @@ def _bytes(size: float | None) -> str:
 
 
 def _leases(view: View, lines: list[LeaseLine], sample: Sample, width: int, height: int) -> list[Line]:
+    # Columns and bar follow from the width; the rows from what is left of the height.
     columns, widths, bar = fitting(width, offered(lines))
     if not sample.leases or not lines:
         return [[("No leases." if not sample.leases else "No lease matches the filter.", Style.FAINT)]][:height]
@@ -160,6 +166,7 @@ def _leases(view: View, lines: list[LeaseLine], sample: Sample, width: int, heig
 
 
 def _titled(view: View, title: str, width: int) -> str:
+    # An arrow shows the direction in the sorted column.
     mark = ("^" if view.is_reversed else "v") if title == view.sort else ""
     return pad(title + mark, width, right=BY_TITLE[title].is_right)
 
@@ -172,11 +179,12 @@ def _aged(line: LeaseLine, age_s: float) -> LeaseLine:
 def _bottom(view: View, scene: Scene, width: int) -> Line:
     begin = view.target[:CONFIRMING_DIGITS]
     asked = {
-        Mode.FILTER: "Only tenants whose name has this in it, or ids that begin with it: ",
+        Mode.FILTER: "Only tenants with this in their names, or ids that begin with it: ",
         Mode.EVERY: f"Seconds between readings, {MIN_EVERY_S:g} to {MAX_EVERY_S:g}: ",
         Mode.REASON: f"Revoke {_of_target(view, scene)}. Reason for its tenant [{DEFAULT_REASON}]: ",
         Mode.CONFIRM: f"Type {shown(begin)} to revoke {_of_target(view, scene)}, whatever it is doing: ",
     }
+    # A question replaces everything else in the last line.
     if view.mode in asked:
         return _typed_line(asked[view.mode], shown(view.typed) + "_", width)
     if view.mode == Mode.HELP:
@@ -188,6 +196,7 @@ def _bottom(view: View, scene: Scene, width: int) -> Line:
 
 def _typed_line(asked: str, typed: str, width: int) -> Line:
     """Keep the typed text visible, at least its end, and as much of its prompt as there is room for."""
+    # The end of what is typed matters most: that is where the cursor is.
     while width_of(typed) > max(1, width // 2):
         typed = typed[1:]
     return _cut([(fit(asked, max(0, width - width_of(typed))), Style.WARNING), (typed, Style.PLAIN)], width)
@@ -207,7 +216,7 @@ def _help() -> list[Line]:
         ("< >", "sort by the column to the left, to the right"),
         *((column.key, f"sort by {column.title}") for column in COLUMNS),
         ("R", "reverse the order"),
-        ("/", "only tenants whose name has a text in it, or ids that begin so; Esc for all"),
+        ("/", "only tenants with a text in their names, or ids that begin so; Esc for all"),
         ("c", "only leases of the next card, of all cards"),
         ("space", "take a reading now"),
         ("p", "pause, resume"),
@@ -219,6 +228,7 @@ def _help() -> list[Line]:
 
 def _cut(line: Line, width: int) -> Line:
     kept: Line = []
+    # Cut at the width, piece by piece: each keeps its own style.
     room = width
     for text, style in line:
         piece = fit(text, room)

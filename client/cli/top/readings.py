@@ -46,6 +46,7 @@ class Readings:
 
     def _take(self) -> Procedure[Sample]:
         limit = TimeLimit(READING_LIMIT_S, "top", self._address)
+        # A connection is kept between samples; only a lost one is replaced.
         if self._channel is None:
             self._channel, _ = yield from dial(self._address, limit)
         channel = self._channel
@@ -90,11 +91,12 @@ class Poller:
         self._thread = threading.Thread(target=self._run, name="gpulease-top", daemon=True)
 
     def start(self) -> None:
-        """Start the thread that takes samples."""
+        """Start the thread that takes samples; `stop` ends it."""
         self._thread.start()
 
     def stop(self) -> None:
         """End the thread. A sample in progress is not awaited, and its result is dropped."""
+        # The event wakes the thread at once, if it waits.
         self._is_over = True
         self._nudge.set()
 
@@ -142,11 +144,13 @@ class Poller:
             with self._lock:
                 self._scene = replace(self._scene, trouble=_failure_text(error))
             return
+        # The last two samples are kept: rates need both.
         with self._lock:
             if self._scene.trouble and self._scene.sample is not None:
                 self._notices.append("The daemon answers again, on another connection")
             self._scene = Scene(sample, self._scene.sample)
 
+    # Any error becomes a notice: no one waits for this thread.
     def _revoke(self, lease_id_text: str, reason: str) -> None:
         try:
             lease_id = lease_id_of(lease_id_text)

@@ -42,7 +42,7 @@ class Scene:
     Attributes:
         sample: The last one; None before the first.
         before: The one before it, for rates.
-        trouble: A sentence that says why there is no newer sample; "" if there is one.
+        trouble: A sentence that says why a newer sample is missing; "" with one.
     """
 
     sample: Sample | None = None
@@ -78,6 +78,7 @@ class LeaseLine:
 def lease_lines(sample: Sample, before: Sample | None) -> list[LeaseLine]:
     """The leases of a sample, in its order, with rates since the sample before."""
     earlier = {} if before is None else {word(lease, "lease_id"): lease for lease in before.leases}
+    # Without an earlier sample every rate is unknown.
     span_s = 0.0 if before is None else sample.at_s - before.at_s
     cards = {word(card, "uuid"): number(card, "index") for card in sample.cards}
     return [_line(lease, earlier.get(word(lease, "lease_id"), {}), span_s, cards) for lease in sample.leases]
@@ -110,6 +111,7 @@ def _state(lease: Report) -> str | None:
 
 def _rate(lease: Report, before: Report, key: str, span_s: float) -> float | None:
     """Events per second. The session itself counts them: a counter that went backwards gives None."""
+    # A counter that went back is another session's: no rate can be computed.
     now, then = number(lease, key), number(before, key)
     if now is None or then is None or now < then or span_s <= 0:
         return None
@@ -118,6 +120,7 @@ def _rate(lease: Report, before: Report, key: str, span_s: float) -> float | Non
 
 def number(report: Report, key: str) -> float | None:
     """A number in a report; None if it is missing or not a finite number."""
+    # bool is an int in Python; nan and infinity can't be shown.
     value = report.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None

@@ -74,6 +74,7 @@ def watch(address: Address, every_s: float) -> signal.Signals | None:
         raise Unsupported(
             f"terminal type {kind!r}: {error}", "Set TERM to the terminal's type, or use --once"
         ) from None
+    # Signals outside, the screen inside: however the view ends, both are restored.
     with _Signals() as signals, _screen() as window:
         poller = Poller(address, every_s, signals.wake)
         poller.start()
@@ -94,6 +95,7 @@ class _Signals:
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> "_Signals":
+        # A pipe makes a signal or another thread's call look like input to select().
         self.reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         for number in _TAKEN:
             # The parent may have set some signals to be ignored, as nohup does.
@@ -101,6 +103,7 @@ class _Signals:
                 self._before[number] = signal.signal(number, self._take)
         return self
 
+    # In any case the program's own handlers come back.
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal gave
@@ -115,6 +118,7 @@ class _Signals:
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for a key, a signal, a wake-up or the timeout; True if there is input."""
+        # Empty the pipe: several wake-ups count as one.
         ready, _, _ = select.select([sys.stdin, self.reader], [], [], timeout_s)
         with contextlib.suppress(BlockingIOError):
             while os.read(self.reader, 4096):
@@ -123,6 +127,7 @@ class _Signals:
 
     def stop_here(self) -> None:
         """Stop as ^Z stops any program; returns when the process is continued."""
+        # The default action really stops the process; afterwards the handler comes back.
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTSTP)
         signal.signal(signal.SIGTSTP, self._take)
@@ -136,6 +141,7 @@ class _Signals:
 def _screen() -> Iterator[curses.window]:
     window = curses.initscr()
     try:
+        # Keys at once, without echo, without waiting, and without a cursor.
         curses.noecho()
         curses.cbreak()
         curses.set_escdelay(ESCAPE_MS)
@@ -150,6 +156,7 @@ def _screen() -> Iterator[curses.window]:
 
 def _attributes() -> dict[Style, int]:
     """The attributes for curses by style; without colours, or with NO_COLOR (no-color.org), bold and reverse only."""
+    # Bold and reverse exist on every terminal; colours only add to them.
     looks = {
         Style.PLAIN: curses.A_NORMAL,
         Style.HEAD: curses.A_BOLD,
@@ -190,8 +197,10 @@ class _Screen:
                     return number
                 self._handle_signal(number)
             notice = self._poller.notice()
+            # A notice stays until the next key.
             if notice:
                 view = replace(view, notice=notice)
+            # Drawn in each round: remaining times count down.
             self._draw(view)
             if not self._signals.wait(TICK_S):
                 continue
@@ -199,6 +208,7 @@ class _Screen:
             # Ready but without keys: the terminal may have been closed without a SIGHUP.
             if not keys and not _terminal_exists():
                 return signal.SIGHUP
+            # Each key changes the view; its effect goes to the poller.
             for key in keys:
                 view, effect = press(view, key, self._poller.scene())
                 self._poller.pace(view.every_s, is_paused=view.is_paused)
@@ -241,6 +251,7 @@ class _Screen:
     def _draw(self, view: View) -> None:
         height, width = self._window.getmaxyx()
         lines = frame(view, self._poller.scene(), str(self._address), time.monotonic(), width, height)
+        # Erase and draw everything: curses sends only what differs.
         self._window.erase()
         for row, line in enumerate(lines):
             self._draw_line(row, line)

@@ -44,7 +44,7 @@ class View:
     Attributes:
         every_s: Seconds between two samples.
         sort: The title of the column that orders the leases.
-        pattern: Shows only leases whose tenant's name contains it, in any case, or whose id begins with it.
+        pattern: Shows only leases with it in their tenant's name, in any case, or at the beginning of their id.
         card: Shows only leases of the card of this index; None for all.
         selected: The id of the selected lease; "" for none.
         typed: The line that is being typed.
@@ -68,12 +68,12 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Quit:
-    """Effect of a key: leave the view."""
+    """Effect of a key: leave the view, and give the terminal back."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refresh:
-    """Effect of a key: take a sample now."""
+    """Effect of a key: take a sample now, not at the next interval."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +92,7 @@ def visible(view: View, scene: Scene) -> list[LeaseLine]:
     """The leases to show, in order, each followed by its regions."""
     lines = [] if scene.sample is None else lease_lines(scene.sample, scene.before)
     pattern = view.pattern.casefold()
+    # Both filters must fit; ids are in lower case, as the pattern is here.
     wanted = [
         line
         for line in lines
@@ -104,11 +105,13 @@ def visible(view: View, scene: Scene) -> list[LeaseLine]:
 
 def press(view: View, key: str, scene: Scene) -> Pressed:
     """Apply a key: a character or a name ("up", "enter", "esc" ...). Returns the new view and an effect, if any."""
+    # Any key takes the notice away.
     view = replace(view, notice="")
     if view.mode == Mode.BROWSE:
         return _browse(view, key, scene)
     if view.mode == Mode.HELP:
         return replace(view, mode=Mode.BROWSE), None
+    # From here on a line is being typed; Esc leaves it in every mode.
     if key == "esc":
         return _leave_mode(view, "It was not revoked" if view.mode in (Mode.REASON, Mode.CONFIRM) else ""), None
     if key == "backspace":
@@ -127,6 +130,7 @@ def _browse(view: View, key: str, scene: Scene) -> Pressed:
         return (view, Quit()) if key == "q" else (replace(view, pattern="", card=None), None)
     if key == " ":
         return view, Refresh()
+    # Moves and orders depend on what is visible, other changes do not.
     if key in _MOVES:
         return _move_selection(view, key, visible(view, scene)), None
     if key in "<>" or key in _LETTERS:
@@ -149,6 +153,7 @@ def _move_selection(view: View, key: str, lines: Sequence[LeaseLine]) -> View:
 def _sort_by_key(view: View, key: str, scene: Scene) -> View:
     if key not in "<>":
         return replace(view, sort=_LETTERS[key])
+    # One column to the left or right among those that are shown.
     titles = [
         column.title for column in offered([] if scene.sample is None else lease_lines(scene.sample, scene.before))
     ]
@@ -158,11 +163,13 @@ def _sort_by_key(view: View, key: str, scene: Scene) -> View:
 
 def _next_card(view: View, scene: Scene) -> View:
     found = (number(card, "index") for card in (() if scene.sample is None else scene.sample.cards))
+    # All cards, then each of them, and again from the start; a card that is gone leads back to all.
     cards: list[int | None] = [None, *(int(index) for index in found if index is not None)]
     return replace(view, card=cards[(cards.index(view.card) + 1) % len(cards)] if view.card in cards else None)
 
 
 def _begin_revoking(view: View, scene: Scene) -> View:
+    # Only a lease that is on the screen can be revoked.
     if view.selected not in [line.lease_id for line in visible(view, scene)]:
         return replace(view, notice=NO_CHOICE)
     return replace(view, mode=Mode.REASON, target=view.selected, typed="")
@@ -181,6 +188,7 @@ def _enter_interval(view: View) -> Pressed:
         every_s = float(view.typed)
     except ValueError:
         every_s = 0.0
+    # A text that is not a number is refused like one out of bounds.
     if not MIN_EVERY_S <= every_s <= MAX_EVERY_S:
         return _leave_mode(
             view, f"{shown(view.typed)!r} is not a number of seconds from {MIN_EVERY_S:g} to {MAX_EVERY_S:g}"

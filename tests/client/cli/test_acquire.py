@@ -109,7 +109,7 @@ def test_it_lasts_though_nobody_is_connected_whatever_the_node_s_default(daemon:
     ("output", "status", "said"),
     [
         (">/dev/full", 74, "can't read or write: No space left on device"),
-        (">&-", 1, "there is no output to print the lease to"),
+        (">&-", 1, "the lease can't be printed: the output is closed"),
     ],
 )
 def test_no_lease_is_left_that_nobody_was_told_of(daemon: Daemon, output: str, status: int, said: str) -> None:

@@ -87,7 +87,7 @@ def test_the_sandbox_is_shown_where_it_is_asked_for(gpulease: Gpulease) -> None:
 @pytest.mark.parametrize(
     ("word", "status", "said"),
     [
-        (f"{0x0123:032x}", 1, f"There is no lease {0x0123:032x}"),
+        (f"{0x0123:032x}", 1, f"No such lease: {0x0123:032x}"),
         ("zz", 2, "is not a lease id"),
         ("4f090dbe", 1, "no lease that you may see begins with 4f090dbe"),
         ("4f0", 2, "4 or more of its first"),

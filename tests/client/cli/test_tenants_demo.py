@@ -19,7 +19,7 @@ from gpulease.protocol.address import ADDRESS_VARIABLE
 from helpers.daemon import Daemon
 from helpers.waiting import wait_until
 
-PHASES = ["before bob", "while bob writes", "next to bob's endless kernel", "after it, beside carol"]
+PHASES = ["before bob", "while bob writes", "next to bob's endless kernel", "after it, next to carol"]
 
 
 @pytest.fixture(autouse=True)
