@@ -45,8 +45,7 @@ async def open_recorder(config: Config, driver: str, cards: Sequence[Card]) -> A
     if config.audit_head is not None:
         _check_place("audit_head", config.audit_head, is_folder=False)
     boot = boot_id()
-    # The last records say which leases' ends are still missing in the log. Read them before the log is opened for
-    # writing.
+    # The last records show which leases' ends are missing in the log. Read them before the log is opened for writing.
     recorder = LogRecorder(config.audit_required, await asyncio.to_thread(_last_records, settings.folder, boot))
     writer = AuditWriter(
         lambda known: AuditLog(settings, boot, known), _start_record(config, driver, cards), recorder.on_change
@@ -103,7 +102,9 @@ def _check_place(setting: str, path: Path, *, is_folder: bool) -> None:
         ConfigError: Waiting can't help, unlike with a full disk.
     """
     if path.exists() and path.is_dir() != is_folder:
-        raise ConfigError(f"setting {setting}: {path} is {'no' if is_folder else 'a'} folder")
+        raise ConfigError(
+            f"setting {setting}: {path} must be a {'folder, not a file' if is_folder else 'file, not a folder'}"
+        )
     if not path.parent.is_dir():
         raise ConfigError(f"setting {setting}: the folder {path.parent} does not exist")
     place = path if is_folder and path.exists() else path.parent
@@ -113,6 +114,7 @@ def _check_place(setting: str, path: Path, *, is_folder: bool) -> None:
 
 def _leaves(value: Any, *path: str) -> Iterator[list[Any]]:
     """Yield each single setting after the names that lead to it. Canonical bytes nest less deeply than settings do."""
+    # Every container becomes names and values, so that one rule orders all of them.
     if is_dataclass(value):
         inside = {item.name: getattr(value, item.name) for item in fields(value)}
         for found in declared(type(value)).values():

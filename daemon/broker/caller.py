@@ -30,7 +30,7 @@ class ClientConnection(Protocol):
         """Return whether the peer can still read an answer."""
 
     def answer(self, request: Request, result: Body | Failure) -> None:
-        """Result a request. Does nothing once the connection is closed."""
+        """Answer a request. Does nothing once the connection is closed."""
 
     def send_event(self, subscription: int, event: LeaseEvent | RegionEvent) -> bool:
         """Send an event to a subscriber. Returns False if the connection has no room for it."""
@@ -59,7 +59,7 @@ class Caller:
         self.connection.answer(request, result)
 
     def answer_denied(self, request: Request, answer: Result) -> None:
-        """Result a request that the lease table denied, or that was refused on its way there."""
+        """Answer a request that the lease table denied, or that was refused on its way there."""
         if isinstance(answer, Denied):
             self.answer(request, failure_of(answer.denial))
         elif isinstance(answer, Failure):
@@ -79,7 +79,7 @@ class Caller:
     def check_peer(self, op: Opcode) -> None:
         """Raise Refused if the peer may not do `op`: a reader may only read, and some operations need an operator."""
         if self.peer.is_reader and op not in _READ_ONLY:
-            raise Refused(Failure(Status.DENIED, f"{op.name} is not for {self.peer}, which may look and no more"))
+            raise Refused(Failure(Status.DENIED, f"{op.name} is not for {self.peer}, which may only read"))
         if op in _OPERATORS:
             self.need_operator(op.name)
 

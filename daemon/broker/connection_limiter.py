@@ -22,7 +22,7 @@ class LimitedConnection(Protocol):
     def peer(self) -> Peer: ...
 
     def close_with(self, failure: Failure) -> None:
-        """Send the peer the reason, and close."""
+        """Send the peer the reason as a GOODBYE, and close. Its open requests get no answer."""
 
     def turn_away(self, failure: Failure) -> None:
         """Refuse what the peer waits for, send it the reason, and close."""
@@ -49,6 +49,7 @@ class ConnectionLimiter:
     def admit(self, connection: LimitedConnection) -> Failure | None:
         """Admit a connection and count it, or return why it exceeds a limit."""
         peer = connection.peer
+        # From the node's limit to the tenant's: the message names the one that is reached.
         limit = self._max_connections + (OPERATOR_CONNECTIONS if peer.is_operator else 0)
         if len(self._admitted) >= limit:
             return _busy(f"{len(self._admitted)} control connections are open, the most this daemon takes")
@@ -87,7 +88,6 @@ class ConnectionLimiter:
             connection.turn_away(failure)
 
     def close_all_with(self, failure: Failure) -> None:
-        """Send every peer the reason, and close."""
         for connection in list(self._admitted):
             connection.close_with(failure)
 

@@ -59,6 +59,7 @@ class ConnectionTracker:
         """Post to the table whether the lease is connected, if that has changed."""
         if not self._table.orphan_ms(lease_id):
             return
+        # Only changes are posted: most updates find the lease connected as before.
         is_connected = self._is_connected(lease_id)
         if is_connected != (lease_id in self._disconnected):
             return
@@ -68,12 +69,13 @@ class ConnectionTracker:
 
     def take_over(self) -> None:
         """Track an earlier broker's leases: the table starts the wait for those without a connection."""
+        # None of their control connections is here, so leases without a session's connection start their wait now.
         for lease in self._table.snapshots():
             self._of_earlier_broker.add(lease.lease_id)
             self.update(lease.lease_id)
 
     def forget(self, lease_id: int) -> None:
-        """Stop tracking a lease that has ended."""
+        """Stop tracking a lease that has ended; its connections may still hold other leases."""
         self._disconnected.discard(lease_id)
         self._of_earlier_broker.discard(lease_id)
         for connection in self._connections_of_lease.pop(lease_id, ()):
@@ -83,6 +85,7 @@ class ConnectionTracker:
                 del self._leases_of_connection[connection]
 
     def _is_connected(self, lease_id: int) -> bool:
+        # From the cheapest to the most expensive check; any one of the three is enough.
         if self._connections_of_lease.get(lease_id):
             return True
         submit = self._table.submits.of(lease_id)

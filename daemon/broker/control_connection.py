@@ -165,7 +165,7 @@ class ControlConnection(asyncio.BufferedProtocol):
             self._deadlines.start(AwaitedStep.READING, STALL_TIMEOUT_S, self._transport.abort)
 
     def resume_writing(self) -> None:
-        """Continue with a peer that reads again."""
+        """Stop the time limit of a peer that reads again, and read its requests again."""
         if self._transport is not None:
             self._deadlines.stop(AwaitedStep.READING)
             self._is_peer_slow = False
@@ -180,7 +180,6 @@ class ControlConnection(asyncio.BufferedProtocol):
 
     @property
     def is_lost(self) -> bool:
-        """Return whether the transport is gone."""
         return self._transport is None
 
     def answer(self, request: Request, result: Body | Failure) -> None:
@@ -194,26 +193,30 @@ class ControlConnection(asyncio.BufferedProtocol):
         # The reply violates the protocol: a bug of the daemon. The client must still get a reply, so report that.
         except LocalProtocolError:
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"answering {request.op.name}")
-            failure = Failure(Status.INTERNAL, "the daemon's answer can't be encoded", hint="Tell the operator.")
+            failure = Failure(
+                Status.INTERNAL, "the daemon's answer can't be encoded", hint="Report it to the operator."
+            )
             self._transport.write(self._connection.send_failure(request, failure))
 
     def send_event(self, subscription: int, event: LeaseEvent | RegionEvent) -> bool:
         """Send an event to a subscriber. False if its unread bytes leave no room; True on a closed connection."""
         if self._transport is None or self._transport.is_closing():
             return True
+        # The subscription keeps the latest event, and counts those that the peer missed.
         if self._transport.get_write_buffer_size() > EVENT_BUFFER_BYTES:
             return False
         self._transport.write(self._connection.send_event(subscription, event))
         return True
 
     def close_with(self, failure: Failure) -> None:
-        """Send the peer the reason, and close."""
+        """Send the peer the reason as a GOODBYE, and close once it is written, after LINGER_S in any case."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(self._connection.send_goodbye(failure))
             self._close()
 
     def turn_away(self, failure: Failure) -> None:
         """Refuse what the peer waits for, send it the reason, and close. Its leases continue."""
+        # Answers first: each open request gets one before the connection ends.
         if self._dispatcher is not None:
             self._dispatcher.give_up(failure)
         self.close_with(failure)
@@ -262,6 +265,7 @@ class ControlConnection(asyncio.BufferedProtocol):
         self._enqueue()
 
     def _on_event(self, event: Event) -> None:
+        # What the protocol's state machine makes of the bytes: a request, a bad one with its answer, or an end.
         match event:
             case Request():
                 self._on_request(event)
@@ -280,6 +284,7 @@ class ControlConnection(asyncio.BufferedProtocol):
     def _on_request(self, request: Request) -> None:
         if self._dispatcher is None:
             return
+        # The protocol admits no other request before HELLO, so it needs no check here.
         if request.op is Opcode.HELLO:
             self._deadlines.stop(AwaitedStep.HELLO)
             self.answer(request, HelloReply(0, AGENT, MAX_PAYLOAD_BYTES, self._options))
@@ -287,6 +292,7 @@ class ControlConnection(asyncio.BufferedProtocol):
             self._dispatcher.dispatch(request)
 
     def _watch_for_stall(self) -> None:
+        # Only a frame that has begun is bounded: a peer may be silent between two requests for as long as it likes.
         if self._connection.reader.is_mid_frame and self._connection.state is State.CONTROL:
             failure = Failure(Status.INVALID_REQUEST, f"a frame did not end within {STALL_TIMEOUT_S:g} s")
             self._deadlines.start(AwaitedStep.FRAME, STALL_TIMEOUT_S, self.close_with, failure)
@@ -377,6 +383,7 @@ class Deadlines:
 
     def start(self, step: AwaitedStep, delay_s: float, action: Callable[..., None], *arguments: Any) -> None:
         """Call `action` in `delay_s` unless it is stopped. A timer that is already running is not restarted."""
+        # Not restarted: a peer that sends one byte at a time must not extend its limit.
         if step not in self._handles:
             self._handles[step] = asyncio.get_running_loop().call_later(delay_s, action, *arguments)
 

@@ -41,7 +41,7 @@ from gpulease.protocol.opcodes import Status
 from gpulease.protocol.time_units import NS_PER_S
 
 RECORD_S: Final = 1.0
-"""Time between two checks whether the node's record has changed. The next heartbeat carries it, so sooner is no use."""
+"""Time between two checks whether the node's record has changed. The next heartbeat carries it, not this check."""
 
 CERTIFICATES_S: Final = 5.0
 """Time between two checks whether the certificates for etcd were renewed. They are renewed hours before the old ones
@@ -152,6 +152,7 @@ class FleetFrontend:
 
     async def start(self) -> None:
         """Start the process. It joins the fleet once etcd answers. Raises CannotListen."""
+        # A node without an address still joins: it serves its own tenants, and the directory leads no others to it.
         if not self._reached_at():
             log_event(LogEvent.FLEET_NO_ADDRESS)
         await self._process.start()
@@ -166,6 +167,7 @@ class FleetFrontend:
         """
         await self._record_task.stop()
         await self._certificates_task.stop()
+        # Claims that wait are cancelled first, or their answers would be claims without a lease.
         for number in list(self._waiting):
             self._drop(number)
         # An etcd that has not answered before the membership deadline will not answer now.
@@ -175,7 +177,7 @@ class FleetFrontend:
                     await self._stopped.wait()
         await self._process.stop()
 
-    # --- what the broker asks ---
+    # --- requests of the broker ---
 
     @property
     def node_id(self) -> str:
@@ -219,6 +221,7 @@ class FleetFrontend:
             log_event(LogEvent.FLEET_STORE_LARGE, reason=warning)
 
     def _trouble(self) -> str:
+        # From the inside out: the journal, the fleet's refusal, etcd's answers.
         if problem := self._journal.problem():
             return f"this node is cut off from its fleet: each beat is kept in the journal first, and {problem}"
         etcd = ", ".join(self._settings.etcd)
@@ -240,7 +243,7 @@ class FleetFrontend:
         return FleetFacts(left_s, *counts, self._store.size_bytes, self._store.quota_bytes)
 
     def membership(self) -> FleetMembership:
-        """Return the membership for the web page."""
+        """Return the part of the membership that the web page shows."""
         return FleetMembership(self.node_id, self._horizon_boot_ns, self._fenced)
 
     def claim(self, want: ClaimWant, on_answer: Callable[[ClaimAnswer], None]) -> Callable[[], None]:
@@ -294,7 +297,7 @@ class FleetFrontend:
 
     def give_back(self, tenant: str, lease_id: int) -> None:
         """Report that the lease with those bytes is gone and its memory proved free."""
-        # As in `release`: the next process deletes what it is not told to keep.
+        # As in `release`: the next process deletes every claim that is not among the live ones.
         self._tell({"op": "give_back", "tenant": tenant, "lease_id": f"{lease_id:032x}"})
         self._tell_all_ended()
 
@@ -351,6 +354,7 @@ class FleetFrontend:
         self._tell_live(Live(self._table.claims(), quotas))
 
     def _on_end(self) -> None:
+        # Answer every claim that waits: the next process does not know them.
         self._has_begun = False
         self._unreadable_before += self._unreadable_count
         self._unreadable_count, self._unreadable, self._clock = 0, "", ""
@@ -387,6 +391,7 @@ class FleetFrontend:
             self._tell_live(NOTHING_LIVES)
 
     async def _tell_record(self) -> None:
+        # Sent only if it changed: each record makes the next heartbeat a write of its size.
         record = self._record()
         if record != self._told and self._tell(record):
             self._told = record
@@ -445,6 +450,7 @@ class FleetFrontend:
                 self._answer(number, failure, Why.UNKNOWN.value)
 
     def _handle(self, message: dict[str, Any]) -> None:
+        # The types of all fields are checked: the process talks to etcd, and may be compromised.
         match message:
             case {"op": "horizon", "boot_ns": int(horizon_ns)}:
                 self._move_horizon(horizon_ns)
@@ -526,8 +532,8 @@ class FleetFrontend:
             self._journal.remember_membership(self._membership)
         self._stopped.set()
 
-    # Keep it on CLOCK_BOOTTIME, and convert it for the table, whose timers use the monotonic clock.
     def _move_horizon(self, horizon_boot_ns: int) -> None:
+        # Keep it on CLOCK_BOOTTIME, and convert it for the table's timers, which use the monotonic clock.
         self._horizon_boot_ns = horizon_boot_ns
         self._post(HorizonMoved(time.monotonic_ns() + horizon_boot_ns - boot_ns(), horizon_boot_ns))
         self._tell({"op": "horizon_set"})

@@ -51,11 +51,11 @@ class Health:
         self._memory_reserve = memory_reserve
 
     def checks(self) -> tuple[Check, ...]:
-        """Evaluate all checks, in a fixed order."""
+        """Evaluate all checks, always in the same order: each is a gauge, and a line of the report."""
         return tuple(self._checks())
 
     def report(self) -> dict[str, Any]:
-        """Return the map of a reply to HEALTH."""
+        """Return the reply to HEALTH: whether the node is ready, each check, and the problems as sentences."""
         checks = self.checks()
         return {
             "ready": all(check.is_met for check in checks),
@@ -63,6 +63,7 @@ class Health:
         }
 
     def _checks(self) -> Iterator[Check]:
+        # Each check is met if its problem is "".
         is_up = self.is_listening and not self._table.is_shutting_down
         yield _check("listening", self.listening_problem() if is_up else "the daemon is starting or stopping")
         yield _check("zygote", "" if self._workers.can_start else "no worker can be started: the zygote is not there")
@@ -79,6 +80,7 @@ class Health:
 
     def _capacity_problem(self) -> str:
         cards = self._table.cards()
+        # Two ways in which no lease will ever fit, unlike cards that are full now.
         if not any(card.capacity_bytes for card in cards):
             return "no card has memory to lease"
         if all(card.fenced_bytes >= card.capacity_bytes for card in cards):

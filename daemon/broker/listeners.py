@@ -49,7 +49,7 @@ class Listeners:
 
     @property
     def bound(self) -> list[tuple[Address, int]]:
-        """The descriptors of the sockets made here, each with the address that was asked for."""
+        """The descriptors of the sockets made here, each with the address of the settings."""
         return list(self._bound)
 
     def leave_paths(self) -> None:
@@ -61,7 +61,7 @@ class Listeners:
         return next((place.problem for place, _ in self._places if place.problem), "")
 
     async def restore(self) -> list[Address]:
-        """Recreate Unix sockets whose files were removed; to be called periodically. Returns their addresses."""
+        """Make Unix sockets again if their files were removed; to be called periodically. Returns their addresses."""
         anew: list[Address] = []
         for number, (place, server) in enumerate(self._places):
             sock = place.restore()
@@ -101,6 +101,7 @@ class Listeners:
         self._servers, self._places, self._bound = [], [], []
 
     async def _listen_unix(self, address: UnixAddress, given: Sequence[socket.socket], set_mode: bool) -> UnixAddress:
+        # A given socket's folder is its owner's concern.
         if not given:
             prepare_place(address, self._socket_mode)
         place = UnixPlace(address, self._socket_mode, log_place_change)
@@ -112,6 +113,7 @@ class Listeners:
             place.release()
             raise
         self._places.append((place, server))
+        # Sockets that were made here are stored with the service manager, for the next daemon.
         if sock not in given:
             self._bound.append((address, sock.fileno()))
         return address
@@ -137,6 +139,7 @@ class Listeners:
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
         port, bound, lacking = address.port, list[socket.socket](), list[OSError]()
+        # All addresses of a name get the port of the first, which the kernel may have chosen.
         for family, where in sorted({(entry[0], entry[4]) for entry in found}):
             _check_loopback(address, str(where[0]))
             try:
@@ -162,6 +165,7 @@ def bound_at(family: int, where: tuple[Any, ...]) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Otherwise the socket would take IPv4 too, and the IPv4 address could not be bound.
         if family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         listener.setblocking(False)
@@ -216,6 +220,7 @@ def _make_own_folder(folder: Path, socket_mode: int, address: UnixAddress) -> No
             f"can't listen on {address}: the daemon may not make the folder {folder} ({error.strerror});"
             " make it for the daemon's user, or --listen elsewhere"
         ) from None
+    # Users who may write to the socket must be able to enter the folder (execute) and list it (read).
     mode = sum(5 << shift for shift in (3, 0) if socket_mode >> shift & 2) | 0o700
     # Not by mkdir(2), where the umask reduces the mode. A service manager sets the umask to 077.
     folder.chmod(mode)
@@ -225,6 +230,7 @@ def _make_own_folder(folder: Path, socket_mode: int, address: UnixAddress) -> No
 def _place_problem(path: Path) -> str:
     folder = path.parent
     if not folder.exists():
+        # The topmost folder that is missing: it is probably the one that is mistyped.
         missing = next(one for one in (folder, *folder.parents) if one.parent.exists())
         return f"the folder {missing} does not exist: correct the path if it is mistyped, or create the folder first"
     if not folder.is_dir():
@@ -258,7 +264,6 @@ def cannot_listen(doing: str, error: OSError, unit: str = "a .socket unit with t
     remedy = _lasting_problem(error, unit)
     if remedy:
         return NeverListens(f"can't {doing}: {remedy}")
-    # socket.create_server() adds the address to the error, which `doing` has named already.
     # socket.create_server() adds the address to the error, but `doing` has named it already.
     problem = (error.strerror or str(error)).partition(" (while attempting")[0]
     hint = "; end who has it (`ss -ltnp` names them), or take another" if error.errno == errno.EADDRINUSE else ""
@@ -271,6 +276,7 @@ def _lasting_problem(error: OSError, unit: str) -> str:
     if isinstance(error, socket.gaierror):
         # Its errno is not the kernel's. A name server may be available again in a moment.
         return "" if _may_make(socket.AF_INET) else without.format("the daemon may not look names up in a network")
+    # Each case names the setting of the service or the host that stands in the way.
     match error.errno:
         case errno.EAFNOSUPPORT if _may_make(socket.AF_INET):
             return "this host, or RestrictAddressFamilies= of the service, does without IPv6; name an IPv4 address"

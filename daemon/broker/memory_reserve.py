@@ -36,7 +36,7 @@ _OVERCOMMIT: Final = Path("/proc/sys/vm/overcommit_memory")
 
 
 class MemoryReserve:
-    """A mapping that is released when there is no other room.
+    """A mapping that is released when the process has no other room.
 
     Attributes:
         is_short: Whether the reserve is released. No new work may start then.
@@ -53,6 +53,7 @@ class MemoryReserve:
     def secure(self) -> None:
         """Make sure that there is room for one more event, by releasing the reserve if necessary."""
         now_ns = time.monotonic_ns()
+        # A check is a system call, and this is called before every event.
         if now_ns - self._asked_ns < CHECK_NS:
             return
         self._asked_ns = now_ns
@@ -63,12 +64,14 @@ class MemoryReserve:
     def is_enough(self) -> bool:
         """Return whether new work may start. First restores the reserve if there is room for it again."""
         self._check()
+        # The reserve comes back only with room to spare, so that it is not taken and released in turns.
         if self.is_short and _has_room(RESERVE_BYTES + ROOM_BYTES):
             self._keep_back()
         return not self.is_short
 
     def release(self) -> None:
-        """Let work in progress use the reserve."""
+        """Unmap the reserve, so that work in progress has room, and refuse new work. Logs the shortage once."""
+        # Not even at the start: the daemon then begins with a shortage, and grants nothing until it has the reserve.
         if self._mapping is None:
             return
         self.close()

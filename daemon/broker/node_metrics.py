@@ -63,6 +63,7 @@ class NodeMetrics:
         self._health = health
         self._cards = [card.uuid for card in table.cards()]
         self._counters = LeaseCounters(self._cards)
+        # A registry of its own: the library's global one has collectors that others register.
         self._registry = CollectorRegistry()
         self._registry.register(NodeCollector(self._content))
         ProcessCollector(registry=self._registry)
@@ -75,7 +76,7 @@ class NodeMetrics:
         workers.set_end_listener(self._on_worker_end)
 
     def start(self) -> None:
-        """Begin to measure the loop's lag."""
+        """Schedule the next measurement of the loop's lag, and so all following ones."""
         due_s = time.monotonic() + LAG_CHECK_S
         self._lag_check = asyncio.get_running_loop().call_later(LAG_CHECK_S, self._measure_lag, due_s)
 
@@ -131,6 +132,7 @@ class NodeMetrics:
     async def _scrape_while_asked(self) -> None:
         try:
             while self._waiting:
+                # Poll the cards before the peers are counted: it may take a second, in which more of them come.
                 await self._update_stray_bytes()
                 # Peers that ask from here on get the next text.
                 asked, self._waiting = self._waiting, []
@@ -153,12 +155,13 @@ class NodeMetrics:
                 await asyncio.sleep(0)
         except Exception:
             # A bug of ours; no lease depends on metrics.
-            log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="telling the metrics")
+            log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="making the metrics' text")
             return Failure(Status.INTERNAL, "the metrics can't be sent", hint="The daemon's log says why.")
         return Metrics(CONTENT_TYPE, b"".join(parts).decode())
 
     async def _update_stray_bytes(self) -> None:
         self._stray_bytes = {}
+        # A poll that hangs from an earlier scrape is not repeated; this scrape waits for it once more.
         if self._look is None or self._look.done():
             self._look = asyncio.get_running_loop().create_task(self._read_stray_bytes())
         done, _ = await asyncio.wait({self._look}, timeout=LOOK_TIMEOUT_S)

@@ -51,6 +51,7 @@ def identify(sock: Any, tenant_of_uid: Mapping[int, str] = _NO_NAMES) -> Peer:
     """Identify the peer of an accepted socket. `tenant_of_uid` names the tenants of some local users."""
     if sock.family != socket.AF_UNIX:
         return Peer(ANONYMOUS_TENANT, is_operator=False, is_known=False)
+    # The kernel recorded the user when it connected, so a later change of user does not change the tenant.
     user = parse_ucred(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED_BYTES))
     tenant = tenant_of_uid.get(user.uid, f"uid:{user.uid}")
     return Peer(tenant, is_operator=user.uid in (0, os.geteuid()), is_known=True, pid=user.pid)

@@ -136,6 +136,7 @@ class Runtime:
         max_load_s: int,
         journal: Journal | None = None,
     ) -> None:
+        # What is read from outside first: the table, its tokens, its records.
         self.table = table
         self.tokens = tokens
         self.workers = workers
@@ -151,6 +152,7 @@ class Runtime:
         self.metrics = NodeMetrics(table, source, workers, recorder, self.health)
         self.connections = ConnectionTracker(table, workers, self.post)
         self.card_watch = CardWatch(source, [card.uuid for card in table.cards()], workers, self.post)
+        # The monitors, which execute effects that take time and post their results as events.
         self._source = source
         self._reclaimer = Reclaimer(source, self.post)
         self._memory_monitor = MemoryMonitor(table, source, workers, self.post)
@@ -191,6 +193,7 @@ class Runtime:
             self.recorder.record_missing_ends(ends, time.monotonic_ns())
         # Step 2: compare the journal with the workers that live, and post one event for each lease, region and worker.
         overheads = {card.uuid: card.overhead_bytes for card in cards}
+        # Orders about regions are held until all words are on the pages, so that no worker acts on half of them.
         self._regions.begin_adoption()
         adopt(self.journal.kept, self.workers, overheads, latest_ns, self.post, self.journal.regions)
         self._regions.end_adoption()
@@ -222,6 +225,7 @@ class Runtime:
             await self._one_settled.wait()
 
     async def stop(self) -> None:
+        # Timers first: nothing may post an event to a table that is given up.
         self.timers.stop()
         self.publisher.stop()
         await self.metrics.stop()
@@ -294,8 +298,10 @@ class Runtime:
         if facts := self.history.on_event(event, effects, now_ns):
             self.recorder.on_facts(facts)
             self.metrics.on_facts(facts)
+        # In order: a refusal comes before its kill, and a deadline before the grant that it is for.
         for effect in effects:
             self._execute(effect)
+        # Subscribers last: what they are sent has happened.
         self._publish(effects)
 
     def _publish(self, effects: list[Effect]) -> None:
@@ -303,29 +309,30 @@ class Runtime:
             self.publisher.on_effects(effects)
         except Exception:
             # A bug of ours; no lease depends on subscriptions.
-            log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"telling of {effects!r}")
+            log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"publishing {effects!r}")
 
     def _on_warning(self, lease_id: int, left_ms: int, reason: str) -> None:
         self.recorder.warned(lease_id, left_ms, reason)
 
-    def _on_forward_revoked(self, region: LeaseSnapshot, told: ForwardRevoked, is_first_look: bool) -> None:
-        status, seen_after_ns = Status(-told.status), told.seen_ns - told.flipped_ns
-        told_after_ns = told.told_ns - told.flipped_ns if told.told_ns else None
+    def _on_forward_revoked(self, region: LeaseSnapshot, message: ForwardRevoked, is_first_look: bool) -> None:
+        status, seen_after_ns = Status(-message.status), message.seen_ns - message.flipped_ns
+        told_after_ns = message.told_ns - message.flipped_ns if message.told_ns else None
         self.recorder.forward_revoked(
-            region, status, told.kernel, told.site, told.position, seen_after_ns, told_after_ns
+            region, status, message.kernel, message.site, message.position, seen_after_ns, told_after_ns
         )
+        # Only the first launch that saw the word measures how long the word took to be seen.
         if is_first_look:
             self.metrics.forward_revoked(status, seen_after_ns, told_after_ns)
         event = RegionEvent(
             lease_id=region.lease_id,
             sequence=0,
             lost=0,
-            status=-told.status,
-            kernel=told.kernel,
-            site=told.site,
-            position=told.position,
-            flipped_ns=told.flipped_ns,
-            seen_ns=told.seen_ns,
+            status=-message.status,
+            kernel=message.kernel,
+            site=message.site,
+            position=message.position,
+            flipped_ns=message.flipped_ns,
+            seen_ns=message.seen_ns,
         )
         self.publisher.on_forward_revoked(region.parent_id, event)
 
@@ -372,6 +379,7 @@ class Runtime:
         }
 
     def _answer(self, outcome: Outcome) -> None:
+        # The wait in the queue is over, however it ended.
         self.timers.cancel((WaitTimerFired, outcome.request))
         if outcome.request in self.claimed_acquires.by_number:
             self.claimed_acquires.forget(outcome.request)
@@ -381,6 +389,7 @@ class Runtime:
 
     def _arm_timer(self, effect: ArmTimer) -> None:
         event, due_ns = effect
+        # Timers of one key replace each other: a renewal moves the lease's timer instead of adding one.
         key: Hashable = type(event).__name__
         if isinstance(event, TimerFired):
             key = event.kind, event.worker_id
@@ -398,11 +407,13 @@ class Runtime:
     # Workers.
 
     def _spawn_worker(self, effect: SpawnWorker) -> None:
+        # The first worker starts the watch; later calls do nothing.
         self._watchdog.start()
         self._memory_monitor.start()
         self.workers.spawn(lease_worker_spec(effect, self._source.allowance_bytes))
 
     def _spawn_submit(self, effect: SpawnSubmit) -> None:
+        # A submit counts as a connection of its lease from its start on.
         self.connections.update(effect.lease_id)
         self.workers.spawn(submit_worker_spec(effect, self._source.allowance_bytes))
 
@@ -412,6 +423,7 @@ class Runtime:
 
     def _rename_worker(self, effect: RenameWorker) -> None:
         self.workers.rename(effect.from_id, effect.to_id)
+        # A warm context's timers end with it. A lease that gives its context back keeps its own timers.
         if kind_of(effect.from_id) is not WorkerKind.LEASE:
             self._cancel_timers(effect.from_id)
 
@@ -454,6 +466,7 @@ class Runtime:
         if lease.state is LeaseState.FENCED:
             self.workers.fence(lease.lease_id, lease.card_uuid, lease.lease_id)
         self._settle_worker(lease.lease_id)
+        # Proofs and orders inside the lease end with it.
         self._region_prover.give_up(lease.lease_id)
         self._regions.forget(lease.lease_id)
         self.connections.forget(lease.lease_id)
@@ -482,6 +495,7 @@ class Runtime:
         self.connections.update(effect.lease_id)
 
     def _clear_fences(self, effect: FenceCleared) -> None:
+        # The bytes are vouched for: their processes no longer count as the daemon's, and the claims of the names end.
         self.workers.end_fences({*effect.lease_ids, *effect.warm_ids})
         for lease in filter(None, map(self.table.get, effect.lease_ids)):
             release_all(self.claims, lease.tenant, lease.lease_id, lease)
@@ -534,7 +548,8 @@ class PendingRequests:
         return self._last_number
 
     def take_over(self, key: RequestKey, on_result: OnResult) -> int:
-        """Replace who gets the answer of the request with that key. Returns its number; 0 if there is none."""
+        """Replace who gets the answer of the request with that key. Returns its number; 0 if none is open."""
+        # The earlier client may still be connected, so it gets an answer too.
         number = self._numbers.get(key, 0)
         if number:
             earlier, self._answers[number] = self._answers[number], on_result
@@ -543,18 +558,19 @@ class PendingRequests:
 
     def remove(self, number: int) -> bool:
         """Drop a request that the table has not decided. Returns False for any other, which keeps its answer."""
+        # A decided request stays: its outcome has happened, and is answered once it is durable.
         if number not in self._answers or number in self._decided:
             return False
         self._pop(number)
         return True
 
     def refuse(self, number: int, failure: Failure) -> None:
-        """Result a request that the table does not decide."""
+        """Answer a request that the table does not decide."""
         if number in self._answers:
             self._pop(number)(failure)
 
     def resolve(self, outcome: Outcome) -> None:
-        """Result the request of an outcome once that is durable. The outcome of a dropped request is discarded."""
+        """Answer the request of an outcome once that is durable. The outcome of a dropped request is discarded."""
         if outcome.request in self._answers and outcome.request not in self._decided:
             self.unanswered += 1
             self._decided.add(outcome.request)

@@ -100,6 +100,8 @@ async def running_service(config: Config, given: Sequence[GivenSocket] = ()) -> 
           JournalBroken, BadHandover: The daemon can't start. Each message is a sentence for the operator.
         ConfigError: A setting does not fit this host.
     """
+    # Before anything is started: orphans of zygotes come to this process, and threads and descriptors must suffice for
+    # all leases that it may ever have.
     adopt_orphans()
     raise_descriptor_limit()
     asyncio.get_running_loop().set_default_executor(thread_pool())
@@ -111,11 +113,12 @@ async def running_service(config: Config, given: Sequence[GivenSocket] = ()) -> 
         # Poll the cards before any zygote starts: a card can be measured only while it has no leases.
         facts = await retry(lambda: asyncio.to_thread(source.discover, state.journal.cards))
         if not facts:
-            raise CardsUnavailable("there is no card on this host", hint="Start with --driver cpu to do without.")
+            raise CardsUnavailable("this host has no card", hint="Start with --driver cpu to do without.")
         # Refuse settings that name missing cards or users now, before workers start.
         _check_devices(config, [Card(f.uuid, f.index, f.name, f.capacity_bytes, 0, f.is_partition) for f in facts])
         _check_worker_user(config)
         await _start_workers(workers, state, source)
+        # Only now is there a zygote, which forks the workers that are measured.
         cards = await _measure(source, facts, workers, state.journal)
         async with (
             open_recorder(config, source.driver, cards) as recorder,
@@ -133,7 +136,7 @@ class Service:
         runtime: The runtime around the lease table.
         addresses: The addresses it listens on, with the ports that the kernel chose.
         url: The web page's URL, "" if there is none.
-        stale: Sockets that an earlier daemon left for addresses that are no longer configured.
+        stale: Sockets that an earlier daemon left for addresses that the settings no longer have.
         on_new_sockets: Called with the addresses that have other sockets now, if it is set.
         leaves_sessions: Whether a stop leaves sessions to the next daemon. Until it is asked to stop, the daemon leaves
           them wherever they can outlive it: a failed start, or a fault, must not end sessions.
@@ -149,6 +152,7 @@ class Service:
         journal: Journal,
         given: Sequence[GivenSocket] = (),
     ) -> None:
+        # From the core outward: the table, the tokens about its leases, the runtime around both, and then the ways in.
         table = LeaseTable(cards, config.limits, config.warm_contexts, journal.past, config.recycling, config.placement)
         tokens = TokenService(
             table, config.require_token, config.token_key_file, config.state, journal.spent, journal.revoked_tokens
@@ -163,6 +167,7 @@ class Service:
         self._driver = source.driver
         self._recorder = recorder
         self._given = given
+        # What HELLO reports to every client: whether leases survive a restart, and whether the cards are real.
         keeps = () if config.state is None else (Tlv(HelloOption.KEEPS_LEASES, b""),)
         warns = (Tlv(HelloOption.WARNING, source.warning.encode()),) if source.warning else ()
         self._hello_options = (*keeps, *warns)
@@ -179,11 +184,13 @@ class Service:
             self._tls = TlsFrontend(config.tls, config.tenant_of_certificate, self._new_remote_connection, journal)
         self._loads: LoadHistory | None = None
         self._web: WebFrontend | None = None
+        # The web process reads by a connection of its own, and requests actions through its channel.
         if (http := config.of_http) is not None:
             self._loads = LoadHistory(table, source, workers, self._tell_page)
             actions = WebActionRunner(self.runtime)
             self._web = WebFrontend(http, config.of_sandbox, self._new_reader, actions, first=self._first_for_page)
         self._fleet: FleetFrontend | None = None
+        # The fleet's process claims names and quota bytes before the table admits their leases.
         if config.fleet is not None:
             self._fleet = FleetFrontend(
                 config.fleet,
@@ -254,7 +261,7 @@ class Service:
             self.stale += [one for one in assigned.kept(address) if one.sock.fileno() < 0]
             return listening
         if self._tls is None:
-            raise NeverListens(f"can't listen on {address}: there are no certificates")
+            raise NeverListens(f"can't listen on {address}: the settings name no certificates")
         return await self._tls.listen(address, given)
 
     async def _restore_sockets(self) -> None:
@@ -421,6 +428,7 @@ async def open_state(config: Config) -> AsyncIterator[State]:
     if config.state is None:
         yield State(Journal(), None, [])
         return
+    # Checked first: a path that is too long would fail only when the first zygote is started.
     if len(bytes(config.state)) + _SOCKET_BYTES > MAX_PATH_BYTES:
         raise CannotAdopt(
             f"the path of state is longer than {MAX_PATH_BYTES - _SOCKET_BYTES} bytes, and sockets are to be in it",
@@ -428,6 +436,7 @@ async def open_state(config: Config) -> AsyncIterator[State]:
         )
     journal = await asyncio.to_thread(open_journal, config.state, boot_id())
     try:
+        # The lock of the journal also protects this folder: no other daemon takes these zygotes.
         zygotes = config.state / ZYGOTES
         zygotes.mkdir(mode=0o700, exist_ok=True)
         state = State(journal, zygotes, await asyncio.to_thread(find_zygotes, zygotes))
@@ -489,6 +498,7 @@ async def _measure(source: CardSource, facts: Sequence[CardFacts], workers: Work
     unknown = [fact for fact in facts if fact.uuid not in journal.cards]
     # The bytes of a worker that was just reaped may not be back yet.
     is_beside_others = bool(workers.found())
+    # Cards that were measured in this boot keep their figures: with leases on them they can't be measured.
     overheads = {uuid: known.overhead_bytes for uuid, known in journal.cards.items()}
     overheads |= zip([fact.uuid for fact in unknown], await measure_overhead(source, workers, unknown), strict=True)
     cards = []

@@ -78,6 +78,7 @@ class Subscription:
 
     def send(self, event: LeaseEvent | RegionEvent) -> bool:
         """Send an event, or keep it in place of an earlier one that is still unsent. Returns whether it was sent."""
+        # Numbered even if it is not sent: the gap shows the peer how much it missed.
         self.sequence += 1
         if self.latest is not None:
             self.lost += 1
@@ -127,19 +128,21 @@ class Publisher:
     def begin(self, subscription: Subscription) -> None:
         """Send a new subscription, after the reply to its request, the state of its lease, and follow its leases."""
         now_ns = time.monotonic_ns()
+        # One lease: its subscriber gets the state at once, so that it need not query it.
         if subscription.lease_id != EVERY_LEASE:
             standing = self._table.phase(subscription.lease_id, now_ns)
             if standing is not None:
                 self._send((subscription,), subscription.lease_id, standing, now_ns)
                 self._follow(subscription.lease_id, standing)
             return
+        # Every lease: the subscriber gets no first events, only later changes.
         for lease in (*self._table.snapshots(), *self._table.regions.snapshots()):
             standing = self._table.phase(lease.lease_id, now_ns)
             if standing is not None and lease.lease_id not in self._sent:
                 self._follow(lease.lease_id, standing)
 
     def remove(self, subscription: Subscription) -> None:
-        """End a subscription. Leases without any subscriber left are no longer followed."""
+        """End a subscription, and stop following leases that have lost their last subscriber."""
         self._by_tenant[subscription.tenant] -= 1
         if not self._by_tenant[subscription.tenant]:
             del self._by_tenant[subscription.tenant]
@@ -150,6 +153,7 @@ class Publisher:
         if others:
             return
         del of_kind[subscription.lease_id]
+        # Watches follow no lease's state, and a subscription to every lease still needs all of them.
         if subscription.is_watch or EVERY_LEASE in self._by_lease:
             return
         followed = list(self._sent) if subscription.lease_id == EVERY_LEASE else [subscription.lease_id]
@@ -181,7 +185,7 @@ class Publisher:
         self._send_to((*self._watches.get(event.lease_id, ()), *self._watches.get(lease_id, ())), event)
 
     def stop(self) -> None:
-        """Cancel all timers."""
+        """Cancel all timers: no event is sent any more."""
         for handle in (*self._timers.values(), self._flush_timer):
             if handle is not None:
                 handle.cancel()
@@ -194,6 +198,7 @@ class Publisher:
         standing = self._table.phase(lease_id, now_ns)
         if standing is None:
             return
+        # A renewal moves the deadline and not the phase: subscribers are not sent each one.
         if self._sent.get(lease_id) != standing.key:
             subscribers = [*self._by_lease.get(lease_id, ()), *self._by_lease.get(EVERY_LEASE, ())]
             self._send(subscribers, lease_id, standing, now_ns)
@@ -205,6 +210,7 @@ class Publisher:
         if standing.phase is Phase.ENDED:
             return
         self._sent[lease_id] = standing.key
+        # A phase such as WARNING begins without an event, so a timer must query it.
         if standing.look_again_ns is not None:
             delay_s = max(0, standing.look_again_ns - time.monotonic_ns()) / NS_PER_S
             self._timers[lease_id] = asyncio.get_running_loop().call_later(delay_s, self._update, lease_id)
@@ -268,7 +274,7 @@ class ConnectionSubscriptions:
         self._own[number] = watch
 
     def begin(self, number: int) -> None:
-        """Send the first event of a subscription whose request was answered."""
+        """Send the first event of a subscription, after its request was answered."""
         self._publisher.begin(self._own[number])
 
     def unsubscribe(self, number: int) -> None:

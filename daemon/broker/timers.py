@@ -52,6 +52,7 @@ class Timers:
     def arm(self, key: Hashable, due_ns: int, event: Event) -> None:
         """Post `event` at `due_ns`; replaces what was armed under this key."""
         self.cancel(key)
+        # Near timers go to the heap, all others wait unsorted in their slot.
         timer = self._timers[key] = _Timer(due_ns, event)
         slot = due_ns >> SLOT_BITS
         if slot > self._current_slot:
@@ -65,6 +66,7 @@ class Timers:
         """Drop what was armed under this key, if anything."""
         if (timer := self._timers.pop(key, None)) is None:
             return
+        # A heap can't drop an entry cheaply, so the entry stays without its event. A slot can.
         timer.event = None
         slot = timer.due_ns >> SLOT_BITS
         if (others := self._slots.get(slot)) is not None and others.pop(key, None) is not None and not others:
@@ -85,11 +87,12 @@ class Timers:
         return key in self._timers
 
     def _push(self, key: Hashable, timer: _Timer) -> None:
+        # The serial number decides between timers that are due at once: the one armed first, and never their keys.
         self._last_serial += 1
         heapq.heappush(self._heap, (timer.due_ns, self._last_serial, key, timer))
 
     def _begin_slots(self, now_ns: int) -> None:
-        """Sort the timers of all slots up to now."""
+        """Move the timers of all slots up to `now_ns` to the heap, which sorts them."""
         now_slot = now_ns >> SLOT_BITS
         # After a pause many slots may have passed, of which few hold a timer. Walk the smaller set.
         passed = range(self._current_slot + 1, now_slot + 1)
@@ -106,6 +109,7 @@ class Timers:
             self._handle = None
         if not self._timers:
             return
+        # The next slot's start, when its timers must be sorted, unless a timer is due before.
         self._handle_ns = (self._current_slot + 1) << SLOT_BITS
         if self._heap:
             self._handle_ns = min(self._handle_ns, self._heap[0][0])

@@ -94,6 +94,8 @@ class TlsFrontend:
 
     async def start(self) -> None:
         """Start the acceptor and wait until it has read its files. Raises CannotListen."""
+        # First, so that the relays of an earlier daemon count against their tenants' limits from the first connection
+        # on.
         self._take_over_relays()
         await self._acceptor.start()
 
@@ -115,7 +117,6 @@ class TlsFrontend:
             found = await loop.getaddrinfo(address.host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
             # All addresses of a name get the same port, also where the kernel chooses it.
             for family, where in sorted({(entry[0], entry[4]) for entry in found}):
-                # All of a name's addresses have one port, also where the kernel chooses it.
                 listener = bound_at(family, (where[0], port, *where[2:]))
                 port = int(listener.getsockname()[1])
                 self._listeners.append(listener)
@@ -175,6 +176,7 @@ class TlsFrontend:
         """Count the relays of an earlier daemon for their tenants, and end them with their certificates."""
         relays, self._kept_relays = self._kept_relays, ()
         for kept in relays:
+            # The process id alone could belong to another process by now.
             if kept.started_ticks == started_ticks(kept.pid):
                 self._add(kept.pid, _Relay(kept.tenant, kept.serial, kept.started_ticks))
                 self._adopt(kept.pid)
@@ -215,6 +217,7 @@ class TlsFrontend:
                 self._on_relay_left(pid)
 
     def _on_relay_arrived(self, arrival: Arrival, sock: socket.socket) -> None:
+        # A peer without a valid name is connected all the same: it gets the reason, and then the connection ends.
         peer, refusal = self._identify(arrival.names)
         relay = _Relay(peer.tenant, arrival.serial, started_ticks(arrival.pid))
         self._add(arrival.pid, relay)
@@ -240,6 +243,7 @@ class TlsFrontend:
         is_operator = tenant in self._settings.operators
         most = self._settings.max_connections_per_tenant
         peer = Peer(tenant, is_operator=is_operator, is_known=True, is_relayed=True)
+        # Counted by tenant and not by address: a tenant's hosts share its limit.
         if self._by_tenant[tenant] >= most:
             why = f"tenant {tenant} has {counted(most, 'connection')} by TLS, the most one may have"
             return peer, Failure(Status.BUSY, why, hint="Close connections that are not needed, or try again later.")

@@ -52,8 +52,7 @@ class TokenService:
 
     Raises:
         TokensUnavailable: The settings require tokens or name a key file, and tokens are not available or the keys
-          can't
-          be read.
+          can't be read.
     """
 
     def __init__(
@@ -69,6 +68,7 @@ class TokenService:
         self._table = table
         self._key_file = key_file or (None if state is None else state / KEY_FILE_NAME)
         self._names: OrderedDict[bytes, str] = OrderedDict()
+        # What an earlier daemon used and revoked stays so: a token must not be used twice because of a restart.
         self._nonces, self._revoked = NonceStore(), NonceStore()
         for store, tokens in ((self._nonces, spent), (self._revoked, revoked)):
             for lease_id, nonce, expires_ms in tokens:
@@ -76,6 +76,8 @@ class TokenService:
         # By lease and mark: guests that were handed over, until the worker reports whether it admitted them.
         self._handed_over: dict[tuple[int, int], Claims] = {}
         self._authority: CapabilityAuthority | None = None
+        # Opened at the start if anything may depend on it; otherwise by the first request about tokens, because the
+        # library takes time to import.
         has_keys = self._key_file is not None and self._key_file.exists()
         if demands or key_file is not None or has_keys:
             self._open()
@@ -85,7 +87,7 @@ class TokenService:
         try:
             return self._authority or self._open()
         except TokensUnavailable as error:
-            raise Refused(Failure(Status.UNSUPPORTED, str(error), hint="Tell the operator.")) from None
+            raise Refused(Failure(Status.UNSUPPORTED, str(error), hint="Report it to the operator.")) from None
 
     def lease(self, lease_id: int) -> LeaseSnapshot | None:
         """Return the lease if it is active and its time is not over."""
@@ -122,6 +124,7 @@ class TokenService:
 
     def on_guest_answered(self, journal: Journal, lease_id: int, mark: int, is_let_in: bool) -> None:
         """Allow the token to be used again if the worker did not admit its guest."""
+        # The guest's connection opened nothing, so the token is as good as unused.
         claims = self._handed_over.pop((lease_id, mark), None)
         if claims is not None and not is_let_in:
             self.give_back(claims, journal)
@@ -136,11 +139,12 @@ class TokenService:
             from gpulease.daemon.capabilities.authority import CapabilityAuthority
         except ImportError as error:
             raise TokensUnavailable(
-                f"there are no tokens, because {error.name} is not installed: "
+                f"tokens are not available, because {error.name} is not installed: "
                 "pip install '.[daemon]' in gpulease's repository"
             ) from None
         now_ns = time.monotonic_ns()
         try:
+            # Without a file the keys live in memory, and every token ends with this daemon.
             ring = KeyRing.fresh(now_ns) if self._key_file is None else load_or_make(self._key_file, now_ns)
         except KeyFileBroken as error:
             raise TokensUnavailable(str(error)) from None
@@ -175,7 +179,7 @@ class ConnectionTokens:
     def present(self, token: bytes, permissions: Permission) -> Claims:
         """Validate a token and keep it for the connection. Raises Refused."""
         claims = self.validate(token, permissions)
-        # Drop tokens that are no longer valid before refusing for lack of room.
+        # Drop tokens that have expired or been revoked before refusing for lack of room.
         if claims.lease_id not in self._presented and len(self._presented) >= MAX_PRESENTED:
             self._presented = {lease_id: one for lease_id, one in self._presented.items() if self._is_valid(one)}
             if len(self._presented) >= MAX_PRESENTED:
@@ -247,8 +251,10 @@ class ConnectionTokens:
         The token is not used up yet; `spend` does that. Raises Refused.
         """
         claims = self.validate(token, needed)
+        # A token of another lease is answered like an unknown lease.
         if claims.lease_id != lease_id:
             raise Refused(failure_of(not_found(lease_id)))
+        # Noted here and used up in `spend`: between the two, the peer may still have replies to read.
         self._attaching = claims
         return Guest(claims.permissions, claims.expires_ns, claims.generation, mark_of(claims.nonce))
 
@@ -288,4 +294,4 @@ def refusing(operation: Callable[[], T]) -> T:
     except CapabilityDenied as denied:
         raise Refused(Failure(Status.DENIED, f"{denied} (token: {denied.check.value})", hint=denied.hint)) from None
     except KeyFileBroken as error:
-        raise Refused(Failure(Status.INTERNAL, str(error), hint="Tell the operator.")) from None
+        raise Refused(Failure(Status.INTERNAL, str(error), hint="Report it to the operator.")) from None

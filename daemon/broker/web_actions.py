@@ -168,6 +168,7 @@ class WebActionHandler:
             action.begin(on_outcome)
 
     def _is_operators(self, token: bytes) -> bool:
+        # Without a token in the settings, no action is possible at all.
         if not self._token_digest or len(token) > MAX_TOKEN_BYTES:
             return False
         return hmac.compare_digest(hashlib.sha256(token).digest(), self._token_digest)
@@ -185,6 +186,7 @@ class GuessLimiter:
         return self._clock() - self._free_s >= WRONG_TOKEN_S
 
     def count_wrong(self) -> None:
+        # A token bucket, as the time at which it was empty: each wrong token takes one, and time brings them back.
         self._free_s = max(self._free_s, self._clock() - MAX_WRONG_TOKENS * WRONG_TOKEN_S) + WRONG_TOKEN_S
 
 

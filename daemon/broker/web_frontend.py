@@ -108,6 +108,7 @@ class WebFrontend:
         if digest == self._token_digest:
             return
         self._token_digest = digest
+        # Here first: from now on an action with the old token is refused, whatever the process still accepts.
         self._action_handler.set_token(digest)
         try:
             self._process.send({"op": "token", "digest": digest})
@@ -240,6 +241,7 @@ class LoadHistory:
         return (message_of(uuid, samples) for uuid, samples in self._samples.items() if samples)
 
     async def sample(self) -> None:
+        # A thread, because a driver may take milliseconds or hang.
         loads = await asyncio.to_thread(self._ask_cards)
         now_ns = self._clock_ns()
         leased, allocated = self._leased_bytes(), self._allocated_bytes()

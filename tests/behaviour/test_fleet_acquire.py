@@ -211,7 +211,7 @@ def test_a_directory_without_etcd_says_whose_fault_it_is(
 
 
 def test_the_wrong_kind_of_address_is_told(cluster: EtcdCluster, directory: Directory, daemon: Daemon) -> None:
-    with pytest.raises(Exception, match="this is a node, and no directory of a fleet") as as_directory:
+    with pytest.raises(Exception, match="this must be sent to a directory of a fleet, not to a node") as as_directory:
         GpuBuilder(f"fleet:{daemon.address}").min_vram(MIB).acquire()
     assert "without fleet:" in str(as_directory.value)
     with pytest.raises(Exception, match="this is a fleet's directory, and no node") as as_node:

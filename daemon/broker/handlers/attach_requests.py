@@ -66,7 +66,7 @@ class AttachingConnection(ClientConnection, Protocol):
         """Pass the socket to another process; see `ControlConnection.hand_over`."""
 
     def serve_next(self) -> None:
-        """Serve the requests after a refused one."""
+        """Serve the requests that the peer sent after one that was refused."""
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ class _Attempt:
     """A request that is being served.
 
     Attributes:
-        submit: The submit whose worker waits for the connection; None for an ATTACH.
+        submit: The submit that waits for the connection; None for an ATTACH.
         guest: The bounds of a connection that attaches with a token.
         wait_until_s: When an ATTACH stops waiting for a submit, on the loop's clock. 0.0 before the wait begins.
     """
@@ -136,6 +136,7 @@ class AttachHandler:
 
     def check(self, request: Request) -> Guest | None:
         """Return the bounds of a connection that attaches with a token. Raises Refused unless the peer may attach."""
+        # In the order of what costs least and reveals least: the peer's rights, the lease, then the token.
         self._caller.check_peer(request.op)
         named = self._runtime.table.get(request.session_id)
         if named is not None and named.parent_id:
@@ -150,6 +151,7 @@ class AttachHandler:
 
     def _check_own(self, lease_id: int) -> None:
         lease = self._runtime.table.get(lease_id)
+        # Another tenant's lease is answered like an unknown one.
         if lease is not None and lease.tenant != self._peer.tenant:
             raise Refused(failure_of(not_found(lease_id)))
         denial = self._runtime.table.denial_for(lease_id, time.monotonic_ns())
@@ -206,6 +208,7 @@ class AttachHandler:
 
         Raises Refused if that can't be proved.
         """
+        # Posted before the check: from here on the table starts no submit in the session's place.
         self._runtime.post(SessionOpened(lease_id))
         submit = self._runtime.table.submits.in_place_of_session(lease_id)
         if submit is not None and submit.state is SubmitState.FENCED:
@@ -217,6 +220,7 @@ class AttachHandler:
         attempt.wait_until_s = attempt.wait_until_s or loop.time() + SUBMIT_WAIT_S
         if loop.time() >= attempt.wait_until_s:
             raise Refused(_SUBMIT_RUNS)
+        # From the start: the lease may end during the wait, and the peer may disconnect.
         loop.call_later(SUBMIT_POLL_S, self._attach, attempt)
 
     def _attach_spent(self, attempt: _Attempt, is_durable: bool) -> None:
@@ -274,6 +278,7 @@ class AttachHandler:
     # --- refusals ---
 
     def _not_attached(self, attempt: _Attempt) -> Failure:
+        # The lease may have ended during the attempt, which is the better reason.
         denial = self._runtime.table.denial_for(attempt.request.session_id, time.monotonic_ns())
         if denial is not None:
             return failure_of(denial)

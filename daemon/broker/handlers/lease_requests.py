@@ -54,7 +54,7 @@ class LeaseHandler:
             self._runtime.abandon(number)
 
     def give_up(self, failure: Failure) -> None:
-        """Result all acquires with a failure; they stay open until `leave`."""
+        """Answer all acquires with a failure; they stay open until `leave`."""
         for request in self._open_acquires.values():
             self._caller.answer(request, failure)
 
@@ -89,9 +89,11 @@ class LeaseHandler:
                 self._answer_granted(request, lease)
                 return
         self._check_alloc(body)
+        # Registered under its request id before it is posted: the same client may ask again on another connection.
         number = self._runtime.expect(on_answer, key)
         self._open_acquires[number] = request
         event = replace(event, request=number)
+        # Only an acquire with a claim costs the fleet a write; all others go straight to the table.
         if event.terms.name or self._runtime.table.counts_in_fleet(event.tenant):
             self._runtime.claimed_acquires.begin(event)
         else:

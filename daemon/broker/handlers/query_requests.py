@@ -52,6 +52,7 @@ class QueryHandler:
             raise Refused(failure_of(self._runtime.table.denial_for(body.lease_id, 0) or not_found(body.lease_id)))
         if not self._may_query(lease):
             raise Refused(failure_of(not_found(body.lease_id)))
+        # A query shows that the tenant is alive, so the lease does not count as orphaned while this connection lives.
         if self._acts_for(lease) and not self._peer.is_reader:
             self._caller.hold(lease.lease_id)
         self._caller.answer(request, messages.Report(full_report(lease, self._runtime.table, self._runtime.workers)))
@@ -74,6 +75,7 @@ class QueryHandler:
         may_see = by_lease_id(self._may_see if is_every else self._may_query, self._runtime.table)
         if not is_every and not may_see(body.lease_id):
             raise Refused(failure_of(not_found(body.lease_id)))
+        # Subscribed before the reply and begun after it: no change in between is lost, and none comes before the reply.
         self._subscriptions.subscribe(request.request_id, body.lease_id, may_see)
         self._caller.answer(request, messages.Empty())
         self._subscriptions.begin(request.request_id)
@@ -144,7 +146,7 @@ class NodeHandler:
         raise Refused(
             Failure(
                 Status.UNSUPPORTED,
-                f"{request.op.name}: this is a node, and no directory of a fleet",
+                f"{request.op.name}: this must be sent to a directory of a fleet, not to a node",
                 hint="Write its address without fleet:, or the address of a directory (`gpulease serve directory`).",
             )
         )

@@ -48,8 +48,10 @@ class RegionHandler:
             else:
                 self._caller.answer_denied(request, outcome)
 
+        # The name goes to logs and terminals, so it must survive cleaning unchanged.
         if body.tenant != clean_text(body.tenant):
             raise Refused(Failure(Status.INVALID_REQUEST, "the region's tenant must be the name of a tenant"))
+        # A grant that can't be recorded would be revoked before its client learns of it.
         if (denial := self._runtime.journal.denial() or self._runtime.recorder.denial()) is not None:
             raise Refused(failure_of(denial))
         tenant = self._tokens.acting_tenant(body.lease_id, SPECS[request.op].needs.permissions)
@@ -100,6 +102,7 @@ class RegionHandler:
                 self._caller.answer_denied(request, outcome)
 
         lease = self._runtime.table.get(body.lease_id)
+        # Growing needs what acquiring does; a lease may be reduced at any time.
         if lease is None or body.size_bytes > lease.size_bytes:
             self._tokens.check_demand(Demand.ALLOC, NODE_LEASE, SPECS[request.op].needs.permissions)
             if (denial := self._runtime.journal.denial() or self._runtime.recorder.denial()) is not None:
@@ -112,7 +115,6 @@ class RegionHandler:
         region = granted.lease
         # The client never learned this region's id, so it would hold its bytes unused until it expires.
         if not self._caller.connection.is_open:
-            # Nobody will ever know this region's id: it would hold its bytes, unused, to the end of its time.
             self._runtime.post(FreeRequested(0, region.lease_id, region.tenant))
             return
         self._caller.acquired.add(region.lease_id)

@@ -89,6 +89,7 @@ class RequestDispatcher:
             if request.op in NEEDS_MEMORY:
                 self._caller.need_memory()
             handle(request, request.body)
+        # Refused before the table saw it, so the log, the audit log and the metrics learn of it here.
         except (Refused, OptionRefused) as refused:
             lease_id = getattr(request.body, "lease_id", 0)
             peer, failure = self._caller.peer, refused.failure

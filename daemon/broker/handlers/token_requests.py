@@ -93,11 +93,13 @@ class TokenHandler:
         """Return the lease and nonce of the token, if the peer may revoke it."""
         if not body.token and not body.nonce:
             raise Refused(Failure(Status.INVALID_REQUEST, "give a token or a nonce to identify the token to revoke"))
+        # A token names its lease and nonce itself; with the nonce alone, the caller must give the lease.
         lease_id, nonce = body.lease_id, body.nonce.to_bytes(NONCE_BYTES, "big")
         if body.token:
             authority = self._service.authority()
             lease_id, nonce = refusing(lambda: authority.name(body.token))
         lease = self._service.lease(lease_id)
+        # Operators may revoke any token, but not learn by it whether a lease exists.
         is_own = lease is not None and lease.tenant == self._peer.tenant
         if not is_own and not (self._peer.is_operator and (lease is not None or lease_id == NODE_LEASE)):
             raise Refused(failure_of(self._service.denial(lease_id, self._peer)))
@@ -115,6 +117,7 @@ class TokenHandler:
             by_operators |= Permission.LEASE_RENEW
         if permissions & by_operators and not self._peer.is_operator:
             raise Refused(Failure(Status.DENIED, f"{(permissions & by_operators)!s} can be given by operators only"))
+        # One token is about one thing: the node, or a lease.
         if (body.lease_id == NODE_LEASE) != (permissions == Permission.LEASE_ALLOC) and permissions:
             raise Refused(
                 Failure(

@@ -62,9 +62,9 @@ def test_a_later_setting_of_tenants_changes_no_earlier_digest() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"audit": "file"}, "setting audit: .*file is no folder"),
+        ({"audit": "file"}, "setting audit: .*file must be a folder, not a file"),
         ({"audit": "no/log"}, "setting audit: the folder .*no does not exist"),
-        ({"audit": "log", "audit_head": "folder"}, "setting audit_head: .*folder is a folder"),
+        ({"audit": "log", "audit_head": "folder"}, "setting audit_head: .*folder must be a file, not a folder"),
         ({"audit": "log", "audit_head": "no/head.json"}, "setting audit_head: the folder .*no does not exist"),
         ({"audit": "file/log"}, "setting audit: the folder .*file does not exist"),
     ],

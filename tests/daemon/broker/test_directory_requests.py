@@ -11,6 +11,6 @@ async def test_a_node_says_that_it_is_no_directory(broker: Broker) -> None:
     for op, body in ((Opcode.PLACE, m.Place(1 << 20, 0, "", (), None, ())), (Opcode.FLEET_LIST, m.Empty())):
         failure = await broker.ann.refused(op, body)
         assert failure.status is Status.UNSUPPORTED
-        assert "this is a node, and no directory" in failure.message
+        assert "must be sent to a directory of a fleet, not to a node" in failure.message
         assert "without fleet:" in failure.hint
         assert (await broker.ann.ask(Opcode.PING, m.Ping(7))).nonce == 7

@@ -173,7 +173,7 @@ def test_a_fault_of_ours_is_told_and_costs_nobody_else_anything(caplog: pytest.L
     asyncio.run(run())
     assert [getattr(record, ATTRIBUTE)[1]["doing"] for record in caplog.records] == [
         "counting []",
-        "telling the metrics",
+        "making the metrics' text",
         "answering with the metrics",
     ]
 
