@@ -124,6 +124,18 @@ class Failure:
         )
 
 
+class Refused(Exception):
+    """A request is refused.
+
+    Attributes:
+        failure: The answer to the request.
+    """
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
 @dataclass(frozen=True, slots=True)
 class LeaseEnd:
     """A cause that ends a lease, and the sentences about it.
@@ -242,6 +254,13 @@ LEASE_ENDS: Final[Mapping[str, LeaseEnd]] = MappingProxyType(
     }
 )
 """Every cause that LEASE_QUERY's report may name."""
+
+
+def lease_end(cause: str) -> LeaseEnd:
+    """Return how a lease ended for a cause. A cause that only a later daemon knows counts as a failed session."""
+    unknown = LeaseEnd(Status.SESSION_FAILED, f"the lease ended ({cause})", f"ended ({cause})", _ACQUIRE_OR_REPORT)
+    return LEASE_ENDS.get(cause, unknown)
+
 
 SESSION_REFUSALS: Final[Mapping[Status, tuple[str, str]]] = MappingProxyType(
     # What a session says of its lease's end, where the broker would say it in the words of LEASE_ENDS.

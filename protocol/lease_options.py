@@ -13,7 +13,7 @@ from enum import Enum, IntEnum, auto
 from types import MappingProxyType
 from typing import Annotated, Any, Final, Generic, TypeVar, get_type_hints
 
-from gpulease.protocol.failures import Failure
+from gpulease.protocol.failures import Failure, Refused
 from gpulease.protocol.lease_names import MAX_NAME_CHARS, NAME, NAME_RULE
 from gpulease.protocol.limits import MAX_LABELS
 from gpulease.protocol.opcodes import Exclusivity, Status, Waiting
@@ -24,18 +24,6 @@ Default = TypeVar("Default")
 Choice = TypeVar("Choice", bound=IntEnum)
 
 REQUEST_ID_BYTES: Final = 16
-
-
-class OptionRefused(Exception):
-    """A request's option is malformed, or has a value that is not known here.
-
-    Attributes:
-        failure: The answer to the request.
-    """
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.message)
-        self.failure = failure
 
 
 class Row(Enum):
@@ -86,7 +74,7 @@ class LeaseOption(Generic[Value, Default]):
 
     @abstractmethod
     def _decode(self, data: bytes) -> Value:
-        """Return the value of bytes from a peer. Raises OptionRefused."""
+        """Return the value of bytes from a peer. Raises Refused."""
 
     @property
     def row(self) -> list[str]:
@@ -104,7 +92,7 @@ class LeaseOption(Generic[Value, Default]):
 
     def read(self, parameters: Sequence[LeaseParameter]) -> Value | Default:
         # An option given twice could mean either value to two readers, so it is refused.
-        """Return the value that a request gives, or the default. Raises OptionRefused."""
+        """Return the value that a request gives, or the default. Raises Refused."""
         values = [parameter.value for parameter in parameters if parameter.tag == self.tag]
         if not values:
             return self.default
@@ -112,8 +100,8 @@ class LeaseOption(Generic[Value, Default]):
             raise self._malformed()
         return self._decode(values[0])
 
-    def _malformed(self, message: str = "") -> OptionRefused:
-        return OptionRefused(Failure(Status.INVALID_REQUEST, message or self.rule))
+    def _malformed(self, message: str = "") -> Refused:
+        return Refused(Failure(Status.INVALID_REQUEST, message or self.rule))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -182,7 +170,7 @@ class ChoiceOption(LeaseOption[Choice, Default], Generic[Choice, Default]):
         except ValueError:
             known = ", ".join(f"{member.value} ({member.name.lower()})" for member in self.kind)
             message = f"{self.noun} {number} is not known here"
-            raise OptionRefused(Failure(Status.UNSUPPORTED, message, hint=f"Use {known}.")) from None
+            raise Refused(Failure(Status.UNSUPPORTED, message, hint=f"Use {known}.")) from None
 
 
 class FlagOption(LeaseOption[bool, bool]):
@@ -481,7 +469,7 @@ if _found := list(_mistakes()):
 
 
 def read_options(parameters: Sequence[LeaseParameter]) -> dict[str, Any]:
-    """Return the arguments of `LeaseOptions` that a request gives. Raises OptionRefused."""
+    """Return the arguments of `LeaseOptions` that a request gives. Raises Refused."""
     return {name: option.read(parameters) for name, option in KEPT_OPTIONS.items()}
 
 

@@ -62,7 +62,7 @@ from gpulease.protocol import Exclusivity, Failure, Opcode, ProtocolError, Statu
 from gpulease.protocol.address import Address
 from gpulease.protocol.back_off import back_off_s
 from gpulease.protocol.capabilities import Permission
-from gpulease.protocol.failures import KILLED, LEASE_ENDS
+from gpulease.protocol.failures import KILLED, LEASE_ENDS, lease_end
 from gpulease.protocol.lease_ids import LeaseId, lease_id_of
 from gpulease.protocol.lease_options import LEASE_NAME, WAITING
 from gpulease.protocol.limits import MAX_NOTE_BYTES
@@ -236,22 +236,12 @@ def lease_report_of(found: Any, doing: str) -> LeaseReport:
     return cast(LeaseReport, found)
 
 
-LEASE_OVER: Final = frozenset(
-    {
-        Status.LEASE_EXPIRED,
-        Status.REVOKED,
-        Status.FENCED,
-        Status.LEASE_FREED,
-        Status.NOT_FOUND,
-        Status.DISCONNECTED,
-        Status.DRAINED,
-    }
-)
-"""Statuses with which the daemon says that a lease has ended for good. A daemon that stops sends DISCONNECTED. Do not
+LEASE_OVER_FOR_BROKER: Final = frozenset(end.status for end in LEASE_ENDS.values()) | {Status.FENCED, Status.NOT_FOUND}
+"""Statuses with which the broker says that a lease has ended for good. A daemon that stops sends DISCONNECTED. Do not
 use this for failures found in the client, where DISCONNECTED says nothing about the lease."""
 
-LEASE_OVER_FOR_BROKER: Final = LEASE_OVER | {Status.SESSION_FAILED}
-"""`LEASE_OVER` for replies to control requests. In a session's reply, SESSION_FAILED can concern a single operation."""
+LEASE_OVER: Final = LEASE_OVER_FOR_BROKER - {Status.SESSION_FAILED}
+"""`LEASE_OVER_FOR_BROKER` for a session's replies, in which SESSION_FAILED can concern a single operation."""
 
 REPEATABLE: Final = frozenset({Opcode.LEASE_RENEW, Opcode.LEASE_QUERY, Opcode.LEASE_FREE, Opcode.CAPABILITY_REVOKE})
 """Requests that may be repeated without knowing whether the first one was executed: twice has the same effect as once.
@@ -1110,8 +1100,8 @@ def end_reason_of(report: Mapping[str, object]) -> Failure | None:
     if cause is None and state != "fenced":
         return None
     reason = str(report.get("reason") or "")
-    end = LEASE_ENDS.get(str(cause))
-    status, words = (end.status, end.words) if end else (Status.SESSION_FAILED, f"the lease ended ({cause})")
+    end = lease_end(str(cause))
+    status, words = end.status, end.words
     # A lease that expired or was revoked keeps that reason even if its memory is fenced.
     if state == "fenced" and status in _FENCE_MATTERS:
         status, words = Status.FENCED, f"{words} and its memory is fenced"

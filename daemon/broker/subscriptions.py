@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
-from gpulease.daemon.broker.refusal import Refused
 from gpulease.daemon.leases import (
     Effect,
     EndRegion,
@@ -27,7 +26,7 @@ from gpulease.daemon.leases import (
     SetRegion,
     Warned,
 )
-from gpulease.protocol.failures import Failure
+from gpulease.protocol.failures import Failure, Refused
 from gpulease.protocol.limits import MAX_SUBSCRIPTIONS, MAX_TEXT_BYTES
 from gpulease.protocol.messages import LeaseEvent, RegionEvent
 from gpulease.protocol.opcodes import Phase, Status

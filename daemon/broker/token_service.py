@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from gpulease.daemon.broker.peer import Peer
-from gpulease.daemon.broker.refusal import Refused, failure_of
 from gpulease.daemon.capabilities.authority import NonceStore
 from gpulease.daemon.capabilities.claims import CapabilityDenied, Claims, Demand
 from gpulease.daemon.capabilities.keys import KeyFileBroken, KeyRing, load_or_make, save
@@ -16,7 +15,7 @@ from gpulease.daemon.leases import Denial, LeaseSnapshot, LeaseTable
 from gpulease.daemon.leases.denials import not_found
 from gpulease.daemon.record.journal import Journal
 from gpulease.protocol.capabilities import SESSION_PERMISSIONS, Permission
-from gpulease.protocol.failures import Failure
+from gpulease.protocol.failures import Failure, Refused
 from gpulease.protocol.opcodes import Opcode, Status
 from gpulease.protocol.operations import SPECS
 from gpulease.protocol.time_units import NS_PER_MS
@@ -253,7 +252,7 @@ class ConnectionTokens:
         claims = self.validate(token, needed)
         # A token of another lease is answered like an unknown lease.
         if claims.lease_id != lease_id:
-            raise Refused(failure_of(not_found(lease_id)))
+            raise Refused(not_found(lease_id).failure)
         # Noted here and used up in `spend`: between the two, the peer may still have replies to read.
         self._attaching = claims
         return Guest(claims.permissions, claims.expires_ns, claims.generation, mark_of(claims.nonce))

@@ -25,8 +25,7 @@ from gpulease.daemon.leases import (
     RevokeDone,
     RevokeRequested,
 )
-from gpulease.daemon.web.broker_link import MAX_REASON_CHARS
-from gpulease.daemon.web.broker_link import Refused as WebRefusal
+from gpulease.daemon.web.broker_link import MAX_REASON_CHARS, WebRefusal
 from gpulease.daemon.web.http_settings import MAX_TOKEN_BYTES
 from gpulease.protocol.counts import counted
 from gpulease.protocol.opcodes import Opcode, Status

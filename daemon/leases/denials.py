@@ -8,7 +8,7 @@ from typing import Final
 from gpulease.daemon.leases.devices import Card
 from gpulease.daemon.leases.model import Cause, LeaseSnapshot, LeaseState
 from gpulease.protocol.counts import counted
-from gpulease.protocol.failures import LEASE_ENDS
+from gpulease.protocol.failures import LEASE_ENDS, Failure
 from gpulease.protocol.limits import MAX_REGIONS
 from gpulease.protocol.opcodes import Status
 from gpulease.protocol.sizes import size_text
@@ -19,54 +19,43 @@ MAX_QUOTED_CHARS: Final = 64
 
 
 class DenialReason(Enum):
-    """Reasons for a denial that a program can act on."""
+    """Reasons for a denial that a program can act on.
 
-    CAPACITY_EXCEEDED = "capacity_exceeded"
-    LEASE_EXPIRED = "lease_expired"
-    REVOKED = "revoked"
-    FENCED = "fenced"
-    UNSUPPORTED = "unsupported"
-    INVALID_REQUEST = "invalid_request"
-    NOT_FOUND = "not_found"
-    LIMIT = "limit"
-    RATE = "rate"
-    SESSION_FAILED = "session_failed"
-    FREED = "freed"
-    SHUTTING_DOWN = "shutting_down"
-    NOT_RECORDED = "not_recorded"
-    DRAINED = "drained"
-    BUSY = "busy"
-    NOT_ALLOWED = "not_allowed"
-    ISOLATED = "isolated"
-    NAME_TAKEN = "name_taken"
+    Attributes:
+        value: The reason's name in metrics, logs and audit records.
+        status: The status on the wire.
+    """
 
+    _value_: str
+    status: Status
 
-STATUS_OF_REASON: Final = {
-    DenialReason.CAPACITY_EXCEEDED: Status.CAPACITY_EXCEEDED,
-    DenialReason.LEASE_EXPIRED: Status.LEASE_EXPIRED,
-    DenialReason.REVOKED: Status.REVOKED,
-    DenialReason.FENCED: Status.FENCED,
-    DenialReason.UNSUPPORTED: Status.UNSUPPORTED,
-    DenialReason.INVALID_REQUEST: Status.INVALID_REQUEST,
-    DenialReason.NOT_FOUND: Status.NOT_FOUND,
-    DenialReason.LIMIT: Status.DENIED,
-    DenialReason.RATE: Status.BUSY,
-    DenialReason.SESSION_FAILED: Status.SESSION_FAILED,
-    DenialReason.FREED: Status.LEASE_FREED,
-    DenialReason.SHUTTING_DOWN: Status.DISCONNECTED,
-    DenialReason.NOT_RECORDED: Status.BUSY,
-    DenialReason.DRAINED: Status.DRAINED,
-    DenialReason.BUSY: Status.BUSY,
-    DenialReason.NOT_ALLOWED: Status.DENIED,
-    DenialReason.ISOLATED: Status.BUSY,
-    DenialReason.NAME_TAKEN: Status.BUSY,
-}
-"""The status on the wire for each reason."""
+    def __new__(cls, name: str, status: Status) -> "DenialReason":
+        member = object.__new__(cls)
+        member._value_, member.status = name, status
+        return member
+
+    CAPACITY_EXCEEDED = "capacity_exceeded", Status.CAPACITY_EXCEEDED
+    LEASE_EXPIRED = "lease_expired", Status.LEASE_EXPIRED
+    REVOKED = "revoked", Status.REVOKED
+    FENCED = "fenced", Status.FENCED
+    UNSUPPORTED = "unsupported", Status.UNSUPPORTED
+    INVALID_REQUEST = "invalid_request", Status.INVALID_REQUEST
+    NOT_FOUND = "not_found", Status.NOT_FOUND
+    LIMIT = "limit", Status.DENIED
+    RATE = "rate", Status.BUSY
+    SESSION_FAILED = "session_failed", Status.SESSION_FAILED
+    FREED = "freed", Status.LEASE_FREED
+    SHUTTING_DOWN = "shutting_down", Status.DISCONNECTED
+    NOT_RECORDED = "not_recorded", Status.BUSY
+    DRAINED = "drained", Status.DRAINED
+    BUSY = "busy", Status.BUSY
+    NOT_ALLOWED = "not_allowed", Status.DENIED
+    ISOLATED = "isolated", Status.BUSY
+    NAME_TAKEN = "name_taken", Status.BUSY
+
 
 _END_REASONS: Final = {
-    status: reason
-    for reason, status in STATUS_OF_REASON.items()
-    if status in {end.status for end in LEASE_ENDS.values()}
+    reason.status: reason for reason in DenialReason if reason.status in {end.status for end in LEASE_ENDS.values()}
 }
 """The reason for each status with which a lease ends. No two reasons share such a status."""
 
@@ -78,6 +67,11 @@ class Denial:
     reason: DenialReason
     message: str
     hint: str
+
+    @property
+    def failure(self) -> Failure:
+        """The answer to the denied request."""
+        return Failure(self.reason.status, self.message, hint=self.hint)
 
 
 def duration_text(ms: int) -> str:

@@ -13,14 +13,14 @@ from gpulease.daemon.contract.control_page import Counter
 from gpulease.daemon.drivers.interface import CopyStep, DataStep, Graph, KernelStep, Step
 from gpulease.daemon.session.holders import Holder
 from gpulease.daemon.session.launches import Plan, Planner
-from gpulease.daemon.session.ledger import Refused, invalid_handle
+from gpulease.daemon.session.ledger import invalid_handle
 from gpulease.daemon.session.memory_operations import ArenaOperations
 from gpulease.daemon.session.operations import Operations, SessionResources, serves
 from gpulease.daemon.session.region_operations import RegionGate, no_set
 from gpulease.daemon.session.replies import done, empty
 from gpulease.protocol.codec import parse_body
 from gpulease.protocol.errors import BodyError
-from gpulease.protocol.failures import Failure
+from gpulease.protocol.failures import Failure, Refused
 from gpulease.protocol.fastpath import HANDLE, parse_fixed, parse_graph_launch, parse_mem_write, split_regions
 from gpulease.protocol.framing import Frame
 from gpulease.protocol.limits import MAX_ARGUMENT_BYTES, MAX_GRAPH_BYTES

@@ -8,12 +8,12 @@ from typing import Final
 
 from gpulease.daemon.contract.control_page import Counter
 from gpulease.daemon.session.holders import Holder
-from gpulease.daemon.session.ledger import Refused, invalid_handle
+from gpulease.daemon.session.ledger import invalid_handle
 from gpulease.daemon.session.operations import Operations, SessionResources, serves
 from gpulease.daemon.session.replies import done, empty
 from gpulease.protocol.codec import parse_body
 from gpulease.protocol.errors import BodyError
-from gpulease.protocol.failures import Failure
+from gpulease.protocol.failures import Failure, Refused
 from gpulease.protocol.framing import Frame
 from gpulease.protocol.limits import MAX_KEPT
 from gpulease.protocol.messages import KeptBuffer, KeptBuffers, MemKeep

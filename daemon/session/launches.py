@@ -29,14 +29,14 @@ from gpulease.daemon.drivers.interface import (
     LaunchAttributes,
     LaunchRejected,
 )
-from gpulease.daemon.session.ledger import Ledger, Refused
+from gpulease.daemon.session.ledger import Ledger
 from gpulease.daemon.session.native.layout import PlanRecord
 from gpulease.daemon.session.operations import Operations, SessionResources, serves
 from gpulease.daemon.session.region_operations import RegionGate, no_set
 from gpulease.daemon.session.replies import done, empty
 from gpulease.protocol.codec import parse_body
 from gpulease.protocol.errors import BodyError
-from gpulease.protocol.failures import Failure
+from gpulease.protocol.failures import Failure, Refused
 from gpulease.protocol.fastpath import LaunchPattern, split_attributes, split_launch, split_regions
 from gpulease.protocol.framing import Frame
 from gpulease.protocol.messages import Launch, Printed

@@ -15,7 +15,7 @@ from typing import Final
 from gpulease.daemon.drivers.interface import DriverError, ImageRejected, Module
 from gpulease.daemon.session.holders import Holder
 from gpulease.daemon.session.native.allocation_records import AllocationRecords
-from gpulease.protocol.failures import Failure
+from gpulease.protocol.failures import Failure, Refused
 from gpulease.protocol.opcodes import Status
 
 MAX_ALLOCATIONS: Final = 65_536
@@ -26,14 +26,6 @@ MAX_MODULES: Final = 1024
 
 MAX_IMAGE_BYTES: Final = 256 << 20
 """Most bytes of images loaded at a time: they cost host memory too."""
-
-
-class Refused(Exception):
-    """The session refuses an operation; `failure` is the reply."""
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.message)
-        self.failure = failure
 
 
 def invalid_handle(message: str) -> Refused:

@@ -13,12 +13,11 @@ from typing import Final
 from gpulease.daemon.contract.control_page import Counter
 from gpulease.daemon.drivers.interface import ImageRejected, Kernel, Module, Poll
 from gpulease.daemon.session.launches import Planner
-from gpulease.daemon.session.ledger import Refused
 from gpulease.daemon.session.operations import Operations, SessionResources, serves
 from gpulease.daemon.session.replies import done, empty
 from gpulease.protocol.codec import parse_body
 from gpulease.protocol.errors import LocalProtocolError
-from gpulease.protocol.failures import Failure
+from gpulease.protocol.failures import Failure, Refused
 from gpulease.protocol.fastpath import HANDLE, parse_fixed
 from gpulease.protocol.framing import Frame
 from gpulease.protocol.messages import (

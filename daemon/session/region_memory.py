@@ -41,9 +41,9 @@ from gpulease.daemon.contract.messages import (
 )
 from gpulease.daemon.contract.regions_page import WorkerRegions
 from gpulease.daemon.drivers.interface import DriverError, Ticket
-from gpulease.daemon.session.ledger import Refused
 from gpulease.daemon.session.operations import LeaseOver, SessionResources
 from gpulease.daemon.session.region_operations import Flip, Region, RegionGate
+from gpulease.protocol.failures import Refused
 from gpulease.protocol.session_words import ENDED_WORDS, RegionWord
 from gpulease.protocol.time_units import NS_PER_MS
 

@@ -24,12 +24,12 @@ from gpulease.daemon.contract.messages import ForwardRevoked, RegionReleased
 from gpulease.daemon.contract.regions_page import WorkerRegions
 from gpulease.daemon.drivers.interface import Ticket
 from gpulease.daemon.session.holders import Holder
-from gpulease.daemon.session.ledger import Refused, invalid_handle
+from gpulease.daemon.session.ledger import invalid_handle
 from gpulease.daemon.session.operations import Operations, SessionResources, serves
 from gpulease.daemon.session.replies import empty, handle_reply
 from gpulease.protocol.codec import parse_body
 from gpulease.protocol.errors import BodyError
-from gpulease.protocol.failures import Failure, region_refusal
+from gpulease.protocol.failures import Failure, Refused, region_refusal
 from gpulease.protocol.fastpath import HANDLE, parse_fixed
 from gpulease.protocol.framing import Frame
 from gpulease.protocol.messages import Handle, RegionRefusal, RegionSet

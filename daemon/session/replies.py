@@ -3,10 +3,9 @@
 from typing import Final
 
 from gpulease.daemon.drivers.interface import DriverError, ImageRejected, LaunchRejected
-from gpulease.daemon.session.ledger import Refused
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.errors import BodyError
-from gpulease.protocol.failures import SESSION_REFUSALS, Failure
+from gpulease.protocol.failures import SESSION_REFUSALS, Failure, Refused
 from gpulease.protocol.fastpath import HANDLE, MIDDLE_AT, REQUEST_ID_OFFSET
 from gpulease.protocol.framing import HEADER_BYTES, Frame, FrameReader, build_frame
 from gpulease.protocol.messages import Body

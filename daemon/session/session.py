@@ -31,7 +31,7 @@ from gpulease.daemon.session.graph_operations import GraphOperations
 from gpulease.daemon.session.holders import Holder
 from gpulease.daemon.session.kept_buffers import KeepOperations
 from gpulease.daemon.session.launches import KernelWatch, LaunchOperations, Planner, PrintedOperations
-from gpulease.daemon.session.ledger import Ledger, Refused
+from gpulease.daemon.session.ledger import Ledger
 from gpulease.daemon.session.memory_operations import ArenaOperations, MemoryOperations
 from gpulease.daemon.session.modules import ModuleOperations
 from gpulease.daemon.session.native.launch_fast_path import LaunchFastPath
@@ -44,7 +44,7 @@ from gpulease.daemon.session.stream_operations import ConnectionStreams, StreamO
 from gpulease.daemon.session.submit_run import SubmitOperations
 from gpulease.protocol.codec import parse_body
 from gpulease.protocol.errors import BodyError, FramingError
-from gpulease.protocol.failures import Failure
+from gpulease.protocol.failures import Failure, Refused
 from gpulease.protocol.framing import HEADER_BYTES, Frame, FrameReader
 from gpulease.protocol.lease_options import WorkerOptions
 from gpulease.protocol.messages import Ping

@@ -8,12 +8,12 @@ from typing import Final
 from gpulease.daemon.contract.control_page import Counter
 from gpulease.daemon.drivers.interface import DriverError, Module
 from gpulease.daemon.session.launches import Planner, launch_failed
-from gpulease.daemon.session.ledger import Refused
 from gpulease.daemon.session.modules import ModuleOperations, parameter_types
 from gpulease.daemon.session.operations import LeaseOver, Operations, SessionResources, serves
 from gpulease.daemon.session.replies import done
 from gpulease.protocol.codec import build_body, parse_body
 from gpulease.protocol.errors import BodyError
+from gpulease.protocol.failures import Refused
 from gpulease.protocol.framing import Frame
 from gpulease.protocol.limits import MAX_ARGUMENT_BYTES, MAX_SUBMIT_OUTPUT_BYTES
 from gpulease.protocol.messages import Launch, SubmitArgument, SubmitDone, SubmitRun

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from gpulease.daemon import web
-from gpulease.daemon.web.broker_link import MAX_REASON_CHARS, BrokerChannel, BrokerSilent, NotDone, Refused
+from gpulease.daemon.web.broker_link import MAX_REASON_CHARS, BrokerChannel, BrokerSilent, NotDone, WebRefusal
 from gpulease.daemon.web.guard import (
     DRAIN,
     FENCES,
@@ -87,7 +87,7 @@ OUTCOMES: Final = {
 }
 """The outcomes, in the words of `gpulease revoke --json`."""
 
-STATUS_OF: Final = {Refused.WRONG_TOKEN: 401, Refused.TOO_MANY: 429, Refused.DENIED: 409}
+STATUS_OF: Final = {WebRefusal.WRONG_TOKEN: 401, WebRefusal.TOO_MANY: 429, WebRefusal.DENIED: 409}
 
 MAX_WITHIN_S: Final = 4_294_967
 """The longest time of a drain: what the protocol's DRAIN can hold, 49 days."""
@@ -323,7 +323,7 @@ async def _on_broker_silent(request: Request, error: Exception) -> Response:
 
 
 async def _on_not_done(request: Request, refusal: NotDone) -> Response:
-    headers = {"WWW-Authenticate": "Bearer"} if refusal.why is Refused.WRONG_TOKEN else {}
+    headers = {"WWW-Authenticate": "Bearer"} if refusal.why is WebRefusal.WRONG_TOKEN else {}
     return PlainTextResponse(str(refusal), status_code=STATUS_OF[refusal.why], headers=headers)
 
 

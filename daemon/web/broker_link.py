@@ -126,7 +126,7 @@ OUTCOME_S: Final = 30.0
 the broker gives up within this time."""
 
 
-class Refused(Enum):
+class WebRefusal(Enum):
     """The reason why the broker refused an action."""
 
     WRONG_TOKEN = "wrong_token"
@@ -137,7 +137,7 @@ class Refused(Enum):
 class NotDone(Exception):
     """The broker refused an action; the message is a sentence for people."""
 
-    def __init__(self, why: Refused, message: str) -> None:
+    def __init__(self, why: WebRefusal, message: str) -> None:
         super().__init__(message)
         self.why = why
 
@@ -213,7 +213,7 @@ class BrokerChannel:
         finally:
             self._waiting.pop(number, None)
         if answer["op"] == "refused":
-            raise NotDone(Refused(answer["why"]), answer["message"])
+            raise NotDone(WebRefusal(answer["why"]), answer["message"])
         return answer
 
     def _read(self) -> None:

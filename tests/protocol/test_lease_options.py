@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gpulease.protocol.failures import Failure
+from gpulease.protocol.failures import Failure, Refused
 from gpulease.protocol.lease_options import (
     EXCLUSIVITY,
     KEPT_OPTIONS,
@@ -20,7 +20,6 @@ from gpulease.protocol.lease_options import (
     WAITING,
     LeaseOption,
     LeaseOptions,
-    OptionRefused,
     options_for_worker,
     read_options,
 )
@@ -35,7 +34,7 @@ def given(option: LeaseOption[Any, Any], *values: bytes) -> tuple[LeaseParameter
 
 
 def refusal(option: LeaseOption[Any, Any], *values: bytes) -> Failure:
-    with pytest.raises(OptionRefused) as caught:
+    with pytest.raises(Refused) as caught:
         option.read(given(option, *values))
     return caught.value.failure
 

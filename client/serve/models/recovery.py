@@ -6,7 +6,7 @@ from typing import Final
 
 from gpulease.client import LeaseEvent, Phase, errors
 from gpulease.protocol.back_off import back_off_s
-from gpulease.protocol.failures import LEASE_ENDS
+from gpulease.protocol.failures import lease_end
 from gpulease.protocol.rpc import CallErrorCode
 
 FIRST_PAUSE_S: Final = 0.05
@@ -53,8 +53,7 @@ def lease_end_of(event: LeaseEvent) -> errors.GpuLeaseError | None:
     """Return the error that an event of the lease's end means; None while the lease lives."""
     if event.phase in (Phase.ACTIVE, Phase.WARNING):
         return None
-    end = LEASE_ENDS.get(event.cause)
-    kind = errors.GpuSessionFailed if end is None else errors.error_class(end.status)
+    kind = errors.error_class(lease_end(event.cause).status)
     return kind(f"the lease ended: {event.reason or event.cause}")
 
 

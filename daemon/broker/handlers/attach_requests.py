@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from gpulease.daemon.broker.caller import Caller, ClientConnection
-from gpulease.daemon.broker.refusal import Refused, failure_of
 from gpulease.daemon.broker.runtime import Result
 from gpulease.daemon.contract import messages
 from gpulease.daemon.contract.guests import Guest
@@ -28,7 +27,7 @@ from gpulease.daemon.leases import (
 from gpulease.daemon.leases.denials import not_found, stuck
 from gpulease.protocol.capabilities import AttachOption
 from gpulease.protocol.connection import Request
-from gpulease.protocol.failures import Failure
+from gpulease.protocol.failures import Failure, Refused
 from gpulease.protocol.messages import Attach, Body, GpuSubmit
 from gpulease.protocol.opcodes import Status
 from gpulease.protocol.operations import SPECS
@@ -141,7 +140,7 @@ class AttachHandler:
         named = self._runtime.table.get(request.session_id)
         if named is not None and named.parent_id:
             # A region has no session of its own.
-            raise Refused(failure_of(not_found(request.session_id)))
+            raise Refused(not_found(request.session_id).failure)
         body = request.body
         token = token_of(body.options) if isinstance(body, Attach | GpuSubmit) else None
         if token is None:
@@ -153,10 +152,10 @@ class AttachHandler:
         lease = self._runtime.table.get(lease_id)
         # Another tenant's lease is answered like an unknown one.
         if lease is not None and lease.tenant != self._peer.tenant:
-            raise Refused(failure_of(not_found(lease_id)))
+            raise Refused(not_found(lease_id).failure)
         denial = self._runtime.table.denial_for(lease_id, time.monotonic_ns())
         if denial is not None:
-            raise Refused(failure_of(denial))
+            raise Refused(denial.failure)
         # Operators may require a token even of the tenant itself.
         self._tokens.check_attach_demand()
 
@@ -166,7 +165,7 @@ class AttachHandler:
             if isinstance(outcome, SubmitReady | Failure):
                 on_ready(outcome)
             elif isinstance(outcome, Denied):
-                on_ready(failure_of(outcome.denial))
+                on_ready(outcome.denial.failure)
 
         self._caller.need_memory()
         # Even a submit that is refused shows that its lease's tenant is connected.
@@ -212,7 +211,7 @@ class AttachHandler:
         self._runtime.post(SessionOpened(lease_id))
         submit = self._runtime.table.submits.in_place_of_session(lease_id)
         if submit is not None and submit.state is SubmitState.FENCED:
-            raise Refused(failure_of(stuck(lease_id)))
+            raise Refused(stuck(lease_id).failure)
         return submit is None
 
     def _wait_for_submit(self, attempt: _Attempt) -> None:
@@ -281,7 +280,7 @@ class AttachHandler:
         # The lease may have ended during the attempt, which is the better reason.
         denial = self._runtime.table.denial_for(attempt.request.session_id, time.monotonic_ns())
         if denial is not None:
-            return failure_of(denial)
+            return denial.failure
         if attempt.submit is not None:
             return Failure(Status.BUSY, "the submit's process did not take it over; nothing was run", hint="Try again.")
         return Failure(Status.BUSY, "the session can't take another connection now", hint="Try again.")

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from gpulease.daemon.broker.caller import Caller
-from gpulease.daemon.broker.refusal import Refused, failure_of
 from gpulease.daemon.broker.reports import expires_at_unix_s, remaining_ms
 from gpulease.daemon.broker.runtime import Result
 from gpulease.daemon.capabilities.claims import Demand
@@ -31,14 +30,14 @@ from gpulease.daemon.leases.denials import not_found
 from gpulease.protocol import messages
 from gpulease.protocol.capabilities import NODE_LEASE
 from gpulease.protocol.connection import Request
-from gpulease.protocol.failures import Failure
+from gpulease.protocol.failures import Failure, Refused
 from gpulease.protocol.lease_options import LABELS, read_options
 from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, Opcode, Status
 from gpulease.protocol.operations import SPECS
 
 
 class LeaseHandler:
-    """Serves one caller's requests about its leases. Every method may raise Refused or OptionRefused."""
+    """Serves one caller's requests about its leases. Every method may raise Refused."""
 
     def __init__(self, caller: Caller) -> None:
         self._caller = caller
@@ -103,7 +102,7 @@ class LeaseHandler:
         """Raise Refused if the node grants nothing now, or lacks a label that the request asks for."""
         self._caller.need_memory()
         if (denial := self._runtime.journal.denial() or self._runtime.recorder.denial()) is not None:
-            raise Refused(failure_of(denial))
+            raise Refused(denial.failure)
         claims = self._runtime.claims
         if claims is not None and (refusal := claims.refusal()) is not None:
             raise Refused(refusal)
@@ -138,7 +137,7 @@ class LeaseHandler:
         tenant = self._tokens.acting_tenant(lease_id, permission)
         # A renewal that the journal can't keep would be lost in a restart, so it is refused before it happens.
         if (denial := self._runtime.journal.denial()) is not None:
-            raise Refused(failure_of(denial))
+            raise Refused(denial.failure)
         number = self._caller.expect(on_outcome)
         self._runtime.post(RenewRequested(number, body.lease_id, tenant, body.ttl_ms, self._peer.is_operator))
 
@@ -160,14 +159,14 @@ class LeaseHandler:
         """Serve LEASE_NOTE of the tenant of a lease or region, or of the lease that contains the region."""
 
         def on_noted(denial: Denial | None) -> None:
-            self._caller.answer(request, messages.Empty() if denial is None else failure_of(denial))
+            self._caller.answer(request, messages.Empty() if denial is None else denial.failure)
 
         table = self._runtime.table
         denial = table.denial_for(body.lease_id, time.monotonic_ns())
         if table.get(body.lease_id) is None or self._peer.tenant not in table.parties(body.lease_id):
             denial = not_found(body.lease_id)
         if denial is not None:
-            raise Refused(failure_of(denial))
+            raise Refused(denial.failure)
         self._runtime.recorder.note(body.lease_id, self._peer.tenant, body.note, on_noted)
 
     def _acquire_event(self, body: messages.LeaseAlloc) -> AcquireRequested:

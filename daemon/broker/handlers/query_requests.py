@@ -6,14 +6,13 @@ from typing import Final
 from gpulease.daemon.broker.caller import Caller
 from gpulease.daemon.broker.health import Health
 from gpulease.daemon.broker.node_metrics import NodeMetrics
-from gpulease.daemon.broker.refusal import Refused, failure_of
 from gpulease.daemon.broker.reports import MAX_LISTED_REGIONS, drain_left_ms, full_report, inventory
 from gpulease.daemon.broker.subscriptions import EVERY_LEASE, ConnectionSubscriptions, by_lease_id
 from gpulease.daemon.leases import LeaseSnapshot
 from gpulease.daemon.leases.denials import not_found
 from gpulease.protocol import messages
 from gpulease.protocol.connection import Request
-from gpulease.protocol.failures import Failure
+from gpulease.protocol.failures import Failure, Refused
 from gpulease.protocol.opcodes import Opcode, Status
 from gpulease.protocol.operations import SPECS
 
@@ -49,9 +48,9 @@ class QueryHandler:
         """Serve LEASE_QUERY. If the lease's tenant asks, the lease counts as connected."""
         lease = self._runtime.table.get(body.lease_id)
         if lease is None:
-            raise Refused(failure_of(self._runtime.table.denial_for(body.lease_id, 0) or not_found(body.lease_id)))
+            raise Refused((self._runtime.table.denial_for(body.lease_id, 0) or not_found(body.lease_id)).failure)
         if not self._may_query(lease):
-            raise Refused(failure_of(not_found(body.lease_id)))
+            raise Refused(not_found(body.lease_id).failure)
         # A query shows that the tenant is alive, so the lease does not count as orphaned while this connection lives.
         if self._acts_for(lease) and not self._peer.is_reader:
             self._caller.hold(lease.lease_id)
@@ -74,7 +73,7 @@ class QueryHandler:
         is_every = body.lease_id == EVERY_LEASE
         may_see = by_lease_id(self._may_see if is_every else self._may_query, self._runtime.table)
         if not is_every and not may_see(body.lease_id):
-            raise Refused(failure_of(not_found(body.lease_id)))
+            raise Refused(not_found(body.lease_id).failure)
         # Subscribed before the reply and begun after it: no change in between is lost, and none comes before the reply.
         self._subscriptions.subscribe(request.request_id, body.lease_id, may_see)
         self._caller.answer(request, messages.Empty())
@@ -84,7 +83,7 @@ class QueryHandler:
         """Serve REGION_WATCH of a region, or of all regions of a lease. Events follow the reply."""
         may_see = by_lease_id(self._may_query, self._runtime.table)
         if not may_see(body.lease_id):
-            raise Refused(failure_of(not_found(body.lease_id)))
+            raise Refused(not_found(body.lease_id).failure)
         self._subscriptions.watch(request.request_id, body.lease_id, may_see)
         self._caller.answer(request, messages.Empty())
 

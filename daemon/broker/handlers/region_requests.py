@@ -7,7 +7,6 @@ import secrets
 import time
 
 from gpulease.daemon.broker.caller import Caller
-from gpulease.daemon.broker.refusal import Refused, failure_of
 from gpulease.daemon.broker.reports import expires_at_unix_s, remaining_ms
 from gpulease.daemon.broker.runtime import Result
 from gpulease.daemon.capabilities.claims import Demand
@@ -25,7 +24,7 @@ from gpulease.daemon.record.audit.records import clean_text
 from gpulease.protocol import messages
 from gpulease.protocol.capabilities import NODE_LEASE
 from gpulease.protocol.connection import Request
-from gpulease.protocol.failures import Failure
+from gpulease.protocol.failures import Failure, Refused
 from gpulease.protocol.opcodes import Status
 from gpulease.protocol.operations import SPECS
 
@@ -53,7 +52,7 @@ class RegionHandler:
             raise Refused(Failure(Status.INVALID_REQUEST, "the region's tenant must be the name of a tenant"))
         # A grant that can't be recorded would be revoked before its client learns of it.
         if (denial := self._runtime.journal.denial() or self._runtime.recorder.denial()) is not None:
-            raise Refused(failure_of(denial))
+            raise Refused(denial.failure)
         tenant = self._tokens.acting_tenant(body.lease_id, SPECS[request.op].needs.permissions)
         owner = body.tenant or self._peer.tenant
         number = self._caller.expect(on_outcome)
@@ -106,7 +105,7 @@ class RegionHandler:
         if lease is None or body.size_bytes > lease.size_bytes:
             self._tokens.check_demand(Demand.ALLOC, NODE_LEASE, SPECS[request.op].needs.permissions)
             if (denial := self._runtime.journal.denial() or self._runtime.recorder.denial()) is not None:
-                raise Refused(failure_of(denial))
+                raise Refused(denial.failure)
         number = self._caller.expect(on_outcome)
         event = ResizeRequested(number, body.lease_id, self._peer.tenant, body.size_bytes, self._peer.is_operator)
         self._runtime.post(event)

@@ -10,12 +10,10 @@ from gpulease.daemon.broker.handlers.lease_requests import LeaseHandler
 from gpulease.daemon.broker.handlers.query_requests import NodeHandler, QueryHandler
 from gpulease.daemon.broker.handlers.region_requests import RegionHandler
 from gpulease.daemon.broker.handlers.token_requests import TokenHandler
-from gpulease.daemon.broker.refusal import Refused
 from gpulease.daemon.broker.runtime import Runtime
 from gpulease.daemon.broker.token_service import ConnectionTokens
 from gpulease.protocol.connection import Request
-from gpulease.protocol.failures import Failure
-from gpulease.protocol.lease_options import OptionRefused
+from gpulease.protocol.failures import Failure, Refused
 from gpulease.protocol.opcodes import Opcode
 from gpulease.protocol.operations import HANDING_OVER
 
@@ -90,7 +88,7 @@ class RequestDispatcher:
                 self._caller.need_memory()
             handle(request, request.body)
         # Refused before the table saw it, so the log, the audit log and the metrics learn of it here.
-        except (Refused, OptionRefused) as refused:
+        except Refused as refused:
             lease_id = getattr(request.body, "lease_id", 0)
             peer, failure = self._caller.peer, refused.failure
             self._runtime.recorder.refused(request.op.name, peer.tenant, lease_id, failure.message)

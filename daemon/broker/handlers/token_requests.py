@@ -3,7 +3,6 @@
 import time
 
 from gpulease.daemon.broker.caller import Caller
-from gpulease.daemon.broker.refusal import Refused, failure_of
 from gpulease.daemon.broker.token_service import refusing
 from gpulease.daemon.capabilities.claims import NONCE_BYTES, CapabilityRequest, Claims, Demand
 from gpulease.daemon.contract.guests import mark_of
@@ -16,7 +15,7 @@ from gpulease.protocol.capabilities import (
     Permission,
 )
 from gpulease.protocol.connection import Request
-from gpulease.protocol.failures import Failure
+from gpulease.protocol.failures import Failure, Refused
 from gpulease.protocol.opcodes import Status
 from gpulease.protocol.time_units import NS_PER_MS
 
@@ -102,7 +101,7 @@ class TokenHandler:
         # Operators may revoke any token, but not learn by it whether a lease exists.
         is_own = lease is not None and lease.tenant == self._peer.tenant
         if not is_own and not (self._peer.is_operator and (lease is not None or lease_id == NODE_LEASE)):
-            raise Refused(failure_of(self._service.denial(lease_id, self._peer)))
+            raise Refused(self._service.denial(lease_id, self._peer).failure)
         return lease_id, nonce
 
     def _issuable_permissions(self, body: messages.CapabilityIssue) -> Permission:
@@ -135,7 +134,7 @@ class TokenHandler:
         lease = self._service.lease(lease_id)
         is_own = lease is not None and lease.tenant == self._peer.tenant
         if not is_own and not (lease is not None and self._peer.is_operator and not permissions & SESSION_PERMISSIONS):
-            raise Refused(failure_of(self._service.denial(lease_id, self._peer)))
+            raise Refused(self._service.denial(lease_id, self._peer).failure)
 
 
 def _left_ms(claims: Claims) -> int:

@@ -1,7 +1,7 @@
 import pytest
 
 from gpulease.daemon.broker.handlers.lease_requests import check_labels
-from gpulease.daemon.broker.refusal import Refused
+from gpulease.protocol.failures import Refused
 from gpulease.protocol.opcodes import Status
 
 

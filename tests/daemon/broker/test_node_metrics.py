@@ -15,7 +15,6 @@ from gpulease.daemon.broker.health import Health
 from gpulease.daemon.broker.memory_reserve import MemoryReserve
 from gpulease.daemon.broker.node_metrics import NodeMetrics
 from gpulease.daemon.broker.peer import Peer
-from gpulease.daemon.broker.refusal import Refused
 from gpulease.daemon.gpus.emulated_cards import EmbeddedCards
 from gpulease.daemon.gpus.source import CardReading, CardsUnavailable
 from gpulease.daemon.leases import AcquireRequested, Card, CoreLimits, LeaseTable, LeaseTerms, WorkerReady
@@ -24,7 +23,7 @@ from gpulease.daemon.record.audit.recorder import Recorder
 from gpulease.daemon.record.journal import Journal
 from gpulease.daemon.workers.registry import Workers
 from gpulease.protocol.connection import Request
-from gpulease.protocol.failures import Failure
+from gpulease.protocol.failures import Failure, Refused
 from gpulease.protocol.messages import Empty, Metrics
 from gpulease.protocol.opcodes import Exclusivity, Status
 

@@ -12,13 +12,12 @@ from fuzz.tenants import Peer, Scene
 from fuzz.virtual import READY_S, VirtualLoop, virtual_time
 from gpulease.daemon.broker.handlers.requests import RequestDispatcher
 from gpulease.daemon.broker.peer import Peer as ControlPeer
-from gpulease.daemon.broker.refusal import Refused
 from gpulease.daemon.broker.web_frontend import READER
 from gpulease.daemon.leases import LeaseState
 from gpulease.protocol import Opcode, Status
 from gpulease.protocol.connection import Request, request_trigger
 from gpulease.protocol.connection_states import State, Trigger
-from gpulease.protocol.failures import Failure
+from gpulease.protocol.failures import Failure, Refused
 from gpulease.protocol.messages import Attach, Body, Hello, LeaseAlloc, LeaseEvent, RegionEvent
 from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE
 from gpulease.protocol.operations import SPECS, Trait, having

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from gpulease.daemon.broker import subscriptions
-from gpulease.daemon.broker.refusal import Refused
 from gpulease.daemon.broker.subscriptions import EVERY_LEASE, Publisher, Subscription
 from gpulease.daemon.leases import (
     AcquireRequested,
@@ -24,6 +23,7 @@ from gpulease.daemon.leases import (
     WorkerReady,
     quotas,
 )
+from gpulease.protocol.failures import Refused
 from gpulease.protocol.limits import MAX_SUBSCRIPTIONS
 from gpulease.protocol.messages import LeaseEvent, RegionEvent
 from gpulease.protocol.opcodes import Phase, Status

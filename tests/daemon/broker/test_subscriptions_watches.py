@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from gpulease.daemon.broker.refusal import Refused
 from gpulease.daemon.broker.subscriptions import ConnectionSubscriptions, Publisher
 from gpulease.daemon.leases import Card, LeaseTable
+from gpulease.protocol.failures import Refused
 from gpulease.protocol.limits import MAX_SUBSCRIPTIONS
 from gpulease.protocol.messages import LeaseEvent, RegionEvent
 from gpulease.protocol.opcodes import Status

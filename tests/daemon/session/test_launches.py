@@ -4,9 +4,10 @@ import pytest
 
 from gpulease.daemon.drivers.interface import Figures, Kernel, Parameter
 from gpulease.daemon.session.launches import MAX_PLANS, Plan, Planner
-from gpulease.daemon.session.ledger import Ledger, Refused
+from gpulease.daemon.session.ledger import Ledger
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.errors import BodyError
+from gpulease.protocol.failures import Refused
 from gpulease.protocol.messages import Launch
 from gpulease.protocol.opcodes import Status
 

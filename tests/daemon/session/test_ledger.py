@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from gpulease.daemon.drivers.interface import DriverError, ImageRejected, Kernel
-from gpulease.daemon.session.ledger import MAX_ALLOCATIONS, MAX_IMAGE_BYTES, MAX_MODULES, Ledger, Refused
+from gpulease.daemon.session.ledger import MAX_ALLOCATIONS, MAX_IMAGE_BYTES, MAX_MODULES, Ledger
+from gpulease.protocol.failures import Refused
 from gpulease.protocol.opcodes import Status
 
 SLICE = 1000
