@@ -11,17 +11,12 @@ from typing import Any, Final
 
 import click
 
+from gpulease.daemon.host.cannot_start import CannotStart
 from gpulease.daemon.host.processes import NoThread
 from gpulease.daemon.host.version import VERSION
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import FORMATS, LogStyle, begin_logging, flush_logs, is_for_people, log_event
 from gpulease.protocol.did_you_mean import did_you_mean
-
-EXIT_CONFIG: Final = 78
-"""EX_CONFIG of sysexits(3): a restart would fail the same way, so a supervisor should not try."""
-
-EXIT_UNAVAILABLE: Final = 69
-"""EX_UNAVAILABLE: the driver, the cards or an address is unavailable; a later start may succeed."""
 
 EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
 """The exit status that shells give a program that an interrupt ended (bash(1), "EXIT STATUS")."""
@@ -95,23 +90,14 @@ def _run(path: Path | None, overrides: dict[str, Any]) -> int:
     # Modules are no garbage: to walk them again and again takes a tenth of the start.
     gc.disable()
     try:
-        from gpulease.daemon.broker.audit_setup import CannotRecord
         from gpulease.daemon.broker.service import loop_factory
-        from gpulease.daemon.broker.token_service import TokensUnavailable
-        from gpulease.daemon.config.settings import ConfigError, load_config
-        from gpulease.daemon.gpus.source import CardsUnavailable
-        from gpulease.daemon.host.socket_activation import BadHandover, CannotListen
-        from gpulease.daemon.record.journal import JournalBroken
+        from gpulease.daemon.config.settings import load_config
         from gpulease.daemon.supervisor.lifecycle import Supervised
-        from gpulease.daemon.workers.zygote_client import ZygoteBroken
-        from gpulease.daemon.workers.zygote_discovery import CannotAdopt
     except ImportError as error:
         if error.name is None or error.name.partition(".")[0] == "gpulease":
             raise  # A fault of ours.
-        return _fail(f"{error.name} is not installed", "pip install '.[daemon]' in gpulease's repository", EXIT_CONFIG)
+        return _fail(f"{error.name} is not installed", "pip install '.[daemon]' in gpulease's repository", os.EX_CONFIG)
     gc.enable()
-    cannot_start = (CannotAdopt, CannotListen, CannotRecord, CardsUnavailable, JournalBroken, NoThread, ZygoteBroken)
-    misconfigured = (BadHandover, ConfigError, TokensUnavailable)
     supervised = Supervised.without_manager()
     try:
         supervised = Supervised.taken_from(os.environ, os.getpid())
@@ -121,11 +107,9 @@ def _run(path: Path | None, overrides: dict[str, Any]) -> int:
         load = None if path is None else partial(load_config, path, overrides)
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.run(supervised.serve(config, load))
-    except (*cannot_start, *misconfigured) as error:
-        hint = getattr(error, "hint", "")
-        supervised.tell_failure(_with_hint(str(error), hint) if hint else str(error))
-        usual = EXIT_CONFIG if isinstance(error, misconfigured) else EXIT_UNAVAILABLE
-        return _fail(str(error), hint, getattr(error, "status", usual))
+    except CannotStart as error:
+        supervised.tell_failure(_with_hint(str(error), error.hint) if error.hint else str(error))
+        return _fail(str(error), error.hint, error.status)
     finally:
         supervised.close()
     return 0

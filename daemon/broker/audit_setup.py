@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpulease.daemon.config.settings import Config, ConfigError
+from gpulease.daemon.host.cannot_start import CannotStart
 from gpulease.daemon.host.version import VERSION
 from gpulease.daemon.leases import Card
 from gpulease.daemon.record.audit.files import HEAD_NAME, AuditLog, FolderInUse, LastRecords, LogSettings, last_records
@@ -23,7 +24,7 @@ from gpulease.protocol.settings_reader import declared
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
-class CannotRecord(Exception):
+class CannotRecord(CannotStart):
     """The operator requires an audit log and it can't be written. The message is a sentence for the operator."""
 
 

@@ -28,7 +28,7 @@ from gpulease.protocol.address import DEFAULT_ADDRESS, Address, TcpAddress, Unix
 class NeverListens(CannotListen):
     """The daemon can't listen on an address, and a later start can't either, unless someone changes something."""
 
-    status = os.EX_CONFIG
+    usual_status = os.EX_CONFIG
 
 
 class Listeners:

@@ -11,6 +11,7 @@ from gpulease.daemon.capabilities.authority import NonceStore
 from gpulease.daemon.capabilities.claims import CapabilityDenied, Claims, Demand
 from gpulease.daemon.capabilities.keys import KeyFileBroken, KeyRing, load_or_make, save
 from gpulease.daemon.contract.guests import Guest, mark_of
+from gpulease.daemon.host.cannot_start import Misconfigured
 from gpulease.daemon.leases import Denial, LeaseSnapshot, LeaseTable
 from gpulease.daemon.leases.denials import not_found
 from gpulease.daemon.record.journal import Journal
@@ -34,7 +35,7 @@ KEY_FILE_NAME: Final = "token.key"
 T = TypeVar("T")
 
 
-class TokensUnavailable(Exception):
+class TokensUnavailable(Misconfigured):
     """The settings require tokens, and this installation has none. The message is a sentence for the operator."""
 
 

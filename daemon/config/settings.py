@@ -18,6 +18,7 @@ from gpulease.daemon.capabilities.claims import Demand
 from gpulease.daemon.drivers.interface import ONE_BY_ONE
 from gpulease.daemon.fleet.records.fleet_settings import FleetSettings
 from gpulease.daemon.host.absolute_paths import path_setting
+from gpulease.daemon.host.cannot_start import Misconfigured
 from gpulease.daemon.leases import Card, CoreLimits, PlacementOrder, Recycling
 from gpulease.daemon.leases.quotas import TenantLimits, TenantRules
 from gpulease.daemon.log.writer import FORMATS, LEVELS, LogStyle
@@ -97,7 +98,7 @@ class OnStop(Enum):
     KEEP = "keep"
 
 
-class ConfigError(Exception):
+class ConfigError(Misconfigured):
     """A setting that can't be used; the message says which and why."""
 
 

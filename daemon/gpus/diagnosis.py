@@ -11,7 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Final
 
-from gpulease.daemon.gpus.source import EX_UNAVAILABLE, CardsUnavailable
+from gpulease.daemon.gpus.source import CardsUnavailable
 
 ROOT: Final = Path("/")
 
@@ -92,12 +92,6 @@ def _says(path: Path) -> str:
         return ""
 
 
-EX_OSERR: Final = 71
-"""The exit status of sysexits(3) for a broken driver. No restart of the daemon mends it."""
-
-EX_NOPERM: Final = 77
-"""The exit status of sysexits(3) for a daemon that runs as a user without access to the cards. No restart mends it."""
-
 OTHERWISE: Final = "or start with --driver cpu."
 
 
@@ -121,7 +115,7 @@ class Diagnosis:
 
     message: str
     hint: str
-    status: int = EX_UNAVAILABLE
+    status: int = os.EX_UNAVAILABLE
     may_pass: bool = False
 
     def as_error(self) -> CardsUnavailable:
@@ -132,34 +126,34 @@ NO_LIBRARY: Final = {
     Library.NVML: Diagnosis(
         "the NVIDIA driver's libnvidia-ml.so.1 (NVML) is not installed",
         f"Install the NVIDIA driver, {OTHERWISE}",
-        EX_OSERR,
+        os.EX_OSERR,
     ),
     Library.CUDA: Diagnosis(
         "the NVIDIA driver's libcuda.so.1 is not installed",
         f"Install the driver's part for computing (libcuda1, nvidia-driver-cuda or the like), {OTHERWISE}",
-        EX_OSERR,
+        os.EX_OSERR,
     ),
 }
 
 _MISMATCH: Final = Diagnosis(
     "the NVIDIA kernel module{module} and the driver's libraries are of different versions",
     "The driver was updated under it: reboot, or unload and load the kernel module once nothing uses the cards.",
-    EX_OSERR,
+    os.EX_OSERR,
 )
 _LOST: Final = Diagnosis(
     "the driver has lost a card",
     "Reset it (nvidia-smi --gpu-reset) or reboot; `dmesg | grep -i xid` shows what happened.",
-    EX_OSERR,
+    os.EX_OSERR,
 )
 _MPS: Final = Diagnosis(
     "CUDA was sent to an MPS daemon, which does not keep tenants apart",
     "Stop it (echo quit | nvidia-cuda-mps-control), and unset CUDA_MPS_PIPE_DIRECTORY.",
-    EX_OSERR,
+    os.EX_OSERR,
 )
 
 BY_NUMBER: Final = {
     (Library.NVML, 4): Diagnosis(
-        "the daemon's user may not use the cards", "Let it open /dev/nvidia*, for reading and writing.", EX_NOPERM
+        "the daemon's user may not use the cards", "Let it open /dev/nvidia*, for reading and writing.", os.EX_NOPERM
     ),
     (Library.NVML, 9): Diagnosis(
         "the NVIDIA driver is not loaded",
@@ -168,18 +162,18 @@ BY_NUMBER: Final = {
     ),
     (Library.NVML, 10): Diagnosis("the driver did not answer in time", "See `dmesg | grep NVRM`.", may_pass=True),
     (Library.NVML, 11): Diagnosis(
-        "a card's interrupts do not arrive", "See `dmesg | grep NVRM`, and reboot.", EX_OSERR
+        "a card's interrupts do not arrive", "See `dmesg | grep NVRM`, and reboot.", os.EX_OSERR
     ),
     (Library.NVML, 12): NO_LIBRARY[Library.NVML],
     (Library.NVML, 13): Diagnosis(
-        "the installed NVML lacks a function that is needed", "Install a newer NVIDIA driver.", EX_OSERR
+        "the installed NVML lacks a function that is needed", "Install a newer NVIDIA driver.", os.EX_OSERR
     ),
     (Library.NVML, 15): _LOST,
     (Library.NVML, 16): _LOST,
     (Library.NVML, 17): Diagnosis(
         "the operating system denies the cards to this process",
         "Allow char-nvidia* in its control group (DeviceAllow= of systemd.resource-control(5)).",
-        EX_NOPERM,
+        os.EX_NOPERM,
     ),
     (Library.NVML, 18): _MISMATCH,
     (Library.NVML, 19): Diagnosis("another program holds the driver", "Try again once it is done.", may_pass=True),
@@ -187,7 +181,7 @@ BY_NUMBER: Final = {
     (Library.CUDA, 34): Diagnosis(
         "the libcuda.so.1 that is found is the CUDA toolkit's stub, which does nothing",
         "Take the toolkit's folder `stubs` out of LD_LIBRARY_PATH and /etc/ld.so.conf.d.",
-        EX_OSERR,
+        os.EX_OSERR,
     ),
     (Library.CUDA, 100): Diagnosis(
         "CUDA sees no card", "Unset CUDA_VISIBLE_DEVICES, and see that nvidia-smi lists the cards.", may_pass=True
@@ -195,7 +189,7 @@ BY_NUMBER: Final = {
     (Library.CUDA, 214): Diagnosis(
         "a card's memory has an error that can't be corrected",
         "Reset the card, and replace it if that comes back.",
-        EX_OSERR,
+        os.EX_OSERR,
     ),
     (Library.CUDA, 304): Diagnosis(
         "the operating system refuses CUDA a call",
@@ -211,7 +205,7 @@ BY_NUMBER: Final = {
     (Library.CUDA, 804): Diagnosis(
         "the libcuda.so.1 that is found is the forward compatibility package's, which these cards are not supported by",
         "Take cuda-compat out of LD_LIBRARY_PATH and /etc/ld.so.conf.d, or update the driver.",
-        EX_OSERR,
+        os.EX_OSERR,
     ),
     (Library.CUDA, 805): _MPS,
     (Library.CUDA, 806): _MPS,
@@ -282,7 +276,7 @@ def _shown(library: Library, host: Host) -> Diagnosis | None:
             f"the daemon's user may not open {name} ({why})",
             "Give it the node's group or mode (NVreg_DeviceFileGID and NVreg_DeviceFileMode of the nvidia module);"
             " under systemd allow it, too (DeviceAllow=).",
-            EX_NOPERM,
+            os.EX_NOPERM,
         )
     return None
 
@@ -292,4 +286,4 @@ def _listed(names: list[str]) -> str:
 
 
 def _no_such_card() -> Diagnosis:
-    return Diagnosis("this host has no NVIDIA card on its PCI bus", f"Start on another host, {OTHERWISE}", EX_OSERR)
+    return Diagnosis("this host has no NVIDIA card on its PCI bus", f"Start on another host, {OTHERWISE}", os.EX_OSERR)

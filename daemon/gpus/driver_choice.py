@@ -1,10 +1,11 @@
 """The choice of cards by the operator's driver setting and the host's drivers. No choice falls back silently."""
 
+import os
 from pathlib import Path
 from typing import Final
 
 from gpulease.daemon.gpus.emulated_cards import EmbeddedCards
-from gpulease.daemon.gpus.source import EX_CONFIG, CardSource, CardsUnavailable
+from gpulease.daemon.gpus.source import CardSource, CardsUnavailable
 
 _NVIDIA_TRACES: Final = (Path("/dev/nvidiactl"), Path("/proc/driver/nvidia/version"))
 
@@ -37,7 +38,7 @@ def choose_cards(driver: str, vram_bytes: tuple[int, ...]) -> CardSource:
         raise CardsUnavailable(
             "several vram sizes were given for real cards",
             hint="Give one, the most to lease of each card, or none.",
-            status=EX_CONFIG,
+            status=os.EX_CONFIG,
         )
     try:
         # Imported here, because the package of NVML is an extra that only hosts with cards install.
@@ -46,6 +47,6 @@ def choose_cards(driver: str, vram_bytes: tuple[int, ...]) -> CardSource:
         raise CardsUnavailable(
             f"the cuda driver needs {error.name}, which is not installed",
             hint="pip install '.[daemon,cuda]' in gpulease's repository",
-            status=EX_CONFIG,
+            status=os.EX_CONFIG,
         ) from None
     return NvidiaCards(vram_bytes[0] if vram_bytes else None)

@@ -1,10 +1,11 @@
 """The embedded driver's cards, emulated in host memory: any number, of any size."""
 
+import os
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from gpulease.daemon.gpus.source import EX_CONFIG, CardFacts, CardLoad, CardReading, CardsUnavailable
+from gpulease.daemon.gpus.source import CardFacts, CardLoad, CardReading, CardsUnavailable
 from gpulease.daemon.leases import KeptCard
 
 _NAMESPACE = uuid.UUID("5d2d6ab6-4c7e-5d36-9a70-6770756c6561")
@@ -46,7 +47,7 @@ class EmbeddedCards:
                 raise CardsUnavailable(
                     f"an embedded card of {size_bytes} bytes; at most {MAX_CARD_BYTES} can be emulated",
                     hint="Give a smaller --vram.",
-                    status=EX_CONFIG,
+                    status=os.EX_CONFIG,
                 )
         self._sizes_bytes = tuple(sizes_bytes)
 

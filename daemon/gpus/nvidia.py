@@ -6,13 +6,14 @@ milliseconds before its bytes leave the second. The lease table decides what a r
 """
 
 import contextlib
+import os
 from collections.abc import Mapping
 from typing import Any, Final
 
 import pynvml
 
 from gpulease.daemon.gpus import cuinit
-from gpulease.daemon.gpus.diagnosis import EX_OSERR, NO_LIBRARY, Library, diagnose, look, no_cards
+from gpulease.daemon.gpus.diagnosis import NO_LIBRARY, Library, diagnose, look, no_cards
 from gpulease.daemon.gpus.source import CardFacts, CardLoad, CardReading, CardsUnavailable, SharedCall
 from gpulease.daemon.leases import KeptCard
 
@@ -135,7 +136,7 @@ class NvidiaCards:
             raise CardsUnavailable(
                 f"card {index} is in MIG mode, and leases on partitions are not supported",
                 hint="Turn MIG off on it, or hide it from the daemon.",
-                status=EX_OSERR,
+                status=os.EX_OSERR,
             )
         uuid = str(pynvml.nvmlDeviceGetUUID(handle))
         self._handles[uuid] = handle

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final, Generic, Protocol, TypeVar
 
+from gpulease.daemon.host.cannot_start import CannotStart
 from gpulease.daemon.leases import KeptCard
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
@@ -16,26 +17,15 @@ from gpulease.protocol.back_off import back_off_s
 T = TypeVar("T")
 
 
-EX_CONFIG: Final = 78
-"""The exit status of sysexits(3) for settings that this host can't meet. A restart would fail the same way."""
-
-EX_UNAVAILABLE: Final = 69
-"""The exit status of sysexits(3) for a start that may succeed later."""
-
-
-class CardsUnavailable(Exception):
+class CardsUnavailable(CannotStart):
     """The cards are unusable; the daemon must not start.
 
     Attributes:
-        hint: A sentence that says what the operator can do.
-        status: The exit status of the daemon, one of sysexits(3).
         may_pass: Whether a retry in a moment may succeed.
     """
 
-    def __init__(self, message: str, *, hint: str, status: int = EX_UNAVAILABLE, may_pass: bool = False) -> None:
-        super().__init__(message)
-        self.hint = hint
-        self.status = status
+    def __init__(self, message: str, *, hint: str, status: int = 0, may_pass: bool = False) -> None:
+        super().__init__(message, hint, status)
         self.may_pass = may_pass
 
 

@@ -16,6 +16,8 @@ import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Final
 
+from gpulease.daemon.host.cannot_start import CannotStart
+
 PR_SET_PDEATHSIG: Final = 1
 PR_SET_DUMPABLE: Final = 4
 PR_SET_NAME: Final = 15
@@ -144,18 +146,11 @@ HINT: Final = (
 )
 
 
-class NoThread(Exception):
-    """A thread that the daemon needs can't be started; a later start of the daemon may succeed.
-
-    Attributes:
-        hint: What the operator can do, a sentence.
-        status: The exit status.
-    """
+class NoThread(CannotStart):
+    """A thread that the daemon needs can't be started; a later start of the daemon may succeed."""
 
     def __init__(self) -> None:
-        super().__init__("this host lets the daemon start no more threads")
-        self.hint = HINT
-        self.status = os.EX_UNAVAILABLE
+        super().__init__("this host lets the daemon start no more threads", HINT)
 
 
 def start_thread(thread: threading.Thread) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Final
 
+from gpulease.daemon.host.cannot_start import CannotStart, Misconfigured
 from gpulease.protocol.address import Address, UnixAddress
 
 FIRST_FD: Final = 3
@@ -33,11 +34,11 @@ _PROCESS: Final = "LISTEN_PID"
 _NAMES: Final = "LISTEN_FDNAMES"
 
 
-class CannotListen(Exception):
+class CannotListen(CannotStart):
     """The daemon, or one of its processes, can't serve an address. The message is a sentence for the operator."""
 
 
-class BadHandover(Exception):
+class BadHandover(Misconfigured):
     """The passed sockets don't fit the addresses of the settings. The message is a sentence for the operator."""
 
 

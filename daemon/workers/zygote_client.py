@@ -31,6 +31,7 @@ from gpulease.daemon.contract.messages import (
     parse_message,
 )
 from gpulease.daemon.contract.worker_spec import WorkerSpec
+from gpulease.daemon.host.cannot_start import CannotStart
 from gpulease.daemon.host.heap_wipe import WIPING_HEAP
 from gpulease.daemon.host.ipc import ChannelClosed, Outbox, channel_listener, channel_pair, close_all, receive_message
 from gpulease.daemon.host.processes import has_ended
@@ -46,16 +47,8 @@ RESTART_DELAY_S: Final = 1.0
 loop."""
 
 
-class ZygoteBroken(Exception):
-    """The zygote can't preload the driver, so no worker could ever start.
-
-    Attributes:
-        hint: What the operator can do, a sentence or "".
-    """
-
-    def __init__(self, message: str, *, hint: str = "") -> None:
-        super().__init__(message)
-        self.hint = hint
+class ZygoteBroken(CannotStart):
+    """The zygote can't preload the driver, so no worker could ever start."""
 
 
 class Zygotes:

@@ -27,6 +27,7 @@ from gpulease.daemon.contract.messages import (
     parse_message,
 )
 from gpulease.daemon.contract.worker_spec import WorkerSpec
+from gpulease.daemon.host.cannot_start import CannotStart
 from gpulease.daemon.host.ipc import ChannelClosed, close_all, receive_message
 from gpulease.daemon.host.processes import has_ended, name_of
 from gpulease.daemon.log.catalogue import LogEvent
@@ -47,16 +48,8 @@ _PAUSE_S: Final = 0.02
 _NO_PAGE: Final = PageState(None, 0, 0)
 
 
-class CannotAdopt(Exception):
-    """Sessions of an earlier daemon live and can't be taken over, so this daemon must not grant what they hold.
-
-    Attributes:
-        hint: What the operator can do, a sentence.
-    """
-
-    def __init__(self, message: str, *, hint: str) -> None:
-        super().__init__(message)
-        self.hint = hint
+class CannotAdopt(CannotStart):
+    """Sessions of an earlier daemon live and can't be taken over, so this daemon must not grant what they hold."""
 
 
 class _ZygoteGone(Exception):

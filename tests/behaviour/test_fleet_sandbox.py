@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from gpulease.daemon.__main__ import EXIT_UNAVAILABLE
 from gpulease.daemon.fleet.records.fleet_records import GENERATION
 from gpulease.daemon.remote.pki.certificates import Authority
 from helpers.daemon import python_environment
@@ -76,7 +75,7 @@ def test_a_certificate_that_is_missing_is_named(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-m", "gpulease.daemon", "--driver", "cpu"]
     command += ["--config", str(tmp_path / "config.toml"), "--listen", f"unix:{tmp_path}/d.sock"]
     done = subprocess.run(command, capture_output=True, text=True, env=python_environment(), timeout=60, check=False)
-    assert done.returncode == EXIT_UNAVAILABLE
+    assert done.returncode == os.EX_UNAVAILABLE
     assert f"the fleet process can't serve: {tmp_path}/none.pem: No such file or directory" in done.stderr
 
 

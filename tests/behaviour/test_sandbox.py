@@ -17,7 +17,6 @@ from click.testing import CliRunner
 from gpulease.client import GpuSession, GpuSessionFailed, KernelArgs, Revoked, aio
 from gpulease.client.cli.node import info
 from gpulease.client.verify.faulty_kernels import compiling_long
-from gpulease.daemon.__main__ import EXIT_UNAVAILABLE
 from gpulease.daemon.sandbox.measures import Measure
 from gpulease.daemon.zygote.worker_output import MAX_OUTPUT_BYTES
 from gpulease.protocol.limits import MAX_PRINTED_BYTES
@@ -238,7 +237,7 @@ def test_a_kernel_without_landlock_is_told_of(tmp_path: Path, monkeypatch: pytes
 def test_a_measure_that_is_required_and_can_not_be_had(tmp_path: Path) -> None:
     with start_lacking(tmp_path, 'sandbox = "required"') as process:
         _, said = process.communicate(timeout=60)
-    assert process.returncode == EXIT_UNAVAILABLE
+    assert process.returncode == os.EX_UNAVAILABLE
     assert "gpuleased: the sandbox is required, and this host lacks " in said
     assert "files (this kernel has no Landlock" in said
     assert "Traceback" not in said

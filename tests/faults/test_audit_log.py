@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from gpulease.client import Busy, GpuSession
-from gpulease.daemon.__main__ import EXIT_UNAVAILABLE
 from gpulease.daemon.contract.control_page import PAGE_BYTES
 from gpulease.daemon.record.audit.files import log_files
 from helpers.audit_log import check_whole, config, kinds, records, stop
@@ -194,7 +193,7 @@ def test_a_folder_that_can_not_be_made(required: bool) -> None:
     daemon.allowed_trouble += [CAN_NOT_BE_WRITTEN, "the last records are not in the audit log"]
     try:
         if required:
-            assert daemon.wait_for_exit() == EXIT_UNAVAILABLE
+            assert daemon.wait_for_exit() == os.EX_UNAVAILABLE
             assert daemon.log().rstrip().endswith(f"{NO_FOLDER}: Operation not permitted.")
         else:
             daemon.wait_until_it_answers()

@@ -3,13 +3,13 @@
 The driver's libraries are made for each test; what they answer is what the real ones answer on such a host.
 """
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from gpulease.daemon.gpus.diagnosis import EX_OSERR
 from gpulease.daemon.gpus.driver_choice import has_nvidia_driver
 from helpers.daemon import python_environment
 from helpers.made_libraries import make_cuda, make_nvml
@@ -47,7 +47,7 @@ def ended(process: "subprocess.Popen[str]", folder: Path) -> tuple[int, str]:
 def test_a_driver_that_was_updated_under_its_kernel_module(tmp_path: Path) -> None:
     make_nvml(tmp_path, 18)
     status, said = ended(run(tmp_path, *daemon_arguments(tmp_path)), tmp_path)
-    assert status == EX_OSERR
+    assert status == os.EX_OSERR
     assert said.startswith("gpuleased: the NVIDIA kernel module")
     assert "are of different versions. The driver was updated under it: reboot" in said
 
@@ -60,7 +60,7 @@ def test_what_may_pass_is_tried_again(tmp_path: Path) -> None:
     wait_until(lambda: "the driver did not answer in time; it is tried again for 30 s" in said.read_text(), "it waits")
     flag.touch()
     status, last = ended(process, tmp_path)
-    assert status == EX_OSERR
+    assert status == os.EX_OSERR
     assert last.startswith("gpuleased: the driver has lost a card. Reset it")
 
 
@@ -70,8 +70,8 @@ def test_what_may_pass_is_tried_again(tmp_path: Path) -> None:
     ("body", "status", "said"),
     [
         ("return 0;", 0, "None"),
-        ("return 803;", EX_OSERR, "are of different versions"),
-        ("return 804;", EX_OSERR, "forward compatibility"),
+        ("return 803;", os.EX_OSERR, "are of different versions"),
+        ("return 804;", os.EX_OSERR, "forward compatibility"),
         ("abort();", 69, "cuInit can't be called: it died of signal 6"),
     ],
 )

@@ -1,5 +1,6 @@
 """The disk under the journal: full, or with something on it that is no journal. Also what a restart remembers."""
 
+import os
 import resource
 import shutil
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from gpulease.client import (
 from gpulease.client.sync.driver import ask
 from gpulease.daemon.broker.audit_setup import boot_id
 from gpulease.daemon.contract.control_page import PAGE_BYTES
-from gpulease.daemon.record.journal.database import EX_DATAERR, EX_UNAVAILABLE, HEAD_NAME, JOURNAL_NAME, Store
+from gpulease.daemon.record.journal.database import HEAD_NAME, JOURNAL_NAME, Store
 from gpulease.daemon.record.journal.rows import Contents
 from gpulease.protocol import Failure
 from gpulease.protocol.capabilities import AttachOption
@@ -233,7 +234,7 @@ def test_one_state_one_daemon(daemon: Daemon, folder: Path, tmp_path: Path) -> N
     settings = tmp_path / "second.toml"
     settings.write_text(f'state = "{folder}"')
     status, said = start_in_vain("--listen", f"unix:{tmp_path}/s", "--driver", "cpu", "--config", str(settings))
-    assert status == EX_UNAVAILABLE
+    assert status == os.EX_UNAVAILABLE
     check_sentence(said, "another daemon has the state folder")
 
 
@@ -245,7 +246,7 @@ def test_a_journal_that_can_not_be_used(folder: Path, tmp_path: Path, name: str,
     settings = tmp_path / "settings.toml"
     settings.write_text(f'state = "{folder}"')
     status, said = start_in_vain("--listen", f"unix:{tmp_path}/s", "--driver", "cpu", "--config", str(settings))
-    assert status == EX_DATAERR
+    assert status == os.EX_DATAERR
     check_sentence(said, "is broken: .* move the folder's journal files aside")
     assert (folder / name).read_bytes() == content
 
@@ -262,7 +263,7 @@ def test_a_journal_is_spoilt_under_sessions(start_lasting: Callable[..., Lasting
         data = path.read_bytes()
         path.write_bytes(data[: len(data) // 2] + b"?" + data[len(data) // 2 + 1 :])
         refused = lasting.begin()
-        assert refused.wait_for_exit() == EX_DATAERR
+        assert refused.wait_for_exit() == os.EX_DATAERR
         check_sentence(refused.log(), "is broken: .* move the folder's journal files aside")
         work.check_goes_on()
         path.write_bytes(data)

@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 
 from gpulease.client import Denied, GpuSession
-from gpulease.daemon.__main__ import EXIT_CONFIG, EXIT_UNAVAILABLE
-from gpulease.daemon.gpus.diagnosis import EX_OSERR
 from gpulease.daemon.gpus.driver_choice import has_nvidia_driver
 from helpers.daemon import Daemon, python_environment
 from helpers.kernels import check_main_job
@@ -37,7 +35,7 @@ def check_sentence(said: str, expected: str) -> None:
 @pytest.mark.exhaustive
 def test_a_second_daemon_on_the_same_socket(daemon: Daemon) -> None:
     status, said = start_in_vain("--listen", daemon.address, "--driver", "cpu")
-    assert status == EXIT_UNAVAILABLE
+    assert status == os.EX_UNAVAILABLE
     check_sentence(said, "another gpuleased does")
     with daemon.builder().acquire() as lease, GpuSession(lease) as session:
         check_main_job(session)
@@ -60,7 +58,7 @@ def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "d.sock"
     path.write_text("precious")
     status, said = start_in_vain("--listen", f"unix:{path}", "--driver", "cpu")
-    assert status == EXIT_CONFIG
+    assert status == os.EX_CONFIG
     check_sentence(said, "can't listen on .* a file that is not a socket is there; move it")
     assert path.read_text() == "precious"
     assert list(tmp_path.iterdir()) == [path], "no lock is left beside it"
@@ -70,7 +68,7 @@ def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
 def test_a_socket_where_a_folder_is(tmp_path: Path) -> None:
     (tmp_path / "d.sock").mkdir()
     status, said = start_in_vain("--listen", f"unix:{tmp_path}/d.sock", "--driver", "cpu")
-    assert status == EXIT_CONFIG
+    assert status == os.EX_CONFIG
     check_sentence(said, "it is a folder; name a socket to be made in it")
 
 
@@ -87,7 +85,7 @@ def test_a_state_folder_that_can_not_be_made(tmp_path: Path, place: str, said: s
     settings = tmp_path / "config.toml"
     settings.write_text(f'state = "{tmp_path}/{place}"\n')
     status, output = start_in_vain("--listen", f"unix:{tmp_path}/d.sock", "--driver", "cpu", "--config", str(settings))
-    assert status == EXIT_CONFIG
+    assert status == os.EX_CONFIG
     check_sentence(output, said)
 
 
@@ -103,14 +101,14 @@ def test_tenants_whose_cards_are_not_there(tmp_path: Path, text: str, said: str)
     settings = tmp_path / "config.toml"
     settings.write_text(f'vram = ["1GiB", "1GiB"]\n{text}\n')
     status, output = start_in_vain("--listen", f"unix:{tmp_path}/d.sock", "--driver", "cpu", "--config", str(settings))
-    assert status == EXIT_CONFIG
+    assert status == os.EX_CONFIG
     check_sentence(output, said)
 
 
 @pytest.mark.exhaustive
 def test_a_folder_that_does_not_exist(tmp_path: Path) -> None:
     status, said = start_in_vain("--listen", f"unix:{tmp_path}/no/ne/d.sock", "--driver", "cpu")
-    assert status == EXIT_CONFIG
+    assert status == os.EX_CONFIG
     check_sentence(
         said, "the folder .*/no does not exist: correct the path if it is mistyped, or create the folder first"
     )
@@ -121,7 +119,7 @@ def test_a_port_in_use() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         status, said = start_in_vain("--listen", f"tcp:127.0.0.1:{port}", "--driver", "cpu")
-    assert status == EXIT_UNAVAILABLE
+    assert status == os.EX_UNAVAILABLE
     check_sentence(said, f"can't listen on tcp:127.0.0.1:{port}")
 
 
@@ -131,7 +129,7 @@ def test_one_that_can_not_start_leaves_nobody_waiting(tmp_path: Path) -> None:
     settings.write_text(f'state = "{tmp_path}/state"\n')
     # It returns once nobody has its standard error open any more.
     status, said = start_in_vain("--listen", "tcp:192.0.2.1:0", "--driver", "cpu", "--config", str(settings))
-    assert status == EXIT_CONFIG
+    assert status == os.EX_CONFIG
     check_sentence(said, "loopback only")
     assert not list((tmp_path / "state" / "zygotes").iterdir())
 
@@ -142,7 +140,7 @@ def test_workers_who_are_nobody_that_is_there(tmp_path: Path) -> None:
     settings = tmp_path / "config.toml"
     settings.write_text('worker_user = "no-such-user"\n')
     status, said = start_in_vain("--listen", f"unix:{tmp_path}/d.sock", "--driver", "cpu", "--config", str(settings))
-    assert status == EXIT_CONFIG
+    assert status == os.EX_CONFIG
     check_sentence(said, "the user 'no-such-user' does not exist")
     assert "zygote died" not in said, "no session ended with it, and it will not be started again"
 
@@ -151,7 +149,7 @@ def test_workers_who_are_nobody_that_is_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "[::]"])
 def test_plain_tcp_is_for_loopback(host: str) -> None:
     status, said = start_in_vain("--listen", f"tcp:{host}:0", "--driver", "cpu")
-    assert status == EXIT_CONFIG
+    assert status == os.EX_CONFIG
     check_sentence(said, "loopback only")
 
 
@@ -159,7 +157,7 @@ def test_plain_tcp_is_for_loopback(host: str) -> None:
 @pytest.mark.skipif(has_nvidia_driver(), reason="this host has an NVIDIA driver")
 def test_cuda_without_a_driver(tmp_path: Path) -> None:
     status, said = start_in_vain("--listen", f"unix:{tmp_path}/d.sock", "--driver", "cuda")
-    assert status in (EX_OSERR, EXIT_CONFIG)
+    assert status in (os.EX_OSERR, os.EX_CONFIG)
     check_sentence(said, r"libnvidia-ml.so.1 \(NVML\) is not installed. .*--driver cpu|the cuda driver needs")
     assert not (tmp_path / "d.sock").exists()
 
@@ -178,21 +176,21 @@ def test_bad_settings(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "bad.toml"
     path.write_text(text)
     status, output = start_in_vain("--config", str(path))
-    assert status == EXIT_CONFIG
+    assert status == os.EX_CONFIG
     check_sentence(output, re.escape(said))
 
 
 @pytest.mark.exhaustive
 def test_a_config_file_that_is_not_there(tmp_path: Path) -> None:
     status, said = start_in_vain("--config", str(tmp_path / "none.toml"))
-    assert status == EXIT_CONFIG
+    assert status == os.EX_CONFIG
     check_sentence(said, "No such file")
 
 
 @pytest.mark.exhaustive
 def test_a_path_too_long_for_a_socket() -> None:
     status, said = start_in_vain("--listen", "unix:/" + "x" * 200)
-    assert status == EXIT_CONFIG
+    assert status == os.EX_CONFIG
     check_sentence(said, "at most 107 bytes")
 
 

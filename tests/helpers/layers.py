@@ -131,7 +131,7 @@ ROOMS: Final = (
     _room("daemon/record", HALL, "capabilities host leases log"),
     _room("daemon/web", HALL, "contract host log sandbox"),
     _room("daemon/remote", HALL, "host log sandbox"),
-    _room("daemon/gpus", HALL, "leases log"),
+    _room("daemon/gpus", HALL, "host leases log"),
     _room("daemon/leases", HALL, "contract", is_pure=True),
     _room("daemon/zygote", HALL, "contract drivers drivers/cuda host log sandbox session"),
     _room("daemon/session", HALL, "contract drivers host native"),

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from gpulease.daemon.gpus.diagnosis import EX_OSERR
 from helpers.booted_host import BootedHost, booted_host, missing
 
 pytestmark = [
@@ -98,6 +97,6 @@ def test_what_no_restart_mends_is_not_started_again(host: BootedHost) -> None:
     host.install(driver='"cuda"')
     with pytest.raises(AssertionError, match="failed"):
         host.do("systemctl", "start", "gpuleased")
-    assert host.shown("ExecMainStatus") == str(EX_OSERR)
+    assert host.shown("ExecMainStatus") == str(os.EX_OSERR)
     assert (host.shown("NRestarts"), host.shown("ActiveState")) == ("0", "failed")
     assert "NVML" in host.shown("StatusText")

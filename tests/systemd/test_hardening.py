@@ -12,7 +12,6 @@ import pytest
 
 from gpulease.client import GpuBuilder, GpuSession
 from gpulease.client.sync.driver import ask
-from gpulease.daemon.__main__ import EXIT_CONFIG
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Empty, Inventory, LeaseRevoke
 from helpers.daemon import Daemon
@@ -114,7 +113,7 @@ def test_it_makes_no_tcp_socket_itself(folder: Path) -> None:
         status = daemon.process.wait(60)
         if status == MISSING:
             pytest.skip(daemon.log.read_text())
-        assert status == EXIT_CONFIG, daemon.log.read_text()
+        assert status == os.EX_CONFIG, daemon.log.read_text()
         said = (
             "can't listen on tcp:127.0.0.1:0: no socket unit hands it over, and the daemon may make no network sockets"
         )

@@ -14,10 +14,7 @@ from click.testing import CliRunner
 
 from gpulease.client.cli.__main__ import main
 from gpulease.client.cli.service import PLACES, UNITS
-from gpulease.daemon.__main__ import EXIT_CONFIG
 from gpulease.daemon.config.settings import load_config
-from gpulease.daemon.gpus.diagnosis import EX_NOPERM, EX_OSERR
-from gpulease.daemon.record.journal.database import EX_DATAERR
 
 MAX_EXPOSURE = 2.0
 
@@ -83,7 +80,7 @@ def test_users_and_folders(installed: Path) -> None:
 
 def test_what_no_restart_mends_is_not_restarted() -> None:
     service = of("gpuleased.service")["Service"]
-    mended_by_none = {click.UsageError.exit_code, EX_DATAERR, EX_OSERR, EX_NOPERM, EXIT_CONFIG}
+    mended_by_none = {click.UsageError.exit_code, os.EX_DATAERR, os.EX_OSERR, os.EX_NOPERM, os.EX_CONFIG}
     assert {*map(int, service["RestartPreventExitStatus"].split())} == mended_by_none
 
 

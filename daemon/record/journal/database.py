@@ -31,20 +31,9 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Final
 
+from gpulease.daemon.host.cannot_start import CannotStart
 from gpulease.daemon.record.journal.rows import SCHEMA as ENTRY_SCHEMA
 from gpulease.daemon.record.journal.rows import Change, digest_of, put
-
-EX_DATAERR: Final = 65
-"""sysexits(3): the files are not as they were written. A restart would fail the same way."""
-
-EX_UNAVAILABLE: Final = 69
-"""sysexits(3): another daemon has the folder. A later start may succeed."""
-
-EX_IOERR: Final = 74
-"""sysexits(3): the disk refuses. A later start may succeed."""
-
-EX_CONFIG: Final = 78
-"""sysexits(3): the folder must not be used."""
 
 MOVE_ASIDE: Final = (
     "Restore it from where it was, or move the folder's journal files aside: then the daemon ends sessions that run,"
@@ -52,23 +41,13 @@ MOVE_ASIDE: Final = (
 )
 
 
-class JournalBroken(Exception):
-    """The journal can't be used; the message is a sentence for the operator.
-
-    Attributes:
-        hint: What to do, and what that costs.
-        status: The exit status of a daemon that can't start because of it, one of sysexits(3).
-    """
-
-    def __init__(self, message: str, hint: str, status: int) -> None:
-        super().__init__(message)
-        self.hint = hint
-        self.status = status
+class JournalBroken(CannotStart):
+    """The journal can't be used. The hint says what to do, and what that costs."""
 
 
 def not_whole(path: object, why: str) -> JournalBroken:
     """Make the error for files that lack something written, or have more."""
-    return JournalBroken(f"the journal {path} is broken: {why}", MOVE_ASIDE, EX_DATAERR)
+    return JournalBroken(f"the journal {path} is broken: {why}", MOVE_ASIDE, os.EX_DATAERR)
 
 
 FOLDER_MODE: Final = 0o700
@@ -99,7 +78,7 @@ def prepare(folder: Path) -> int:
             raise JournalBroken(
                 f"the state folder {folder} must be a folder of the daemon's user with mode 0700",
                 "Correct that, or let the daemon make one.",
-                EX_CONFIG,
+                os.EX_CONFIG,
             )
         # Lock the folder itself, not a file in it, which could be removed while the folder is in use.
         # systemd-tmpfiles(8) leaves a locked folder alone.
@@ -112,7 +91,7 @@ def prepare(folder: Path) -> int:
     except BlockingIOError:
         os.close(fd)
         raise JournalBroken(
-            f"another daemon has the state folder {folder}", "Stop it, or give this one its own.", EX_UNAVAILABLE
+            f"another daemon has the state folder {folder}", "Stop it, or give this one its own.", os.EX_UNAVAILABLE
         ) from None
     except OSError as error:
         os.close(fd)
@@ -191,12 +170,12 @@ def _head_bytes(commits: int) -> bytes:
 def _unusable(folder: Path, error: OSError) -> JournalBroken:
     if error.errno == errno.ENOENT:
         return JournalBroken(
-            f"the folder {folder.parent} of the state folder {folder} does not exist", _MAKE_IT, EX_CONFIG
+            f"the folder {folder.parent} of the state folder {folder} does not exist", _MAKE_IT, os.EX_CONFIG
         )
     said = f"the state folder {folder} can't be used: {error.strerror}"
     if error.errno in _MISTAKES:
-        return JournalBroken(said, "Name another, or let the daemon's user in.", EX_CONFIG)
-    return JournalBroken(said, "Look after the disk, or name another.", EX_IOERR)
+        return JournalBroken(said, "Name another, or let the daemon's user in.", os.EX_CONFIG)
+    return JournalBroken(said, "Look after the disk, or name another.", os.EX_IOERR)
 
 
 APPLICATION_ID: Final = 0x67704C4A
@@ -504,5 +483,5 @@ def _broken(path: Path, error: Exception) -> JournalBroken:
     return JournalBroken(
         f"the journal {path} can't be opened: {said}",
         "Look after the disk, its free space and the file's owner, then start again; nothing was changed.",
-        EX_IOERR,
+        os.EX_IOERR,
     )

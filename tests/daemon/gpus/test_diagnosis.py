@@ -1,11 +1,11 @@
 """What the operator is told, by the number a library gave and by what the host shows."""
 
+import os
 import re
 
 import pytest
 
-from gpulease.daemon.gpus.diagnosis import BY_NUMBER, EX_NOPERM, EX_OSERR, NO_LIBRARY, Host, Library, diagnose, no_cards
-from gpulease.daemon.gpus.source import EX_UNAVAILABLE
+from gpulease.daemon.gpus.diagnosis import BY_NUMBER, NO_LIBRARY, Host, Library, diagnose, no_cards
 
 NVML, CUDA = Library.NVML, Library.CUDA
 
@@ -21,29 +21,29 @@ NO_CARD = Host(missing=("/dev/nvidiactl",), has_cards=False)
 @pytest.mark.parametrize(
     ("library", "number", "host", "told", "status", "may_pass"),
     [
-        (NVML, 9, NOT_LOADED, r"kernel module is not loaded.*modprobe nvidia", EX_UNAVAILABLE, True),
-        (NVML, 9, NO_CARD, r"this host has no NVIDIA card on its PCI bus.*--driver cpu", EX_OSERR, False),
-        (NVML, 9, NO_NODES, r"/dev/nvidiactl and /dev/nvidia0 are not there.*nvidia-modprobe", EX_UNAVAILABLE, True),
-        (NVML, 999, NO_MEMORY_NODE, r"NVML fails with error 999.*nvidia-smi", EX_UNAVAILABLE, False),
-        (NVML, 9, WELL, r"driver is not loaded.*dmesg", EX_UNAVAILABLE, True),
-        (NVML, 4, SHUT, r"may not open /dev/nvidiactl \(Permission denied\).*DeviceAllow", EX_NOPERM, False),
-        (NVML, 4, WELL, r"may not use the cards", EX_NOPERM, False),
-        (NVML, 12, NOT_LOADED, r"libnvidia-ml.so.1 \(NVML\) is not installed.*--driver cpu", EX_OSERR, False),
-        (NVML, 17, WELL, r"operating system denies.*DeviceAllow", EX_NOPERM, False),
-        (NVML, 18, WELL, r"kernel module \(580.159.04\) and the driver's libraries.*reboot", EX_OSERR, False),
-        (NVML, 15, WELL, r"lost a card.*xid", EX_OSERR, False),
-        (NVML, 77, WELL, r"NVML fails with error 77.*nvidia-smi", EX_UNAVAILABLE, False),
-        (CUDA, 100, WELL, r"sees no card.*CUDA_VISIBLE_DEVICES", EX_UNAVAILABLE, True),
-        (CUDA, 100, SHUT, r"may not open /dev/nvidiactl", EX_NOPERM, False),
-        (CUDA, 304, NO_MEMORY_NODE, r"/dev/nvidia-uvm is not there.*nvidia-modprobe", EX_UNAVAILABLE, True),
-        (CUDA, 304, WELL, r"refuses CUDA a call.*LimitMEMLOCK", EX_UNAVAILABLE, True),
-        (CUDA, 999, NO_MEMORY_NODE, r"/dev/nvidia-uvm is not there", EX_UNAVAILABLE, True),
-        (CUDA, 802, NO_MEMORY_NODE, r"switches.*fabricmanager, in exactly.*580.159.04", EX_UNAVAILABLE, True),
-        (CUDA, 803, WELL, r"kernel module \(580.159.04\) and the driver's libraries.*reboot", EX_OSERR, False),
-        (CUDA, 804, WELL, r"forward compatibility.*cuda-compat", EX_OSERR, False),
-        (CUDA, 34, WELL, r"stub", EX_OSERR, False),
-        (CUDA, 806, WELL, r"MPS daemon", EX_OSERR, False),
-        (CUDA, 12345, WELL, r"cuInit fails with error 12345", EX_UNAVAILABLE, False),
+        (NVML, 9, NOT_LOADED, r"kernel module is not loaded.*modprobe nvidia", os.EX_UNAVAILABLE, True),
+        (NVML, 9, NO_CARD, r"this host has no NVIDIA card on its PCI bus.*--driver cpu", os.EX_OSERR, False),
+        (NVML, 9, NO_NODES, r"/dev/nvidiactl and /dev/nvidia0 are not there.*nvidia-modprobe", os.EX_UNAVAILABLE, True),
+        (NVML, 999, NO_MEMORY_NODE, r"NVML fails with error 999.*nvidia-smi", os.EX_UNAVAILABLE, False),
+        (NVML, 9, WELL, r"driver is not loaded.*dmesg", os.EX_UNAVAILABLE, True),
+        (NVML, 4, SHUT, r"may not open /dev/nvidiactl \(Permission denied\).*DeviceAllow", os.EX_NOPERM, False),
+        (NVML, 4, WELL, r"may not use the cards", os.EX_NOPERM, False),
+        (NVML, 12, NOT_LOADED, r"libnvidia-ml.so.1 \(NVML\) is not installed.*--driver cpu", os.EX_OSERR, False),
+        (NVML, 17, WELL, r"operating system denies.*DeviceAllow", os.EX_NOPERM, False),
+        (NVML, 18, WELL, r"kernel module \(580.159.04\) and the driver's libraries.*reboot", os.EX_OSERR, False),
+        (NVML, 15, WELL, r"lost a card.*xid", os.EX_OSERR, False),
+        (NVML, 77, WELL, r"NVML fails with error 77.*nvidia-smi", os.EX_UNAVAILABLE, False),
+        (CUDA, 100, WELL, r"sees no card.*CUDA_VISIBLE_DEVICES", os.EX_UNAVAILABLE, True),
+        (CUDA, 100, SHUT, r"may not open /dev/nvidiactl", os.EX_NOPERM, False),
+        (CUDA, 304, NO_MEMORY_NODE, r"/dev/nvidia-uvm is not there.*nvidia-modprobe", os.EX_UNAVAILABLE, True),
+        (CUDA, 304, WELL, r"refuses CUDA a call.*LimitMEMLOCK", os.EX_UNAVAILABLE, True),
+        (CUDA, 999, NO_MEMORY_NODE, r"/dev/nvidia-uvm is not there", os.EX_UNAVAILABLE, True),
+        (CUDA, 802, NO_MEMORY_NODE, r"switches.*fabricmanager, in exactly.*580.159.04", os.EX_UNAVAILABLE, True),
+        (CUDA, 803, WELL, r"kernel module \(580.159.04\) and the driver's libraries.*reboot", os.EX_OSERR, False),
+        (CUDA, 804, WELL, r"forward compatibility.*cuda-compat", os.EX_OSERR, False),
+        (CUDA, 34, WELL, r"stub", os.EX_OSERR, False),
+        (CUDA, 806, WELL, r"MPS daemon", os.EX_OSERR, False),
+        (CUDA, 12345, WELL, r"cuInit fails with error 12345", os.EX_UNAVAILABLE, False),
     ],
 )
 def test_told(library: Library, number: int, host: Host, told: str, status: int, may_pass: bool) -> None:
@@ -61,10 +61,10 @@ def test_every_one_is_a_sentence_with_a_fix(host: Host) -> None:
         assert not found.message.endswith(".")
         assert found.hint.endswith(".")
         assert "{" not in found.message + found.hint
-        assert found.status in (EX_UNAVAILABLE, EX_OSERR, EX_NOPERM)
-        assert not (found.may_pass and found.status != EX_UNAVAILABLE), "what a restart does not mend does not pass"
+        assert found.status in (os.EX_UNAVAILABLE, os.EX_OSERR, os.EX_NOPERM)
+        assert not (found.may_pass and found.status != os.EX_UNAVAILABLE), "what a restart does not mend does not pass"
 
 
 def test_no_card_is_listed() -> None:
-    assert no_cards(NO_CARD).status == EX_OSERR
+    assert no_cards(NO_CARD).status == os.EX_OSERR
     assert no_cards(WELL).may_pass

@@ -11,16 +11,7 @@ import pytest
 
 from gpulease.daemon.leases import Cause, LeaseState
 from gpulease.daemon.record.journal import JournalBroken, open_journal
-from gpulease.daemon.record.journal.database import (
-    EX_CONFIG,
-    EX_DATAERR,
-    EX_IOERR,
-    EX_UNAVAILABLE,
-    HEAD_NAME,
-    JOURNAL_NAME,
-    VERSION,
-    HeadFile,
-)
+from gpulease.daemon.record.journal.database import HEAD_NAME, JOURNAL_NAME, VERSION, HeadFile
 from gpulease.daemon.record.journal.rows import Contents
 
 from .scenes import BOOT, RELAY, kept, left_behind, opened, put, tombstone
@@ -121,7 +112,7 @@ def test_no_flipped_byte_misleads(left: tuple[Path, Contents], tmp_path: Path, k
         (folder / name).write_bytes(flipped)
         broken = outcome_of(folder, left[1])
         refused += broken is not None
-        assert broken is None or broken.status in (EX_DATAERR, EX_IOERR), str(broken)
+        assert broken is None or broken.status in (os.EX_DATAERR, os.EX_IOERR), str(broken)
         shutil.rmtree(folder)
     assert refused > len(places) // 20, "hardly a byte of it mattered"
 
@@ -182,7 +173,7 @@ def test_no_file_of_it_can_be_missing(
     before = {name: (folder / name).read_bytes() for name in there}
     with pytest.raises(JournalBroken, match=said) as broken:
         open_journal(folder, BOOT)
-    assert broken.value.status == EX_DATAERR
+    assert broken.value.status == os.EX_DATAERR
     assert "move the folder's journal files aside" in broken.value.hint
     assert {name: (folder / name).read_bytes() for name in there} == before
 
@@ -223,12 +214,12 @@ def a_folder(state: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "status", "said"),
     [
-        (not_a_database, EX_DATAERR, "not a database"),
-        (a_newer_one, EX_DATAERR, "newer gpulease"),
-        (somebody_elses, EX_DATAERR, "not a journal of gpulease"),
-        (with_a_forged_row, EX_DATAERR, "not those that were written"),
-        (with_a_table_more, EX_DATAERR, "tables"),
-        (a_folder, EX_IOERR, "can't be opened"),
+        (not_a_database, os.EX_DATAERR, "not a database"),
+        (a_newer_one, os.EX_DATAERR, "newer gpulease"),
+        (somebody_elses, os.EX_DATAERR, "not a journal of gpulease"),
+        (with_a_forged_row, os.EX_DATAERR, "not those that were written"),
+        (with_a_table_more, os.EX_DATAERR, "tables"),
+        (a_folder, os.EX_IOERR, "can't be opened"),
     ],
 )
 def test_what_is_not_a_journal_is_refused(stopped: Path, spoil: Callable[[Path], None], status: int, said: str) -> None:
@@ -276,7 +267,7 @@ def test_one_daemon_at_a_time(tmp_path: Path) -> None:
             (tmp_path / "state" / name).unlink()
     with pytest.raises(JournalBroken, match="another daemon") as broken:
         open_journal(tmp_path / "state", BOOT)
-    assert broken.value.status == EX_UNAVAILABLE
+    assert broken.value.status == os.EX_UNAVAILABLE
     os.close(first._lock_fd)
     first._committer.stop()
     again = open_journal(tmp_path / "state", BOOT)
@@ -290,13 +281,13 @@ def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path, mode: int) ->
     (tmp_path / "state").chmod(mode)
     with pytest.raises(JournalBroken, match="mode 0700") as broken:
         open_journal(tmp_path / "state", BOOT)
-    assert broken.value.status == EX_CONFIG
+    assert broken.value.status == os.EX_CONFIG
 
 
 def test_a_folder_whose_parent_is_missing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(JournalBroken, match=r"the folder .*/no of the state folder .* does not exist") as broken:
         open_journal(tmp_path / "no" / "state", BOOT)
-    assert broken.value.status == EX_CONFIG
+    assert broken.value.status == os.EX_CONFIG
 
 
 def test_what_was_interrupted_while_it_was_made_is_made_again(tmp_path: Path) -> None:

@@ -1,0 +1,31 @@
+"""What keeps the daemon from starting, said to its operator.
+
+Each part of the daemon has a subclass of its own for what it lacks. Some of them are also raised while the daemon runs,
+where their readers try again or report them.
+"""
+
+import os
+from typing import ClassVar
+
+
+class CannotStart(Exception):
+    """The daemon can't start; a later start may succeed. The message is a sentence for the operator.
+
+    Attributes:
+        hint: A sentence that says what the operator can do, or "".
+        status: The exit status of the daemon, one of sysexits(3). With EX_UNAVAILABLE and EX_IOERR a later start may
+            succeed. With EX_CONFIG, EX_DATAERR, EX_OSERR and EX_NOPERM a restart would fail the same way.
+    """
+
+    usual_status: ClassVar[int] = os.EX_UNAVAILABLE
+
+    def __init__(self, message: str, hint: str = "", status: int = 0) -> None:
+        super().__init__(message)
+        self.hint = hint
+        self.status = status or self.usual_status
+
+
+class Misconfigured(CannotStart):
+    """The daemon can't start with these settings, now or later."""
+
+    usual_status = os.EX_CONFIG
