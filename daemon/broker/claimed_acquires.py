@@ -92,7 +92,7 @@ class _ClaimedAcquire:
         self._post(replace(self._event, step=AcquireStep.CHECK))
 
     def claim(self) -> None:
-        """Step 2: claim the name, if there is one."""
+        """Step 2: claim the name in the fleet; an acquire without a name continues with its quota."""
         event, name = self._event, self._event.terms.name
         if not name:
             self._claim_quota()

@@ -40,8 +40,8 @@ cuMemGetAllocationGranularity)."""
 class BrokerRegionsPage:
     """The broker's view of a session's regions page, which it writes.
 
-    Its epochs are above those of every earlier page of the host: a set that was checked with another page is checked
-    again.
+    Readers cache what they have read together with the page's epoch. Epochs of a new page are above those of every
+    earlier page of the host, so nothing that was cached with an earlier page counts for this one.
 
     Attributes:
         reading_fd: A read-only descriptor for the worker, see `control_page.published_memory`; closed by `close`.

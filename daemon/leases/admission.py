@@ -96,7 +96,7 @@ class Admission:
             self._enqueue(event, candidates, now_ns, out)
 
     def serve_queue(self, now_ns: int, out: list[Effect]) -> None:
-        """Place every waiter that fits and is not held back, and refuse those whose waiting time is over."""
+        """Place every waiter that fits and is not held back, and refuse those that have waited too long."""
         self._store.queue.end_holds(now_ns)
         # Each placement changes which cards have room, so ask the queue again for the first waiter that fits.
         while (found := self._store.queue.next_placeable()) is not None:
@@ -214,7 +214,7 @@ class Admission:
         """Return the denial for a claim that this node can't serve; None if it can, or if nothing is claimed."""
         name, epoch = event.terms.name, event.terms.epoch
         if event.step is AcquireStep.CHECK:
-            # At CHECK there is no claim yet.
+            # The claim follows only if the check succeeds.
             return None
         # Past the membership deadline another node may serve the same claims.
         if event.terms.is_claimed and self._store.is_isolated(now_ns):
@@ -264,12 +264,12 @@ class Admission:
         return tuple(a for a in selected if any(a.card.answers_to(device) for device in devices))
 
     def _check_devices(
-        # Without any selected card, `_check_cards` reports the unknown selector instead.
         self,
         event: AcquireRequested,
         selected: tuple[CardAccount, ...],
         usable: tuple[CardAccount, ...],
     ) -> Denial | None:
+        # Without any selected card, `_check_cards` reports the unknown selector instead.
         if usable or not selected:
             return None
         return denials.over_tenant_limit(
@@ -286,14 +286,14 @@ class Admission:
             waiting = counted(limits.max_waiting, "request waits", "requests wait")
             return denials.over_limit(
                 "max_waiting",
-                f"There is no room now, and {waiting} already, as many as may",
+                f"No card has room now, and {waiting} already, as many as may",
                 "Try again later, or on another node.",
             )
         if self._store.queue.count_of(event.tenant) >= limits.max_waiting_per_tenant:
             waiting = counted(limits.max_waiting_per_tenant, "request")
             return denials.over_limit(
                 "max_waiting_per_tenant",
-                f"There is no room now, and tenant {event.tenant!r} already has {waiting} in the queue, as many as "
+                f"No card has room now, and tenant {event.tenant!r} already has {waiting} in the queue, as many as "
                 "one tenant may have",
                 "Wait for one of them to be answered.",
             )
@@ -342,8 +342,8 @@ REASON: Final = "the node is drained"
 class Drain:
     """Drains a node: admits no lease, warns the tenants, and ends the remaining leases at a deadline.
 
-    1. From the request on, no lease is granted. Acquires are refused, including queued ones and those whose worker is
-       still starting. The pool drops its contexts.
+    1. From the request on, no lease is granted. Acquires are refused, including queued ones and those that still wait
+       for their worker. The pool drops its contexts.
     2. Each active lease's subscribers receive the time that it has left. A renewal is allowed up to the drain's
        deadline and no further.
     3. At the deadline all remaining leases end with DRAINED. The node stays drained until an operator admits tenants
@@ -359,9 +359,9 @@ class Drain:
         self._admission = admission
 
     def on_requested(self, event: DrainRequested, now_ns: int, out: list[Effect]) -> None:
-        """Begin a drain, or move its deadline."""
+        """Begin a drain, or move its deadline; end all leases at once if the deadline is now."""
         self._store.drain_ns = now_ns + max(0, event.within_ms) * NS_PER_MS
-        # Refuse what is not granted yet: queued acquires, and leases whose worker is still starting.
+        # Refuse what is not granted yet: queued acquires, and leases that still wait for their worker.
         self._admission.close_queue(denials.draining(self._store.drain_ns - now_ns), out)
         for lease in self._store.live.values():
             if lease.state is LeaseState.PENDING:

@@ -332,7 +332,7 @@ class DurableReplies:
                 self._loop.call_soon_threadsafe(self._release)
 
     def _release(self) -> None:
-        # First send every reply whose ticket is on the disk, in order.
+        # First send every reply that has its ticket on the disk, in order.
         durable = self._durable()
         while self._held and self._held[0].ticket <= durable:
             _finish(self._held.popleft(), "")

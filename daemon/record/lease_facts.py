@@ -481,7 +481,7 @@ class LeaseHistory:
 
     def _session_faulted(self, event: SessionFaulted, now_ns: int) -> Fact | None:
         number = event.worker_id
-        # The number is a submit's or a lease's. Only the first fault of a session whose lease lives is reported.
+        # The number is a submit's or a lease's. Only the first fault of a session is reported, while its lease lives.
         of_submit = self._lease_of_submit(number)
         lease = self._lookup(of_submit or number)
         if lease is None or lease.state is not LeaseState.ACTIVE or number in self._faulted:
@@ -575,7 +575,7 @@ class LeaseHistory:
 
     def _refused_work(self, effect: RefuseWork, now_ns: int) -> Fact | None:
         lease = self._lookup(effect.worker_id)
-        # A warm context is no lease: `WarmEnded` makes the fact of its end.
+        # Not for a warm context: `WarmEnded` makes the fact of its end.
         return None if lease is None else self._over(effect, lease, effect.cause, now_ns)
 
     def _set_region(self, effect: SetRegion, now_ns: int) -> Fact | None:

@@ -231,7 +231,7 @@ class MemoryMonitor:
             reason = (
                 f"the card shows {held} bytes for its process; {allowed} were admitted, the context's share included"
             )
-        # A worker that has ended during the poll is no longer on the card; `WorkerExited` follows.
+        # A worker that ended during the poll has left the card; `WorkerExited` follows.
         if self._workers.is_alive(lease_id):
             owner_id = self._table.submits.lease_of(lease_id) or lease_id
             log_event(

@@ -241,8 +241,8 @@ class Workers:
     def fence(self, number: int, card_uuid: str, charged_to: int) -> None:
         """Count a reaped worker's process as the daemon's own while the card lists it, because a fence holds its bytes.
 
-        There are at most as many of them as fences, and one more for a lease's submit. If a process has the same id by
-        now, it belongs to someone else.
+        Each fence has at most one such process, and a lease's fence one more for its submit. If another process has got
+        the same id by now, it does not count.
 
         Args:
             number: The worker's number.

@@ -279,7 +279,7 @@ def _kill_listener(channel: socket.socket, path: Path) -> None:
     pid = parse_ucred(channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED_BYTES)).pid
     hint = "Find out who listens there, end it, and start again."
     try:
-        # The pidfd before the name: the process that is killed is the one whose name was checked.
+        # The pidfd before the name: so the name that is checked is that of the process that is killed.
         pidfd = os.pidfd_open(pid)
     except OSError:
         raise CannotAdopt(f"the zygote behind {path} does not answer", hint=hint) from None

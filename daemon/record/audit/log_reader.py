@@ -38,7 +38,7 @@ class LogSource:
             offset = 0
             try:
                 with path.open("rb") as file:
-                    # The bound keeps a forged file of one endless line out of memory. Its pieces are no valid records.
+                    # The bound keeps a forged file of one endless line out of memory. Its pieces are not valid records.
                     while line := file.readline(MAX_RECORD_BYTES + 2):
                         yield path.name, offset, line
                         offset += len(line)

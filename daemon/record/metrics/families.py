@@ -149,8 +149,8 @@ EXPIRY_LATENESS_SECONDS: Final = Family(
 REGIONS_OPENED: Final = _counter("gpu_region_opened", "Regions granted.")
 REGIONS_ADOPTED: Final = _counter("gpu_region_adopted", "Regions of an earlier daemon that this one took over.")
 REGIONS_RENEWED: Final = _counter("gpu_region_renewed", "Renewals of regions.")
-REGIONS_ENDED: Final = _counter("gpu_region_ended", "Regions whose memory was returned or fenced.")
-REGIONS_ACTIVE: Final = _gauge("gpu_region_active", "Regions whose launches may begin now.", PAIR)
+REGIONS_ENDED: Final = _counter("gpu_region_ended", "Regions that have ended: their memory was returned or fenced.")
+REGIONS_ACTIVE: Final = _gauge("gpu_region_active", "Regions in which launches may begin now.", PAIR)
 REGIONS_BYTES: Final = _gauge(
     "gpu_region_bytes", "Bytes of regions that are not returned yet: parts of the slices of their leases.", PAIR
 )
