@@ -102,6 +102,7 @@ def _check_place(setting: str, path: Path, *, is_folder: bool) -> None:
     Raises:
         ConfigError: Waiting can't help, unlike with a full disk.
     """
+    # In the order in which an operator would look: what is there, where it would be, and who may write.
     if path.exists() and path.is_dir() != is_folder:
         raise ConfigError(
             f"setting {setting}: {path} must be a {'folder, not a file' if is_folder else 'file, not a folder'}"

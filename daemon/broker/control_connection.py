@@ -94,6 +94,7 @@ class ControlConnection(asyncio.BufferedProtocol):
         refusal: Failure | None = None,
         options: tuple[Tlv, ...] = (),
     ) -> None:
+        # A placeholder until the connection is made and the kernel names the peer.
         self.peer = peer or Peer("", is_operator=False, is_known=False)
         self._is_identified = peer is not None
         self._runtime = runtime
@@ -102,6 +103,8 @@ class ControlConnection(asyncio.BufferedProtocol):
         self._tenant_of_uid = tenant_of_uid
         self._refusal = refusal
         self._options = options
+        # The protocol's state machine. It reads into one small buffer, which is all the memory that a silent peer
+        # costs.
         self._connection = Connection(
             Role.SERVER, max_payload_bytes=MAX_CONTROL_PAYLOAD_BYTES, buffer_bytes=READ_BUFFER_BYTES
         )

@@ -115,6 +115,7 @@ class FleetFrontend:
         tell_page: Callable[[dict[str, Any]], None],
         timeouts: Timeouts | None = None,
     ) -> None:
+        # What the operator set, and the parts of the daemon that this one asks or informs.
         self._settings = settings
         self._table = table
         self._partitions = frozenset(card.uuid for card in cards if card.is_partition)
@@ -122,6 +123,7 @@ class FleetFrontend:
         self._addresses = addresses
         self._tell_page = tell_page
         self._journal = journal
+        # What the last process reported: the membership, its deadline, and troubles for the operator.
         self._membership = journal.membership or KeptMembership()
         self._horizon_boot_ns = 0
         self._is_lost = False
@@ -139,12 +141,15 @@ class FleetFrontend:
         self._store = StoreSize("", 0, settings.etcd_quota_bytes)
         self._placements: Counter[str] = Counter()
         self._quota_claims: Counter[str] = Counter()
+        # Claims that wait for an answer, by number, and how many each tenant has.
         self._numbers = 0
         self._waiting: dict[int, _Waiting] = {}
         self._waiting_of: Counter[str] = Counter()
+        # What the process was sent last, so that only changes are sent.
         self._told: dict[str, Any] | None = None
         self._files = certificate_files(settings.ca, settings.key, settings.certificate)
         self._told_files: tuple[Stamp, ...] = ()
+        # The process, and the tasks that keep it up to date.
         self._process = ChildProcess(_fleet_kind(sandbox), self._begin, self._on_message, self._on_end, timeouts)
         self._stopped = asyncio.Event()
         self._record_task = PeriodicTask(self._tell_record, RECORD_S, _log_fault)
@@ -414,6 +419,7 @@ class FleetFrontend:
         return list(self._settings.addresses or self._addresses())
 
     def _record(self) -> dict[str, Any]:
+        # What the directory needs in order to choose a node: free bytes by card, labels, addresses.
         cards = [
             [
                 card.uuid,
@@ -496,6 +502,7 @@ class FleetFrontend:
         return f"{waiting.refusal}: {self._trouble()}"
 
     def _note(self, what: str, text: str, node: str, name: str) -> None:
+        # An acknowledged heartbeat is counted and not logged: there is one every few seconds.
         if what == Note.BEAT.value:
             self._beats += 1
             self._unanswered = ""

@@ -199,6 +199,7 @@ def prepare_place(address: UnixAddress, socket_mode: int) -> None:
 
     Users who may write to the socket may enter a folder made here; no others may.
     """
+    # Every problem is found before the socket is made, so that the operator gets a sentence instead of an errno.
     path = Path(address.path)
     if path.parent == OWN_FOLDER:
         _make_own_folder(path.parent, socket_mode, address)

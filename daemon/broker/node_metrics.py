@@ -203,6 +203,7 @@ class NodeMetrics:
         return totals
 
     def _content(self) -> Content:
+        # All gauges of one scrape in one turn of the loop, so that they agree with each other.
         facts = NodeFacts(
             now_ns=time.monotonic_ns(),
             tenants=self._tenants,

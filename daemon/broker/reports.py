@@ -29,6 +29,7 @@ leases with small regions from delaying the broker's loop: 4,096 took half a sec
 
 def full_report(lease: LeaseSnapshot, table: LeaseTable, workers: Workers) -> dict[str, Any]:
     """Report one lease with its connections and submits."""
+    # One moment for all times of the report.
     lease_id, now_ns = lease.lease_id, time.monotonic_ns()
     report = lease_report(lease, workers.page(lease_id), now_ns, table.phase(lease_id, now_ns), table.drain_ns)
     report |= orphan_report(table.orphan_ms(lease_id), table.orphan_due_ns(lease_id), now_ns)
@@ -50,6 +51,7 @@ def lease_report(
     drain_ns: int | None = None,
 ) -> dict[str, Any]:
     """Report one lease. The counters are what the worker reports on its page."""
+    # Members that only some leases have are left out of the others' reports.
     parent = {"parent": f"{lease.parent_id:032x}"} if lease.parent_id else {}
     claim: dict[str, Any] = {"name": lease.name, "epoch": lease.epoch} if lease.name else {}
     report: dict[str, Any] = (
@@ -75,6 +77,7 @@ def lease_report(
         report["phase"] = standing.phase.name.lower()
     if lease.ended_ns is not None and lease.deadline_ns is not None:
         report["ended_after_deadline_us"] = (lease.ended_ns - lease.deadline_ns) // 1000
+    # A live worker's counters. It reports them itself, so they are information and never a basis for decisions.
     if page is not None:
         report |= {
             "allocated_bytes": page.counter(Counter.ALLOCATED_BYTES),

@@ -460,6 +460,8 @@ async def _open_cards(config: Config) -> AsyncIterator[CardSource]:
 
 @contextlib.asynccontextmanager
 async def _open_workers(config: Config, source: CardSource, state: State) -> AsyncIterator[Workers]:
+    # The sandbox and the heap's wiping apply to all workers of this daemon. Workers that an earlier one left keep
+    # theirs.
     workers = Workers(
         config.driver_of_workers(source.driver),
         config.of_sandbox,

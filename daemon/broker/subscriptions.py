@@ -220,6 +220,7 @@ class Publisher:
             handle.cancel()
 
     def _send(self, subscribers: Iterable[Subscription], lease_id: int, standing: LeasePhase, now_ns: int) -> None:
+        # One event for all subscribers; each numbers its own copy.
         event = LeaseEvent(
             lease_id=lease_id,
             sequence=0,

@@ -260,6 +260,7 @@ class TlsFrontend:
     def _on_relay_left(self, pid: int) -> None:
         self._unidentified.discard(pid)
         self._adopted.discard(pid)
+        # Reported by the acceptor or by a pidfd, perhaps by both; only the first report counts.
         relay = self._relays.pop(pid, None)
         if relay is None:
             return

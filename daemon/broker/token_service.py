@@ -212,6 +212,7 @@ class ConnectionTokens:
 
     def check_demand(self, demand: Demand, lease_id: int, permission: Permission) -> None:
         """Raise Refused if this daemon requires a token for the operation and the connection has presented none."""
+        # Operators need no token: they could issue one to themselves.
         if demand not in self._service.demands or self._peer.is_operator:
             return
         if self._permitting(lease_id, permission) is None:

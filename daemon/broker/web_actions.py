@@ -115,6 +115,7 @@ class WebActionHandler:
 
     def handle(self, message: Mapping[Any, Any], answer: Answer) -> None:
         """Serve one message. A message that no honest web process sends gets no answer."""
+        # Types and bounds first: the message comes from a process that parses bytes from outside.
         match message:
             case {"number": int(number), "token": bytes(token)} if 0 <= number <= MAX_NUMBER:
                 action = self._parse(message)

@@ -191,6 +191,7 @@ def parse_rules(tables: Any) -> TenantRules:
 class Config:
     """The daemon's settings. `[tenants]` is a part of `limits`."""
 
+    # --- where tenants connect, and on which cards they compute ---
     listen: Annotated[
         tuple[Address, ...],
         Setting(
@@ -257,6 +258,7 @@ class Config:
             example='"0660"',
         ),
     ] = 0o660
+    # --- contexts made ahead, and the choice of a card ---
     warm_contexts: Annotated[
         int,
         Setting(
@@ -287,6 +289,7 @@ class Config:
             is_later=True,
         ),
     ] = PlacementOrder.SPREAD
+    # --- bounds of control connections; tenants' own bounds are in [tenants] ---
     max_connections: Annotated[
         int,
         Setting("Control connections at a time: each costs memory and a descriptor.", least=1, is_reloaded=True),
@@ -295,6 +298,7 @@ class Config:
         int,
         Setting("Control connections at a time of one tenant, operators excepted.", least=1, is_reloaded=True),
     ] = 512
+    # --- what outlives the daemon ---
     state: Annotated[
         Path | None,
         path_setting(
@@ -308,6 +312,7 @@ class Config:
             ' "end" ends them.'
         ),
     ] = OnStop.END
+    # --- the audit log ---
     audit: Annotated[
         Path | None, path_setting("The audit log's folder; without it there is none.", "/var/log/gpulease")
     ] = None
@@ -338,6 +343,7 @@ class Config:
     audit_keep_files: Annotated[
         int, Setting("Files of the audit log that are kept; 0 for all.", least=2, or_zero=True)
     ] = 0
+    # --- who is who, and who needs a token ---
     require_token: Annotated[
         frozenset[Demand],
         Setting(
@@ -365,6 +371,7 @@ class Config:
             is_reloaded=True,
         ),
     ] = field(default_factory=lambda: MappingProxyType({}))
+    # --- the workers' sandbox ---
     sandbox: Annotated[
         str,
         Setting(
@@ -391,6 +398,7 @@ class Config:
             read=_read_measures,
         ),
     ] = frozenset()
+    # --- the log ---
     log_format: Annotated[
         str,
         Setting(
@@ -405,6 +413,7 @@ class Config:
             "Seconds that an image may compile before its lease ends, because a compiler can't be interrupted.", least=1
         ),
     ] = 120
+    # --- tenants and operators from elsewhere: TLS, the web page, a fleet ---
     tls: Annotated[
         TlsSettings | None,
         Setting(
@@ -458,6 +467,7 @@ class Config:
             is_later=True,
         ),
     ] = None
+    # --- the node's bounds ---
     limits: Annotated[CoreLimits, Setting("Limits for all tenants.")] = field(default_factory=CoreLimits)
 
     def driver_of_workers(self, driver: str) -> str:
@@ -557,6 +567,7 @@ def _check(config: Config) -> None:
     """Raise ConfigError for settings that contradict each other."""
     _check_driver(config)
     _check_addresses(config)
+    # From the node's ways in to its tenants; the first contradiction is reported.
     if config.max_connections_per_tenant > config.max_connections:
         raise ConfigError("max_connections_per_tenant must be at most max_connections")
     if config.on_stop is OnStop.KEEP and config.state is None:
@@ -585,12 +596,14 @@ def _check_driver(config: Config) -> None:
 def _check_addresses(config: Config) -> None:
     if not config.listen:
         raise ConfigError("nothing to listen on")
+    # The kernel would refuse the second socket, with a sentence that does not name the setting.
     if len(set(config.listen)) < len(config.listen):
         raise ConfigError("an address stands twice in listen")
     if config.http in config.listen:
         raise ConfigError("http and listen have the same address")
     if config.tls is None and any(isinstance(address, TlsAddress) for address in config.listen):
         raise ConfigError("to listen on tls: addresses, the settings need a [tls] table: certificate, key, client_ca")
+    # Settings without the one that they belong to have no effect, and their operator would not notice.
     if config.http is None and (config.http_hosts or config.http_token_file is not None):
         raise ConfigError("http_hosts and http_token_file need http, the address of the web page")
 
@@ -673,6 +686,7 @@ def check_devices(rules: TenantRules, cards: Iterable[Card]) -> None:
 def check_worker_user(name: str) -> None:
     """Check that the user exists and is not root. Raises ValueError."""
     try:
+        # Looked up on this host, so it is checked at the start and not when the file is read.
         user = pwd.getpwnam(name)
     except KeyError:
         raise ValueError(

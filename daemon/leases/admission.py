@@ -184,6 +184,7 @@ class Admission:
         return self._store.rates.denial(event.tenant, self._store.limits.tenants.of(event.tenant), now_ns)
 
     def _check_request(self, event: AcquireRequested) -> Denial | None:
+        # What no other request could change first: the shutdown, the id, the sizes, the times.
         if self._store.is_shutting_down:
             return denials.shutting_down()
         if not 0 < event.lease_id <= MAX_LEASE_ID or self._store.is_used(event.lease_id):
@@ -194,6 +195,7 @@ class Admission:
                 "bytes.",
                 "Ask for the bytes you need.",
             )
+        # The session keeps at least one byte.
         if not 0 <= event.terms.submit_bytes < event.terms.size_bytes:
             return denials.invalid(
                 f"Of the lease's {event.terms.size_bytes} bytes, {event.terms.submit_bytes} can't be kept for submits.",

@@ -91,6 +91,7 @@ def _ended(cause: Cause) -> tuple[DenialReason, str, str]:
 
 def lease_ended(lease: LeaseSnapshot) -> Denial:
     """Deny work because the lease is draining, torn down or fenced."""
+    # The fence matters more than the cause: it concerns the operator too.
     if lease.state is LeaseState.FENCED:
         return Denial(
             DenialReason.FENCED,
@@ -162,6 +163,7 @@ def shutting_down() -> Denial:
 
 def draining(left_ns: int) -> Denial:
     """Deny a lease because the node is drained; `left_ns` is the time until the remaining leases end."""
+    # After its deadline a drain is a state, not a countdown.
     if left_ns <= 0:
         return Denial(
             DenialReason.DRAINED,
@@ -274,7 +276,7 @@ def done_but_not_kept(what: str, problem: str) -> Denial:
         DenialReason.NOT_RECORDED,
         f"{what}, but the journal can't be written: {problem}; if the daemon is restarted before it can, that is"
         " forgotten.",
-        "Look how it stands; an operator must look after the disk.",
+        "Query its state; an operator must look after the disk.",
     )
 
 

@@ -42,6 +42,7 @@ def validate(store: LeaseStore) -> None:
     Raises:
         InvariantBroken: A rule does not hold.
     """
+    # Each lease on its own first, then the cards that they share, then what spans cards.
     by_card: dict[str, list[Lease]] = {account.card.uuid: [] for account in store.accounts}
     for lease in store.live.values():
         _require(lease.card_uuid in by_card, f"{_name(lease)} is on card {lease.card_uuid}, which is not here.")
@@ -129,6 +130,7 @@ def _validate_history(store: LeaseStore, lease: Lease) -> None:
     _require(len(set(renewed)) == len(renewed), f"{name} used a generation twice.")
     ends = sum(entry.finish is LeaseState.DRAINING for entry in history)
     _require(ends <= 1, f"{name} was torn down {ends} times.")
+    # Only a restored lease may have no bytes: it may stand for a worker of an earlier daemon.
     is_charged = lease.charge_bytes >= lease.terms.size_bytes and (lease.terms.size_bytes > 0 or lease.is_restored)
     _require(is_charged, f"{name} is charged {lease.charge_bytes} bytes.")
 
@@ -154,6 +156,7 @@ def _validate_claims(store: LeaseStore) -> None:
         is_known = claim.epoch <= store.epochs.of(claim.name) or lease.is_restored
         _require(not claim.name or is_known, f"{name} has an epoch above the highest.")
     _require(len(store.epochs) <= MAX_NAMES, f"{len(store.epochs)} names are kept with their epochs.")
+    # The index by which a client that repeats its request finds its lease.
     for (tenant, request_id), lease in store.by_request.items():
         is_its_own = store.live.get(lease.lease_id) is lease and lease.tenant == tenant
         _require(is_its_own and lease.terms.request_id == request_id, f"{_name(lease)} is misfiled by its request.")
@@ -161,6 +164,7 @@ def _validate_claims(store: LeaseStore) -> None:
 
 def _validate_account(account: CardAccount, leases: list[Lease]) -> None:
     name, card = f"Card {account.card.uuid}", account.card
+    # The sums, computed again from the leases.
     held = sum(lease.charge_bytes for lease in leases)
     fenced = sum(lease.charge_bytes for lease in leases if lease.state is LeaseState.FENCED) + account.stuck_bytes
     alone = sum(lease.terms.exclusivity in ALONE for lease in leases)
@@ -178,6 +182,7 @@ def _validate_account(account: CardAccount, leases: list[Lease]) -> None:
         not alone or len(leases) == 1 or is_all_restored,
         f"{name} has a lease that must be alone, and {len(leases)} in all.",
     )
+    # Each lease is charged what its terms cost on this card.
     for lease in leases:
         charge_bytes = account.charge_bytes(lease.terms) + lease.extra_bytes
         is_rightly_charged = lease.charge_bytes == charge_bytes or lease.is_restored
@@ -192,6 +197,7 @@ def _validate_pool(store: LeaseStore, account: CardAccount, leases: list[Lease])
     contexts = list(account.warm.values())
     for context in contexts:
         _validate_warm(store, account, context)
+    # Four kinds of bytes: contexts, those that can give way, those that are stuck, and those of leases.
     warm = sum(context.charge_bytes for context in contexts)
     yielding = sum(context.charge_bytes for context in contexts if context.state in YIELDING)
     stuck = sum(context.charge_bytes for context in contexts if context.state is WarmState.FENCED)

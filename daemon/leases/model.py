@@ -106,6 +106,7 @@ class Trigger(Enum):
 
 TRANSITIONS: Final[Mapping[tuple[LeaseState, Trigger | Cause], LeaseState]] = MappingProxyType(
     {
+        # PENDING: the grant, or an end before it.
         (LeaseState.PENDING, Trigger.WORKER_READY): LeaseState.ACTIVE,
         (LeaseState.PENDING, Cause.FREED): LeaseState.DRAINING,
         (LeaseState.PENDING, Cause.REVOKED): LeaseState.DRAINING,
@@ -114,6 +115,7 @@ TRANSITIONS: Final[Mapping[tuple[LeaseState, Trigger | Cause], LeaseState]] = Ma
         (LeaseState.PENDING, Cause.SHUTDOWN): LeaseState.DRAINING,
         (LeaseState.PENDING, Cause.DRAINED): LeaseState.DRAINING,
         (LeaseState.PENDING, Cause.ISOLATED): LeaseState.DRAINING,
+        # ACTIVE: a renewal, or any of the ends.
         (LeaseState.ACTIVE, Trigger.RENEWED): LeaseState.ACTIVE,
         (LeaseState.ACTIVE, Cause.FREED): LeaseState.DRAINING,
         (LeaseState.ACTIVE, Cause.EXPIRED): LeaseState.DRAINING,
@@ -128,6 +130,7 @@ TRANSITIONS: Final[Mapping[tuple[LeaseState, Trigger | Cause], LeaseState]] = Ma
         (LeaseState.ACTIVE, Cause.LOAD_TIMEOUT): LeaseState.DRAINING,
         (LeaseState.ACTIVE, Cause.ORPHANED): LeaseState.DRAINING,
         (LeaseState.ACTIVE, Cause.ISOLATED): LeaseState.DRAINING,
+        # DRAINING: the proof of its bytes, or the lack of one. Only an operator leads out of FENCED.
         (LeaseState.DRAINING, Trigger.RECLAIM_PROVED): LeaseState.TORNDOWN,
         (LeaseState.DRAINING, Trigger.RECLAIM_FAILED): LeaseState.FENCED,
         (LeaseState.FENCED, Trigger.FENCE_CLEARED): LeaseState.TORNDOWN,
@@ -165,6 +168,7 @@ ENDED_REGIONS: Final = frozenset(REGION_ENDS.values())
 
 REGION_TRANSITIONS: Final[Mapping[tuple[RegionState, Trigger | Cause], RegionState]] = MappingProxyType(
     {
+        # A region that is still opening may end for any cause, an active one for those that concern an open region.
         (RegionState.OPENING, Trigger.REGION_OPENED): RegionState.ACTIVE,
         **{(RegionState.OPENING, cause): finish for cause, finish in REGION_ENDS.items()},
         (RegionState.ACTIVE, Trigger.RENEWED): RegionState.ACTIVE,
@@ -173,6 +177,7 @@ REGION_TRANSITIONS: Final[Mapping[tuple[RegionState, Trigger | Cause], RegionSta
             for cause, finish in REGION_ENDS.items()
             if cause not in (Cause.ABANDONED, Cause.SPAWN_FAILED)
         },
+        # Nothing in the session reaches its memory any more; what is missing is the card's proof.
         (RegionState.REVOKED, Trigger.REGION_TAKEN): RegionState.FENCED,
         (RegionState.EXPIRED, Trigger.REGION_TAKEN): RegionState.FENCED,
         (RegionState.FREED, Trigger.REGION_TAKEN): RegionState.FENCED,
@@ -384,6 +389,7 @@ class Lease:
           grant.
     """
 
+    # What the acquire requested, and where it was placed.
     lease_id: int
     tenant: str
     card_uuid: str
@@ -393,37 +399,44 @@ class Lease:
     created_ns: int
     spawn_due_ns: int
     max_story_entries: int
+    # The context that it runs on, and whether that context may serve another lease.
     warm_id: int = 0
     served: int = 0
     is_in_doubt: bool = False
     is_scrubbing: bool = False
     awaited_bytes: int = 0
+    # Its state, and why it ended.
     generation: int = 1
     state: LeaseState = LeaseState.PENDING
     cause: Cause | None = None
     reason: str = ""
     fault: str = ""
     deadline_ns: int | None = None
+    # Its teardown: the timers, and the steps that were taken.
     grace_due_ns: int | None = None
     reclaim_due_ns: int | None = None
     ended_ns: int | None = None
     is_kill_sent: bool = False
     is_worker_gone: bool = False
+    # Its session and connections.
     is_restored: bool = False
     unconnected_ns: int | None = None
     has_session: bool = False
+    # Its submits.
     own_submit_bytes: int = 0
     extra_bytes: int = 0
     submit_id: int = 0
     next_submit: "SubmitRequested | None" = None
     last_submit: "SubmitSnapshot | None" = None
     is_proved: bool = False
+    # Its regions and its size.
     regions: "dict[int, Region]" = field(default_factory=dict)
     slots: "dict[int, Region]" = field(default_factory=dict)
     region_bytes: int = 0
     region_number: int = 0
     resize: "Resize | None" = None
     is_reshaped: bool = False
+    # Its claim in the fleet, the requests that wait for its end, and its transitions.
     horizon: Horizon | None = None
     free_request: int | None = None
     revoke_requests: list[int] = field(default_factory=list)

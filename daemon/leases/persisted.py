@@ -134,6 +134,7 @@ def keep(lease: Lease, worker_pid: int) -> KeptLease | None:
         return None
     # A context lent for a submit goes back with the submit, unless it is part of a fence.
     extra_bytes = 0 if lease.state is LeaseState.FENCED else lease.extra_bytes
+    # In the order of the fields: a tuple is built in a fraction of the time that a dataclass takes.
     return KeptLease(
         lease.lease_id,
         lease.tenant,

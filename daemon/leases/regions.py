@@ -453,6 +453,7 @@ class Regions(RegionViews):
         Returns:
             The ids of the regions that were not returned before.
         """
+        # The proof of the lease's bytes covers its regions, so they end with it, whatever state they are in.
         going = tuple(lease.slots.values())
         for region in going:
             region.kept_bytes = 0
@@ -523,6 +524,7 @@ class Regions(RegionViews):
         """Remember a region of a lease that is already over, and report its end unless that was reported."""
         cause = kept.cause or Cause.WORKER_DIED
         was_reported = kept.is_given_up or kept.state is RegionState.RETURNED
+        # Without a record of its lease, nothing is known of the tenant either.
         if lease := self._store.get(kept.lease_id):
             ended = lease._replace(
                 lease_id=kept.region_id,
@@ -556,6 +558,7 @@ def _rounded(event: events.RegionRequested) -> int:
 def _check_room(lease: Lease, size_bytes: int) -> Denial | None:
     """Return the denial for a region for which an active lease has no room; None if it has."""
     room_bytes = lease.region_room_bytes
+    # Each refusal names the bound that a tenant can do something about, from the session to the bytes.
     if lease.own_submit_bytes:
         return denials.session_taken(lease.lease_id)
     if len(lease.slots) >= MAX_REGIONS:

@@ -305,6 +305,7 @@ class Submits(SubmitViews):
     def _enter(self, lease: Lease, submit_id: int, request: int, timeout_ms: int, now_ns: int) -> Submit:
         due_ns = now_ns + self._store.limits.spawn_timeout_s * NS_PER_S
         charge_bytes = lease.submit_charge_bytes
+        # With reserved bytes the kernel gets those; in the session's place it gets the slice without one context.
         overhead_bytes = self._store.account_by_uuid[lease.card_uuid].card.overhead_bytes
         size_bytes = lease.terms.submit_bytes or charge_bytes - overhead_bytes
         submit = Submit(
@@ -530,6 +531,7 @@ def _check_request(store: LeaseStore, lease: Lease | None, event: SubmitRequeste
 
     An admitted submit counts as an acquire towards its tenant's rate, so the rate is checked last.
     """
+    # From the lease's state to the tenant's rate, which is counted last because it is used up by asking.
     if lease is None or lease.tenant != event.tenant:
         return denials.not_found(event.lease_id)
     if lease.state is LeaseState.PENDING:

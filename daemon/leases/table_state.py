@@ -76,22 +76,27 @@ class LeaseStore:
         recycling: Recycling | None = None,
         order: PlacementOrder = PlacementOrder.SPREAD,
     ) -> None:
+        # Bounds and cards, which only a reload and other programs' memory change.
         self.limits = limits
         self.recycling = recycling
         self.order = order
         self.accounts = tuple(CardAccount(card, warm_contexts) for card in sorted(cards, key=lambda card: card.index))
         self.account_by_uuid = {account.card.uuid: account for account in self.accounts}
+        # Leases: live ones by id, and sums over them by tenant.
         self.live: dict[int, Lease] = {}
         self.pending: dict[int, int] = {}
         self.live_by_tenant: Counter[str] = Counter()
         self.bytes_by_tenant: Counter[str] = Counter()
         self.fenced: dict[int, Lease] = {}
+        # Ended leases and regions, for late calls.
         self.ended: OrderedDict[int, LeaseSnapshot] = OrderedDict()
         self.regions: dict[int, Region] = {}
         self.region_requests: dict[int, int] = {}
         self.ended_regions: OrderedDict[int, LeaseSnapshot] = OrderedDict()
+        # Ids that are never forgotten.
         self.revoked = RevokedIds()
         self.cleared = RevokedIds()
+        # The pool, the submits, and the claims in the fleet.
         self.warm: dict[int, WarmContext] = {}
         self.submits: dict[int, Submit] = {}
         self.rates = AcquireRates()
@@ -100,6 +105,7 @@ class LeaseStore:
         self.by_request: dict[tuple[str, str], Lease] = {}
         self.epochs = HighestEpochs()
         self.horizon: Horizon | None = None
+        # What concerns the node as a whole: the queue, a drain, the shutdown.
         self.queue = WaitQueue(limits, order)
         self.under_earlier_rules: set[str] = set()
         self.renamed: set[str] = set()
@@ -201,6 +207,7 @@ class LeaseStore:
 
     def check_bytes(self, tenant: str, more_bytes: int) -> Denial | None:
         """Return the denial for a tenant that would have or await more bytes than it may; None if it may."""
+        # Queued acquires count too, or a tenant could exceed its bound by waiting.
         bound = self.limits.tenants.of(tenant).max_vram_bytes
         mine = self.bytes_by_tenant.get(tenant, 0) + self.queue.bytes_of(tenant)
         if bound is None or mine + more_bytes <= bound:
@@ -348,6 +355,7 @@ class LeaseStore:
         self.live[lease.lease_id] = lease
         self.live_by_tenant[lease.tenant] += 1
         self.bytes_by_tenant[lease.tenant] += lease.terms.size_bytes
+        # Indexes for claims, for the membership deadline, and for a client that repeats its request.
         if lease.terms.name:
             self.claimed[lease.terms.name] = lease
         if lease.terms.is_claimed:

@@ -35,6 +35,7 @@ def lease_due_ns(lease: Lease, kind: TimerKind) -> int | None:
 
     A timer that fires early is armed again for that time.
     """
+    # Each kind belongs to one state: in any other the timer is outdated.
     match kind:
         case TimerKind.SPAWN:
             return lease.spawn_due_ns if lease.state is LeaseState.PENDING else None
@@ -63,6 +64,7 @@ class Teardown:
     def __init__(self, store: LeaseStore) -> None:
         self._store = store
         self._reclaim_timeout_ns = store.limits.reclaim_timeout_s * NS_PER_S
+        # The submits get two callbacks: a lease's teardown waits for its submit's.
         self.submits = Submits(store, self._on_submit_freed, self.on_reclaim_failed)
         self.regions = Regions(store, self._on_region_stuck)
         self.resizes = Resizes(store)

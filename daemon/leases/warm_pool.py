@@ -117,6 +117,7 @@ class WarmPool:
         self._teardown = teardown
         self._reclaim_timeout_ns = store.limits.reclaim_timeout_s * NS_PER_S
         self._spawn_timeout_ns = store.limits.spawn_timeout_s * NS_PER_S
+        # Ids are counted upwards and never used twice, in two ranges: the pool's own, and what leases left.
         self._last_id = FIRST_WARM_ID - 1
         self._last_left_id = FIRST_LEFT_ID - 1
         self._refills = {account.card.uuid: Refill() for account in store.accounts}
@@ -253,6 +254,7 @@ class WarmPool:
     def clear_fences(self, card_uuids: Iterable[str]) -> tuple[int, ...]:
         """Release contexts that could not be proved gone, because an operator vouches for them; return their ids."""
         uuids = set(card_uuids)
+        # The bytes are grantable again because a person vouches for them, not because they were proved free.
         fenced = [context for context in self._store.warm.values() if context.state is WarmState.FENCED]
         cleared = [context for context in fenced if context.card_uuid in uuids]
         for context in cleared:

@@ -38,6 +38,7 @@ class Kind:
 
 
 class LogEvent(Enum):
+    # --- a lease's life: from its request to the proof that its memory is free ---
     LEASE_REQUESTED = Kind(
         "lease.requested",
         INFO,
@@ -62,6 +63,7 @@ class LogEvent(Enum):
         "lease of an earlier daemon taken over",
         (*_OR_REGION, "worker_pid", "generation", "ttl_ms"),
     )
+    # Sessions, regions and submits of a lease that is active.
     SESSION_ATTACHED = Kind(
         "session.attached", INFO, "a connection was passed to the worker", ("lease_id", "tenant", "worker_pid")
     )
@@ -84,6 +86,7 @@ class LogEvent(Enum):
         "a submit can't be proved gone: its lease accepts no more submits",
         ("lease_id", "tenant", "reason"),
     )
+    # The end, in the order in which it happens.
     LEASE_WARNED = Kind(
         "lease.warned", INFO, "subscribers were notified how long the lease can last", ("lease_id", "left_ms", "reason")
     )
@@ -123,6 +126,7 @@ class LogEvent(Enum):
         (*_OR_REGION, "cause", "reason", "held_ms", "reclaim_ms"),
     )
     LEASE_UNFENCED = Kind("lease.unfenced", INFO, "an operator has cleared the fence", (*_OR_REGION, "by"))
+    # --- requests and tokens ---
     REQUEST_DENIED = Kind(
         "request.denied",
         INFO,
@@ -139,6 +143,7 @@ class LogEvent(Enum):
         "token.issued", INFO, "a token was issued", ("lease_id", "tenant", "by", "permissions", "nonce")
     )
     TOKEN_REVOKED = Kind("token.revoked", INFO, "a token was revoked", ("lease_id", "tenant", "by", "nonce"))
+    # --- workers and contexts ---
     WORKER_SAID = Kind(
         "worker.said", INFO, "output of a worker or its kernel:", ("lease_id", "worker_pid", "said", "lost_lines")
     )
@@ -151,6 +156,7 @@ class LogEvent(Enum):
         "warm.refused", INFO, "the lease's context is not reused for its tenant's next lease", ("lease_id", "reason")
     )
     WARM_FENCED = Kind("warm.fenced", WARNING, "a context made ahead is fenced", ("card", "reason"))
+    # --- the daemon: its sockets, start and stop ---
     DAEMON_LISTENING = Kind("daemon.listening", INFO, "gpuleased listens", ("address", "version"))
     DAEMON_SEEN = Kind("daemon.seen", INFO, "gpuleased serves its web page", ("url", "version"))
     DAEMON_MADE_FOLDER = Kind(
@@ -166,6 +172,7 @@ class LogEvent(Enum):
     DAEMON_STOPPING = Kind("daemon.stopping", INFO, "stopping")
     DAEMON_FAILED = Kind("daemon.failed", ERROR, "the daemon ends", ("hint", "status"))
     DAEMON_FAULT = Kind("daemon.fault", ERROR, "internal error of the daemon: please report it", ("doing", "traceback"))
+    # --- cards, settings, the service manager and the sandbox ---
     CARD_FOUND = Kind(
         "card.found", INFO, "card to lease", ("index", "card", "name", "capacity_bytes", "overhead_bytes")
     )
@@ -198,6 +205,7 @@ class LogEvent(Enum):
         "manager.deaf", WARNING, "the service manager can't be notified of the daemon's state", ("reason",)
     )
     SANDBOX_OFF = Kind("sandbox.off", WARNING, "a measure of the workers' sandbox is off", ("measure", "reason"))
+    # --- what an earlier daemon left; zygotes ---
     SESSIONS_FOUND = Kind("sessions.found", INFO, "an earlier daemon left leases and workers", ("count", "going_on"))
     WORKER_STRAY = Kind(
         "worker.stray", WARNING, "the lease's worker has no zygote; it is ended", ("lease_id", "worker_pid")
@@ -212,6 +220,7 @@ class LogEvent(Enum):
     ZYGOTE_HUNG = Kind(
         "zygote.hung", ERROR, "a zygote does not answer; it is killed, and its sessions with it", ("zygote_pid",)
     )
+    # --- the journal, the audit log and memory: each event that begins a trouble has one that ends it ---
     JOURNAL_FAILING = Kind("journal.failing", ERROR, "the journal can't be written", ("reason",))
     JOURNAL_BACK = Kind("journal.back", WARNING, "the journal is written again")
     JOURNAL_SHORT = Kind("journal.short", ERROR, "the last changes are not in the journal", ("reason",))
@@ -231,6 +240,7 @@ class LogEvent(Enum):
         "out of memory: new requests are refused until there is memory; leases continue and end as usual",
     )
     MEMORY_BACK = Kind("memory.back", WARNING, "memory is available again")
+    # --- helper processes: the gate for remote tenants, the web process, the fleet process ---
     GATE_DIED = Kind(
         "gate.died",
         ERROR,
@@ -269,6 +279,7 @@ class LogEvent(Enum):
     )
     FLEET_NOT_STARTED = Kind("fleet.not_started", ERROR, "the fleet process can't be started", ("reason",))
     FLEET_BACK = Kind("fleet.back", INFO, "the fleet process is back")
+    # Messages of the fleet process, and the store behind it.
     FLEET_JOINED = Kind("fleet.joined", INFO, "the node has joined its fleet", ("node", "incarnation"))
     FLEET_FENCED = Kind(
         "fleet.fenced", ERROR, "the fleet has declared this node dead: its named leases end", ("reason",)
@@ -290,6 +301,7 @@ class LogEvent(Enum):
         WARNING,
         "directories can't offer this node to tenants: add a tls: address to listen, or set addresses in [fleet]",
     )
+    # --- relays of remote tenants, and directories of a fleet ---
     TLS_NOT_USED = Kind("tls.not_used", WARNING, "the [tls] table is not used: no address of listen begins with tls:")
     DRAIN_GOES_ON = Kind(
         "drain.goes_on",
@@ -316,6 +328,7 @@ class LogEvent(Enum):
         ("nodes", "names", "placed", "unplaced", "listed", "refused", "bad_records"),
     )
     STRANGER_REFUSED = Kind("stranger.refused", WARNING, "a connection was refused", ("peer", "reason", "suppressed"))
+    # --- the log itself ---
     LOG_SUPPRESSED = Kind(
         "log.suppressed",
         WARNING,

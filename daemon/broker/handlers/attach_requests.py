@@ -246,6 +246,7 @@ class AttachHandler:
             wanted = Wanted.from_options(options)
 
         def pass_on(fd: int, rest: bytes) -> bool:
+            # Everything that the worker needs to continue as if it had read the request itself.
             message = messages.Attach(
                 request.request_id,
                 rest,

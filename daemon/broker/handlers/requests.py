@@ -35,6 +35,7 @@ class RequestDispatcher:
     def __init__(self, runtime: Runtime, connection: AttachingConnection, driver: str) -> None:
         self._runtime = runtime
         self._connection = connection
+        # One caller for all handlers: the peer, its tokens, and the leases that it holds.
         tokens = ConnectionTokens(runtime.tokens, connection.peer)
         self._caller = caller = Caller(runtime, connection, tokens, runtime.connections)
         self.attaching = AttachHandler(caller, connection)
@@ -45,12 +46,14 @@ class RequestDispatcher:
         token = TokenHandler(caller)
         regions = RegionHandler(caller)
         self._handlers: dict[Opcode, Handle] = {
+            # Tenants: their leases and sessions.
             Opcode.LEASE_ALLOC: leases.lease_alloc,
             Opcode.LEASE_RENEW: leases.lease_renew,
             Opcode.LEASE_FREE: leases.lease_free,
             Opcode.LEASE_NOTE: leases.lease_note,
             Opcode.ATTACH: self.attaching.attach,
             Opcode.GPU_SUBMIT: self.attaching.gpu_submit,
+            # Anybody: what there is, and what changes.
             Opcode.PING: queries.ping,
             Opcode.GET_INVENTORY: queries.get_inventory,
             Opcode.LEASE_QUERY: queries.lease_query,
@@ -65,6 +68,7 @@ class RequestDispatcher:
             Opcode.HEALTH: node.health,
             Opcode.PLACE: node.refuse_as_node,
             Opcode.FLEET_LIST: node.refuse_as_node,
+            # Operators, and bearers of their tokens.
             Opcode.LEASE_REVOKE: admin.lease_revoke,
             Opcode.FENCE_CLEAR: admin.fence_clear,
             Opcode.DRAIN: admin.drain,
