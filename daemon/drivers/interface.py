@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Dim3 = tuple[int, int, int]
 
 ONE_BY_ONE: Final = "one-by-one"
-"""Stands in the name of the cards' driver where native code queues each launch by itself: `cuda::one-by-one`."""
+"""Part of the CUDA driver's name if native code queues each launch by itself: `cuda::one-by-one`."""
 
 
 class DriverError(Exception):
@@ -131,14 +131,14 @@ class Kernel(Protocol):
 
     @property
     def name(self) -> str:
-        """The entry's name, as in PTX."""
+        """The entry point's name, as in PTX."""
 
     @property
     def parameters(self) -> tuple[Parameter, ...]: ...
 
     @property
     def parameter_bytes(self) -> int:
-        """Size of the parameter buffer `launch` takes."""
+        """The size of the parameter buffer that `launch` takes, in bytes."""
 
     @property
     def max_threads_per_block(self) -> int:
@@ -149,7 +149,7 @@ class Kernel(Protocol):
         """The card's local memory that the context reserves before this kernel runs, and then keeps."""
 
     def figures(self) -> Figures:
-        """Return its resources. Raises DriverError."""
+        """Return the kernel's resources. Raises DriverError."""
 
 
 class Module(Protocol):
@@ -202,7 +202,7 @@ class NativeLaunch:
     """The functions with which native code launches and copies in a context, in the thread that uses the context.
 
     Attributes:
-        state: The address that all functions get as first argument.
+        state: The first argument of all functions, an address.
         launch: Address of `int32 launch(state, record, params, params_bytes, tag)`. It queues a launch and returns 0,
           or does nothing and returns another number: `Context.launch` then does it, or raises the reason.
         query: Address of `int32 query(state)`. It returns 0 if all launches have ended well and there is nothing to
@@ -532,7 +532,7 @@ class Context(Protocol):
         tag: int,
         attributes: LaunchAttributes,
     ) -> None:
-        """`launch` with attributes. Raises LaunchRejected, which tells the bound, for what never fits on the card."""
+        """`launch` with attributes. Raises LaunchRejected, with the bound, for what never fits on the card."""
 
     def set_spinning(self, *, spins: bool, yields: bool) -> None:
         """Choose whether waits spin on the card before they sleep, and whether they yield the core meanwhile."""
@@ -569,11 +569,11 @@ class Context(Protocol):
 
 
 class Driver(Protocol):
-    """A kind of card."""
+    """A kind of card, and what its workers need."""
 
     @property
     def name(self) -> str:
-        """The driver's name: cuda or cpu."""
+        """The driver's name in settings: cuda or cpu."""
 
     def preload(self) -> None:
         """Import what a context needs, without touching a device. The zygote calls this once before it forks."""
@@ -612,10 +612,12 @@ class Opening(Protocol):
 _MANAGED: Final = re.compile(
     rb"""//[^\n]*|/\*.*?(?:\*/|\Z)|"[^"]*(?:"|\Z)|(?P<managed>\.managed(?![\w$]))""", re.DOTALL
 )
+# The variable's name is the first word outside of comments, strings, directives and numbers.
 _WORD: Final = re.compile(
     rb"""//[^\n]*|/\*.*?(?:\*/|\Z)|"[^"]*(?:"|\Z)|\.[\w$]+|\d[\w$]*|(?P<word>[A-Za-z_$%][\w$]*)""", re.DOTALL
 )
 
+# Names are a tenant's text: longer ones are cut in messages.
 _SHOWN_NAME_CHARACTERS: Final = 200
 
 
@@ -632,8 +634,10 @@ def refuse_managed_text(ptx: bytes) -> None:
 
     The declaration may be anywhere, so this searches for the attribute itself, outside of comments and strings.
     """
+    # Nearly all images: one search, without the regular expression.
     if b".managed" not in ptx:
         return
+    # The other alternatives match comments and strings, so that the attribute in them is skipped.
     for found in _MANAGED.finditer(ptx):
         if found["managed"] is not None:
             line = ptx.count(b"\n", 0, found.start()) + 1

@@ -39,5 +39,6 @@ def address_of(data: object) -> int:
     buffer = _Buffer()
     _get(data, ctypes.byref(buffer), _PyBUF_SIMPLE)
     address = buffer.buf
+    # Releasing at once lets Python resize the object; the address remains valid while nothing does.
     _release(ctypes.byref(buffer))
     return int(address or 0)

@@ -27,11 +27,12 @@ DIRECTORY_VARIABLE = "GPULEASE_CPU_CACHE"
 # The workers' folder in that directory; their user's number follows the name.
 WORKERS_FOLDER = "workers"
 
+# The workers' folder, once `keep_for_workers` has run; inherited by forks.
 _for_workers: list[PrivateFolder | None] = []
 
 
 def key_of(kind: bytes, content: bytes, maker: ModuleType) -> bytes:
-    """The cache key for what the package `maker` compiles from some content."""
+    """Return the cache key for what the package `maker` compiles from some content."""
     return hashlib.sha256(kind + b"\0" + _identity(maker) + content).digest()
 
 
@@ -55,6 +56,7 @@ def keep_for_workers(owner: int) -> int | None:
     directory, or creating it failed.
     """
     folder = None
+    # Without the operator's setting there is no shared folder: see the module's docstring.
     if os.environ.get(DIRECTORY_VARIABLE):
         folder = open_for(owner, Path(os.environ[DIRECTORY_VARIABLE]) / f"{WORKERS_FOLDER}-{owner}")
     _for_workers[:] = [None if folder is None else PrivateFolder(folder)]
@@ -73,7 +75,7 @@ def load_ir(text: str) -> NativeCode:
 
 @cache
 def _identity(maker: ModuleType) -> bytes:
-    """A hash of all that turns content into code: the sources of `maker` and this package, LLVM, the processor."""
+    """Return a hash of what turns content into code: the sources of `maker` and this package, LLVM, the processor."""
     digest = hashlib.sha256(target_identity().encode())
     for package in (native, maker):
         for name, data in sorted(_sources(files(package), "")):
@@ -83,6 +85,7 @@ def _identity(maker: ModuleType) -> bytes:
 
 def _sources(folder: Traversable, path: str) -> list[tuple[str, bytes]]:
     found: list[tuple[str, bytes]] = []
+    # Sources of generated and native code alike: any change of either may change the result.
     for entry in folder.iterdir():
         name = f"{path}/{entry.name}"
         if entry.is_dir():
@@ -93,6 +96,7 @@ def _sources(folder: Traversable, path: str) -> list[tuple[str, bytes]]:
 
 
 def _current_folder() -> PrivateFolder | None:
+    # After `keep_for_workers` only the workers' folder counts, even if it is None.
     if _for_workers:
         return _for_workers[0]
     directory = _directory()
@@ -105,6 +109,7 @@ def _folder_at(directory: Path) -> PrivateFolder:
 
 
 def _directory() -> Path | None:
+    # The operator's setting, then the user's cache folder (XDG Base Directory Specification).
     named = os.environ.get(DIRECTORY_VARIABLE)
     if named is not None:
         return Path(named) if named else None

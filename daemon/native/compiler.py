@@ -33,9 +33,11 @@ class NativeCode:
 @cache
 def initialise() -> None:
     """Prepare LLVM for this machine. Starts no thread, so the process may fork afterwards."""
+    # Options before the targets: LLVM reads them when it is set up.
     llvm.set_option("gpulease", _REVISITS_CHANGES)
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
+    # Generated code calls a few functions of the C library. They are bound by names that only our IR uses.
     libc = ctypes.CDLL(None)
     bind_symbol(CLOCK_GETTIME, libc.clock_gettime)
     for name in ("memcmp", "memcpy", "memmove", "memset"):
@@ -43,12 +45,12 @@ def initialise() -> None:
 
 
 class Effort(Enum):
-    """Optimisation efforts of the compiler.
+    """How much the compiler optimises.
 
     FULL: all passes of OPTIMISATION_LEVEL.
     FEW: turns stack slots into values and simplifies, in half the time. For code that is made of vectors: it has no
         loops left that LLVM could vectorise.
-    SOME: as FEW, and inlines nothing. For long code, whose size it takes little more than linear time in.
+    SOME: as FEW, and inlines nothing. For long code, of which it takes little more than linear time.
     LEAST: takes time linear in the code's size; the code is not hopelessly slow.
     """
 
@@ -58,7 +60,8 @@ class Effort(Enum):
     LEAST = "least"
 
 
-# LLVM looks at a function of over 10,000 blocks once again only where it has changed something, at others as a whole,
+# LLVM revisits a function of over 10,000 blocks only where it has changed something, but smaller ones as a whole,
+# which takes time in the square of their blocks. With 0 all are treated like the large ones; the code is the same.
 # which takes time in the square of their blocks. The code is the same.
 _REVISITS_CHANGES: Final = "-cgpp-huge-func=0"
 
@@ -81,9 +84,11 @@ def emit_object(text: str, effort: Effort = Effort.FULL) -> bytes:
         module.verify()
     except RuntimeError as error:
         raise BadIr(str(error)) from None
+    # The target's level decides about instruction selection, the passes about everything before it.
     level = 0 if effort is Effort.LEAST else OPTIMISATION_LEVEL
     machine = _target_machine(level)
     builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=level))
+    # FULL takes LLVM's own pipeline; the others name each pass.
     passes = builder.getModulePassManager() if effort is Effort.FULL else llvm.create_new_module_pass_manager()
     for name in _PASSES[effort]:
         getattr(passes, f"add_{name}_pass")()
@@ -95,8 +100,10 @@ def emit_object(text: str, effort: Effort = Effort.FULL) -> bytes:
 def load_object(data: bytes) -> NativeCode:
     """Link object code, after which it can be called. All symbols that it names must be bound (`bind_symbol`)."""
     initialise()
+    # The engine owns the memory of the code; its module is empty, as the code comes as an object file.
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine(OPTIMISATION_LEVEL))
     engine.add_object_file(llvm.ObjectFileRef.from_data(data))
+    # Relocations are resolved here: from now on the code can be called.
     engine.finalize_object()
     return NativeCode(engine)
 

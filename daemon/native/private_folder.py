@@ -44,6 +44,7 @@ class PrivateFolder:
         except OSError:
             return None
         try:
+            # A hash in front of the data shows damage, and an entry under another name.
             data = _read_own(key.hex(), folder)
             if data is None or data[:_DIGEST_BYTES] != _digest(key, data[_DIGEST_BYTES:]):
                 return None
@@ -61,6 +62,7 @@ class PrivateFolder:
         if len(data) + _DIGEST_BYTES > MAX_ENTRY_BYTES:
             return
         try:
+            # The directory may have been removed since the last write.
             if not isinstance(self._directory, int):
                 _make(self._directory)
             folder = self._open()
@@ -78,10 +80,12 @@ class PrivateFolder:
 
     def _open(self) -> int:
         """Return a descriptor of the directory. Raises OSError unless only this user can reach it."""
+        # A descriptor was passed through the sandbox; a path is opened again each time.
         if isinstance(self._directory, int):
             folder = os.dup(self._directory)
         else:
             folder = os.open(self._directory, _OPEN_DIRECTORY)
+        # Checked on the open descriptor, so that the directory can't be exchanged after the check.
         found = os.fstat(folder)
         if found.st_uid != os.geteuid() or found.st_mode & 0o077:
             os.close(folder)
@@ -97,6 +101,7 @@ def open_for(owner: int, directory: Path) -> int | None:
     except OSError:
         return None
     try:
+        # A directory of a third user is not taken over.
         if os.fstat(folder).st_uid not in (owner, os.geteuid()):
             raise PermissionError
         os.fchown(folder, owner, -1)
@@ -117,6 +122,7 @@ def _digest(key: bytes, data: bytes) -> bytes:
 
 
 def _read_own(name: str, folder: int) -> bytes | None:
+    # The same checks for a file: no link, no other owner, no write permission for others.
     with open(os.open(name, _OPEN_ENTRY, dir_fd=folder), "rb") as file:
         found = os.fstat(file.fileno())
         is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
@@ -128,6 +134,7 @@ def _read_own(name: str, folder: int) -> bytes | None:
 
 def _write_whole(name: str, data: bytes, folder: int) -> None:
     """Write a file that is complete or absent under its name, at whatever point the process ends."""
+    # A random name, created exclusively: two processes may write the same entry.
     draft = f"{secrets.token_hex(8)}.new"
     try:
         with open(os.open(draft, _CREATE_ENTRY, 0o600, dir_fd=folder), "wb") as file:
@@ -148,6 +155,7 @@ def _prune(folder: int) -> None:
             # Another process has removed it.
             continue
         entries.append((found.st_mtime_ns, name, found.st_size))
+    # By time of last use, oldest first, until both bounds hold.
     total, count = sum(size for _, _, size in entries), len(entries)
     for _, name, size in sorted(entries):
         if total <= MAX_CACHED_BYTES and count <= MAX_CACHED_ENTRIES:

@@ -98,14 +98,17 @@ def _serve_leases(
 ) -> WorkerExit:
     """Wait for a lease and serve it; then wait for another, as long as each leaves nothing behind."""
     while True:
+        # State 1: no lease.
         lease = _await_lease(channel, page)
         if lease is None:
             return WorkerExit.OK
         if lease.card_uuid != spec.card_uuid:
             raise ValueError(f"a lease on {lease.card_uuid} for a context on {spec.card_uuid}")
+        # State 2: a lease, until its session ends.
         served = _serve(lease, driver, channel, page, output, partial(opening, lease.size_bytes))
         if isinstance(served, WorkerExit):
             return served
+        # State 3: scrubbed. New control pages, a new opening, and no trace of the lease in the process's name.
         set_name(WARM_NAME)
         page.close()
         page, opening = WorkerPage(served.page_fds), served.opening
@@ -120,6 +123,7 @@ def _run(
     serve: Callable[[WorkerPage, KeptOutput], WorkerExit], channel: socket.socket, page_fds: PageFds
 ) -> WorkerExit:
     try:
+        # Whatever the zygote does with SIGTERM, a worker dies of it.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         try:
             page, output = WorkerPage(page_fds), KeptOutput()
@@ -127,6 +131,7 @@ def _run(
             # The host has no memory to map them.
             _tell(channel, Failed(str(error)))
             return WorkerExit.NO_CONTEXT
+        # The pages are mapped now, so their descriptors are not needed.
         close_all([*page_fds])
         return serve(page, output)
     except Exception:
@@ -141,6 +146,7 @@ def _await_lease(channel: socket.socket, page: WorkerPage) -> WorkerSpec | None:
     poll = select.poll()
     poll.register(channel, select.POLLIN)
     while True:
+        # The heartbeat: the broker kills a warm worker that shows none.
         page.counters[Counter.LOOKED_NS] = time.monotonic_ns()
         if not poll.poll(LOOK_MS):
             continue
@@ -174,9 +180,11 @@ def _serve(
     context.set_spinning(spins=spin_policy.spins_at_all, yields=spin_policy.yields)
     # Ready before anything else is made: the lease's time begins, and the rest takes microseconds.
     _tell(channel, Ready())
+    # From here on: what the session may use, what the client is greeted with, and the server that runs it.
     ledger = Ledger(spec.size_bytes, spec.allowance_bytes, context.page_bytes)
     welcome = AttachReply(spec.size_bytes, driver.name, spec.card_uuid, ())
     try:
+        # A one-shot job has another server: it reads its job, runs it, and exits.
         if spec.submit_of:
             number = Tlv(SubmitOption.NUMBER, spec.submit_number.to_bytes(8, "big"))
             welcome = replace(welcome, options=(number, Tlv(SubmitOption.TYPED_VALUES, b"")))
@@ -194,7 +202,6 @@ def _serve(
         )
         server = Server(channel, session, welcome, is_shared=spec.is_shared, spin_policy=spin_policy)
         server.run()
-    # The operation's own memory is free again by now, but the session may be incomplete.
     except MemoryError:
         # The operation's own memory is free again by now, but the session may be incomplete.
         _tell(channel, Faulted("its process found no memory on this host"))
@@ -233,6 +240,7 @@ class NotScrubbed(Exception):
 
 def scrub(session: Session, context: Context, driver: Driver) -> Opening:
     """Remove everything of a session; return the opening that makes its context again. Raises NotScrubbed."""
+    # Refuse what would make the scrub worthless.
     if not is_heap_wiped():
         raise NotScrubbed("this process does not overwrite what it frees")
     if not _has_log_reader():
@@ -252,6 +260,7 @@ def _has_log_reader() -> bool:
 
     Source: pipe(7); poll(2) reports POLLERR for a pipe without a reader.
     """
+    # No events requested: POLLERR is always reported.
     poll = select.poll()
     poll.register(_STDERR, 0)
     return not any(events & select.POLLERR for _, events in poll.poll(0))

@@ -107,6 +107,7 @@ def main(driver_name: str, channel_fd: int, parent_pid: int, sandbox: str, liste
 def _preload(driver_name: str, channel: socket.socket, sandbox: str, listener: socket.socket | None) -> "Zygote | None":
     """Import everything that a worker needs; if that fails, notify the broker and return None."""
     try:
+        # Step 1: everything slow is done once, here, before any fork.
         driver = driver_named(driver_name)
         driver.preload()
         serving_code()
@@ -139,6 +140,7 @@ def _serve(zygote: "Zygote", channel: socket.socket, listener: socket.socket | N
     try:
         send_message(channel, Preloaded(zygote.introduction.findings).to_map())
     except ChannelClosed:
+        # The broker died before the zygote was ready. Without a listener that is the end.
         if listener is None:
             return 0
     try:
@@ -193,6 +195,7 @@ class Zygote:
 
     def run(self) -> None:
         """Serve until the broker is gone, or, with a listener, until no broker can need this process any more."""
+        # The handler does nothing; its presence makes the kernel write to the wake-up descriptor.
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wakeup_end.fileno(), warn_on_full_buffer=False)
         for sock in (self._wakeup, self._listener, self._channel):
@@ -221,7 +224,6 @@ class Zygote:
                 timeout_ms = min(MAX_POLL_MS if timeout_ms is None else timeout_ms, int(LOOK_S * 1000))
 
     def _on_ready(self, fds: set[int]) -> None:
-        """Handle the descriptors that are ready."""
         # Output before the reap, which forgets to which lease a worker's last output belongs.
         for fd in fds:
             if fd in self._output:
@@ -229,6 +231,7 @@ class Zygote:
         if self._wakeup.fileno() in fds:
             self._drain_wakeup()
             self._reap()
+        # The broker's messages before a new broker is accepted: they may be its last.
         if self._channel is not None and self._channel.fileno() in fds:
             self._flush()
             self._serve_broker()
@@ -256,6 +259,7 @@ class Zygote:
             return
         self._look_at_listener_ns = now_ns + int(LOOK_S * NS_PER_S)
         path = str(self._listener.getsockname())
+        # The usual case: the file is still there.
         if file_at(path) is not None:
             return
         try:
@@ -265,6 +269,7 @@ class Zygote:
                 log_event(LogEvent.SOCKET_LOST, path=path, reason=str(error))
             self._is_listener_lost = True
             return
+        # The new socket replaces the old one, which no client can reach any more.
         self._poll.unregister(self._listener)
         self._listener.close()
         self._listener, self._is_listener_lost = made, False
@@ -284,6 +289,7 @@ class Zygote:
             self._on_message(parse_message(TO_ZYGOTE, message), fds)
 
     def _on_message(self, message: Message | None, fds: list[int]) -> None:
+        # Each case owns the descriptors that came with the message; the others close them at the end.
         match message:
             case WorkerSpec() as spec:
                 self._fork(spec, fds)
@@ -334,6 +340,7 @@ class Zygote:
             self._poll.unregister(self._channel)
             self._channel.close()
             self._channel = None
+        # From this moment the zygote itself ends leases.
         self._empty_since_ns = now_ns = time.monotonic_ns()
         if self._listener is not None:
             self._workers.lose_broker(now_ns)
@@ -358,11 +365,13 @@ class Zygote:
 
     def _hand_over(self, channel: socket.socket) -> None:
         """Send a broker this zygote's introduction and its workers. Raises ChannelClosed if it does not read."""
+        # The introduction has the zygote's own pidfd, so the broker can watch it without a race for its number.
         own_pidfd = os.pidfd_open(self._pid)
         try:
             send_message(channel, self.introduction.to_map(), (own_pidfd,))
         finally:
             os.close(own_pidfd)
+        # Then one message for each worker, and an end mark.
         for message, fds in self._workers.handover():
             send_message(channel, message.to_map(), fds)
 
@@ -379,6 +388,7 @@ class Zygote:
         page_fds = PageFds(lease_fd, claims_fd)
         pipe: tuple[int, ...] = ()
         try:
+            # The pipe for the worker's output must exist before the fork.
             pipe = output_fd, worker_output_fd = os.pipe()
             pid = os.fork()
         except OSError as error:
@@ -408,7 +418,6 @@ class Zygote:
         status = 1
         try:
             # First of all: nothing of another lease, nor of the broker, stays open here.
-            # First of all: nothing of another lease, nor of the broker, stays open here.
             stop_logging()
             self._workers.close()
             self._outbox.close()
@@ -433,6 +442,7 @@ class Zygote:
         except (OSError, SandboxBroken) as error:
             send_message(channel, Failed(str(error)).to_map())
             return WorkerExit.NO_CONTEXT
+        # The rest of the worker's life is in session/main.py.
         begin = stand_by if spec.is_warm else live
         return begin(spec, self._driver, channel, page_fds)
 
@@ -442,12 +452,14 @@ class Zygote:
 
     def _drain_wakeup(self) -> None:
         try:
+            # Non-blocking: the bytes only mean that SIGCHLD arrived, however many there are.
             while self._wakeup.recv(4096):
                 pass
         except BlockingIOError:
             return
 
     def _reap(self) -> None:
+        # One signal may stand for several children, so reap until none is left.
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -474,10 +486,12 @@ def _accept(listener: socket.socket, *, has_broker: bool) -> socket.socket | Non
         channel, _ = listener.accept()
     except OSError:
         return None
+    # The kernel vouches for the peer's user (unix(7), SO_PEERCRED).
     uid = parse_ucred(channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED_BYTES)).uid
     if uid in (0, os.geteuid()) and not has_broker:
         channel.settimeout(HANDOVER_TIMEOUT_S)
         return channel
+    # A second broker gets the reason, without a wait.
     if has_broker:
         channel.setblocking(False)
         with suppress(ChannelClosed, BlockingIOError):

@@ -11,6 +11,7 @@ def driver_named(name: str) -> Driver:
     queues each launch by itself.
     """
     name, _, rest = name.partition(":")
+    # Only the embedded driver has an architecture and a seed; for the cards' driver the rest is a switch.
     architecture, _, seed = rest.partition(":")
     try:
         if name == "cpu":

@@ -82,8 +82,10 @@ class WorkerOutput:
     def on_readable(self, fd: int) -> None:
         """Read a pipe that has data or is at its end."""
         pipe = self._pipes[fd]
+        # Step 1: at most one buffer, so that a worker that prints much does not delay the zygote.
         data = os.read(fd, _READ_BYTES)
         pipe.output_bytes += len(data)
+        # Step 2: complete lines, and a partial one that is too long or the last.
         *lines, pipe.partial = (pipe.partial + data).split(b"\n")
         if len(pipe.partial) > MAX_LINE_BYTES or (pipe.partial and not data):
             lines.append(pipe.partial)
@@ -91,6 +93,7 @@ class WorkerOutput:
         for line in lines:
             for at in range(0, len(line), MAX_LINE_BYTES):
                 self._log_line(pipe, line[at : at + MAX_LINE_BYTES])
+        # Step 3: the bound for the worker's life.
         if pipe.output_bytes > MAX_OUTPUT_BYTES:
             self._log_line(pipe, f"(it has said {MAX_OUTPUT_BYTES} bytes; the rest is lost)".encode())
         if pipe.output_bytes > MAX_OUTPUT_BYTES or not data:
@@ -106,6 +109,7 @@ class WorkerOutput:
 
     def _log_line(self, pipe: _Pipe, line: bytes) -> None:
         """Log a line, or drop it if all workers together have used up their rate."""
+        # Dropped lines count as well, so a flood reaches the worker's bound even while nothing is logged.
         pipe.output_bytes += RECORD_BYTES
         if self._budget.spend(round(self._clock() * NS_PER_S), len(line) + RECORD_BYTES) is None:
             pipe.lost_lines += 1
@@ -116,6 +120,7 @@ class WorkerOutput:
 
 def redirect_output(fd: int) -> None:
     """Make a pipe's end the standard output and error of a worker just forked; what finds no room in it is lost."""
+    # A full pipe must lose output, not block the worker.
     os.set_blocking(fd, False)
     for standard in (1, 2):
         os.dup2(fd, standard)

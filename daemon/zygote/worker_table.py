@@ -81,7 +81,7 @@ class WorkerEntry:
     left_gone_by_ns: int = 0
 
     def kill(self) -> None:
-        """Kill the process, if it has not ended."""
+        """Kill the process by its pidfd; do nothing if it has ended."""
         self.is_killed = True
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
@@ -98,9 +98,11 @@ class WorkerTable:
     """The workers of one zygote, living and ended."""
 
     def __init__(self) -> None:
+        # By process id while they live; by serial number once they were reaped.
         self._living: dict[int, WorkerEntry] = {}
         self._ended: dict[int, WorkerEntry] = {}
         self._last_serial = 0
+        # When some worker can be overdue at the earliest; 0 makes the next call read all pages.
         self._look_ns = NEVER_NS
 
     def add(self, spec: WorkerSpec, pid: int, fds: tuple[int, PageFds, int]) -> WorkerEntry:
@@ -113,11 +115,13 @@ class WorkerTable:
 
     def change(self, serial: int, spec: WorkerSpec, page_fds: PageFds = NO_FDS) -> None:
         """Give a worker another lease, or none; with `page_fds`, which the table closes, also other control pages."""
+        # A change may also move a deadline, so the page is read again at once.
         for worker in self._living.values():
             if worker.serial == serial:
                 worker.spec = spec
                 worker.look_ns = self._look_ns = 0
                 if page_fds != NO_FDS:
+                    # The old pages are closed below, in place of the new ones.
                     worker.page_fds, page_fds = page_fds, worker.page_fds
         for fd in page_fds:
             if fd >= 0:
@@ -151,7 +155,6 @@ class WorkerTable:
         self._ended.pop(serial, None)
 
     def living(self) -> list[WorkerEntry]:
-        """Return the workers that are not reaped."""
         return list(self._living.values())
 
     def is_empty(self) -> bool:
@@ -167,6 +170,7 @@ class WorkerTable:
 
     def handover(self) -> Iterator[tuple[Message, tuple[int, ...]]]:
         """Yield what the next broker must know, as messages and their descriptors."""
+        # First the living, each with its descriptors; then those that have ended, of which only words are left.
         for worker in self._living.values():
             living = LivingWorker(worker.serial, worker.pid, worker.spec, worker.overran)
             yield living, (worker.pidfd, *worker.page_fds, worker.channel_fd)
@@ -186,6 +190,7 @@ class WorkerTable:
             When to call again, in monotonic nanoseconds; None if no worker can become overdue.
         """
         if now_ns >= self._look_ns:
+            # Pages are read only when one of them may have something due.
             self._look_ns = min((_end_if_overdue(worker, now_ns) for worker in self.living()), default=NEVER_NS)
         return None if self._look_ns == NEVER_NS else self._look_ns
 
@@ -205,8 +210,10 @@ class WorkerTable:
     def regain_broker(self) -> None:
         """Leave all workers that are not killed yet to the new broker."""
         for worker in self._living.values():
+            # The new broker ends leases by its own rules; kills that were decided stay.
             if not worker.is_killed:
                 worker.kill_due_ns = None
+            # What the old broker promised on the page is remembered, to distinguish it from what the new one writes.
             worker.left_gone_by_ns = gone_by(worker.page_fds.lease).unrefused_ns
             worker.look_ns = self._look_ns = 0
 
@@ -275,6 +282,7 @@ def _horizon_ns(page: PageState, now_ns: int) -> int:
 def _gone_by_ns(worker: WorkerEntry, page: PageState) -> int:
     """Return when a worker must be gone according to its lease's page; `NEVER_NS` if the page does not say."""
     unrefused_ns, refused_ns = gone_by(worker.page_fds.lease)
+    # A broker that ended the lease wrote when the worker must be gone.
     if page.word is not None and refused_ns:
         return refused_ns
     # An older broker moves only the deadline. A submit may be over before that, by the timeout that this broker wrote.
@@ -286,6 +294,7 @@ def _gone_by_ns(worker: WorkerEntry, page: PageState) -> int:
 
 
 def _end_overdue(worker: WorkerEntry, word: Status, cause: str = "") -> None:
+    # The word goes first: the worker may report the end to its tenants before it dies.
     if state_of(worker.page_fds.lease).word is None:
         flip_word(worker.page_fds.lease, word, cause)
     worker.is_overdue = True
@@ -313,10 +322,12 @@ def _end_if_due(worker: WorkerEntry, now_ns: int) -> Iterator[int]:
     """End a worker's lease if it is over, and the worker after the grace; yields when to check it again."""
     if worker.is_killed:
         return
+    # Step 1: is the lease over? Then flip the word and wake the worker; the grace begins.
     if worker.kill_due_ns is None and (word := _word_for(worker, now_ns)) is not None:
         worker.kill_due_ns = now_ns + GRACE_NS
         flip_word(worker.page_fds.lease, word, ISOLATED if word is Status.REVOKED else "")
         _wake(worker.channel_fd)
+    # Step 2: a living lease: yield every time at which that may change.
     if worker.kill_due_ns is None:
         yield worker.deadline_ns
         if (horizon_ns := _horizon_ns(state_of(worker.page_fds.lease), now_ns)) != NEVER_NS:
@@ -324,6 +335,7 @@ def _end_if_due(worker: WorkerEntry, now_ns: int) -> Iterator[int]:
             yield min(horizon_ns, now_ns + LOOK_NS)
         if bound_ns := worker.spec.max_kernel_ms * NS_PER_MS:
             yield now_ns + max(MIN_LOOK_NS, min(bound_ns // LOOKS_PER_BOUND, MAX_LOOK_NS))
+    # Step 3: in the grace, wait; after it, kill.
     elif now_ns < worker.kill_due_ns:
         yield worker.kill_due_ns
     else:
@@ -333,6 +345,7 @@ def _end_if_due(worker: WorkerEntry, now_ns: int) -> Iterator[int]:
 
 def _word_for(worker: WorkerEntry, now_ns: int) -> Status | None:
     """Return the revocation word that ends a lease now; None if it continues."""
+    # In order of precedence: the deadline, the membership deadline, a kernel that ran for too long.
     if now_ns >= worker.deadline_ns:
         return Status.LEASE_EXPIRED
     if now_ns >= _horizon_ns(state_of(worker.page_fds.lease), now_ns):
@@ -345,6 +358,7 @@ def _wake(channel_fd: int) -> None:
     """Make a sleeping worker read its page, so that it reports the end of the lease to its tenants."""
     channel = socket.socket(fileno=channel_fd)
     try:
+        # The channel's number belongs to the table, so the socket object must not close it.
         with contextlib.suppress(ChannelClosed, BlockingIOError):
             send_message(channel, EndSession().to_map())
     finally:

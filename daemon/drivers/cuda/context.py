@@ -84,10 +84,12 @@ class CudaContext:
         *,
         has_chains: bool = True,
     ) -> None:
+        # The context is current in the one thread that uses it, so no call names it.
         self._context = context
         self._has_chains = has_chains
         self._local = local
         self.compiled = Compiled() if compiled is None else compiled
+        # Records of what the driver gave this context.
         self._blocks = Blocks()
         self._regions = Regions(api, self.failure, self._await)
         self._streams = Streams(stream)
@@ -115,12 +117,16 @@ class CudaContext:
     @classmethod
     def open(cls, *, has_chains: bool = True) -> "CudaContext":
         """Call cuInit and make a context on the one card that this process sees. Raises DriverError."""
+        # Step 1: cuInit and a context. CUDA_VISIBLE_DEVICES leaves this process one card, number 0.
         try:
             cuda.init()
             device = cuda.Device(0)
             context = device.make_context()
+            # Step 2: limits, before any module is loaded: the driver takes these buffers with the first one that needs
+            # them.
             cuda.Context.set_limit(cuda.limit.MALLOC_HEAP_SIZE, HEAP_BYTES)
             cuda.Context.set_limit(cuda.limit.PRINTF_FIFO_SIZE, PRINT_BYTES)
+            # Step 3: what local memory will cost, from figures that never change for this card.
             local = LocalMemory(
                 stack_bytes=cuda.Context.get_limit(cuda.limit.STACK_SIZE),
                 threads=device.multiprocessor_count * device.max_threads_per_multiprocessor,
@@ -135,6 +141,7 @@ class CudaContext:
 
         Raises DriverError if there were regions, because their addresses are never reused.
         """
+        # The CUDA context stays; only the records of the last lease go.
         self._refuse_regions()
         self.unpin()
         self.trim(0)
@@ -145,13 +152,16 @@ class CudaContext:
 
         Raises DriverError if something stays in the driver's pages.
         """
+        # Step 1: refuse what a scrub can't reach; such a context ends with its process.
         if self._leaves_traces:
             raise DriverError("a module had variables, or called functions of the driver's")
         if len(self._streams) > 1:
             raise DriverError("there were other streams")
         self._refuse_regions()
+        # Step 2: nothing of the lease may still run, or be the card's to write.
         self.sync()
         self.unpin()
+        # Step 3: overwrite the driver's buffers by copies of our own, then release what the copies needed.
         address = self.mem_alloc(STAGING_BYTES)
         self._call(_scrub_driver_buffers, address, self._stream)
         self.sync()
@@ -185,13 +195,16 @@ class CudaContext:
 
         The driver zeroes memory that another process had, not memory that this one had.
         """
+        # A cached block costs no call of the driver; its old bytes are zeroed as a new block's are.
         cached = self._blocks.reuse(size_bytes)
         address = self._new_block(size_bytes, spare_bytes, poll) if cached is None else cached
+        # The memset may go into several streams; a watched context must count each.
         for number in self._call(self._streams.zero, address, block_bytes(size_bytes), cached is not None):
             self._mark(number)
         return address
 
     def _new_block(self, size_bytes: int, spare_bytes: int, poll: Poll) -> int:
+        # The driver may refuse memory that its own figures show as free: see refused_memory.py.
         def take() -> Any:
             try:
                 return cuda.mem_alloc(block_bytes(size_bytes))
@@ -208,6 +221,7 @@ class CudaContext:
 
     def _take(self, take: Callable[[], _Taken], size_bytes: int, spare_bytes: int, poll: Poll) -> _Taken:
         """Take memory of the card for which the cached blocks make room. Raises MemoryRefused."""
+        # First keep within the session's bound, then try; only a refusal costs the whole cache.
         self.trim(spare_bytes, poll)
         try:
             return take_if_shown(take, size_bytes, self._regions.free_bytes)
@@ -223,9 +237,11 @@ class CudaContext:
         that any stream holds now.
         """
         if self._blocks.may_cache(address):
+            # The usual way: no wait. Streams remember to order the next user of the block behind their work.
             self._call(self._streams.reuse_behind_all)
             self._blocks.cache(address)
             return
+        # The cache is full: wait, then free.
         self.sync(poll)
         self._blocks.cache(address)
         # Drop half of them, so that many frees wait for the card only once.
@@ -273,6 +289,7 @@ class CudaContext:
 
         If the driver refuses, for lack of memory for example, copies are correct, and as slow as from any other memory.
         """
+        # "API synchronization behavior": only copies of pinned memory are asynchronous.
         (error,) = api.cuMemHostRegister(_address_of(memory), len(memory), 0)
         # Memory that is not pinned is copied before the driver returns, after it has waited for the stream.
         self._can_begin_copies = self._can_begin_copies and not error
@@ -325,6 +342,7 @@ class CudaContext:
         self._await_copy(len(into), poll)
 
     def _await_copy(self, nbytes: int, poll: Poll) -> None:
+        # Spin while the copy must still be under way; then wait as for a kernel.
         is_done = self._stream.is_done
         until = time.monotonic() + nbytes / COPY_SPIN_BYTES_PER_S
         while not self._call(is_done):
@@ -335,6 +353,7 @@ class CudaContext:
     def _mark(self, number: int) -> None:
         """Mark an operation, other than a kernel, that was put in a stream, if the context is watched."""
         if self._markers is not None:
+            # An event after the operation; the broker's watchdog sees a stream advance by these.
             self._markers.make_room()
             self._call(self._markers.add_other, number, self._streams[number])
 
@@ -344,7 +363,7 @@ class CudaContext:
         return self._regions.granule_bytes
 
     def region_open(self, size_bytes: int, spare_bytes: int = MAX_CACHED_BYTES, poll: Poll = keep_waiting) -> int:
-        """Map memory."""
+        # As for an allocation, cached blocks make room.
         return self._take(lambda: self._regions.open(size_bytes), size_bytes, spare_bytes, poll)
 
     def region_kept_bytes(self, size_bytes: int) -> int:
@@ -364,14 +383,12 @@ class CudaContext:
         return self._regions.end(address, poll)
 
     def region_release(self, address: int) -> None:
-        """Unmap the scratch (region_pages.py)."""
         self._regions.release(address)
 
     def free_bytes(self) -> int:
         return self._regions.free_bytes()
 
     def mark(self, stream: int) -> Ticket:
-        """Record an event in the stream."""
         return self._record(self._streams[stream])
 
     def event(self, stream: int) -> TimedEvent:
@@ -398,6 +415,7 @@ class CudaContext:
 
     def stream_create(self) -> int:
         """Return a stream that was destroyed before, if there is an empty one; otherwise a new one."""
+        # Once anything was zeroed, a new stream must be ordered behind it.
         number: int = self._call(self._streams.create, has_zeroed=bool(self._launcher.state.zeroed))
         self._has_one_stream = False
         self._launcher.state.other_streams = len(self._streams) - 1
@@ -412,6 +430,7 @@ class CudaContext:
         """Select the stream for Python and for native code."""
         self._streams.selected = stream
         self._stream = self._streams[stream]
+        # Native code launches into the stream of the shared state.
         self._launcher.state.stream = self._stream.handle
 
     def stream_wait(self, stream: int, other: int) -> None:
@@ -420,14 +439,13 @@ class CudaContext:
         self._mark(stream)
 
     def stream_sync(self, stream: int, poll: Poll = keep_waiting) -> None:
-        """Wait for what one stream holds."""
         self._await(self._streams[stream].is_done, poll)
         self._streams.emptied(stream)
+        # The launcher counts launches of all streams: it is idle only if there is just this one.
         if self._has_one_stream:
             self._launcher.ended()
 
     def _empty(self, poll: Poll) -> None:
-        """Wait for what the selected stream holds."""
         self._await(self._stream.is_done, poll)
         self._emptied()
 
@@ -439,6 +457,8 @@ class CudaContext:
 
     def _await(self, is_done: Callable[[], bool], poll: Poll) -> None:
         """Wait for the card. Spin for a while, then sleep longer and longer, so that a long kernel takes no core."""
+        # State 1, up to `_spin_s`: spin, for most waits are short. State 2: sleep a sixteenth of the time waited so
+        # far.
         started = time.monotonic()
         while not self._call(is_done):
             waited = time.monotonic() - started
@@ -450,6 +470,7 @@ class CudaContext:
 
     def module_load(self, image: bytes, admit: Admit = admit_all) -> CudaModule:
         """Load PTX or a cubin, measured before the driver gets it."""
+        # A lost context reports its fault again, instead of a load that failed.
         if self._fault is not None:
             raise self._fault
         return load_image(image, admit, self._local, self.compiled, self._on_weighed)
@@ -467,6 +488,7 @@ class CudaContext:
 
     def module_unload(self, module: Any, poll: Poll = keep_waiting) -> None:
         """Unload the module once everything launched before has ended."""
+        # No launch queued before may still use the module.
         self.sync(poll)
         unload(module.loaded)
 
@@ -484,6 +506,7 @@ class CudaContext:
         """Record a launch that was queued. Raises why it was not, in the words of `refused` where that has some."""
         if result:
             error = self._launcher.text_of(result)
+            # A launch's error is the launch's own, or the sticky error of an earlier kernel.
             if not self._is_usable():
                 raise self._lost(error) from None
             hint = "Check grid, block and shared memory against what the kernel can take."
@@ -502,11 +525,11 @@ class CudaContext:
         tag: int,
         attributes: LaunchAttributes,
     ) -> None:
-        """Queue a launch by cuLaunchKernelEx."""
         if kernel.is_cooperative and not attributes.is_cooperative:
             raise cooperative_refused(kernel.name)
         if self._markers is not None:
             self._markers.make_room()
+        # More than 48 KiB of dynamic shared memory must be allowed once per kernel (cuFuncSetAttribute).
         kernel.shared.allow(kernel.name, shared_bytes)
         result = launch_with(self._stream.handle, kernel, grid, block, shared_bytes, params, attributes)
         if not result:
@@ -528,8 +551,8 @@ class CudaContext:
         self._last_kernel = kernel.name
 
     def graph(self, steps: Sequence[Step], admit: AdmitGraph = admit_any, poll: Poll = keep_waiting) -> CudaGraph:
-        """Make one CUDA graph for each segment."""
         admit(device_bytes_of(steps))
+        # Graphs that were closed may have left bytes that queued replays read: after a wait nothing reads them.
         if self._retired:
             self.sync(poll)
             while self._retired:
@@ -537,10 +560,10 @@ class CudaContext:
         return CudaGraph(self, steps)
 
     def sync(self, poll: Poll = keep_waiting) -> None:
-        """Wait for one stream after another."""
         if self._has_one_stream:
             self._empty(poll)
             return
+        # Streams one by one, because a synchronisation of the whole context could not be interrupted.
         for number in range(len(self._streams)):
             self.stream_sync(number, poll)
         self._launcher.ended()
@@ -584,6 +607,7 @@ class CudaContext:
 
     def unpin(self) -> None:
         """Unpin all memory; no queued copy may use it. Raises DriverError."""
+        # Replays read the retired bytes, so the caller has waited for all of them.
         while self._retired:
             self._retired.pop().release()
         while self._pinned:
@@ -621,6 +645,7 @@ class CudaContext:
 
     def _is_usable(self) -> bool:
         """Return whether the context works: after a sticky error every call fails, after any other only one did."""
+        # After a sticky error this call (cuStreamQuery) fails like every other.
         try:
             self._stream.is_done()
         except cuda.Error:
@@ -629,9 +654,12 @@ class CudaContext:
 
     def _lost(self, error: Exception | str) -> KernelFault:
         """Return the fault that ended the context, with the launch as precisely as CUDA permits."""
+        # The first report is kept: later errors only repeat it.
         if self._fault is None:
             reason = str(error).rpartition("failed: ")[2]
             launches = self._launcher.state.launches
+            # CUDA does not say which launch it was. One launch since the last sync is the culprit; of several, only the
+            # last is known.
             which = "no launch was waiting for its end"
             if launches == 1:
                 which = f"kernel {self._last_kernel}" if self._last_kernel else "a kernel of a graph"
@@ -684,9 +712,12 @@ def _scrub_driver_buffers(address: int, stream: Any) -> None:
         address: `STAGING_BYTES` zero bytes of the card.
         stream: The stream that the copies go into.
     """
+    # The staging buffers of both directions, over their whole size.
     cuda.memcpy_htod_async(address, _ZEROS, stream)
     cuda.memcpy_dtoh_async(_SINK, address, stream)
+    # Small copies from the card take another path.
     for size_bytes in SMALL_SIZES:
         cuda.memcpy_dtoh_async(_SINK[:size_bytes], address, stream)
+    # Small copies to the card travel with the commands: fill the command buffer, and half as much again.
     for _ in range(INLINE_COPIES):
         cuda.memcpy_htod_async(address, _ZEROS[:INLINE_BYTES], stream)

@@ -31,6 +31,7 @@ MODULE_GRAIN_BYTES: Final = 64 << 10
 SECTION_GRAIN_BYTES: Final = 512
 """Each small section is rounded up to this."""
 
+# Layouts and constants of ELF-64, as far as they are used here.
 _HEADER: Final = struct.Struct("<16sHHIQQQIHHHHHH")
 _SECTION: Final = struct.Struct("<IIQQQQIIQQ")
 _SYMBOL: Final = struct.Struct("<IBBHQQ")
@@ -53,6 +54,7 @@ _MANAGED: Final = 0x04
 _ENTRY: Final = 0x10
 """Bit in a kernel's st_other."""
 
+# Shared memory is in the file, but not in the card's memory; vprintf makes the context take nothing.
 _ON_CHIP: Final = b".nv.shared"
 _FREE_OF_CHARGE: Final = frozenset({b"vprintf"})
 
@@ -125,6 +127,7 @@ class _File:
         end = section.start + section.size
         if end > len(self.content):
             raise ValueError("a section lies outside of the file")
+        # Bytes are counted against the file's own size, however many sections claim them.
         self.left_bytes -= section.size
         if self.left_bytes < 0:
             raise ValueError("sections overlap")
@@ -141,6 +144,7 @@ class _File:
 
     def rows(self, row: struct.Struct, *kinds: int) -> Iterator[tuple[_Section, tuple[int, ...]]]:
         """Yield all rows of the sections of these kinds, in order, each with its section."""
+        # The count is bounded before the first row is read.
         tables = [section for section in self.sections if section.kind in kinds]
         _check_count(sum(table.size // row.size for table in tables), "symbols or calls")
         for table in tables:
@@ -212,10 +216,12 @@ def _share(size: int) -> int:
 def _open(cubin: bytes) -> _File:
     header = _HEADER.unpack_from(cubin)
     ident, table_at, row_bytes, count, names = header[0], header[6], header[11], header[12], header[13]
+    # Step 1: is it a cubin at all?
     if not ident.startswith(_CLASS_64_LITTLE) or row_bytes != _SECTION.size:
         raise ValueError("it must be a 64-bit little-endian ELF file")
     if header[2] != _CUDA:
         raise ValueError(f"it is code of machine {header[2]}, not of a GPU")
+    # Step 2: the section headers, with every number checked against the file's length.
     if table_at + _SECTION.size > len(cubin):
         raise ValueError("the section headers lie outside of the file")
     if count == 0:
@@ -262,6 +268,7 @@ taken, -3 functions that call through a pointer, -4 functions that such calls ma
 
 def _cooperative(file: _File, symbols: list[_Symbol]) -> frozenset[str]:
     """Return the kernels with code that, including everything it calls, reads the grid's barrier and can trap."""
+    # Step 1: which sections of code read the barrier's address, and which can trap.
     reads, traps = set[int](), set[int]()
     for index, section in enumerate(file.sections):
         if section.flags & _EXECUTABLE and section.kind == 1:
@@ -270,8 +277,10 @@ def _cooperative(file: _File, symbols: list[_Symbol]) -> frozenset[str]:
                 reads.add(index)
             if bool(np.any(code & np.uint64(0xFFF) == _TRAP)):
                 traps.add(index)
+    # The usual case: no kernel does both.
     if not reads or not traps:
         return frozenset()
+    # Step 2: a kernel also reads and traps in the functions that it calls.
     calls = _calls(file, symbols)
     reading, trapping = _callers_of(reads, calls), _callers_of(traps, calls)
     return frozenset(
@@ -283,6 +292,7 @@ def _cooperative(file: _File, symbols: list[_Symbol]) -> frozenset[str]:
 
 def _reads_grid_barrier(code: "np.ndarray[tuple[int, ...], np.dtype[np.uint64]]", architecture: int) -> bool:
     """Return whether an instruction has %envreg1 or %envreg2 as an operand. `code`: uint64, shape (instructions,)."""
+    # The place depends on the architecture; instructions are compared as whole arrays, because there may be millions.
     at = next(at for since, at in _ENVIRONMENT_AT if architecture >= since)
     words, bytes_ = code >> np.uint64(40) & np.uint64(0x7FFFF), code >> np.uint64(37) & np.uint64(0x3FFFFF)
     is_uniform = code & np.uint64(0xFFF) == _UNIFORM_LOAD
@@ -295,6 +305,7 @@ def _calls(file: _File, symbols: list[_Symbol]) -> dict[int, set[int]]:
     """Map each section of code to the sections that may call into it."""
     callers: dict[int, set[int]] = {}
     addressed, calling = set[int](), set[int]()
+    # Each section has parts, marked by special callees; they begin again with each section.
     part, graph = 0, None
     for table, (caller, callee) in file.rows(_CALL, _CALL_GRAPH):
         if table is not graph:

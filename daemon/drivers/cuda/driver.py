@@ -47,6 +47,8 @@ def paths_of_driver() -> Needs:
     """Return the paths and devices that libcuda opens; libcuda must be mapped into this process."""
     cache = os.environ.get(CACHE_VARIABLE)
     return Needs(
+        # A worker of a card also reads the driver's files; a cache would let one tenant's code reach another, so it is
+        # optional.
         readable=(*map(Path, _FILES), *_libraries(), *_cards()),
         devices=tuple(_devices()),
         own_process=True,
@@ -58,6 +60,7 @@ def paths_of_driver() -> Needs:
 def _libraries() -> Iterator[Path]:
     """Yield the driver's libraries next to libcuda: the first image loads the PTX compiler, which is one of them."""
     with open("/proc/self/maps") as maps:
+        # The library's own path says where the others are; distributions differ.
         mapped = {line.split(maxsplit=5)[5].strip() for line in maps if "/libcuda.so" in line}
     for folder in {Path(path).parent for path in mapped}:
         for name in _LIBRARY_NAMES:
@@ -88,6 +91,7 @@ class CudaDriver:
     def preload(self) -> None:
         """Import and compile. Workers call cuInit themselves, because an initialised driver does not survive a fork."""
         try:
+            # Imported before the fork, so workers share the modules and need no access to their files.
             for module in ("pycuda.driver", "cuda.bindings.driver"):
                 importlib.import_module(module)
         except ImportError as error:
@@ -95,6 +99,7 @@ class CudaDriver:
                 f"the cuda driver can't be loaded: {error}",
                 hint="On the GPU host: pip install '.[daemon,cuda]' in gpulease's repository",
             ) from None
+        # Compiled here once, and shared by all forked workers.
         launching_code()
 
     def needs(self) -> Needs:
@@ -122,6 +127,7 @@ class CudaDriver:
     def recycle(self, context: Context) -> Opening:
         """Keep the card's context, scrubbed, with new records and its compiled code. Raises DriverError."""
         ours = _checked(context)
+        # After the scrub nothing of the lease is left but its compiled code, which `forget_earlier` drops.
         ours.scrub()
         return _renew(ours, ours.compiled)
 
@@ -133,6 +139,7 @@ def _checked(context: Context) -> CudaContext:
 
 
 def _renew(context: CudaContext, compiled: Compiled | None = None) -> Opening:
+    # Nothing may run in the context while its records are replaced.
     context.sync()
     renewed = context.renew(compiled)
     return lambda slice_bytes: renewed

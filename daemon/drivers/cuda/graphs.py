@@ -45,6 +45,7 @@ the card showed, by a seventh for launches."""
 
 def device_bytes_of(steps: Sequence[Step]) -> int:
     """Most bytes of the card that the graph of these steps takes."""
+    # Three figures, measured separately: the segment, its nodes, their parameters.
     segments = -(-len(steps) // SEGMENT_STEPS)
     params = sum(len(step.params) for step in steps if isinstance(step, KernelStep))
     return segments * SEGMENT_BYTES + len(steps) * NODE_BYTES + PARAMETERS_FACTOR * params
@@ -88,9 +89,11 @@ class CudaGraph:
         # By step: the parameter buffer that `bind` gave it.
         self._bound: dict[int, bytes] = {}
         self._segments: list[_Segment] = []
+        # Constant data is put in pinned memory once, so that each replay's copies are fast.
         data = [step.data for step in steps if isinstance(step, DataStep)]
         self._pinned = PinnedBytes(data) if data else None
         self._data_at = self._pinned.address if self._pinned else 0
+        # A failure in any segment destroys those made before.
         try:
             for first in range(0, len(steps), SEGMENT_STEPS):
                 self._add_segment(first, steps[first : first + SEGMENT_STEPS])
@@ -100,9 +103,11 @@ class CudaGraph:
 
     def bind(self, step: int, params: bytes) -> None:
         """Change the parameters in the executable graph."""
+        # Also remembered in Python: a watched context queues steps one by one.
         self._bound[step] = params
         segment = self._segments[step // SEGMENT_STEPS]
         launch = segment.launches[step]
+        # The driver reads the buffer during the call, then keeps its own copy.
         ctypes.memmove(launch.params, params, len(params))
         self._check(api.cuGraphExecKernelNodeSetParams(segment.executable, launch.node, launch.node_params))
 
@@ -111,6 +116,7 @@ class CudaGraph:
         if self._context.is_watched:
             self._replay_one_by_one(tag, poll)
             return
+        # One launch per segment; between segments the lease is checked.
         stream = self._context.stream
         for number, segment in enumerate(self._segments):
             if number:
@@ -149,6 +155,7 @@ class CudaGraph:
     # --- construction ---
 
     def _add_segment(self, first: int, steps: Sequence[Step]) -> None:
+        # Each node depends on the one before it: a graph must run its steps in their order.
         segment = _Segment(self._check(api.cuGraphCreate(0)))
         self._segments.append(segment)
         before: list[Any] = []
@@ -159,17 +166,21 @@ class CudaGraph:
                 before = [launch.node]
             else:
                 before = [self._add_copy(segment.graph, before, step)]
+        # Instantiation takes the card's memory, and can fail for a kernel that does not fit.
         segment.executable = self._check(api.cuGraphInstantiate(segment.graph, 0))
 
     def _add_kernel(self, graph: Any, before: list[Any], step: KernelStep) -> _KernelNode:
+        # The driver reads parameters through an array of pointers, each into the buffer.
         params = ctypes.create_string_buffer(step.params, max(1, len(step.params)))
         start = ctypes.addressof(params)
         addresses = [start + parameter.offset for parameter in step.kernel.parameters]
         pointers = (ctypes.c_void_p * max(1, len(addresses)))(*addresses)
+        # The same checks as for a launch: cooperative kernels, and dynamic shared memory.
         kernel: Any = step.kernel
         if kernel.is_cooperative:
             raise cooperative_refused(kernel.name)
         kernel.shared.allow(kernel.name, step.shared_bytes)
+        # The node's description keeps addresses of `pointers` and `params`, so all of them must outlive the graph.
         node_params = api.CUDA_KERNEL_NODE_PARAMS()
         node_params.func = api.CUfunction(kernel.function)
         node_params.gridDimX, node_params.gridDimY, node_params.gridDimZ = step.grid
@@ -183,12 +194,14 @@ class CudaGraph:
         return _KernelNode(node, node_params, params, pointers)
 
     def _add_copy(self, graph: Any, before: list[Any], step: DataStep | CopyStep) -> Any:
+        # A copy of constant data takes the next part of the pinned memory.
         if isinstance(step, DataStep):
             host, size, to_device = self._data_at, len(step.data), True
             self._data_at += size
         else:
             host, size = ctypes.addressof(ctypes.c_char.from_buffer(step.memory)), len(step.memory)
             to_device = step.to_device
+        # cuGraphAddMemcpyNode knows three-dimensional copies only: a row of `size` bytes is one.
         kinds = api.CUmemorytype
         copy = api.CUDA_MEMCPY3D()
         if to_device:
@@ -228,9 +241,9 @@ class ChainGraph(CudaGraph):
     """A `gpulease.daemon.drivers.interface.NativeChain`: a graph of kernels, replayed by native code."""
 
     def __init__(self, context: "CudaContext", steps: Sequence[KernelStep]) -> None:
-        """Raises LaunchRejected or DriverError."""
         super().__init__(context, steps)
         (segment,) = self._segments
+        # launch.ll reads the nodes as pairs of 64-bit numbers.
         self._nodes = (ctypes.c_uint64 * (2 * len(steps)))()
         launches = [segment.launches[number] for number in range(len(steps))]
         for number, launch in enumerate(launches):
@@ -238,7 +251,7 @@ class ChainGraph(CudaGraph):
         self._record = ChainRecord(int(segment.executable), len(steps), ctypes.addressof(self._nodes))
         self.record = ctypes.addressof(self._record)
         self.params = [ctypes.addressof(launch.params) for launch in launches]
-        # What the driver reads.
+        # The driver reads these when a chain's parameters change.
         self._launches = launches
 
 

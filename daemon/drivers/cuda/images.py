@@ -60,7 +60,6 @@ class CudaKernel:
     is_cooperative: bool = False
 
     def figures(self) -> Figures:
-        """Query the driver (cuFuncGetAttribute)."""
         kinds = api.CUfunction_attribute
         shared_bytes = self.attribute(kinds.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)
         return Figures(
@@ -94,7 +93,6 @@ class CudaModule:
     loaded: Any
 
     def variable(self, name: str) -> tuple[int, int]:
-        """Query the driver (cuModuleGetGlobal)."""
         error, address, size_bytes = api.cuModuleGetGlobal(self.loaded, name.encode())
         if error == api.CUresult.CUDA_ERROR_NOT_FOUND:
             return 0, 0
@@ -159,6 +157,7 @@ def _kernel(
     error, function = api.cuModuleGetFunction(loaded, name.encode())
     _check(error)
     attribute = api.CUfunction_attribute
+    # The buffer ends with the last parameter.
     last = parameters[-1] if parameters else Parameter(0, 0)
     return CudaKernel(
         name,
@@ -192,6 +191,7 @@ def _most_shared_bytes() -> int:
 
 
 def _opt_in(function: Any, size_bytes: int) -> bool:
+    # Above the default, a function must opt in to dynamic shared memory.
     attribute = api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     (error,) = api.cuFuncSetAttribute(function, attribute, size_bytes)
     return not error
@@ -200,9 +200,11 @@ def _opt_in(function: Any, size_bytes: int) -> bool:
 def _compile(ptx: bytes) -> bytes:
     option = api.CUjit_option
     log = bytearray(LOG_BYTES)
+    # The log is wanted for errors only; the driver cuts it at the buffer's size.
     keys = [option.CU_JIT_ERROR_LOG_BUFFER, option.CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES]
     error, link = api.cuLinkCreate(len(keys), keys, [log, LOG_BYTES])
     _check(error, log)
+    # The linker compiles PTX when it is added, and makes a cubin when it is completed. Its memory goes with it.
     try:
         # The driver reads PTX up to its NUL, whatever length it is given.
         text = ptx + b"\0"
@@ -217,6 +219,7 @@ def _compile(ptx: bytes) -> bytes:
 
 
 def _list_kernels(cubin: bytes) -> dict[str, tuple[Parameter, ...]]:
+    # As a library nothing is placed on the card: with lazy loading, only names and parameters are read.
     error, library = api.cuLibraryLoadData(cubin, [], [], 0, [], [], 0)
     _check(error)
     try:
@@ -256,6 +259,7 @@ def _words(error: Any) -> str:
 def _check(error: Any, log: bytearray | None = None) -> None:
     if error == api.CUresult.CUDA_SUCCESS:
         return
+    # The compiler's first line is usually the reason; a line number in it is the PTX's.
     said = bytes(log).split(b"\0", 1)[0].decode(errors="replace").strip() if log else ""
     first = said.splitlines()[0] if said else ""
     found = _LINE.search(said)

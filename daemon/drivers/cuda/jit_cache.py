@@ -39,6 +39,7 @@ class Compiled:
         name = name_of(digest)
         masked = self._masked.get(name)
         if masked is not None:
+            # Found: the mask comes off with the same key.
             self._masked.move_to_end(name)
             return bytes(_mask(masked, digest))
         code = compile_anew(ptx)
@@ -54,6 +55,7 @@ class Compiled:
     def _keep(self, name: bytes, masked: bytearray) -> None:
         self._masked[name] = masked
         self._kept_bytes += len(masked)
+        # Oldest first, until both bounds hold.
         while self._kept_bytes > self._most_bytes or len(self._masked) > MAX_IMAGES:
             _, oldest = self._masked.popitem(last=False)
             self._kept_bytes -= len(oldest)

@@ -26,6 +26,7 @@ def launch_with(
 ) -> int:
     """Queue a launch in the current context; return the CUresult, 0 if it was queued."""
     config = _config(stream, grid, block, shared_bytes, attributes)
+    # The parameters are passed as one buffer, by CU_LAUNCH_PARAM_BUFFER_POINTER and its size.
     size = ctypes.c_size_t(len(params))
     # As for cuLaunchKernel in launch.ll: the buffer belongs to the caller again on return.
     buffer = ctypes.create_string_buffer(params, max(len(params), 1))
@@ -41,6 +42,7 @@ def _config(stream: int, grid: Dim3, block: Dim3, shared_bytes: int, attributes:
     config.blockDimX, config.blockDimY, config.blockDimZ = block
     config.sharedMemBytes = shared_bytes
     config.hStream = api.CUstream(stream)
+    # Attributes are a list in the configuration; each is a tag and a union.
     named = []
     if attributes.is_cooperative:
         cooperative = api.CUlaunchAttribute()
@@ -61,12 +63,14 @@ def attributes_refused(
     kernel: Any, grid: Dim3, block: Dim3, shared_bytes: int, attributes: LaunchAttributes, result: int
 ) -> LaunchRejected | None:
     """Return the error of a launch that the driver refused for its attributes; None if these were not the reason."""
+    # Cooperative: the grid is larger than the card can hold at once.
     if result == _TOO_LARGE and attributes.cluster is None:
         most = _most_at_once(kernel, block, shared_bytes)
         return LaunchRejected(
             f"{kernel.name}: a cooperative launch of {math.prod(grid)} blocks; at most {most} of them run at once",
             hint="Launch no more blocks than that, and let each do more.",
         )
+    # Clusters: the driver's error is general, so ask for the largest cluster that fits.
     if attributes.cluster is not None:
         blocks = math.prod(attributes.cluster)
         most = _largest_cluster(kernel, grid, block, shared_bytes)
@@ -81,6 +85,7 @@ def attributes_refused(
 def _most_at_once(kernel: Any, block: Dim3, shared_bytes: int) -> int:
     """Count the blocks of a kernel that the whole card holds at the same time."""
     function = api.CUfunction(kernel.function)
+    # The occupancy depends on the block and on shared memory; it is per multiprocessor.
     _, each = api.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, math.prod(block), shared_bytes)
     _, device = api.cuCtxGetDevice()
     attribute = api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
@@ -89,6 +94,7 @@ def _most_at_once(kernel: Any, block: Dim3, shared_bytes: int) -> int:
 
 
 def _largest_cluster(kernel: Any, grid: Dim3, block: Dim3, shared_bytes: int) -> int:
+    # The query takes the launch without its cluster.
     config = _config(0, grid, block, shared_bytes, LaunchAttributes(is_cooperative=False, cluster=None))
     result, most = api.cuOccupancyMaxPotentialClusterSize(api.CUfunction(kernel.function), config)
     return 0 if int(result) else int(most)

@@ -108,10 +108,12 @@ class SharedMemory:
 
     def allow(self, kernel: str, size_bytes: int) -> None:
         """Let a launch have so many bytes. Raises LaunchRejected for more than the card has for a block."""
+        # The usual case, without a call.
         if size_bytes <= self._allowed_bytes:
             return
         if size_bytes > self._most_bytes:
             raise too_much_shared(kernel, size_bytes, self._static_bytes, self._most_bytes + self._static_bytes)
+        # Opt in once, for the most that any later launch can have.
         if self._opt_in(self._most_bytes):
             self._allowed_bytes = self._most_bytes
 
@@ -153,6 +155,8 @@ class Launcher:
     """
 
     def __init__(self, stream: int, library: str = LIBRARY) -> None:
+        # cuda-bindings hides these addresses, so they come from the library itself. The suffixes are the ABI's
+        # versions.
         self._driver = ctypes.CDLL(library)
         self.state = LaunchState(
             launch_kernel=_address(self._driver.cuLaunchKernel),
@@ -198,6 +202,7 @@ class Launcher:
     def launch(self, kernel: Any, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int) -> int:
         """Queue a launch; return the CUresult, 0 if it was queued. Raises LaunchRejected."""
         shape = (kernel.function, grid, block, shared_bytes)
+        # A launch of the same shape reuses the record.
         if shape != self._shape:
             record = record_of(kernel, grid, block, shared_bytes)
             ctypes.memmove(self._record_address, record, len(record))
@@ -205,7 +210,6 @@ class Launcher:
         return self._launch(self._state_address, self._record_address, params, len(params), tag)
 
     def ended(self) -> None:
-        """Record that all streams hold nothing."""
         self.state.launches = self.state.zeroed = 0
 
     @property

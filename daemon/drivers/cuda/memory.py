@@ -20,6 +20,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Final
 
+# The constants below were measured; the module's docstring says how.
 PAGE_BYTES: Final = 2 << 20
 SHARING_BYTES: Final = 1 << 20
 """The largest allocation that shares pages with others."""
@@ -45,16 +46,17 @@ class Pages:
 
     @property
     def rounding_bytes(self) -> int:
-        """Bytes that they take beyond their sizes."""
         return self.taken_bytes - self._wanted_bytes
 
     def add(self, address: int, size_bytes: int) -> None:
         """Record an allocation that the driver made."""
         self._sizes[address] = size_bytes
         self._wanted_bytes += size_bytes
+        # A large allocation has pages of its own.
         if size_bytes > SHARING_BYTES:
             self.taken_bytes += whole_pages(size_bytes)
             return
+        # A small one shares: the first in a page takes it of the card.
         for page in _pages_of(address, size_bytes):
             self._sharers[page] += 1
             if self._sharers[page] == 1:
@@ -67,6 +69,7 @@ class Pages:
         if size_bytes > SHARING_BYTES:
             self.taken_bytes -= whole_pages(size_bytes)
             return
+        # The last one in a page gives it back.
         for page in _pages_of(address, size_bytes):
             self._sharers[page] -= 1
             if not self._sharers[page]:
@@ -157,6 +160,7 @@ class Blocks:
 
         There must be a cached block.
         """
+        # Dictionaries keep insertion order, so the first key was freed first.
         address = next(iter(self._cached_in_order))
         del self._cached_in_order[address]
         size = self._sizes.pop(address)
@@ -200,6 +204,7 @@ class LocalMemory:
 
         Includes what system calls take in addition, whether their module is loaded before the kernel runs or after.
         """
+        # A kernel within the default stack costs nothing.
         if local_bytes <= self.stack_bytes:
             return 0
         return whole_pages((local_bytes - self.stack_bytes) * self.threads) + self.kept_by_system_calls

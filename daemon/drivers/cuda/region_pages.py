@@ -32,7 +32,7 @@ _OWN_STREAM: Final = 0
 
 @dataclass(slots=True, eq=False)
 class _Region:
-    """A region's memory.
+    """A region's memory, and how far its end has come.
 
     Attributes:
         mapped: Address and size of each mapping.
@@ -71,6 +71,8 @@ class Regions:
     @property
     def granule_bytes(self) -> int:
         """The card's page size, if the driver can map pages; otherwise 0."""
+        # Queried once. Pages of another size than PAGE_BYTES would not fit the bookkeeping, so then there are no
+        # regions.
         if self._granule_bytes is None:
             option = self._api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
             error, least_bytes = self._api.cuMemGetAllocationGranularity(self._memory(), option)
@@ -87,6 +89,7 @@ class Regions:
         It is not documented how the driver reuses a process's own memory. Raises MemoryRefused, and OutOfMemory where
         no addresses are left. A call that fails undoes what the calls before it did, except for the addresses.
         """
+        # Step 1: what can be refused without the driver.
         if not self.granule_bytes:
             raise DriverError("this card's driver can't map memory, so there are no regions")
         if size_bytes <= 0 or size_bytes % self.granule_bytes:
@@ -97,6 +100,7 @@ class Regions:
                 " which are never used again",
                 hint="Free the lease and acquire another.",
             )
+        # Step 2: memory, addresses, mappings, access; then a memset in a stream that nothing else uses.
         region = _Region(size_bytes)
         try:
             self._map(region)
@@ -108,7 +112,6 @@ class Regions:
         return region.address
 
     def wipe(self, address: int) -> None:
-        """Begin to zero the scratch."""
         region = self._regions.get(address)
         if region is None or region.is_ending:
             raise DriverError(f"{address:#x} is not the address of a region that can be ended")
@@ -122,17 +125,23 @@ class Regions:
         A poll that raises leaves the region mapped, and its scratch zeroed. If a call of the driver fails, the memory
         belongs to this process until `release`.
         """
+        # Step 1: the scratch is zeroed, which may have begun long before. Only this wait can be ended.
         self.wipe(address)
         self._wait(self.is_zeroed, poll)
         region = self._regions[address]
         kept_bytes = self.kept_bytes(region.size_bytes)
         freed_bytes = region.size_bytes - kept_bytes
+        # Step 2: from here on the region can't be used again, whatever fails.
         region.is_ending = True
         if freed_bytes:
+            # Unmap the rest, and map the scratch over its range, piece by piece. In between, an access would be a
+            # fault.
             self._unmap_last(region)
             for offset in range(kept_bytes, region.size_bytes, kept_bytes):
                 self._map_at(region, offset, min(kept_bytes, region.size_bytes - offset), region.handles[0])
+            # Access must be allowed for a mapping before its first use (cuMemSetAccess).
             self._allow(address + kept_bytes, freed_bytes)
+            # Only now does the rest go back to the card: no address leads to it any more.
             self._release_last(region)
         region.is_ended = True
         return RegionReturn(freed_bytes, kept_bytes)
@@ -142,6 +151,7 @@ class Regions:
         region = self._regions.get(address)
         if region is None or not region.is_ending:
             raise DriverError(f"{address:#x} is not the address of an ended region")
+        # Mappings first, then handles: memory is released when neither is left.
         self._drop(region)
         del self._regions[address]
 
@@ -152,6 +162,7 @@ class Regions:
     # --- one step each ---
 
     def _memory(self) -> Any:
+        # Memory of the one card that this process sees, as cuMemAlloc would give it.
         api = self._api
         memory = api.CUmemAllocationProp()
         memory.type = api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
@@ -161,12 +172,15 @@ class Regions:
 
     def _map(self, region: _Region) -> None:
         """Take the memory, and only then addresses, which are used up."""
+        # Step 1: memory for the scratch and for the rest, separately, because the rest goes back alone.
         kept_bytes = self.kept_bytes(region.size_bytes)
         sizes = [size for size in (kept_bytes, region.size_bytes - kept_bytes) if size]
         for size_bytes in sizes:
             region.handles.append(self._check(self._api.cuMemCreate(size_bytes, self._memory(), 0)))
+        # Step 2: addresses. They stay reserved for ever, so they are counted even if a later step fails.
         region.address = int(self._check(self._api.cuMemAddressReserve(region.size_bytes, self.granule_bytes, 0, 0)))
         self.reserved_bytes += region.size_bytes
+        # Step 3: map both pieces one after another, and allow access to the whole.
         offset = 0
         for size_bytes, handle in zip(sizes, region.handles, strict=True):
             self._map_at(region, offset, size_bytes, handle)
@@ -215,6 +229,7 @@ class Regions:
 
     def _check(self, answer: tuple[Any, ...]) -> Any:
         """Return the first value of a call of the driver. Raises the call's error."""
+        # Out of memory may pass (refused_memory.py); every other error is the context's.
         error = answer[0]
         if error == self._api.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
             raise MemoryRefused("the card can't give a region's memory now", hint="Free something or ask for less.")

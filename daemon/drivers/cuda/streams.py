@@ -44,7 +44,7 @@ class StreamTicket:
         self._event = event
 
     def is_done(self) -> bool:
-        """Return whether the card has reached the event, or the context is lost: it reads nothing more then."""
+        """Return whether the card has reached the event, or the context is lost: then it no longer uses host memory."""
         try:
             return bool(self._event.query())
         except cuda.Error:
@@ -76,8 +76,10 @@ class Streams:
         Args:
             default: Stream 0, if it exists already.
         """
+        # Numbers index this list; a destroyed stream keeps its place.
         self._streams: list[Any] = [default or cuda.Stream(_NON_BLOCKING)]
         self._spare: list[int] = []
+        # One event for orders between streams; one each for "new memory is zeroed" and "used memory is zeroed".
         self._mark: Any = cuda.Event(cuda.event_flags.DISABLE_TIMING)
         self._new_zeroed: Any = cuda.Event(cuda.event_flags.DISABLE_TIMING)
         self._used_zeroed: Any = cuda.Event(cuda.event_flags.DISABLE_TIMING)
@@ -86,7 +88,6 @@ class Streams:
         self._zeroing_new: Any = None
         # Memory that was used before is zeroed in another, after everything that may still use it.
         self._zeroing_used: Any = None
-        # By stream: copies put in it and not waited for.
         # By stream: copies put in it since the last wait for it.
         self._copies_begun: dict[int, int] = {}
         self.selected = 0
@@ -125,7 +126,6 @@ class Streams:
         return len(self._streams) - 1
 
     def destroy(self, number: int) -> None:
-        """Keep a stream for a later `create`."""
         self._spare.append(number)
 
     def wait(self, number: int, other: int) -> None:
@@ -141,6 +141,7 @@ class Streams:
         """Zero used memory, from now on, only after what any stream holds now. Raises cuda.Error."""
         if self._zeroing_used is None:
             return  # There is one stream, and it zeroes the memory in order.
+        # Record and wait in turn: each wait is for the record just made.
         for stream in self._streams:
             self._mark.record(stream)
             self._zeroing_used.wait_for_event(self._mark)
@@ -150,11 +151,14 @@ class Streams:
 
         Returns the numbers of the streams that now hold a wait for it. Raises cuda.Error.
         """
+        # New memory needs no order; used memory is zeroed after everything that may still use it.
         zeroing, zeroed = (self._zeroing_used, self._used_zeroed) if was_used else (self._zeroing_new, self._new_zeroed)
         cuda.memset_d8_async(address, 0, size_bytes, zeroing or self._streams[0])
         zeroed.record(zeroing or self._streams[0])
+        # With a single stream its own order is enough.
         if zeroing is None:
             return []
+        # Every stream waits for the memset, because any may get the memory next.
         for stream in self._streams:
             stream.wait_for_event(zeroed)
         return list(range(len(self._streams)))
@@ -169,7 +173,6 @@ class Streams:
         self._copies_begun[self.selected] = self._copies_begun.get(self.selected, 0) + 1
 
     def emptied(self, number: int) -> None:
-        """Record that a stream was waited for."""
         self._copies_begun.pop(number, None)
 
 
@@ -180,13 +183,6 @@ _SLEEP_S: Final = 2e-4
 
 
 class _Marked:
-    """The operations in a stream.
-
-    Attributes:
-        ended: Number of operations that are known to have ended.
-        waiting: For each other operation, in order: the event after it, and whether it is a kernel.
-    """
-
     __slots__ = ("ended", "waiting")
 
     def __init__(self) -> None:
@@ -205,7 +201,9 @@ class Markers:
 
     def make_room(self) -> None:
         """Wait until one more operation may be put in a stream."""
+        # Also without a wait, so that a lease that has ended gets no further launch.
         self._poll()
+        # Free places first; only if there are none, sleep and poll again.
         while self._count >= MAX_WAITING and self._collect() >= MAX_WAITING:
             time.sleep(_SLEEP_S)
             self._poll()
@@ -219,6 +217,7 @@ class Markers:
         self._add(number, stream, is_kernel=False)
 
     def _add(self, number: int, stream: Any, *, is_kernel: bool) -> None:
+        # Events are reused: making one costs more than recording it.
         event = self._spare.pop() if self._spare else cuda.Event(cuda.event_flags.DISABLE_TIMING)
         event.record(stream)
         self._count += 1
@@ -230,6 +229,7 @@ class Markers:
     def running(self) -> dict[int, int]:
         """Map each stream whose current operation is a kernel to the number of its operations that have ended."""
         self._collect()
+        # The first event not reached is the stream's current operation.
         return {
             number: marked.ended for number, marked in self._marked.items() if marked.waiting and marked.waiting[0][1]
         }
@@ -238,6 +238,7 @@ class Markers:
         """Take back the events that the card has reached; return the number of those that it has not."""
         try:
             for marked in self._marked.values():
+                # A stream ends its operations in order, so the first that is not done ends the search.
                 waiting = marked.waiting
                 while waiting and waiting[0][0].query():
                     self._spare.append(waiting.popleft()[0])
