@@ -148,6 +148,7 @@ class PinnedBuffers:
             if buffer.is_free:
                 break
         else:
+            # All in use: make another one, up to the bound.
             if len(self._buffers) == MAX_PINNED_BUFFERS:
                 return None
             buffer = PinnedBuffer(self._context)
@@ -157,6 +158,7 @@ class PinnedBuffers:
 
     def buffer_of(self, data: memoryview) -> PinnedBuffer | None:
         """Return the buffer that contains these bytes, None if they are elsewhere."""
+        # A memoryview's object is the mapping that it was made of, whatever part it shows.
         memory = data.obj
         for buffer in self._buffers:
             if buffer.memory is memory:
@@ -205,6 +207,8 @@ class ReceiveBuffer:
     def get_buffer(self) -> memoryview:
         """Return room for the next bytes, never empty. It invalidates the views of earlier frames."""
         self._release_returned()
+        # State 1: in the middle of a large write, directly into its pinned buffer. State 2: anything else, into the
+        # reader.
         if self._rest:
             return self._rest
         room = self.reader.get_buffer()
@@ -227,6 +231,7 @@ class ReceiveBuffer:
         Raises FramingError; this object is unusable then.
         """
         self._release_returned()
+        # A large write is returned when it is complete; before it, no later frame can be.
         if self._pinned is not None:
             return None if self._rest else self._take_write(self._pinned)
         frame = self.reader.next_frame()
@@ -245,6 +250,7 @@ class ReceiveBuffer:
 
     def _take_write(self, pinned: PinnedBuffer) -> Frame:
         op, flags, status, length, request_id, session_id = self._header
+        # The buffer stays held until the next call, because the frame's payload lies in it.
         self._pinned, self._rest, self._returned = None, None, pinned
         payload = pinned.view[:length]
         return Frame(op, flags, status, request_id, int.from_bytes(session_id, "big"), payload)
@@ -390,6 +396,7 @@ class SocketWire:
                 sent = 0
             except OSError as error:
                 raise ConnectionLost(error.strerror) from None
+            # Sent completely; otherwise wait for room until the deadline, which begins with the first full buffer.
             if sent == len(data):
                 return None
             now_ns = time.monotonic_ns()
@@ -420,12 +427,14 @@ class RingWire:
         self._spin_policy = spin_policy
         self.spins_when_quiet = spin_policy.spins_when_quiet
         self.layout = RING_LAYOUT
+        # Sealed: the peer can't shorten it, so no access here can fault.
         self.fd = sealed_memory("gpulease-ring", self.layout.total_bytes)
         try:
             self._map = mmap.mmap(self.fd, self.layout.total_bytes)
         except BaseException:
             os.close(self.fd)
             raise
+        # The two ends share the memory with the peer; each counter has one writer.
         with memoryview(self._map) as memory:
             barriers = (threading.Lock(), threading.Lock())
             self._requests, self._replies = worker_ends(memory, self.layout, barriers, partial(_ring_bell, sock))
@@ -457,6 +466,7 @@ class RingWire:
         """Mark in the ring that the worker sleeps, so that the peer rings."""
         if not for_room:
             return self._requests.doze()
+        # The peer's counter shows when there is room; a bell is needed only while this flag is set.
         self._waits_for_room = True
         try:
             return self._replies.doze()
@@ -478,10 +488,12 @@ class RingWire:
 
     def receive(self, receiver: Receiver) -> bool:
         """Take bytes from the ring. Raises ConnectionLost only once the ring is empty."""
+        # The tail is the peer's input: `take` checks it before it copies.
         count = self._requests.take(receiver.get_buffer()) if self._requests.has_bytes else 0
         if count:
             receiver.buffer_updated(count)
             return True
+        # The socket's end counts only after everything in the ring was served.
         if self._has_ended:
             raise ConnectionLost("the peer closed the connection")
         return False
@@ -510,6 +522,7 @@ class RingWire:
         requests.head, replies.tail, replies.head = ends.head, ends.tail, ends.reply_head
         if outcome is None:
             self.decline_awaited()
+        # The peer sleeps until it is woken: move a counter by nothing, which rings the bell.
         if outcome is Outcome.WAKE_WRITER:
             requests.advance(0, 0)
         elif outcome is Outcome.WAKE_READER:
@@ -537,6 +550,7 @@ class RingWire:
         """Put the data into the ring. Also raises FramingError, because the peer's counter is part of its input."""
         replies = self._replies
         until_ns = 0
+        # Put what fits; wait for room; put the rest. Each turn begins with the peer's current counter.
         try:
             sent = replies.put(data)
             while sent != len(data):
@@ -557,6 +571,7 @@ class RingWire:
 
     def close(self) -> None:
         """Close the socket, which ends the connection, and unmap the memory."""
+        # First mark the ring as left, so that a peer that polls it notices.
         self._requests.leave()
         self._sock.close()
         self._requests.release()
@@ -574,6 +589,7 @@ class RingWire:
             while time.monotonic_ns() < spin_until_ns:
                 if replies.room():
                     return True
+        # Then sleep. `doze` announces it in the ring and checks again, so no bell is missed.
         while replies.doze():
             # Check the clock too: a peer that rings without end keeps every wait short.
             is_in_time = _wait(self._sock, select.POLLIN, until_ns) and time.monotonic_ns() < until_ns
@@ -587,6 +603,7 @@ class RingWire:
 
     def _receive_bells(self) -> None:
         try:
+            # An empty read is the socket's end; any byte is a bell.
             self._has_ended = not self._sock.recv(BELLS_BYTES)
         except BlockingIOError:
             return
@@ -616,6 +633,7 @@ def _wait(sock: socket.socket, event: int, until_ns: int) -> bool:
     """Sleep until an event on a socket or a time; return whether the event came."""
     poll = select.poll()
     poll.register(sock, event)
+    # Rounded up: poll(2) must not return just before the time.
     return bool(poll.poll(max(0, -(-(until_ns - time.monotonic_ns()) // NS_PER_MS))))
 
 
@@ -665,6 +683,7 @@ class SendBuffer:
     def update(self, rest: bytes | memoryview) -> None:
         """Keep this rest, after the peer has read some."""
         self.unsent = memoryview(rest)
+        # Progress in small steps does not count, or a byte per minute would keep the memory.
         if self._step_bytes - len(self.unsent) >= STEP_BYTES:
             self._step_bytes, self._step_s = len(self.unsent), time.monotonic()
 
@@ -712,6 +731,7 @@ class Connection:
         self.sock = sock
         self.guest = guest
         self.fd = sock.fileno()
+        # Every connection begins with its socket alone; ATTACH's reply may put a ring in its place.
         self.wire: Wire = SocketWire(sock, spin_policy)
         self.reader = FrameReader(MAX_PAYLOAD_BYTES)
         self.reader.receive_data(rest)
@@ -732,6 +752,7 @@ class Connection:
 
     def overdue(self, now_s: float) -> ConnectionLost | FramingError | None:
         """Return the error with which to drop the connection, if it has kept memory here for too long."""
+        # A paused connection is judged by what it reads, any other by what it sends.
         if self.send_buffer is not None:
             return ConnectionLost("the peer does not read") if self.send_buffer.is_stale(now_s) else None
         if self.receive_buffer.is_mid_frame and now_s - self.received_at_s > FRAME_TIMEOUT_S:
@@ -761,11 +782,13 @@ class Connection:
         """
         wire, receive_buffer = self.wire, self.receive_buffer
         if not wire.receive(receive_buffer):
+            # Nothing is there: spin, if this connection has spins left, and only then sleep.
             if not self.spins_left:
                 return False
             self.spins_left -= 1
             if not wire.spin(receive_buffer):
                 return False
+        # With cores to spare, a request without a reply is followed by a spin, too.
         if wire.spins_when_quiet:
             self.spins_left = 1
         return True

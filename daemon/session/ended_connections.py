@@ -135,6 +135,7 @@ class EndedConnections(Operations):
         """Release what needs no wait, if it is time to poll, or at once."""
         if not self._ended or (not now and time.monotonic() < self._look_s):
             return
+        # Success: poll again at once, as more may be free. Failure: back off, so that an endless kernel costs no core.
         if self._give_back():
             self._looks_in_vain, self._look_s = 0, 0.0
         else:
@@ -144,10 +145,13 @@ class EndedConnections(Operations):
     def _give_back(self) -> bool:
         """Release some of what no kernel uses any more, without waiting; return whether that was anything."""
         left = FREES_PER_TURN
+        # Each ended connection by itself: one with a running kernel must not keep the others' memory.
         for ended in list(self._ended):
+            # Tickets that are done need not be polled again.
             ended.waits = [ticket for ticket in ended.waits if not ticket.is_done()]
             if ended.waits:
                 continue
+            # Allocations and modules one by one, without a wait inside the driver.
             try:
                 while left and (ended.allocations or ended.modules):
                     self._give_back_one(ended)
@@ -164,6 +168,7 @@ class EndedConnections(Operations):
                 # Lost with the context, or kept by the driver for good: it counts as taken until the lease ends.
                 self._ended.remove(ended)
                 continue
+            # Nothing is left of it.
             if left:
                 self._ended.remove(ended)
         if left != FREES_PER_TURN:
@@ -178,6 +183,7 @@ class EndedConnections(Operations):
                 self._free(handle, _do_not_wait)
             ended.allocations.pop()
             return
+        # Another connection may have unloaded it.
         if self._ledger.has_module(ended.modules[-1]):
             self._unload(ended.modules[-1], _do_not_wait)
         ended.modules.pop()
@@ -215,6 +221,7 @@ class EndedConnections(Operations):
 
         Returns whether anything was released. Raises LeaseOver.
         """
+        # Alone, a long wait harms no one; with others attached it would stop them all.
         until_s = time.monotonic() + (ALONE_WAIT_S if is_alone else BESIDE_WAIT_S)
         has_given = False
         while self._ended:
@@ -245,8 +252,10 @@ class EndedConnections(Operations):
         if frame.payload:
             raise BodyError("MEM_RESET takes no payload")
         ledger = self._ledger
+        # Behind this wait nothing uses what ended connections hold.
         self._context.sync(self._resources.check_sync)
         before_bytes = ledger.used_bytes
+        # In this order: ended connections, kept allocations, then what older clients left.
         for ended in self._ended:
             self._give_back_all(ended.holder)
         self._ended.clear()

@@ -160,6 +160,7 @@ class GraphOperations(Operations):
         steps, parameters = self._checked(body)
         self._resources.may_have_grown = True
         graph = self._context.graph(steps.steps, self._ledger.check_graph, self._check_lease)
+        # Made: count it, remember what it depends on, and charge it.
         self._last_number += 1
         number = self._last_number
         self._graphs[number] = made = _SessionGraph(graph, steps, parameters, part_count, size_bytes)
@@ -188,6 +189,7 @@ class GraphOperations(Operations):
         """
         body, region_set, position = split_regions(memoryview(frame.payload))
         number, made, values = self._graph_of(body)
+        # A refusal names the kernel if the graph has only one.
         kernels = made.steps.launches
         kernel = next(iter(kernels.values())).plan.kernel.name if len(kernels) == 1 else ""
         self._gate.admit(region_set, position, kernel)
@@ -202,12 +204,14 @@ class GraphOperations(Operations):
         return number, made, values
 
     def _replay(self, frame: Frame, number: int, made: _SessionGraph, values: bytes) -> bytes:
+        # Checks of a replay: it is not void, its values are bound, its regions are active.
         if made.void is not None:
             raise invalid_handle(f"graph {number} uses {made.void}")
         if values != made.latest_values:
             self._bind(made, values)
         for handle in made.regions:
             self._ledger.check_allocation(handle)
+        # Remembered before the replay, as a fault may name it at once.
         self.recent_replays.append(frame.request_id)
         made.graph.replay(frame.request_id, self._check_lease)
         steps = made.steps
@@ -246,6 +250,7 @@ class GraphOperations(Operations):
     # --- creating ---
 
     def _check_room(self, part_count: int, size_bytes: int) -> None:
+        # Three bounds at once; the message has all of them.
         if (
             len(self._graphs) >= MAX_GRAPHS
             or self._part_count + part_count > MAX_SESSION_PARTS
@@ -265,12 +270,14 @@ class GraphOperations(Operations):
             steps = _Steps()
             if not body.nodes:
                 raise BodyError("a graph has at least one node")
+            # A large graph takes milliseconds to check, so the lease is checked in between.
             for number, node in enumerate(body.nodes):
                 if number % NODES_PER_LOOK == 0:
                     self._check_lease()
                 self._add(steps, number, node)
             if not steps.steps:
                 raise BodyError("the graph's copies have no bytes: it does nothing")
+            # Buffers that only replays name are dependencies as well.
             for handle in body.buffers:
                 self._ledger.check_allocation(handle)
             steps.allocations.update(body.buffers)
@@ -284,6 +291,7 @@ class GraphOperations(Operations):
             self._planner.has_new_kernel = False
 
     def _add(self, steps: _Steps, number: int, node: GraphNode) -> None:
+        # Errors name the node.
         try:
             self._add_node(steps, number, node)
         except Refused as error:
@@ -293,6 +301,7 @@ class GraphOperations(Operations):
             raise BodyError(f"node {number}: {error}", error.status) from None
 
     def _add_node(self, steps: _Steps, number: int, node: GraphNode) -> None:
+        # Each node is checked exactly as the operation by itself.
         payload = memoryview(node.body)
         match node.op:
             case Opcode.LAUNCH:
@@ -308,6 +317,7 @@ class GraphOperations(Operations):
                 steps.allocations.add(handle)
                 steps.copies += 1
                 steps.copied_bytes += len(data)
+                # A copy without bytes counts as an operation, but is no step.
                 if data:
                     steps.steps.append(DataStep(address, bytes(data)))
             case Opcode.ARENA_WRITE | Opcode.ARENA_READ:
@@ -324,11 +334,13 @@ class GraphOperations(Operations):
 
     def _bind(self, made: _SessionGraph, values: bytes) -> None:
         """Put a GRAPH_LAUNCH's values into their places, once all of them are checked."""
+        # Step 1: all values, before anything changes.
         parameters = made.parameters
         wanted_bytes = parameters[-1].end if parameters else 0
         if len(values) != wanted_bytes:
             raise BodyError(f"{len(values)} bytes of values; the graph's parameters have {wanted_bytes}")
         checked = [self._value(parameter, values) for parameter in parameters]
+        # Step 2: into the argument bytes; a value that did not change costs nothing.
         made.latest_values = None
         steps, changed = made.steps, set()
         for parameter, value in zip(parameters, checked, strict=True):
@@ -354,6 +366,7 @@ class GraphOperations(Operations):
         value = values[parameter.start : parameter.end]
         if not parameter.is_buffer:
             return value
+        # A buffer's value is a handle and an offset; the kernel gets the address.
         handle, offset = _BUFFER_VALUE.unpack(value)
         try:
             address = self._ledger.locate(handle, offset, 0)
@@ -377,6 +390,7 @@ class GraphOperations(Operations):
             self._ledger.module_dependents.add(module, number, void)
 
     def _release(self, number: int, made: _SessionGraph) -> None:
+        # The steps go first: from here on nothing of the tenant's is referenced.
         steps, made.steps = made.steps, _Steps()
         for handle in steps.allocations:
             self._ledger.allocation_dependents.remove(handle, number)
@@ -391,6 +405,7 @@ def _parameters(body: GraphCreate, steps: _Steps) -> list[_Parameter]:
     """Return the graph's parameters and their places. Raises BodyError."""
     parameters: list[_Parameter] = []
     end = 0
+    # Values follow one another in a GRAPH_LAUNCH, in the order of the parameters.
     for given in body.parameters:
         start = end
         end += _value_bytes(given)
@@ -419,6 +434,7 @@ def _checked_place(body: GraphCreate, steps: _Steps, place: GraphPlace, free: di
     step = steps.step_of.get(place.node)
     if place.parameter >= len(body.parameters) or step is None:
         raise BodyError(f"a place of parameter {place.parameter} in node {place.node}: no such parameter, or no launch")
+    # The arguments of this launch, as the wire has them, on first use.
     if step not in free:
         free[step] = {}
         start = 0

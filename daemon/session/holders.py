@@ -32,6 +32,7 @@ class Holder:
 
     def show_at(self, at: int) -> None:
         """Show the bytes in another word from now on, in addition to what others show there."""
+        # A word may show several holders' bytes together, so subtract from one and add to the other.
         self._counters[self.at] -= self.held_bytes
         self.at = at
         self._counters[at] += self.held_bytes

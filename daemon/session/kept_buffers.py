@@ -42,6 +42,7 @@ class KeepOperations(Operations):
         is_kept = self._ledger.holder_of(body.handle) is self.holder
         if not body.name and not is_kept:
             raise invalid_handle(f"the allocation {body.handle:#x} is not kept, so it can't be taken")
+        # The same name for the same allocation changes nothing.
         known = self._handles.get(body.name)
         if known == body.handle:
             return empty(frame)
@@ -61,6 +62,7 @@ class KeepOperations(Operations):
                     hint="Free some of them, or take them.",
                 )
             )
+        # A new name replaces the old one; no name means that the connection takes the allocation.
         if is_kept:
             self._forget(body.handle)
         if body.name:

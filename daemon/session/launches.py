@@ -69,6 +69,7 @@ class LaunchOperations(Operations):
         """Serve LAUNCH_IN: a LAUNCH after a check of its set's regions."""
         payload = memoryview(frame.payload)
         _, region_set, position = split_regions(payload)
+        # The set is checked after the launch: a wrong launch is reported as such, whatever its regions.
         plan, args = self._planner.find(payload, Opcode.LAUNCH_IN)
         self._gate.admit(region_set, position, plan.kernel.name)
         self._planner.follow(plan)
@@ -88,6 +89,7 @@ class LaunchOperations(Operations):
         return self._queue(frame, plan, args, _attributes(plan, flags, cluster))
 
     def _queue(self, frame: Frame, plan: "Plan", args: bytes, attributes: LaunchAttributes | None = None) -> bytes:
+        # The driver gets the parameter buffer; without gaps it is the wire's bytes.
         planner = self._planner
         params = args if plan.moves is None else plan.lay_out(args)
         launch = (plan.kernel, plan.grid, plan.block, plan.shared_bytes, params, frame.request_id)
@@ -100,6 +102,7 @@ class LaunchOperations(Operations):
             # The driver took nothing, so the charge for a kernel's first launch must be undone.
             planner.refused()
             raise
+        # A first launch may have made the context grow, which the broker checks with the card's own figure.
         if planner.has_new_kernel:
             planner.has_new_kernel = False
             self._resources.may_have_grown = True
@@ -133,6 +136,7 @@ class PrintedOperations(Operations):
         """Serve PRINTED: wait for all launches, and take what they printed."""
         if frame.payload:
             raise BodyError("PRINTED takes no payload")
+        # What kernels print reaches the host only after they have ended.
         self._context.sync(self._resources.check_sync)
         self._context.flush_printed()
         data, is_lost = self._take()
@@ -147,8 +151,10 @@ def launch_failed(message: str, *, kernel: str = "", hint: str = "") -> Refused:
 def _attributes(plan: "Plan", flags: int, cluster: Dim3) -> LaunchAttributes:
     """Return the attributes of a LAUNCH_WITH. Raises Refused for values that are invalid on any card."""
     name = plan.kernel.name
+    # Unknown flags are refused, since ignoring one could change what the tenant means.
     if flags & ~int(LaunchFlag.COOPERATIVE):
         raise launch_failed(f"{name}: {flags:#x} has flags that this daemon does not know", kernel=name)
+    # No cluster at all is written as zeros.
     if not any(cluster):
         return LaunchAttributes(bool(flags & LaunchFlag.COOPERATIVE), None)
     if not all(cluster) or any(blocks % of for blocks, of in zip(plan.grid, cluster, strict=True)):
@@ -212,9 +218,8 @@ class Planner:
         self.on_forget: Callable[[], None] = lambda: None
         self._ledger = ledger
         self._session_id = session_id
-        # By operation and the launch's body without its arguments, its region set and its position.
         self._compile_kernel = compile_kernel
-        # By operation, and all of a launch's body but its arguments, its region set and its position.
+        # By operation and the launch's body without its arguments, its region set and its position.
         self._plans: dict[tuple[int, bytes], Plan] = {}
         self._plan_by_address: dict[int, Plan] = {}
         self._latest: Plan | None = None
@@ -236,17 +241,21 @@ class Planner:
         Raises BodyError or Refused.
         """
         self._kept_before = None
+        # The key is the body without what differs from launch to launch.
         body = split_regions(payload)[0] if op == Opcode.LAUNCH_IN else payload
         shape, args = split_launch(body)
         key = (op, shape)
         plan = self._plans.get(key)
         if plan is None:
+            # Step 1: a new shape. Launches with attributes are never predicted, so they need no pattern of their own.
             is_expected = op != Opcode.LAUNCH_WITH
             pattern = LaunchPattern(payload, self._session_id, op if is_expected else Opcode.LAUNCH)
             plan = self._make(parse_body(Launch, body), pattern)
+            # Step 2: room. All plans go at once, because they refer to one another.
             if len(self._plans) >= MAX_PLANS:
                 self.forget()
             self._plans[key] = plan
+            # Step 3: the record that native code reads.
             if self.add_record is not None and is_expected:
                 self.add_record(plan)
                 self._plan_by_address[plan.address] = plan
@@ -254,6 +263,7 @@ class Planner:
 
     def follow(self, plan: Plan) -> None:
         """Record a launch of this plan: it follows the previous launch, and its own follower is expected next."""
+        # The previous launch learns what follows it; native code has a copy of that.
         latest = self._latest
         if latest is not None and latest.follower is not plan:
             latest.follower = plan
@@ -290,6 +300,7 @@ class Planner:
         """Compile a kernel, and charge the slice for what the driver takes at its first launch."""
         try:
             self._compile_kernel(kernel)
+            # Remembered, so that a refused launch can undo the charge.
             self._kept_before = self._ledger.kept_bytes
             self._ledger.charge_kept(kernel.kept_bytes)
         except KernelFault:
@@ -308,6 +319,7 @@ class Planner:
                 kernel=launch.kernel,
                 hint=f'Its kernels: {names}. C++ names are mangled unless declared extern "C".',
             )
+        # Sizes first, then the shape, then the charge: a wrong request must cost nothing.
         _check_sizes(launch, kernel)
         block_threads = launch.block_x * launch.block_y * launch.block_z
         grid = (launch.grid_x, launch.grid_y, launch.grid_z)
@@ -345,6 +357,7 @@ def _check_sizes(launch: Launch, kernel: Kernel) -> None:
 
 def _moves(kernel: Kernel) -> tuple[tuple[int, int, int], ...] | None:
     moves = []
+    # On the wire arguments follow one another; in the buffer each is at its parameter's offset.
     start = 0
     for parameter in kernel.parameters:
         moves.append((start, parameter.offset, parameter.size))

@@ -118,6 +118,7 @@ class Ledger:
         self.used_bytes = 0
         self.rounding_bytes = 0
         self.make_room: Callable[[int], None] = _keep_all
+        # Bytes that the card takes in addition to allocations; the allowance covers the first of them.
         self._allowance_bytes = allowance_bytes
         self._page_bytes = page_bytes
         # Modules: bytes in pages of their own, in pages they share, and the maximum so far in shared pages.
@@ -133,6 +134,7 @@ class Ledger:
         self.holder = Holder()
         self.allocation_dependents = Dependents(on_add=self.records.hide)
         self.module_dependents = Dependents()
+        # By address: sizes of allocations, and their holders.
         self._allocations: dict[int, int] = {}
         self._holders: dict[int, Holder] = {}
         # By address: the sizes of modules' variables, which count with their modules.
@@ -146,6 +148,7 @@ class Ledger:
     @property
     def charged_bytes(self) -> int:
         """Bytes that count as taken of the slice."""
+        # Only what exceeds the allowance is charged to the slice.
         return self.used_bytes + max(0, self._besides_bytes - self._allowance_bytes)
 
     @property
@@ -173,6 +176,7 @@ class Ledger:
                     hint="Free some, or allocate fewer and larger ones.",
                 )
             )
+        # Both bounds: what the tenant sees as free, and whole pages on the card.
         free_bytes = self.slice_bytes - self.charged_bytes
         if size_bytes > free_bytes or size_bytes + -size_bytes % self._page_bytes > self.room_bytes:
             raise Refused(
@@ -209,6 +213,7 @@ class Ledger:
 
     def check_free(self, handle: int) -> None:
         """Raise Refused unless the handle is an allocation that the tenant may free."""
+        # Regions and variables are handles, too, but end in other ways.
         if handle in self._regions:
             raise Refused(
                 Failure(Status.INVALID_HANDLE, f"{handle:#x} is a region", hint="Free a region by its lease id.")
@@ -227,6 +232,7 @@ class Ledger:
 
     def remove_allocation(self, handle: int) -> None:
         """Record that the driver freed an allocation, and call its dependents."""
+        # Native code must not serve the handle any more before anything else happens to it.
         self.records.hide(handle)
         self._freed(handle)
         size_bytes = self._allocations.pop(handle)
@@ -281,6 +287,7 @@ class Ledger:
     def end_region(self, address: int, kept_bytes: int) -> None:
         """Record that a region's memory was released to the card, except for these bytes in its place."""
         region = self._regions[address]
+        # The difference: the scratch stays, the rest is back on the card.
         self.used_bytes += kept_bytes - region.charged_bytes
         region.charged_bytes = kept_bytes
         region.has_ended = True
@@ -310,6 +317,7 @@ class Ledger:
 
         Also raises what `make_room` raises. The bytes are those of `Module`.
         """
+        # What it takes beyond what is charged already: its own pages, new shared pages, new kept memory.
         more_bytes = device_bytes - shared_bytes + max(0, kept_bytes - self._kept_bytes)
         more_bytes += max(0, self._shared_bytes + shared_bytes - self._most_shared_bytes)
         if more_bytes > max(0, self.room_bytes):
@@ -318,10 +326,12 @@ class Ledger:
                 f"the slice has room for {max(0, self.room_bytes)}",
                 hint="Free something, make its variables smaller, or acquire a lease with more min_vram.",
             )
+        # Room on paper may be in the driver's cache, so it is released first.
         self.make_room(self.room_bytes - more_bytes)
 
     def check_graph(self, device_bytes: int) -> None:
         """Raise Refused unless there is room for a graph that takes so many bytes of the card."""
+        # Only graphs beyond the maximum so far take more of the card.
         more_bytes = self._graph_bytes + device_bytes - self._most_graph_bytes
         if more_bytes > max(0, self.room_bytes):
             raise Refused(
@@ -389,6 +399,7 @@ class Ledger:
                 f"thread the card can hold; the slice has room for {max(0, self.room_bytes)}",
                 hint="Use less local memory (arrays in kernels, deep stacks), or acquire a lease with more min_vram.",
             )
+        # Each kernel's figure is a total, so only the difference to the largest one so far counts.
         if more_bytes > 0:
             self.make_room(self.room_bytes - more_bytes)
         self._kept_bytes = max(self._kept_bytes, kept_bytes)
@@ -409,6 +420,7 @@ class Ledger:
 
     def add_module(self, module: Module, image_bytes: int) -> int:
         """Record a module that the driver loaded; return its number."""
+        # In the order of the fields above: own pages, shared pages, kept memory.
         self._own_bytes += module.device_bytes - module.shared_bytes
         self._shared_bytes += module.shared_bytes
         self._most_shared_bytes = max(self._most_shared_bytes, self._shared_bytes)
@@ -433,6 +445,7 @@ class Ledger:
     def remove_module(self, number: int) -> None:
         """Record that the driver unloaded a module, and call its dependents."""
         loaded = self._modules.pop(number)
+        # Variables end with their module; graphs that copy to them become void.
         for address in loaded.variables:
             del self._variables[address]
             self.allocation_dependents.released(address, f"the variable {address:#x}, whose module is unloaded")
@@ -440,10 +453,12 @@ class Ledger:
         self._image_bytes -= loaded.image_bytes
         self._own_bytes -= loaded.module.device_bytes - loaded.module.shared_bytes
         self._shared_bytes -= loaded.module.shared_bytes
+        # With the last module the driver releases the shared pages, and not before.
         if not self._modules:
             self._most_shared_bytes = 0
 
     def _size_of(self, handle: int) -> int:
+        # In order of frequency; 0 is no size, so `or` goes on to the variables.
         size_bytes = self._allocations.get(handle) or self._variables.get(handle)
         if size_bytes is None:
             region = self._regions.get(handle)

@@ -59,6 +59,7 @@ class MemoryOperations(Operations):
     def alloc(self, frame: Frame) -> bytes:
         (size_bytes,) = parse_fixed(MEM_ALLOC, MemAlloc, memoryview(frame.payload))
         ledger = self._ledger
+        # Check the slice, then take: the driver may first have to release cached blocks.
         ledger.check_alloc(size_bytes)
         address = self._context.mem_alloc(size_bytes, ledger.spare_bytes_beside(size_bytes), self._check_lease)
         ledger.add_allocation(address, size_bytes)
@@ -68,6 +69,7 @@ class MemoryOperations(Operations):
     @serves(Opcode.MEM_FREE)
     def free(self, frame: Frame) -> bytes:
         (handle,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
+        # Anything else that has a handle is refused, before the driver is asked.
         self._ledger.check_free(handle)
         self._context.mem_free(handle, self._check_lease)
         self._ledger.remove_allocation(handle)
@@ -78,6 +80,7 @@ class MemoryOperations(Operations):
     def reuse(self, frame: Frame) -> bytes:
         (handle,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
         self._ledger.check_free(handle)
+        # Dependents are called before the memory changes: what named the old allocation must not use the new one.
         self._context.mem_reuse(handle, self._ledger.reuse_allocation(handle), self._check_lease)
         self._ledger.show(handle)
         return empty(frame)
@@ -86,6 +89,7 @@ class MemoryOperations(Operations):
     def write(self, frame: Frame) -> bytes:
         handle, offset, data = parse_mem_write(memoryview(frame.payload))
         address = self._ledger.locate(handle, offset, len(data))
+        # Three ways: from ordinary memory; from pinned memory without a wait; from pinned memory with one.
         if data:
             pinned = self.pinned_buffers.buffer_of(data)
             if pinned is None:
@@ -106,9 +110,11 @@ class MemoryOperations(Operations):
         if length > MAX_DATA_BYTES:
             raise BodyError(f"{length} bytes in one MEM_READ; at most {MAX_DATA_BYTES} are allowed")
         address = self._ledger.locate(handle, offset, length)
+        # Native code serves small reads from now on.
         if not self._has_read:
             self._has_read = True
             self.on_first_read()
+        # The reply is built in place, so the copy goes to where it is sent from.
         prefix = data_prefix(length, request_id=frame.request_id, session_id=frame.session_id)
         is_pinned = MIN_PINNED_READ_BYTES <= length <= DATA_CHUNK_BYTES
         reply = self._reply_memory(len(prefix) + length, is_pinned=is_pinned)
@@ -130,12 +136,14 @@ class MemoryOperations(Operations):
             self._pinned_reply = None
 
     def _reply_memory(self, size_bytes: int, *, is_pinned: bool) -> memoryview:
+        # Pinned memory is made once, of the advised size, and reused.
         if is_pinned:
             if self._pinned_reply is None:
                 self._pinned_map = mmap.mmap(-1, PINNED_REPLY_BYTES)
                 self._pinned_reply = memoryview(self._pinned_map)
                 self._context.pin(self._pinned_reply)
             return self._pinned_reply[:size_bytes]
+        # Ordinary memory grows to the largest reply so far.
         if len(self._reply) < size_bytes:
             self._reply = bytearray(size_bytes)
         return memoryview(self._reply)[:size_bytes]
@@ -189,15 +197,18 @@ class Arena:
 
         Raises BodyError if the range is not inside the arena, and what `check_lease` raises between two extents.
         """
+        # The client gives a range of its own mapping, so it is checked before it is pinned.
         end = offset + length
         if end > self.size_bytes:
             raise BodyError(f"bytes {offset} to {end} are outside the arena of {self.size_bytes} bytes")
         self._pin(offset // GRANULE_BYTES, -(-end // GRANULE_BYTES), check_lease)
+        # Most copies lie within one extent.
         if length and end <= self._extent_ends[offset // GRANULE_BYTES]:
             return (self._view[offset:end],)
         return self._cut(offset, end)
 
     def _cut(self, at: int, end: int) -> Iterator[memoryview]:
+        # A copy across extents becomes several, because each was registered by itself.
         while at < end:
             until = min(end, self._extent_ends[at // GRANULE_BYTES])
             yield self._view[at:until]
@@ -207,12 +218,15 @@ class Arena:
         """Pin each run of granules that is not pinned, from `first` to before `last`."""
         ends = self._extent_ends
         while first < last:
+            # State 1: already pinned, so skip to the end of that extent. State 2: gather granules up to the next pinned
+            # one.
             if ends[first]:
                 first = ends[first] // GRANULE_BYTES
                 continue
             after = first
             while after < min(last, first + MAX_EXTENT_BYTES // GRANULE_BYTES) and not ends[after]:
                 after += 1
+            # Pinning takes milliseconds: the lease is checked before each.
             check_lease()
             self._pin_memory(self._view[first * GRANULE_BYTES : after * GRANULE_BYTES])
             ends[first:after] = [after * GRANULE_BYTES] * (after - first)
@@ -269,6 +283,7 @@ class ArenaOperations(Operations):
         handle, offset, at, length = parse_fixed(ARENA_COPY, ArenaCopy, payload)
         if self._arena is None:
             raise BodyError("the session has no arena: request one in ATTACH", Status.UNSUPPORTED)
+        # The device's side is checked as a whole, before the first piece is copied.
         address = self._ledger.locate(handle, offset, length)
         for piece in self._arena.pieces(at, length, self._check_lease):
             yield address, piece

@@ -50,6 +50,7 @@ class ModuleOperations(Operations):
         image = parse_body(ModuleLoad, frame.payload).image
         number, module = self.load_image(image)
         try:
+            # The reply may be too large, so it is built before the types are kept.
             reply = done(frame, ModuleLoaded(number, _kernel_entries(module)))
             self._types[number] = parameter_types(image, module.kernels)
             return reply
@@ -62,6 +63,7 @@ class ModuleOperations(Operations):
     def unload(self, frame: Frame) -> bytes:
         (number,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
         self._ledger.module(number)
+        # Plans of its kernels must be gone before the module is.
         self._planner.forget()
         self._unload(number)
         return empty(frame)
@@ -101,15 +103,19 @@ class ModuleOperations(Operations):
 
         The compiler's time limit ends when the compiled image is measured, because what follows may wait for kernels.
         """
+        # Step 1: bounds that the image's length alone can exceed.
         self._ledger.check_load(len(image))
+        # Step 2: compile, and load after `_admit` has agreed.
         with self._resources.compiling():
             module = self._context.module_load(image, self._admit)
         self._resources.may_have_grown = True
+        # Step 3: count it.
         number = self._ledger.add_module(module, len(image))
         self._record_usage()
         return number, module
 
     def _admit(self, device_bytes: int, shared_bytes: int, kept_bytes: int) -> None:
+        # Compiling is over: what follows may wait for kernels, which is not the compiler's time.
         self._counters[_COMPILING_SINCE_NS] = 0
         self._ledger.check_module(device_bytes, shared_bytes, kept_bytes)
 
@@ -151,6 +157,7 @@ def parameter_types(image: bytes, kernels: Mapping[str, Kernel]) -> tuple[bytes,
     declared: dict[str, bytes] = {}
     if not image.startswith(_ELF):
         # The drivers read PTX up to its NUL.
+        # Comments could contain anything that looks like an entry.
         text = _COMMENT.sub(b" ", image.partition(b"\0")[0])
         declared = {match[1].decode(): _types_of(match[2]) for match in _ENTRY.finditer(text)}
     return tuple(
@@ -165,6 +172,7 @@ def _types_of(parameters: bytes) -> bytes:
 
 def _type_of(parameter: bytes) -> ParameterType:
     words = _WORD.findall(parameter)
+    # More than one type, or a vector or an array, has no single type to report.
     kinds = [_SCALARS[word] for word in words if word in _SCALARS]
     if len(kinds) != 1 or not _VECTORS.isdisjoint(words):
         return ParameterType.UNTOLD

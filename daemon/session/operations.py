@@ -60,6 +60,7 @@ class SessionResources:
 
     def aside(self, ask: Callable[[], _Result]) -> _Result:
         """Call the driver for something that the tenant did not request. A fault of its kernels is kept for it."""
+        # A fault met here belongs to an earlier launch, so the question is asked again after it is kept.
         try:
             return ask()
         except KernelFault as fault:
@@ -78,6 +79,7 @@ class SessionResources:
     @contextmanager
     def compiling(self) -> Iterator[None]:
         """Show the broker since when the driver compiles, because a compiler can't be interrupted."""
+        # The broker bounds the time from this word on.
         self.counters[_COMPILING_SINCE_NS] = time.monotonic_ns()
         try:
             yield
@@ -88,6 +90,7 @@ class SessionResources:
         """Compile a kernel before its first launch. Raises LeaseOver if the lease ended meanwhile, or DriverError."""
         with self.compiling():
             has_compiled = self.context.compile_kernel(kernel)
+        # Compiling may have taken long, so the lease is checked before the launch.
         if has_compiled:
             self.check_lease()
 
@@ -123,6 +126,7 @@ class Operations:
     served: ClassVar[Mapping[Opcode, str]] = {}
 
     def __init_subclass__(cls) -> None:
+        # Only methods of the class itself: a subclass would otherwise serve its base's operations twice.
         methods = {name: method for name, method in vars(cls).items() if hasattr(method, _MARK)}
         cls.served = {getattr(method, _MARK): name for name, method in methods.items()}
 

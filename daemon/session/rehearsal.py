@@ -73,6 +73,7 @@ class RehearsalFailed(Exception):
 def rehearse(context: Context) -> None:
     """Do each kind of operation on a control page made for it, and release all. Raises RehearsalFailed, DriverError."""
     broker_page = BrokerPage()
+    # A page of its own, with a deadline that never comes.
     page = WorkerPage(broker_page.fds)
     try:
         broker_page.set_deadline(_FAR_NS, 1)
@@ -97,6 +98,7 @@ class _Rehearsal:
 
     def run(self) -> None:
         """Send all requests. Raises RehearsalFailed."""
+        # Memory and a module, as nearly every lease begins.
         buffer = parse_body(Handle, self._ask(Opcode.MEM_ALLOC, MemAlloc(_BYTES))).handle
         module = parse_body(ModuleLoaded, self._ask(Opcode.MODULE_LOAD, ModuleLoad(_PTX))).module
         for number in range(_ROUNDS):
@@ -106,6 +108,7 @@ class _Rehearsal:
         self._ask(Opcode.MEM_FREE, Handle(buffer))
 
     def _round(self, buffer: int, module: int, number: int) -> None:
+        # One of each: copy in, launch, wait, copy out; then check that the kernel ran.
         self._ask(Opcode.MEM_WRITE, MemWrite(buffer, 0, bytes(_BYTES)))
         self._ask(Opcode.LAUNCH, _launch(buffer, module, number))
         self._ask(Opcode.SYNC, Empty())
@@ -115,9 +118,11 @@ class _Rehearsal:
 
     def _serve(self, launch: Launch) -> None:
         """Give a server a connection that has sent quiet launches and a SYNC, and end it."""
+        # The frames that a tenant would have sent behind ATTACH.
         body = build_body(launch)
         sent = b"".join(self._frame(Opcode.LAUNCH, body, int(Flag.QUIET)) for _ in range(_ROUNDS))
         sent += self._frame(Opcode.SYNC, b"")
+        # The server reads the broker's channel: a connection first, then the end.
         broker, worker = channel_pair()
         tenant, connection = socket.socketpair()
         with worker, tenant:
@@ -125,6 +130,7 @@ class _Rehearsal:
                 attach = Attach(1, sent, ring=True, arena_bytes=_ARENA_BYTES)
                 send_message(broker, attach.to_map(), (connection.fileno(),))
                 send_message(broker, EndSession().to_map())
+            # It returns once it has served both.
             Server(worker, self._session, AttachReply(_BYTES, "", "", ()), is_shared=False).run()
             if not select.select([tenant], [], [], 0)[0]:
                 raise RehearsalFailed("a connection that was handed over was not answered")
@@ -136,6 +142,7 @@ class _Rehearsal:
 
     def _ask(self, op: Opcode, body: Any) -> memoryview:
         """Send a request; return the payload of its reply. Raises RehearsalFailed."""
+        # Through the same parser and builder as a tenant's request.
         self._reader.receive_data(self._frame(op, build_body(body)))
         reply = self._session.handle(cast(Frame, self._reader.next_frame()))
         answers = FrameReader(MAX_PAYLOAD_BYTES)

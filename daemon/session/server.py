@@ -123,9 +123,9 @@ class Server:
         self._has_reported_lost = False
         self._has_reported_left = True
         self.next_pages: PageFds | None = None
-        # What the broker has yet to hear of regions, because its socket was full.
+        # Messages about regions that wait because the broker's socket was full.
         self._unsent: deque[Message] = deque()
-        # What the broker said of other things while the session waited for launches, and the descriptors beside it.
+        # The broker's other messages that arrived while the session waited for launches, each with its descriptors.
         self._heard: deque[tuple[Message | None, list[int]]] = deque()
         session.on_wait = self._serve_regions
 
@@ -164,14 +164,17 @@ class Server:
     def _check_connections(self) -> int:
         """Drop connections that have kept memory here for too long; return how long to sleep at most, in ms."""
         now_s = time.monotonic()
+        # Reasons to drop a connection: half a frame, or an unread reply, for too long.
         for connection in list(self._connections.values()):
             if (error := connection.overdue(now_s)) is not None:
                 self._drop(connection, error)
+            # The penalty for a pause is over: replies to this connection may wait for room again.
             elif not connection.is_paused and 0 < connection.no_wait_until_s < now_s:
                 connection.no_wait_until_s = 0.0
                 self._set_waits()
         self._drop_expired_guests()
         self._report_left()
+        # The earliest of all due times decides how long to sleep; without any, the sign of life is due after LOOK_MS.
         sleep_ms = self._session.watch.look_after_ms() or LOOK_MS
         if self._unsent:
             sleep_ms = min(sleep_ms, RETRY_MS)
@@ -191,6 +194,7 @@ class Server:
     def _serve_broker(self) -> bool:
         while True:
             try:
+                # First what was set aside while the session waited inside the driver.
                 message, fds = self._heard.popleft() if self._heard else receive(self._channel)
             except BlockingIOError:
                 return True
@@ -199,6 +203,7 @@ class Server:
             if self._serve_region(message, fds):
                 continue
             match message:
+                # A descriptor came with it: a connection that the broker has checked.
                 case Attach() as attach if len(fds) == 1:
                     self._session.meet(is_stranger=attach.is_stranger)
                     self._attach(socket.socket(fileno=fds.pop()), attach)
@@ -206,6 +211,7 @@ class Server:
                     # Its socket was lost because this process had no descriptor left; its peer sees a closed
                     # connection.
                     self._tell_of(guest, is_in=False)
+                # The session is over, and a next lease may follow: leave with its pages.
                 case Scrub() if len(fds) == 2:
                     self._say_goodbye()
                     self.next_pages = PageFds(*fds)
@@ -255,8 +261,10 @@ class Server:
         """Send the broker what it must know. Messages about regions wait until the channel has room."""
         if self._session.take_growth():
             report(self._channel, MemoryGrew())
+        # A lost session is reported once, as soon as the socket takes it.
         if self._session.lost is not None and not self._has_reported_lost:
             self._has_reported_lost = report(self._channel, Faulted(self._session.lost.message))
+        # Refusals that a tenant can cause at will are dropped before they fill the queue; everything else is kept.
         for message in self._session.take_reports():
             if not isinstance(message, ForwardRevoked) or len(self._unsent) < MAX_UNSENT:
                 self._unsent.append(message)
@@ -280,11 +288,10 @@ class Server:
                 )
             connection.wire.close()
             return
+        # From here on the connection counts, also in the control page, which the broker reads.
         connection.holder = self._session.begin_connection(attach.client_pid, owns=attach.owns)
-        # Messages about regions that wait because the broker's socket was full.
         try:
             self._connections[connection.fd] = connection
-            # The broker's other messages that arrived while the session waited for launches, each with its descriptors.
             self._session.count_connections(len(self._connections))
             self._poll.register(sock, select.POLLIN)
             self._set_waits()
@@ -294,6 +301,7 @@ class Server:
             self._tell_of(guest, is_in=False)
             return
         self._tell_of(guest, is_in=True)
+        # It may have sent requests behind ATTACH, which the broker passed on.
         try:
             self._session.switch_to(connection.streams, connection.holder)
             self._serve_frames(connection)
@@ -334,6 +342,7 @@ class Server:
         given = Given(None if ring is None else ring.layout, 0 if arena is None else arena.size_bytes, words_fd >= 0)
         card = self._session.compute_capability.to_bytes(2, "big") + self._session.cuda_version.to_bytes(4, "big")
         options = (*given.to_options(), *_SERVED, Tlv(SessionOption.CARD, card))
+        # Only a lease's single, local owner can wait by the ring's word: native code answers it without a check.
         if ring is not None and connection.guest is None and self._max_connections == 1 and self._session.is_native:
             options += (Tlv(SessionOption.SYNC_WORD, b""),)
         if attach.owns:
@@ -343,16 +352,19 @@ class Server:
         body = build_body(replace(self._welcome, options=options))
         header = {"request_id": attach.request_id, "session_id": self._session.lease_id, "flags": int(Flag.REPLY)}
         frame = build_frame(Opcode.ATTACH, body, **header)
+        # Descriptors travel with the frame, in the order in which the options name them.
         fds = [shared.fd for shared in (ring, arena) if shared is not None] + [words_fd] * given.words
         try:
             # The socket has room, because nothing was sent on it since the peer read the last reply.
             sent = socket.send_fds(connection.sock, [frame], fds, socket.MSG_NOSIGNAL)
         except OSError:
             sent = 0
+        # A frame that was sent in part can't be followed by anything, so the connection is lost.
         if sent != len(frame):
             if ring is not None:
                 ring.close()
             raise ConnectionLost("the peer is gone, or does not read")
+        # From now on the socket is only the bell.
         connection.has_arena = arena is not None
         if ring is not None:
             ring.offered()
@@ -381,8 +393,11 @@ class Server:
     # --- requests ---
 
     def _serve(self, connection: Connection) -> None:
+        # The session's current streams and holder are those of the connection that is served.
         self._session.switch_to(connection.streams, connection.holder)
         try:
+            # A paused connection first gets the rest of its reply; if that is still too much, none of its requests is
+            # served.
             if connection.send_buffer is not None:
                 self._resume(connection, connection.send_buffer)
             for portion in range(READS_PER_ROUND):
@@ -392,6 +407,7 @@ class Server:
                 # tenant whose launch was refused is about to ask for the reason, and its answer comes first.
                 if portion and self._session.regions.is_moving() and not self._session.keeps_failure:
                     break
+                # Native code first, as far as it gets; what it can't do it leaves in the reader.
                 outcome = connection.serve_ring(self._session.serve_ring)
                 if outcome is Outcome.QUANTUM_OVER:
                     break
@@ -400,11 +416,13 @@ class Server:
                 elif outcome in (Outcome.WAKE_READER, Outcome.WAKE_WRITER):
                     continue
                 elif connection.receive():
+                    # A buffer that grew for a large frame counts against the session's bound.
                     if len(connection.reader.buffer) > RETAINED_BUFFER_BYTES:
                         self._check_buffers()
                     self._serve_frames(connection)
                 else:
                     return
+            # It used its whole turn and may have more: it gets another one after the others.
             self._ready.add(connection.fd)
         except (ConnectionLost, FramingError) as error:
             self._drop(connection, error)
@@ -427,6 +445,7 @@ class Server:
             self._serve_guest(connection, connection.guest)
         if connection.receive_buffer.is_mid_frame:
             connection.received_at_s = time.monotonic()
+        # After a failure native code does not answer the ring's word.
         if self._session.keeps_failure:
             connection.decline_awaited()
             connection.spins_left = self._spin_policy.spins_per_reply
@@ -436,6 +455,7 @@ class Server:
     def _serve_owner(self, connection: Connection) -> None:
         """Serve the requests of a connection of the lease's owner; launches and syncs without parsing, if possible."""
         reader, session, receive_buffer = connection.reader, self._session, connection.receive_buffer
+        # Launches are taken in one call for as many as have arrived; a SYNC without a frame; the rest as frames.
         while reader.start != reader.end or receive_buffer.has_write:
             reply: bytes | memoryview | None = None
             op = reader.peek_op()
@@ -473,13 +493,16 @@ class Server:
 
     def _send(self, connection: Connection, data: bytes | memoryview) -> bool:
         """Send a reply; False if some of it is left, and the connection therefore paused. Raises ConnectionLost."""
+        # The usual case: all of it fits at once.
         rest = connection.wire.send(data, connection.wait_ns)
         if rest is None:
             return True
+        # Pause the connection: keep the rest, and poll for room in place of requests.
         connection.send_buffer = SendBuffer(rest)
         connection.no_wait_until_s = time.monotonic() + NO_WAIT_S
         self._set_waits()
         self._poll.modify(connection.fd, connection.wire.events(for_room=True))
+        # All peers together: each could leave the largest reply unread.
         held = sum(len(other.send_buffer.unsent) for other in self._connections.values() if other.send_buffer)
         if held > UNSENT_BYTES:
             raise ConnectionLost(f"the session's peers have left {held} bytes unread")
@@ -508,6 +531,7 @@ class Server:
         if isinstance(error, FramingError) and not connection.is_paused:
             failure = failure or Failure(error.status, str(error))
             connection.wire.send_final(failure.to_frame(Opcode.GOODBYE, request_id=0))
+        # Every trace of the connection goes, then what it held ends in the background.
         if self._connections.pop(connection.fd, None) is not None:
             self._poll.unregister(connection.fd)
             self._set_waits()
@@ -581,6 +605,7 @@ class SubmitServer:
         poll = select.poll()
         poll.register(self._channel, select.POLLIN)
         while (left_s := until_s - time.monotonic()) > 0:
+            # Signs of life while waiting: the broker kills a worker that shows none.
             self._session.look()
             if not poll.poll(left_s * 1000):
                 continue
@@ -602,6 +627,7 @@ class SubmitServer:
 
     def _welcome_in(self, sock: socket.socket, request_id: int, rest: bytes) -> socket.socket:
         sock.setblocking(False)
+        # Bytes that the client sent behind its request came through the broker.
         self._reader.receive_data(rest)
         reply = build_frame(
             Opcode.GPU_SUBMIT,
@@ -618,11 +644,13 @@ class SubmitServer:
 
     def _serve(self, sock: socket.socket) -> None:
         submit = self._session.submit
+        # While the kernel runs, the session polls this: a client that hung up ends its submit.
         hung_up = select.poll()
         hung_up.register(sock, select.POLLRDHUP)
         submit.is_peer_gone = lambda: any(event & _GONE for _, event in hung_up.poll(0))
         submit.on_growth = self._ask_for_a_look
         try:
+            # One run at most; the frames before it are its inputs.
             while not submit.is_spent:
                 while (frame := self._reader.next_frame()) is not None and not submit.is_spent:
                     guest = self._guest
@@ -671,10 +699,12 @@ class SubmitServer:
         Raises SubmitEnded, ChannelClosed, or FramingError once the guest's token is over.
         """
         poll = select.poll()
+        # Both the broker and the client, as the submit may end by either.
         poll.register(self._channel, select.POLLIN)
         poll.register(sock, event)
         while True:
             self._session.look()
+            # A token may expire or be revoked while its bearer waits.
             if self._guest is not None and not self._session.is_held_by(self._guest):
                 over = refusal_of(Status.DENIED)
                 raise FramingError(over.message, over.status)

@@ -120,12 +120,15 @@ class Session:
         self.on_wait: Callable[[], None] = keep_waiting
         self._context, self._ledger, self._page = context, ledger, page
         self._counters = page.counters
+        # Without a bound on kernels' times nothing watches: then native code may launch.
         self.watch = KernelWatch(context, page.counters, options.max_kernel_ms)
         if self.watch.is_on:
             context.watch(self._check_lease)
+        # What may have to wait gets the same poll, so a wait ends with the lease.
         ledger.make_room = lambda most_bytes: context.trim(most_bytes, self._check_lease)
         self._resources = resources = SessionResources(ledger, context, self._check_lease, page.counters, options)
         resources.check_sync, resources.keep_fault = self._check_sync, self._keep_fault
+        # One object per kind of operation; they share the resources.
         self._planner = planner = Planner(ledger, lease_id, resources.compile_kernel)
         self._memory = MemoryOperations(resources)
         self.pinned_buffers = self._memory.pinned_buffers
@@ -142,14 +145,17 @@ class Session:
         self.submit = SubmitOperations(resources, planner, self._modules)
         self._keeper = KeepOperations(resources)
         parts = (self._keeper, self._modules, self._graphs, self._region_sets)
+        # Connections that have ended hold what they made, until nothing uses it.
         self.ended = EndedConnections(resources, parts, planner)
         ledger.holder = self.ended.nobody
         self._last_connection = 0
         self._sync_pattern = SyncPattern(lease_id)
+        # Launches and syncs that native code, or Python without parsing, serves.
         self._fast_path = LaunchFastPath(context, planner, page, self._sync_pattern, gate, self._keep_failure)
         if native is not None and not self.watch.is_on:
             self._fast_path.use_native(native, ledger)
             self._memory.on_first_read = self._fast_path.prepare_reads
+        # The table of operations: a submit's connection serves a submit, any other everything but that.
         kinds: tuple[Operations, ...] = (
             self._memory,
             self._keeper,
@@ -174,6 +180,7 @@ class Session:
         A memoryview is the session's own memory, invalid at the next call. Raises FramingError if the rest of the
         stream can't be understood any more.
         """
+        # Nothing about the request was checked yet; these two errors end the connection.
         if frame.request_id == 0:
             raise FramingError("request id 0 is kept for goodbyes")
         self._counters[_OPS] += 1
@@ -182,6 +189,7 @@ class Session:
         # The broker reads the operation's name on the page if this process hangs in it.
         self._counters[_DOING] = frame.op
         try:
+            # The lease is read before the request is served, and again in every wait.
             lease_end = self._page.refusal()
             if frame.flags == 0:
                 return self._answer(frame, lease_end)
@@ -217,11 +225,13 @@ class Session:
         A SYNC is the most frequent request with a reply. Returns None, and leaves the frame to `handle`, if there is no
         SYNC or its reply has to report anything but the wait's result.
         """
+        # Anything unusual goes the ordinary way: a missing number, a failure to report, the end of the lease.
         number = self._sync_pattern.number(reader)
         if not number or number == NO_NUMBER or self._pending_failure is not None or self.lost is not None:
             return None
         if self._page.refusal() is not None:
             return None
+        # From here on the request is taken from the reader.
         reader.start += HEADER_BYTES
         self._counters[_OPS] += 1
         self._counters[_DOING] = _SYNC
@@ -281,6 +291,7 @@ class Session:
         raise Refused(self.ended.explained(refused))
 
     def _do_quietly(self, frame: Frame, lease_end: Status | None) -> None:
+        # Skipped requests are not reported one by one: the next reply has the failure that caused it.
         if self._pending_failure is not None or self.lost is not None or lease_end is not None:
             self.streams.current.skipped_by = self.lost or self._pending_failure
             self._skip(frame)
@@ -296,6 +307,7 @@ class Session:
             if frame.op in _OPCODES:
                 raise BodyError(f"{Opcode(frame.op).name} is not allowed on a session's connection")
             raise BodyError(f"unknown operation {frame.op:#06x}", Status.UNSUPPORTED)
+        # After the opcode, so that an unknown operation is reported as that.
         if frame.session_id != self.lease_id:
             raise BodyError(f"the request is for session {frame.session_id:032x}, which this connection is not")
         return operation
@@ -327,6 +339,7 @@ class Session:
         failure = self._failure_of_fault(fault)
         if self.ended.has_any and not self._counters[Counter.CONNECTIONS]:
             return  # The connection that launched it has gone, and no other is there to receive it.
+        # One failure can be pending; a fault that comes on top waits behind it.
         if self._pending_failure is None:
             self._pending_failure, self._pending_from = failure, None
         else:
@@ -340,9 +353,11 @@ class Session:
         """Return the failure to report now; each is reported once, unless it cost the context."""
         if self.lost is not None:
             return self.lost
+        # Nothing was left by a request; a kernel may have faulted in the meantime.
         if self._pending_failure is None:
             fault = self._context.fault()
             return None if fault is None else self._failure_of_fault(fault)
+        # Take it, and let the next one move up.
         failure, self._pending_failure = self._pending_failure, self._next_failure
         self._pending_from = self._next_failure = None
         return failure
@@ -374,6 +389,7 @@ class Session:
             kernel=fault.kernel,
             address=fault.address,
         )
+        # A sticky fault: from now on every reply has it.
         if fault.context_lost:
             self.lost = failure
         return failure
@@ -414,6 +430,7 @@ class Session:
 
     def meet(self, *, is_stranger: bool) -> None:
         """Prepare for a connection. A stranger may belong to another tenant than this process's earlier leases."""
+        # Load times would show a new tenant what an earlier one had loaded.
         if is_stranger:
             self._context.forget_earlier()
 
@@ -451,6 +468,7 @@ class Session:
         elif not is_over:
             self._page.hide_connection(holder.at)
             self.ended.end(holder, streams.known.values())
+        # Streams are the connection's own, whatever became of its allocations.
         self.streams.release(streams)
         if is_last and owns and not is_over:
             # What is left to report concerns its own requests only.
@@ -518,6 +536,7 @@ class Session:
 
         Raises DriverError if that can't be done, or if something stays for good.
         """
+        # The poll of the bound on kernels would end this wait as well.
         if self.watch.is_on:
             self._context.watch(keep_waiting)
         # Anything that can't be undone prevents the reuse of the context: a fault, regions, memory that the driver

@@ -75,6 +75,7 @@ class StreamOperations(Operations):
         """Destroy all streams of a connection that has ended, and forget its events."""
         self._event_count -= len(connection.events)
         connection.events.clear()
+        # The default stream is every connection's, and stays.
         for number in [number for number in connection.known if number != DEFAULT]:
             self._destroy(connection, number)
 
@@ -90,11 +91,13 @@ class StreamOperations(Operations):
                     hint="Use fewer, and release those that are no longer needed.",
                 )
             )
+        # Charge before the driver makes anything: streams take memory that the context keeps.
         self._ledger.charge_streams(self._context.streams_bytes(self._stream_count + 1))
         self._record_usage()
         stream = self._context.stream_create()
         self._resources.may_have_grown = True
         self._stream_count += 1
+        # Numbers on the wire are never reused within a session, the driver's may be.
         self._last_number += 1
         self.live.add(stream)
         self.current.known[self._last_number] = stream
@@ -141,6 +144,7 @@ class StreamOperations(Operations):
     def record_event(self, frame: Frame) -> bytes:
         body = parse_body(EventRecord, frame.payload)
         stream, events = self._stream(body.stream), self.current.events
+        # The client chooses the numbers; recording again moves an event.
         is_new = body.event not in events
         if is_new and self._event_count >= MAX_EVENTS:
             raise Refused(
@@ -150,6 +154,7 @@ class StreamOperations(Operations):
                     hint="Release those that are no longer needed.",
                 )
             )
+        # Count only after the driver has made it.
         events[body.event] = self._context.event(stream)
         self._event_count += is_new
         return empty(frame)
@@ -158,6 +163,7 @@ class StreamOperations(Operations):
     def elapsed(self, frame: Frame) -> bytes:
         """Serve EVENT_ELAPSED: wait for both events as a sync does."""
         body = parse_body(EventPair, frame.payload)
+        # Both must belong to this connection.
         pair = [self._event(number) for number in (body.start, body.end)]
         self._context.event_wait(pair, self._resources.check_sync)
         nanoseconds = self._context.elapsed_ns(*pair)
@@ -188,9 +194,11 @@ class StreamOperations(Operations):
     def _destroy(self, connection: ConnectionStreams, number: int) -> None:
         stream = connection.known.pop(number)
         self.live.discard(stream)
+        # Regions remember streams by the driver's numbers, so they forget it before it can be reused.
         self.on_destroy(stream)
         self._context.stream_destroy(stream)
         self._stream_count -= 1
+        # A connection never has a stream selected that is gone.
         if connection.selected == number:
             connection.selected = DEFAULT
             if connection is self.current:
@@ -198,6 +206,7 @@ class StreamOperations(Operations):
 
     def _select(self, stream: int) -> None:
         self._context.stream_select(stream)
+        # The gate caches what it has admitted for the current stream.
         if stream != self._resources.stream:
             self._resources.stream = stream
             self.on_select()
