@@ -131,7 +131,7 @@ class Kernel(Protocol):
 
     @property
     def name(self) -> str:
-        """The entry point's name, as in PTX."""
+        """The entry point's name, as it stands in the PTX text (mangled for C++)."""
 
     @property
     def parameters(self) -> tuple[Parameter, ...]: ...
@@ -179,11 +179,11 @@ class Poll(Protocol):
     """Called by a waiting driver from time to time; raises when the wait must end."""
 
     def __call__(self) -> None:
-        """Check once whether the wait must end."""
+        """Raise if the wait must end; otherwise the driver polls once more."""
 
 
 def keep_waiting() -> None:
-    """A `Poll` that never ends the wait."""
+    """Never end the wait: the `Poll` of callers that have nothing to check."""
 
 
 class Admit(Protocol):
@@ -243,7 +243,7 @@ class NativeChain(Protocol):
 
     @property
     def record(self) -> int:
-        """The address of the record for `replay`."""
+        """The address of the record that native code gives to `NativeLaunch.replay`."""
 
     @property
     def params(self) -> Sequence[int]:
@@ -556,7 +556,7 @@ class Context(Protocol):
         """
 
     def running(self) -> Mapping[int, int]:
-        """Map each stream whose current operation is a kernel to the number of its operations that have ended.
+        """Map each stream that runs a kernel now to the number of its operations that have ended.
 
         Only after `watch`. While a stream's number does not change, it is the same kernel.
         """

@@ -101,7 +101,7 @@ def describe(
         message, file, function = (text_at(fault.assertion[n]) for n in range(3))
         failed = f"assertion failed: {file}:{fault.assertion[3]}: {function}: {message},"
         return KernelFault(f"{failed} {where}", tag=tag, kernel=kernel)
-    # Step 2: an event that is no access of memory: a trap, a barrier, a call through a bad pointer.
+    # Step 2: an event other than an access of memory: a trap, a barrier, a call through a bad pointer.
     if fault.access in _EVENTS:
         return KernelFault(f"{_EVENTS[fault.access].format(fault.address)} {where}", tag=tag, kernel=kernel)
     # Step 3: a memory access. The check of alignment runs before the check of bounds, so a misaligned address is that.

@@ -364,7 +364,6 @@ class SocketWire:
         return select.POLLOUT if for_room else select.POLLIN
 
     def receive(self, receiver: Receiver) -> bool:
-        """Receive by one recv(2)."""
         try:
             count = self._sock.recv_into(receiver.get_buffer())
         except BlockingIOError:
@@ -377,7 +376,6 @@ class SocketWire:
         return True
 
     def spin(self, receiver: Receiver) -> bool:
-        """Receive by repeated recv(2)."""
         until = time.monotonic_ns() + SPIN_NS
         while time.monotonic_ns() < until:
             if self.receive(receiver):
@@ -499,7 +497,6 @@ class RingWire:
         return False
 
     def spin(self, receiver: Receiver) -> bool:
-        """Poll the ring's tail repeatedly."""
         requests, clock, yields = self._requests, time.monotonic_ns, self._spin_policy.yields
         until = clock() + SPIN_NS
         while not requests.look(1 if yields else LOOKS_PER_CLOCK):

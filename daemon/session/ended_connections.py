@@ -53,7 +53,7 @@ WAIT_STEP_S: Final = 0.001
 
 
 class _StillRuns(Exception):
-    """The driver would have to wait."""
+    """Raised by the driver's poll instead of waiting: work of the stream still runs."""
 
 
 def _do_not_wait() -> None:
@@ -242,7 +242,8 @@ class EndedConnections(Operations):
             return failure
         return replace(
             failure,
-            message=f"{failure.message}; {held_bytes} more are of connections that have ended, whose kernels still run",
+            message=f"{failure.message}; {held_bytes} more are of connections that have ended "
+            "while their kernels still run",
             hint="Wait for those kernels; one without end is ended by max_kernel_secs, or with its lease.",
         )
 

@@ -317,7 +317,7 @@ class GraphOperations(Operations):
                 steps.allocations.add(handle)
                 steps.copies += 1
                 steps.copied_bytes += len(data)
-                # A copy without bytes counts as an operation, but is no step.
+                # A copy without bytes counts as an operation, but makes no step.
                 if data:
                     steps.steps.append(DataStep(address, bytes(data)))
             case Opcode.ARENA_WRITE | Opcode.ARENA_READ:

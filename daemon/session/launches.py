@@ -112,7 +112,6 @@ class LaunchOperations(Operations):
 
     @serves(Opcode.SYNC)
     def sync(self, frame: Frame) -> bytes:
-        """Serve SYNC: wait for all launches."""
         if frame.payload:
             raise BodyError("SYNC takes no payload")
         self._context.sync(self._resources.check_sync)

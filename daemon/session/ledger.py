@@ -147,7 +147,6 @@ class Ledger:
 
     @property
     def charged_bytes(self) -> int:
-        """Bytes that count as taken of the slice."""
         # Only what exceeds the allowance is charged to the slice.
         return self.used_bytes + max(0, self._besides_bytes - self._allowance_bytes)
 
@@ -256,7 +255,6 @@ class Ledger:
         return self._holders.get(handle)
 
     def hand_over(self, handle: int, holder: Holder) -> None:
-        """Give an allocation another holder."""
         size_bytes = self._allocations[handle]
         self._holders[handle].count(-size_bytes)
         self._holders[handle] = holder
@@ -349,7 +347,6 @@ class Ledger:
         return self._besides_bytes + pages_bytes <= self._allowance_bytes
 
     def add_graph(self, device_bytes: int) -> None:
-        """Record a graph that the driver made."""
         self._graph_bytes += device_bytes
         self._most_graph_bytes = max(self._most_graph_bytes, self._graph_bytes)
 
@@ -448,7 +445,7 @@ class Ledger:
         # Variables end with their module; graphs that copy to them become void.
         for address in loaded.variables:
             del self._variables[address]
-            self.allocation_dependents.released(address, f"the variable {address:#x}, whose module is unloaded")
+            self.allocation_dependents.released(address, f"the variable {address:#x} of an unloaded module")
         self.module_dependents.released(number, f"module {number}, which is unloaded")
         self._image_bytes -= loaded.image_bytes
         self._own_bytes -= loaded.module.device_bytes - loaded.module.shared_bytes
@@ -458,7 +455,7 @@ class Ledger:
             self._most_shared_bytes = 0
 
     def _size_of(self, handle: int) -> int:
-        # In order of frequency; 0 is no size, so `or` goes on to the variables.
+        # In order of frequency. No size is 0, so `or` continues with the variables.
         size_bytes = self._allocations.get(handle) or self._variables.get(handle)
         if size_bytes is None:
             region = self._regions.get(handle)

@@ -109,6 +109,7 @@ class RegionMemory:
         keeps_failure: Callable[[], bool],
     ) -> None:
         self._resources, self._gate = resources, gate
+        # All calls here are the worker's own, so a fault they meet is kept for the tenant (SessionResources.aside).
         self._streams, self._call, self._keeps_failure = streams, resources.aside, keeps_failure
         self._by_id: dict[int, Region] = {}
         self._openings: list[Region] = []
@@ -170,20 +171,20 @@ class RegionMemory:
             os.close(fd)
 
     def close(self) -> None:
-        """Close the page's descriptor."""
         self._drop_page_fd()
 
     # --- opening ---
 
     def open(self, asked: OpenRegion) -> None:
-        """Map memory for a region, and answer."""
         gate, known = self._gate, self._by_id.get(asked.region_id)
         if known is None:
             reason = self._open(asked)
             if reason:
+                # A refusal is the answer; nothing was taken.
                 gate.outbox.append(RegionRefused(asked.region_id, reason))
                 return
             known = self._by_id[asked.region_id]
+        # The answer waits until the card has zeroed the memory.
         self._openings.append(known)
         self._spin_until_ns = time.monotonic_ns() + SPIN_NS
         self.advance()
@@ -192,6 +193,7 @@ class RegionMemory:
         """Map memory for a region; return why that failed, or ""."""
         resources, gate, size_bytes = self._resources, self._gate, asked.size_bytes
         ledger, context = resources.ledger, resources.context
+        # Step 1: what can be refused without the driver.
         granule_bytes = context.region_granule_bytes
         key = (asked.slot, asked.number)
         if gate.page is None or not granule_bytes:
@@ -200,12 +202,14 @@ class RegionMemory:
             return f"{size_bytes} bytes at slot {asked.slot}, number {asked.number}: no such region can be"
         if len(gate.regions) >= MAX_MAPPED_REGIONS:
             return f"the session has {MAX_MAPPED_REGIONS} regions, the most allowed; it must release ended ones"
+        # Step 2: room in the slice, then the driver's memory, for which cached blocks may have to go.
         try:
             ledger.check_alloc(size_bytes)
             spare_bytes = ledger.spare_bytes_beside(size_bytes)
             address = self._call(lambda: context.region_open(size_bytes, spare_bytes, resources.check_lease))
         except (Refused, DriverError, LeaseOver) as error:
             return str(error) or "the lease is over"
+        # Step 3: from here on launches and copies can name the region.
         self._gate.had_any = True
         region = Region(asked.region_id, asked.slot, asked.number, address, size_bytes)
         self._by_id[asked.region_id] = gate.regions[key] = region
@@ -218,6 +222,7 @@ class RegionMemory:
     def end(self, asked: EndRegion) -> None:
         """Begin a region's end, which `advance` continues; the answer follows. Answers again for one that is over."""
         region_id = asked.region_id
+        # The broker may repeat its order, for example after a restart: the same result is reported again.
         region, result = self._by_id.get(region_id), self._results.get(region_id)
         if region is None:
             # It never opened here, or the session released it: nothing can reach it.
@@ -232,6 +237,7 @@ class RegionMemory:
         region.ended = flip if flip is not None and flip.word in ENDED_WORDS else Flip(RegionWord.REVOKED, now_ns)
         self._gate.forget_current()
         self._resources.ledger.void_region(region.address, f"the region {region_id:032x}, which has ended")
+        # Only a region that something used can have a launch to refuse.
         tell_ns = now_ns + (TELL_WAIT_NS if region.tickets or region.marks or region.streams else 0)
         self._ends[region_id] = _End(region, None, asked.grace_ms, now_ns + asked.grace_ms * NS_PER_MS, tell_ns)
         self._spin_until_ns = now_ns + SPIN_NS
@@ -249,13 +255,16 @@ class RegionMemory:
     def advance(self) -> None:
         """Continue as far as possible without waiting; one call removes at most one region's memory."""
         now_ns = time.monotonic_ns()
+        # Openings first: they need only a poll of the card.
         self._tell_of_opened()
         for end in list(self._ends.values()):
+            # A failure waits for its report; removing memory now would delay that.
             if end.waits is None and self._keeps_failure() and now_ns < end.tell_ns:
                 continue
             try:
                 if self._is_clear(end, now_ns):
                     del self._ends[end.region.region_id]
+                    # Removing memory takes milliseconds, so the connections are served before the next region.
                     self._spin_until_ns = now_ns + SPIN_NS
                     self._take_away(end.region)
                     return
@@ -290,6 +299,7 @@ class RegionMemory:
                 if now_ns >= end.stuck_ns:
                     self._give_up(end.region, f"a launch that names it has not ended within {end.grace_ms} ms")
                 return False
+            # Zero what stays while the remaining launches end.
             self._call(lambda: self._resources.context.region_wipe(end.region.address))
             marks = [self._mark(stream) for stream in self._streams()]
             end.waits = [ticket for ticket in marks if not ticket.is_done()]
@@ -310,6 +320,7 @@ class RegionMemory:
         shown_bytes = self._call(context.free_bytes) - before_bytes
         resources.ledger.end_region(region.address, returned.kept_bytes)
         resources.record_usage()
+        # What was queued for these regions has ended, so no ticket is needed any more.
         region.streams.clear()
         region.marks.clear()
         region.tickets.clear()
@@ -349,6 +360,7 @@ class RegionMemory:
         """Change the slice's size, and answer. It becomes no smaller than what the session has taken of it."""
         resources, ledger = self._resources, self._resources.ledger
         before_bytes, doubt = ledger.slice_bytes, ""
+        # The new size counts at once, so that `room_bytes` is computed with it; undone if the session has taken more.
         ledger.slice_bytes = asked.size_bytes
         if asked.size_bytes < before_bytes:
             try:

@@ -50,7 +50,7 @@ region. Stops a tenant that launches in ended regions again and again from keepi
 REPEAT_NS: Final = 1_000_000_000
 
 TOLD_WAIT_NS: Final = 1_000_000
-"""Longest time for which a refusal waits for the tenant's next request before the broker is told of it. A tenant that
+"""Longest time for which a refusal waits for the tenant's next request before the broker gets it. A tenant that
 launches one step after another asks within microseconds; watchers must not wait for one that only launches."""
 
 SETTLE_NS: Final = 2_000_000
@@ -136,7 +136,6 @@ class SetInUse:
         return suspects
 
     def forget(self) -> None:
-        """Make the next launch compare all words."""
         self.epoch = NO_EPOCH
 
 
@@ -251,6 +250,7 @@ class RegionGate:
         each kernel of a graph. If a tenant numbers the launches of a burst from 0, this is the number of the one that
         did not begin.
         """
+        # The facts of this refusal, before it changes the region's state.
         site, is_repeat, has_ended = self.launches_begun() & _U32_MASK, region.is_told, flip.word in ENDED_WORDS
         failure = region_refusal(
             region.region_id,
@@ -261,6 +261,7 @@ class RegionGate:
             site=site,
             position=position,
         )
+        # The first refusal reports how the region ended, later ones FENCED.
         region.is_told = is_repeat or has_ended
         if self._may_tell(now_ns, is_first=has_ended and not is_repeat):
             status = -failure.status
@@ -280,6 +281,7 @@ class RegionGate:
             self.outbox.append(self.untold.popleft())
 
     def _may_tell(self, now_ns: int, *, is_first: bool) -> bool:
+        # The first refusal of each region is always reported; repeats have a bound per second.
         if is_first:
             return True
         if now_ns - self._repeats_since_ns >= REPEAT_NS:
@@ -308,6 +310,7 @@ class RegionGate:
         """Mark the end of the launches in the set in use, so that no region's end waits for later launches."""
         if self.current is None:
             return
+        # One ticket for all regions of the set: launches queued later don't use them.
         regions, self.current = self.current.regions, None
         mark = self.mark(self._stream)
         for region in regions:
@@ -318,6 +321,7 @@ class RegionGate:
         """Record that a stream is about to be destroyed and its number may be used again; its work continues."""
         if stream == self._stream:
             self.forget_current()
+        # Regions know the stream by its number, which a later stream may get.
         users = [one for one in self.regions.values() if stream in one.streams or stream in one.marks]
         if users:
             ticket = self.mark(stream)
@@ -352,6 +356,7 @@ class RegionOperations(Operations):
                     hint="Free sets that are no longer needed.",
                 )
             )
+        # All members must exist before a number is given out.
         regions = []
         for ref in named:
             region = gate.regions.get((ref.slot, ref.number))
@@ -373,7 +378,6 @@ class RegionOperations(Operations):
         return empty(frame)
 
     def give_back(self, holder: Holder) -> None:
-        """Free all region sets of a holder."""
         for handle in [handle for handle, made in self._gate.sets.items() if made.holder is holder]:
             self._free(handle)
 

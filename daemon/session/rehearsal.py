@@ -89,8 +89,6 @@ def rehearse(context: Context) -> None:
 
 
 class _Rehearsal:
-    """Sends requests like a tenant."""
-
     def __init__(self, session: Session) -> None:
         self._session = session
         self._reader = FrameReader(MAX_PAYLOAD_BYTES)

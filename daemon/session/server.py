@@ -403,8 +403,8 @@ class Server:
             for portion in range(READS_PER_ROUND):
                 if connection.is_paused:
                     return
-                # While a region opens or ends, serve one portion, so that the broker's next message is read soon. But a
-                # tenant whose launch was refused is about to ask for the reason, and its answer comes first.
+                # While a region opens or ends, serve one portion, so that the broker's next message is read soon. But
+                # after a refused launch the tenant is about to ask for the reason, and that answer comes first.
                 if portion and self._session.regions.is_moving() and not self._session.keeps_failure:
                     break
                 # Native code first, as far as it gets; what it can't do it leaves in the reader.

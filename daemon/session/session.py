@@ -205,7 +205,6 @@ class Session:
 
     @property
     def is_native(self) -> bool:
-        """Return whether native code serves rings."""
         return self._fast_path.is_native
 
     @property
@@ -546,7 +545,7 @@ class Session:
         if fault is not None:
             raise fault
         if self.regions.had_any:
-            raise DriverError("it had regions, whose addresses are never used again")
+            raise DriverError("it had regions: their addresses are never used again")
         if self._has_faulted or self._ledger.keeps_for_good:
             raise DriverError("a kernel has failed" if self._has_faulted else "the driver keeps memory for its kernels")
         # Graphs first, because they depend on modules and allocations.

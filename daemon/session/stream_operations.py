@@ -66,7 +66,6 @@ class StreamOperations(Operations):
         self.current = ConnectionStreams()
 
     def switch_to(self, connection: ConnectionStreams) -> None:
-        """Serve this connection from now on."""
         if connection is not self.current:
             self.current = connection
             self._select(connection.known[connection.selected])

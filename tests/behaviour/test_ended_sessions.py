@@ -101,7 +101,7 @@ def test_other_sessions_go_on_beside_a_kernel_without_end_of_one_that_ended(daem
         report = lease.query()
         assert (report["unheld_bytes"], report["connections"][0]["held_bytes"]) == (MOST + 4, 0)
         own = other.mem_alloc(1 << 20)
-        with pytest.raises(AllocFailed, match="of connections that have ended, whose kernels still run"):
+        with pytest.raises(AllocFailed, match="of connections that have ended while their kernels still run"):
             other.mem_alloc(MOST)
         assert own.is_alive
         lease.free()

@@ -169,7 +169,7 @@ class CudaContext:
 
     def _refuse_regions(self) -> None:
         if self._regions.reserved_bytes:
-            raise DriverError("there were regions, whose addresses no other lease may use")
+            raise DriverError("there were regions: no other lease may use their addresses")
 
     @property
     def compute_capability(self) -> int:

@@ -227,7 +227,7 @@ class Markers:
         marked.waiting.append((event, is_kernel))
 
     def running(self) -> dict[int, int]:
-        """Map each stream whose current operation is a kernel to the number of its operations that have ended."""
+        """Map each stream that runs a kernel now to the number of its operations that have ended."""
         self._collect()
         # The first event not reached is the stream's current operation.
         return {

@@ -110,7 +110,7 @@ class Scope:
         for prefix in _stems(name):
             held = self._ranges.get(prefix)
             number = name[len(prefix) :]
-            # `%r01` is no member of `%r<100>`: members are written without leading zeros.
+            # `%r01` does not belong to `%r<100>`: members are written without leading zeros.
             if held and (number == "0" or number[0] != "0") and int(number) < held[0]:
                 return held[1]
         return None

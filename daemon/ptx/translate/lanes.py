@@ -399,6 +399,6 @@ def _most_threads(bounds: Bounds) -> int:
 
 def _is_known(i: Instruction) -> bool:
     """Say whether an instruction has a translation for lanes."""
-    # `cp.async` copies at once, so its own "async" is no phase.
+    # `cp.async` copies at once, so its own "async" does not make it phased.
     is_copy = i.opcode == "cp" and i.modifiers[:1] == ("async",)
     return i.opcode in _OPCODES and set(_PHASED).isdisjoint(i.modifiers[is_copy:])

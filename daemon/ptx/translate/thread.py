@@ -47,7 +47,7 @@ class ThreadTranslator(OperandTranslator):
         self._live: dict[int, int] = {}
         self._kinds: dict[str, int] = {}
         self._name = ""
-        # Matrix instructions whose A and B an earlier one has shown: their places among its words.
+        # Matrix instructions that use the A and B that an earlier one has shown: their places among its words.
         self.shown_before: dict[int, tuple[int, int]] = {}
         self.leaders: set[int] = set()
         self.passed_bytes = self.returned_bytes = 0

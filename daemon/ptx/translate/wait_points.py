@@ -38,7 +38,7 @@ def lane(t: ThreadTranslator) -> Value:
 def wait_at_barrier(t: ThreadTranslator, kind: Value, count: Value, flag: Value | None = None) -> tuple[Value, Value]:
     """Wait at a barrier; returns how many threads came, and how many have the flag set; 0 if nothing uses it."""
     _stop(t, State.AT_BARRIER, kind, count, flag)
-    # A kernel whose only barrier is 0 keeps short frames, without results.
+    # If 0 is the kernel's only barrier, frames stay short, without results.
     if t.waits.is_short:
         return constant("i32", 0), constant("i32", 0)
     return _result(t, FrameHead.group.offset), _result(t, FrameHead.ballot.offset)

@@ -44,6 +44,7 @@ class Chains:
 
     def add(self, first: Plan) -> None:
         """Make the chains that begin with a plan and contain the plans that followed it last time, where possible."""
+        # Too many starts, a chain that exists already, or a plan that only Python can launch.
         if len(self._starts) >= MAX_STARTS or first in self._starts or first.record is None:
             return
         self._starts.append(first)
@@ -69,6 +70,7 @@ class Chains:
         self._kept.clear()
 
     def _record(self, plans: Sequence[Plan], shorter: int) -> ChainRecord | None:
+        # The driver makes and measures the graph, and only then is it counted.
         try:
             chain = self._make([_step(plan) for plan in plans])
         except (DriverError, LaunchRejected):
@@ -78,6 +80,7 @@ class Chains:
             return None
         self._ledger.add_graph(chain.device_bytes)
         self._made.append(chain)
+        # What native code reads: a step for each launch, then the record.
         steps = (ChainStep * len(plans))(
             *(ChainStep(plan.address, params) for plan, params in zip(plans, chain.params, strict=True))
         )
@@ -90,6 +93,7 @@ class Chains:
 def _followers(first: Plan, length: int) -> list[Plan] | None:
     """Return a plan and those that followed it; None if native code can't launch one of them, or one names regions."""
     plans = [first]
+    # A plan without a follower repeats itself.
     while len(plans) < length:
         plans.append(plans[-1].follower or plans[-1])
     can_all = all(plan.record is not None and plan.record.launch and not plan.pattern.trailer_bytes for plan in plans)

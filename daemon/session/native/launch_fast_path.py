@@ -85,6 +85,7 @@ class LaunchFastPath:
 
     def use_native(self, launch: NativeLaunch, ledger: Ledger) -> None:
         """Let native code do what it can, if this machine supports it. Must be called before any launch."""
+        # Planner and gate call back, so that the structures stay up to date.
         code = serving_code()
         if code is not None:
             self._native = NativeServing(code, launch, self._page, self._sync_pattern, self._gate, ledger.records)
@@ -273,6 +274,7 @@ class NativeServing:
             sync_spin_ns=launch.spin_ns,
             **self._for_copies(launch, allocations),
         )
+        # A word that never changes stands in for a missing regions page.
         self._no_page = ctypes.c_uint64()
         self.show_regions()
         self._state_address = ctypes.addressof(self._state)
@@ -293,6 +295,7 @@ class NativeServing:
 
     def prepare_reads(self, pin: Callable[[memoryview], None]) -> None:
         """Serve reads from now on, into memory that is pinned first: the card copies there in half the time."""
+        # Pinned only now: it costs more than a short session's reads would save.
         self._copied = memoryview(mmap.mmap(-1, COPIED_BYTES))
         pin(self._copied)
         self._state.copied = address_of(self._copied)
@@ -300,6 +303,7 @@ class NativeServing:
     def add_record(self, plan: Plan) -> None:
         pattern, params_bytes = plan.pattern, plan.kernel.parameter_bytes
         args_bytes = pattern.args_end - pattern.args_at
+        # A launch that does not fit the scratch, or that the driver refuses, is left to Python: `launch` stays 0.
         launch = None
         if max(args_bytes, params_bytes) <= SCRATCH_BYTES:
             launch = self._launch.record(plan.kernel, plan.grid, plan.block, plan.shared_bytes)
@@ -335,6 +339,7 @@ class NativeServing:
 
     def serve(self, reader: FrameReader, expected: Plan | None, ends: RingEnds) -> Outcome:
         """Serve a ring for a while; the reader must be empty."""
+        # Make room in the buffer first: native code can't let it grow.
         reader.get_buffer()
         self._prepare(reader, expected)
         ends.buffer_bytes = len(reader.buffer)
@@ -355,6 +360,7 @@ class NativeServing:
     def show_regions(self) -> None:
         """Give native code the regions page and the set in use. Must be called whenever either may have changed."""
         state, page, current = self._state, self._gate.page, self._gate.current
+        # Without a page or a set, the epochs are values that never match.
         state.epoch = ctypes.addressof(self._no_page) if page is None else address_of(page.epoch_word)
         state.set_epoch = NO_EPOCH if current is None else current.epoch
         if current is not None:
@@ -377,6 +383,7 @@ class NativeServing:
 
     def _prepare(self, reader: FrameReader, expected: Plan | None) -> None:
         state, buffer = self._state, reader.buffer
+        # The buffer's address changes only when the reader replaces it.
         if buffer is not self._buffer:
             state.buffer = address_of(buffer)
             # A reference here would keep a large buffer alive.

@@ -43,7 +43,7 @@ class PlanRecord(ctypes.Structure):
     front         Address of the 16 bytes before the request id.
     middle        Address of the bytes between the request id and the arguments, `middle_bytes` of them.
     middle_bytes
-    tail          Address of the bytes behind the arguments, `tail_bytes` of them.
+    tail          Address of the bytes after the arguments, `tail_bytes` of them.
     tail_bytes
     args_bytes    Size of the arguments on the wire.
     frame_bytes   Size of the whole frame.
@@ -52,7 +52,7 @@ class PlanRecord(ctypes.Structure):
     moves_count
     param_bytes   Size of the parameter buffer.
     follower      Address of the record of the plan that is expected next; never 0.
-    trailer_bytes Size of the region set and the position behind `tail`: 16 in a LAUNCH_IN, else 0.
+    trailer_bytes Size of the region set and the position after `tail`: 16 in a LAUNCH_IN, else 0.
     tail_at       Where `tail` begins in the frame.
     chain         Address of the longest ChainRecord that begins with the plan; 0 for none.
     """
@@ -80,7 +80,7 @@ class ChainStep(ctypes.Structure):
     """A launch of a chain.
 
     plan    Address of the PlanRecord that its frame is compared with; the frame is a LAUNCH.
-    params  Address of the launch's parameter buffer, which the driver reads when it is told of a change.
+    params  Address of the launch's parameter buffer, which the driver reads again when a replay names it as changed.
     """
 
     _fields_ = (("plan", ctypes.c_uint64), ("params", ctypes.c_uint64))
@@ -94,7 +94,7 @@ class ChainRecord(ctypes.Structure):
     steps         Address of so many ChainSteps.
     graph         Address of the driver's own record.
     shorter       Address of a shorter ChainRecord that begins with the same plan; 0 for none.
-    stale         The steps, as bits, whose parameter buffers have changed since the driver was told.
+    stale         The steps, as bits, with parameter buffers that changed after the driver last read them.
     """
 
     _fields_ = (
@@ -117,13 +117,13 @@ class ServingState(ctypes.Structure):
     driver        First argument of both functions.
     scratch       Address of SCRATCH_BYTES where parameter buffers are laid out.
     sync_front    Address of the 16 bytes of a SYNC before its request id.
-    sync_tail     Address of the 16 bytes of a SYNC behind its request id.
+    sync_tail     Address of the 16 bytes of a SYNC after its request id.
     reply_front   The same of a SYNC's successful reply.
     reply_tail
-    sync_spin_ns  How long a SYNC may ask the driver again and again before Python waits instead.
+    sync_spin_ns  How long a SYNC may ask the driver repeatedly before Python waits instead.
     buffer        Address of the receive buffer.
     start         Offset in the buffer of the first byte that is not served yet.
-    end           Offset in the buffer behind the last byte received.
+    end           Offset in the buffer after the last byte received.
     expected      Address of the PlanRecord of the next launch, 0 for none.
     latest        Address of the PlanRecord of the last launch done, 0 for none.
     clock_ns      The monotonic clock when it was last read.

@@ -258,6 +258,6 @@ def test_a_variable_is_named_until_its_module_goes() -> None:
     told: list[str] = []
     ledger.allocation_dependents.add(4096, 1, told.append)
     ledger.remove_module(number)
-    assert told == ["the variable 0x1000, whose module is unloaded"]
+    assert told == ["the variable 0x1000 of an unloaded module"]
     with pytest.raises(Refused, match="not a live allocation"):
         ledger.locate(4096, 0, 1)
