@@ -24,13 +24,14 @@ from gpulease.daemon.drivers.interface import Context, DriverError, Kernel, Nati
 from gpulease.daemon.native.addresses import address_of
 from gpulease.daemon.session import native
 from gpulease.daemon.session.launches import Plan, Planner
-from gpulease.daemon.session.ledger import Ledger, Refused
+from gpulease.daemon.session.ledger import Ledger
 from gpulease.daemon.session.native.allocation_records import AllocationRecords
 from gpulease.daemon.session.native.chains import GATHER_AFTER, Chains
 from gpulease.daemon.session.native.layout import Move, Outcome, PlanRecord, RingEnds, ServingState
 from gpulease.daemon.session.operations import LeaseOver
 from gpulease.daemon.session.region_operations import NO_EPOCH, RegionGate
 from gpulease.daemon.session.replies import SyncPattern
+from gpulease.protocol.failures import Refused
 from gpulease.protocol.fastpath import MIDDLE_AT, REGIONS, REQUEST_ID_OFFSET, SMALL_FRONTS
 from gpulease.protocol.framing import FrameReader
 from gpulease.protocol.limits import MAX_ARGUMENT_BYTES, RETAINED_BUFFER_BYTES
