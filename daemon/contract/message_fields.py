@@ -6,11 +6,18 @@ A message class is a frozen dataclass derived from `Message`. Each of its fields
 Versions differ between processes: an upgraded broker takes over the zygote and the workers of its predecessor. So
 `from_map` ignores keys that it does not know. A field with a default may be missing, because an older process does not
 send it.
+
+The messages that one process may receive from another are one union of classes. `messages_of` makes the table from it
+by which they are parsed, and the receiver ends its `match` with `assert_never`: mypy then finds a message without a
+handler.
 """
 
+import math
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields, replace
-from typing import Annotated, Any, ClassVar, Final, NamedTuple, Self, get_type_hints
+from dataclasses import MISSING, Field, dataclass, fields, replace
+from enum import Enum
+from typing import Annotated, Any, ClassVar, Final, NamedTuple, Self, TypeVar, get_args, get_type_hints
 
 from gpulease.protocol.lease_options import ChoiceOption, FlagOption, LeaseOption, NumberOption
 
@@ -24,15 +31,26 @@ MAX_LEASE_NUMBER: Final = 1 << 131
 submits are counted from 1 << 128 and from 1 << 129 on."""
 
 
+REQUEST_KEY: Final = "number"
+"""The key of a request's number, in the request and in its answer."""
+
+
+MAX_OP_CHARS: Final = 32
+"""Characters of an unknown op that are logged. Every op of ours is shorter."""
+
+MAX_PROBLEM_CHARS: Final = 200
+"""Characters of the reason why a message is refused. It has the value that arrived, and goes into the log."""
+
+
 class MalformedMessage(ValueError):
-    """A message lacks a field, or a field has the wrong type or a value out of bounds.
+    """A message lacks a field, or a field has the wrong type or a value out of bounds, or its op is unknown.
 
     Attributes:
-        op: The message's op.
+        op: The message's op; "" if it has none.
     """
 
     def __init__(self, op: str, problem: str) -> None:
-        super().__init__(f"{op}: {problem}")
+        super().__init__(f"{op}: {problem[:MAX_PROBLEM_CHARS]}")
         self.op = op
 
 
@@ -89,10 +107,89 @@ def instance(kind: type[Any]) -> Kind:
 
     def parse(value: Any) -> Any:
         if not isinstance(value, kind):
-            raise ValueError(f"{value!r} must be of type {kind.__name__}")
+            # Not the value: it may be a token.
+            raise ValueError(f"it must be of type {kind.__name__}, not {type(value).__name__}")
         return value
 
     return Kind(parse)
+
+
+def decimal(least: float, most: float) -> Kind:
+    """Return the kind of a finite number between two bounds, both included."""
+
+    def parse(value: Any) -> float:
+        if type(value) not in (int, float) or not math.isfinite(value) or not least <= value <= most:
+            raise ValueError(f"{value!r} must be a number from {least:g} to {most:g}")
+        return float(value)
+
+    return Kind(parse)
+
+
+def matching(pattern: str) -> Kind:
+    """Return the kind of a text that matches a pattern as a whole."""
+    expected = re.compile(pattern)
+
+    def parse(value: Any) -> str:
+        if not isinstance(value, str) or not expected.fullmatch(value):
+            raise ValueError(f"{value!r} must be a text that matches {pattern}")
+        return value
+
+    return Kind(parse)
+
+
+def text(most_chars: int) -> Kind:
+    """Return the kind of a text of at most so many characters."""
+
+    def parse(value: Any) -> str:
+        if not isinstance(value, str) or len(value) > most_chars:
+            raise ValueError(f"it must be a text of at most {most_chars} characters")
+        return value
+
+    return Kind(parse)
+
+
+def one_of(kind: type[Enum]) -> Kind:
+    """Return the kind of an enum's members, which are sent as their values."""
+    return converted(kind, lambda value: value.value)
+
+
+def listed(kind: Kind, most: int) -> Kind:
+    """Return the kind of a tuple of at most so many values of one kind."""
+
+    def parse(value: Any) -> tuple[Any, ...]:
+        if not isinstance(value, list) or len(value) > most:
+            raise ValueError(f"it must be a list of at most {most} values")
+        return tuple(map(kind.parse, value))
+
+    return Kind(parse, lambda values: list(map(kind.pack, values)))
+
+
+def mapped(key: Kind, value: Kind, most: int) -> Kind:
+    """Return the kind of a mapping of at most so many keys."""
+
+    def parse(given: Any) -> dict[Any, Any]:
+        if not isinstance(given, dict) or len(given) > most:
+            raise ValueError(f"it must be a map of at most {most} keys")
+        return {key.parse(name): value.parse(item) for name, item in given.items()}
+
+    return Kind(parse, lambda items: {key.pack(name): value.pack(item) for name, item in items.items()})
+
+
+def row(make: Callable[..., Any], **columns: Kind) -> Kind:
+    """Return the kind of a class of ours that is sent as the list of its attributes.
+
+    Args:
+        make: The class; it takes the columns' values in order.
+        columns: The attributes' kinds, by their names.
+    """
+    kinds = tuple(columns.values())
+
+    def parse(value: Any) -> Any:
+        if not isinstance(value, list) or len(value) != len(kinds):
+            raise ValueError(f"it must be a list of {len(kinds)} values")
+        return make(*(kind.parse(item) for kind, item in zip(kinds, value, strict=True)))
+
+    return Kind(parse, lambda one: [kind.pack(getattr(one, name)) for name, kind in columns.items()])
 
 
 def converted(parse: Callable[[Any], Any], pack: Callable[[Any], Any] = lambda value: value) -> Kind:
@@ -141,6 +238,11 @@ U64: Final = integer(0, U64_MAX)
 LeaseNumber = Annotated[int, LEASE_NUMBER.named("lease")]
 Pid = Annotated[int, integer(0, MAX_PID)]
 Serial = Annotated[int, integer(0, U64_MAX)]
+Request = Annotated[int, U64.named(REQUEST_KEY)]
+"""The number of a request, in the request and in its answer: unique among the open requests of a channel."""
+LEASE_TEXT: Final = matching("[0-9a-f]{32}")
+"""A lease's id, in 32 hexadecimal digits."""
+LeaseText = Annotated[str, LEASE_TEXT]
 Text = Annotated[str, TEXT]
 Flag = Annotated[bool, FLAG]
 
@@ -156,17 +258,18 @@ class Message:
     """A message. Subclasses are frozen dataclasses and set `OP`, the value of the key "op".
 
     Attributes:
+        OP: "" for a map that is sent only within other messages: it has no such key.
         ORDER: The first fields of the map, if they are not the first of the class. Bytes of versions are compared.
     """
 
     __slots__ = ()
-    OP: ClassVar[str]
+    OP: ClassVar[str] = ""
     ORDER: ClassVar[tuple[str, ...]] = ()
 
     def to_map(self) -> dict[str, Any]:
         """Return the map to be packed and sent; its keys are in the order of the fields."""
         # "op" comes first, so that a dump of the channel is readable.
-        message: dict[str, Any] = {"op": self.OP}
+        message: dict[str, Any] = {"op": self.OP} if self.OP else {}
         for name, key, kind, _ in _fields_of(type(self)):
             value = getattr(self, name)
             if kind.is_inline:
@@ -194,7 +297,7 @@ class Message:
                     raise ValueError("it is missing")
         # `key` is still the field's that failed.
         except ValueError as error:
-            raise MalformedMessage(cls.OP, f"{key}: {error}") from None
+            raise MalformedMessage(cls.OP or cls.__name__, f"{key}: {error}") from None
         return cls(**values)
 
 
@@ -207,16 +310,17 @@ def _fields_of(message: type[Any]) -> tuple[_Field, ...]:
         return known
     hints = get_type_hints(message, include_extras=True)
     # ORDER puts fields first without moving them in the class, where defaults must come last.
-    found = {field.name: _field_of(field.name, hints[field.name], field.default) for field in fields(message)}
+    found = {field.name: _field_of(field, hints[field.name]) for field in fields(message)}
     _FIELDS[message] = tuple(found[name] for name in dict.fromkeys((*message.ORDER, *found)))
     return _FIELDS[message]
 
 
-def _field_of(name: str, hint: Any, default: Any) -> _Field:
+def _field_of(field: Field[Any], hint: Any) -> _Field:
     (kind,) = hint.__metadata__
     if isinstance(kind, LeaseOption):
         kind = _kind_of(kind)
-    return _Field(name, kind.key or name, kind, default)
+    default = field.default if field.default_factory is MISSING else field.default_factory
+    return _Field(field.name, kind.key or field.name, kind, default)
 
 
 def _kind_of(option: LeaseOption[Any, Any]) -> Kind:
@@ -231,8 +335,53 @@ def _kind_of(option: LeaseOption[Any, Any]) -> Kind:
     raise TypeError(f"{type(option).__name__} has no kind here: add one for the worker's messages")
 
 
-def by_op(*messages: type[Message]) -> Mapping[str, type[Message]]:
+M = TypeVar("M", bound=Message)
+
+
+def by_op(*messages: type[M]) -> Mapping[str, type[M]]:
     """Return message classes by their ops. Their fields are resolved now, not later in a process just forked."""
     for message in messages:
         _fields_of(message)
     return {message.OP: message for message in messages}
+
+
+def messages_of(union: Any) -> Mapping[str, type[Any]]:
+    """Return the classes of a union of messages by their ops. Raises TypeError if two have one op."""
+    classes = get_args(union)
+    found = by_op(*classes)
+    if len(found) != len(classes):
+        raise TypeError(f"two messages of {union} have the same op")
+    return found
+
+
+def parse_message(ops: Mapping[str, type[M]], message: Mapping[str, Any]) -> M | None:
+    """Return the message that a map holds, or None if its op is not in `ops`, because a newer process may send more.
+
+    Args:
+        ops: The messages that may arrive there: TO_ZYGOTE, FROM_WORKER and so on.
+        message: The map, as `host.ipc.receive_message` returns it.
+
+    Raises:
+        MalformedMessage: A field is missing, has the wrong type, or is out of bounds.
+    """
+    # A map without a text as op is treated like an unknown op: only a bug or a compromised process sends one.
+    op = message.get("op")
+    kind = ops.get(op) if isinstance(op, str) else None
+    return None if kind is None else kind.from_map(message)
+
+
+def expect_message(ops: Mapping[str, type[M]], message: Mapping[str, Any]) -> M:
+    """Return the message that a map holds, between processes of one version.
+
+    Raises MalformedMessage, as `parse_message` does, and also for an op that is not in `ops`.
+    """
+    if (known := parse_message(ops, message)) is not None:
+        return known
+    op = message.get("op")
+    raise MalformedMessage(op[:MAX_OP_CHARS] if isinstance(op, str) else "", f"the op must be one of {', '.join(ops)}")
+
+
+def request_of(message: Mapping[str, Any]) -> int | None:
+    """Return the number of the request that a map makes or answers, readable or not; None if it has none."""
+    number = message.get(REQUEST_KEY)
+    return number if type(number) is int and 0 <= number <= U64_MAX else None

@@ -1,4 +1,4 @@
-"""The messages between broker, zygote and workers.
+"""The messages between broker, zygote and workers, and those that every helper process has.
 
     from      to           messages                                             descriptors that go with them
     broker    zygote       WorkerSpec: fork a worker                            its channel, its two pages; of a zygote
@@ -22,12 +22,16 @@
     worker    broker       Ready, Failed, Scrubbed, Attached, LastLeft, MemoryGrew, Faulted
                            RegionOpened, RegionRefused, RegionEnded, RegionStuck, RegionReleased, ForwardRevoked,
                            SliceResized
+    broker    helper       Ping
+    helper    broker       Prepared, Ready or Broken, once each; Pong
+
+The helpers are the fleet process, the remote tenants' acceptor and the web process. The rest of their messages is in
+fleet/fleet_messages.py, remote/remote_messages.py and web/web_messages.py.
 
 Each message is one msgpack map (see host/ipc.py). A broker that starts takes over the zygotes and workers of an earlier
 version, so an op, a key and a type never change their meaning: a different meaning gets another HANDOVER.
 """
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final
 
 from gpulease.daemon.contract.control_page import PageState
@@ -112,7 +116,7 @@ class Retire(Message):
 
 @dataclass(frozen=True, slots=True)
 class Ping(Message):
-    """The broker asks whether the zygote lives."""
+    """The broker asks whether the process lives."""
 
     OP: ClassVar[str] = "ping"
 
@@ -130,16 +134,16 @@ class Preloaded(Message):
 
 @dataclass(frozen=True, slots=True)
 class Broken(Message):
-    """The zygote can never fork a worker.
+    """The process can't do its work: a zygote can never fork a worker, a helper can't serve.
 
     Attributes:
-        reason: Sentence for the operator.
+        reason: Sentence for the operator; a clause from a helper.
         hint: What the operator can do; "" for nothing.
     """
 
     OP: ClassVar[str] = "broken"
     reason: Text
-    hint: Text
+    hint: Text = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -450,7 +454,10 @@ class SliceResized(Message):
 
 @dataclass(frozen=True, slots=True)
 class Ready(Message):
-    """The worker has its context; it can take connections, or a lease if it was made ahead of one."""
+    """The process can do its work.
+
+    A worker has its context: it can take connections, or a lease if it was made ahead of one. A helper serves.
+    """
 
     OP: ClassVar[str] = "ready"
 
@@ -509,6 +516,16 @@ class MemoryGrew(Message):
     OP: ClassVar[str] = "look"
 
 
+# --- helper process to broker ---
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared(Message):
+    """The helper has its settings, and serves once the broker has connected it."""
+
+    OP: ClassVar[str] = "prepared"
+
+
 # --- parsing ---
 
 TO_ZYGOTE: Final = by_op(WorkerSpec, LeaseChanged, PagesRenewed, WorkerForgotten, Retire, Ping)
@@ -531,19 +548,4 @@ FROM_WORKER: Final = by_op(
     ForwardRevoked,
     SliceResized,
 )
-
-
-def parse_message(ops: Mapping[str, type[Message]], message: Mapping[str, Any]) -> Message | None:
-    """Return the message that a map holds, or None if its op is not in `ops`, because a newer process may send more.
-
-    Args:
-        ops: The messages that may arrive there: TO_ZYGOTE, FROM_WORKER and so on.
-        message: The map, as `host.ipc.receive_message` returns it.
-
-    Raises:
-        MalformedMessage: A field is missing, has the wrong type, or is out of bounds.
-    """
-    # A map without a text as op is treated like an unknown op: only a bug or a compromised worker sends one.
-    op = message.get("op")
-    kind = ops.get(op) if isinstance(op, str) else None
-    return None if kind is None else kind.from_map(message)
+FROM_HELPER: Final = by_op(Prepared, Ready, Broken, Pong)

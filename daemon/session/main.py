@@ -18,8 +18,8 @@ from functools import partial
 from typing import Final
 
 from gpulease.daemon.contract.control_page import Counter, PageFds, WorkerPage
-from gpulease.daemon.contract.message_fields import Message
-from gpulease.daemon.contract.messages import TO_WORKER, Failed, Faulted, Ready, Scrubbed, parse_message
+from gpulease.daemon.contract.message_fields import Message, parse_message
+from gpulease.daemon.contract.messages import TO_WORKER, Failed, Faulted, Ready, Scrubbed
 from gpulease.daemon.contract.worker_spec import WorkerExit, WorkerSpec
 from gpulease.daemon.drivers.interface import Context, Driver, DriverError, Opening
 from gpulease.daemon.host.heap_wipe import is_heap_wiped

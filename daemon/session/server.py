@@ -19,7 +19,7 @@ from typing import Final
 
 from gpulease.daemon.contract.control_page import MAX_CONNECTIONS, PageFds
 from gpulease.daemon.contract.guests import Guest
-from gpulease.daemon.contract.message_fields import MalformedMessage, Message
+from gpulease.daemon.contract.message_fields import MalformedMessage, Message, parse_message
 from gpulease.daemon.contract.messages import (
     TO_WORKER,
     Attach,
@@ -34,7 +34,6 @@ from gpulease.daemon.contract.messages import (
     RegionsPage,
     ResizeSlice,
     Scrub,
-    parse_message,
 )
 from gpulease.daemon.host.ipc import ChannelClosed, close_all, receive_message, send_message
 from gpulease.daemon.session.connection import (

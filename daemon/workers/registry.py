@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpulease.daemon.contract.control_page import BrokerPage
-from gpulease.daemon.contract.message_fields import MalformedMessage, Message
+from gpulease.daemon.contract.message_fields import MalformedMessage, Message, parse_message
 from gpulease.daemon.contract.messages import (
     FROM_WORKER,
     Attach,
@@ -33,7 +33,6 @@ from gpulease.daemon.contract.messages import (
     SliceResized,
     WorkerForked,
     WorkerReaped,
-    parse_message,
 )
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.host.ipc import ChannelClosed, close_all, receive_message

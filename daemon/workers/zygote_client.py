@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpulease.daemon.contract.control_page import PageFds
-from gpulease.daemon.contract.message_fields import MalformedMessage, Message
+from gpulease.daemon.contract.message_fields import MalformedMessage, Message, parse_message
 from gpulease.daemon.contract.messages import (
     FROM_ZYGOTE,
     Broken,
@@ -28,7 +28,6 @@ from gpulease.daemon.contract.messages import (
     Preloaded,
     Retire,
     WorkerForgotten,
-    parse_message,
 )
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.host.cannot_start import CannotStart

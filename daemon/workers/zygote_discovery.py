@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpulease.daemon.contract.control_page import PageState, state_of
-from gpulease.daemon.contract.message_fields import MalformedMessage, Message
+from gpulease.daemon.contract.message_fields import MalformedMessage, Message, parse_message
 from gpulease.daemon.contract.messages import (
     HANDOVER,
     HANDOVER_MESSAGES,
@@ -24,7 +24,6 @@ from gpulease.daemon.contract.messages import (
     LivingWorker,
     ZygoteIntroduction,
     ZygoteTaken,
-    parse_message,
 )
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.host.cannot_start import CannotStart

@@ -19,7 +19,7 @@ from contextlib import suppress
 from typing import Any, Final, NoReturn
 
 from gpulease.daemon.contract.control_page import PageFds, for_worker
-from gpulease.daemon.contract.message_fields import Message
+from gpulease.daemon.contract.message_fields import Message, parse_message
 from gpulease.daemon.contract.messages import (
     HANDOVER,
     TO_ZYGOTE,
@@ -38,7 +38,6 @@ from gpulease.daemon.contract.messages import (
     WorkerReaped,
     ZygoteIntroduction,
     ZygoteTaken,
-    parse_message,
 )
 from gpulease.daemon.contract.worker_spec import WorkerExit, WorkerSpec
 from gpulease.daemon.drivers.interface import Driver, DriverError

@@ -10,14 +10,14 @@ import pytest
 from gpulease.daemon.contract import messages
 from gpulease.daemon.contract.control_page import PageState
 from gpulease.daemon.contract.guests import Guest
-from gpulease.daemon.contract.message_fields import MalformedMessage, Message
+from gpulease.daemon.contract.message_fields import MalformedMessage, Message, parse_message
 from gpulease.daemon.contract.messages import (
+    FROM_HELPER,
     FROM_WORKER,
     FROM_ZYGOTE,
     HANDOVER_MESSAGES,
     TO_WORKER,
     TO_ZYGOTE,
-    parse_message,
 )
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.protocol.capabilities import Permission
@@ -201,8 +201,12 @@ MAPS: list[tuple[Mapping[str, type[Message]], Message, dict[str, Any]]] = [
         },
     ),
     (FROM_WORKER, messages.SliceResized(5, ""), {"op": "resized", "size": 5, "doubt": ""}),
+    (FROM_HELPER, messages.Prepared(), {"op": "prepared"}),
+    (FROM_HELPER, messages.Ready(), {"op": "ready"}),
+    (FROM_HELPER, messages.Broken("no etcd"), {"op": "broken", "reason": "no etcd", "hint": ""}),
+    (FROM_HELPER, messages.Pong(), {"op": "pong"}),
 ]
-DIRECTIONS = (TO_ZYGOTE, FROM_ZYGOTE, HANDOVER_MESSAGES, TO_WORKER, FROM_WORKER)
+DIRECTIONS = (TO_ZYGOTE, FROM_ZYGOTE, HANDOVER_MESSAGES, TO_WORKER, FROM_WORKER, FROM_HELPER)
 ids = [f"{type(message).__name__}-{number}" for number, (_, message, _) in enumerate(MAPS)]
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 
 from gpulease.daemon.contract.control_page import BrokerPage, WorkerPage
-from gpulease.daemon.contract.message_fields import Message
+from gpulease.daemon.contract.message_fields import Message, parse_message
 from gpulease.daemon.contract.messages import (
     FROM_WORKER,
     Attach,
@@ -23,7 +23,6 @@ from gpulease.daemon.contract.messages import (
     RegionsPage,
     ResizeSlice,
     SliceResized,
-    parse_message,
 )
 from gpulease.daemon.drivers.interface import Poll
 from gpulease.daemon.host.ipc import receive_message, send_message
