@@ -38,7 +38,7 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     Answered,
     ArmTimer,
     Ask,
-    Claimed,
+    ClaimGiven,
     ClaimRefused,
     ClaimWanted,
     Event,
@@ -156,7 +156,7 @@ class SimulatedNode:
                 case KeepMark(mark):
                     # These nodes have no journal; their daemons' answers come in another turn of the loop, too.
                     asyncio.get_running_loop().call_soon(self._post, MarkKept(mark.beat))
-                case Claimed(request):
+                case ClaimGiven(request):
                     self._take_claim(request, is_given=True)
                 case ClaimRefused(request):
                     self._take_claim(request, is_given=False)

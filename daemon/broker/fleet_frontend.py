@@ -13,16 +13,54 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, assert_never
 
 from gpulease.daemon.broker.name_claims import BytesAnswer, BytesWant, ClaimAnswer, Claimed, ClaimWant, Counted
 from gpulease.daemon.contract.control_page import boot_ns
+from gpulease.daemon.contract.messages import Ready
 from gpulease.daemon.fleet.etcd.endpoints import BadEtcdSettings
 from gpulease.daemon.fleet.etcd.etcd_certificates import Stamp, certificate_files, certificate_stamps, open_certificates
 from gpulease.daemon.fleet.etcd.transactions import StoreSize
-from gpulease.daemon.fleet.live_claims import NOTHING_LIVES, Live, live_messages
+from gpulease.daemon.fleet.fleet_messages import (
+    FROM_FLEET,
+    CertificatesRenewed,
+    FleetStart,
+    FromFleet,
+    HorizonSet,
+    StoreMeasured,
+    ToFleet,
+)
+from gpulease.daemon.fleet.live_claims import parts_of
+from gpulease.daemon.fleet.records.fleet_records import CardRecord
 from gpulease.daemon.fleet.records.fleet_settings import FleetSettings, Isolated
-from gpulease.daemon.fleet.rules.fleet_events import FleetIdentity, Mark, Note, Why
+from gpulease.daemon.fleet.rules.fleet_events import (
+    ClaimDropped,
+    ClaimEnded,
+    ClaimGiven,
+    ClaimRefused,
+    ClaimWanted,
+    EndClaimed,
+    FleetIdentity,
+    Joined,
+    KeepMark,
+    LiveClaims,
+    Mark,
+    MarkKept,
+    MoveHorizon,
+    Note,
+    Noted,
+    QuotaDropped,
+    QuotaEnded,
+    QuotaGiven,
+    QuotaRefused,
+    QuotaWanted,
+    RecordChanged,
+    RecordsUnreadable,
+    Remembered,
+    Stopped,
+    Stopping,
+    Why,
+)
 from gpulease.daemon.host.ipc import ChannelClosed, close_all
 from gpulease.daemon.host.periodic_task import PeriodicTask
 from gpulease.daemon.host.socket_activation import CannotListen
@@ -38,7 +76,7 @@ from gpulease.daemon.web.fleet_membership import FleetMembership
 from gpulease.daemon.workers.helper_process import ChildKind, ChildProcess, Timeouts
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import Status
-from gpulease.protocol.time_units import NS_PER_S
+from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
 
 RECORD_S: Final = 1.0
 """Time between two checks whether the node's record has changed. The next heartbeat carries it, not this check."""
@@ -68,23 +106,20 @@ MAX_UNSENT: Final = 4 * MAX_CLAIMS
 """Messages that may wait for the process to read them before claims are refused. Stops tenants that request and
 disconnect again, while a process hangs, from filling the broker's memory."""
 
-DROP_COUNT: Final = "drop_count"
-"""Message that cancels a claim of quota bytes."""
-
 
 class _Waiting(NamedTuple):
     """A claim that is not answered yet.
 
     Attributes:
         tenant: The tenant that claims.
-        drop_op: The message that cancels it.
+        drop: The message that cancels it.
         results: Counts the results of such claims.
         refusal: A clause that says what can't be done while the process is not available.
     """
 
     on_answer: Callable[[Any], None]
     tenant: str
-    drop_op: str
+    drop: type[ClaimDropped] | type[QuotaDropped]
     results: Counter[str]
     refusal: str
 
@@ -112,7 +147,7 @@ class FleetFrontend:
         post: Callable[[Event], None],
         journal: Journal,
         addresses: Callable[[], Sequence[str]],
-        tell_page: Callable[[dict[str, Any]], None],
+        tell_page: Callable[[FleetMembership], None],
         timeouts: Timeouts | None = None,
     ) -> None:
         # What the operator set, and the parts of the daemon that this one asks or informs.
@@ -146,11 +181,13 @@ class FleetFrontend:
         self._waiting: dict[int, _Waiting] = {}
         self._waiting_of: Counter[str] = Counter()
         # What the process was sent last, so that only changes are sent.
-        self._told: dict[str, Any] | None = None
+        self._told: RecordChanged | None = None
         self._files = certificate_files(settings.ca, settings.key, settings.certificate)
         self._told_files: tuple[Stamp, ...] = ()
         # The process, and the tasks that keep it up to date.
-        self._process = ChildProcess(_fleet_kind(sandbox), self._begin, self._on_message, self._on_end, timeouts)
+        self._process = ChildProcess(
+            _fleet_kind(sandbox), self._begin, self._on_message, self._on_end, timeouts, self._on_unhandled
+        )
         self._stopped = asyncio.Event()
         self._record_task = PeriodicTask(self._tell_record, RECORD_S, _log_fault)
         self._certificates_task = PeriodicTask(self._tell_certificates, CERTIFICATES_S, _log_fault)
@@ -176,7 +213,7 @@ class FleetFrontend:
         for number in list(self._waiting):
             self._drop(number)
         # An etcd that has not answered before the membership deadline will not answer now.
-        if not self.is_isolated and self._tell({"op": "stop"}):
+        if not self.is_isolated and self._tell(Stopping()):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(STOP_S):
                     await self._stopped.wait()
@@ -253,28 +290,30 @@ class FleetFrontend:
 
     def claim(self, want: ClaimWant, on_answer: Callable[[ClaimAnswer], None]) -> Callable[[], None]:
         """Claim a name; `on_answer` is called once, later. Returns a function that cancels the claim."""
-        waiting = _Waiting(on_answer, want.tenant, "drop", self._placements, f"the name {want.name!r} can't be claimed")
-        return self._ask(waiting, "claim", want, name=want.name)
+        what = f"the name {want.name!r} can't be claimed"
+        waiting = _Waiting(on_answer, want.tenant, ClaimDropped, self._placements, what)
+        lease, until_ns = f"{want.lease_id:032x}", boot_ns() + want.wait_ms * NS_PER_MS
+        return self._ask(waiting, lambda number: ClaimWanted(number, want.name, lease, want.tenant, until_ns))
 
     def count(self, want: BytesWant, on_answer: Callable[[BytesAnswer], None]) -> Callable[[], None]:
         """Claim bytes of a tenant's quota, in the way of `claim`."""
         what = f"tenant {want.tenant!r} has a quota in the fleet, which can't be asked"
-        waiting = _Waiting(on_answer, want.tenant, DROP_COUNT, self._quota_claims, what)
-        return self._ask(waiting, "count", want, size_bytes=want.size_bytes)
+        waiting = _Waiting(on_answer, want.tenant, QuotaDropped, self._quota_claims, what)
+        lease, until_ns = f"{want.lease_id:032x}", boot_ns() + want.wait_ms * NS_PER_MS
+        return self._ask(waiting, lambda number: QuotaWanted(number, want.tenant, want.size_bytes, lease, until_ns))
 
-    def _ask(self, waiting: _Waiting, op: str, want: ClaimWant | BytesWant, **more: str | int) -> Callable[[], None]:
+    def _ask(self, waiting: _Waiting, request: Callable[[int], ClaimWanted | QuotaWanted]) -> Callable[[], None]:
         # Refuse what exceeds the bounds without asking. Answer in the next turn, because callers expect no answer
         # before this method returns.
-        if (excess := self._excess(want.tenant)) is not None:
+        if (excess := self._excess(waiting.tenant)) is not None:
             waiting.results[Why.BUSY.value] += 1
             return asyncio.get_running_loop().call_soon(waiting.on_answer, excess).cancel
         self._numbers += 1
         number = self._numbers
         self._waiting[number] = waiting
-        self._waiting_of[want.tenant] += 1
-        message = {"op": op, "number": number, "lease_id": f"{want.lease_id:032x}", "tenant": want.tenant}
+        self._waiting_of[waiting.tenant] += 1
         # The process is not available, so no answer would ever come.
-        if not self._tell(message | {"wait_ms": want.wait_ms} | more):
+        if not self._tell(request(number)):
             failure = self._isolated(waiting.refusal)
             asyncio.get_running_loop().call_soon(self._answer, number, failure, Why.ISOLATED.value)
         return lambda: self._drop(number)
@@ -293,7 +332,7 @@ class FleetFrontend:
     def release(self, name: str, epoch: int) -> None:
         """Report that the lease with that claim is gone and its memory proved free."""
         # A process that is not available, or does not read, gets all claims when it starts.
-        self._tell({"op": "ended", "name": name, "epoch": epoch})
+        self._tell(ClaimEnded(name, epoch))
         self._tell_all_ended()
 
     def keep(self) -> None:
@@ -303,12 +342,12 @@ class FleetFrontend:
     def give_back(self, tenant: str, lease_id: int) -> None:
         """Report that the lease with those bytes is gone and its memory proved free."""
         # As in `release`: the next process deletes every claim that is not among the live ones.
-        self._tell({"op": "give_back", "tenant": tenant, "lease_id": f"{lease_id:032x}"})
+        self._tell(QuotaEnded(tenant, f"{lease_id:032x}"))
         self._tell_all_ended()
 
     def _drop(self, number: int) -> None:
         if (waiting := self._take(number)) is not None:
-            self._tell({"op": waiting.drop_op, "number": number})
+            self._tell(waiting.drop(number))
 
     def _take(self, number: int) -> _Waiting | None:
         waiting = self._waiting.pop(number, None)
@@ -333,15 +372,22 @@ class FleetFrontend:
         # Step 1: what the process needs before it can connect: settings, the membership of the earlier process, and the
         # certificates as open files, because its sandbox can't open any.
         settings = self._settings
-        start: dict[str, Any] = {"etcd": settings.etcd, "node": self.node_id, "horizon_s": settings.horizon_s}
-        start["files"] = list(self._files)
         member = self._membership
-        kept = {name: {key: getattr(member, key) for key in keys} for name, keys in _PARTS.items()}
         # The journal has an epoch as soon as it is granted, but the store's revision only from time to time.
-        kept["identity"]["revision"] = max(member.revision, self._table.highest_epoch - member.epoch_base)
-        start |= {"incarnation": member.incarnation, **kept}
-        start["history_s"] = settings.history_s
-        start["timeout_s"] = settings.horizon_s / ETCD_PART
+        revision = max(member.revision, self._table.highest_epoch - member.epoch_base)
+        start = FleetStart(
+            etcd=tuple(settings.etcd),
+            files=tuple(self._files),
+            node=self.node_id,
+            horizon_s=settings.horizon_s,
+            history_s=settings.history_s,
+            timeout_s=settings.horizon_s / ETCD_PART,
+            incarnation=member.incarnation,
+            identity=FleetIdentity(
+                member.cluster_id, member.generation, revision, member.epoch_base, member.is_restored
+            ),
+            mark=Mark(member.beat, member.run, member.entered),
+        )
         try:
             fds, self._told_files = await asyncio.to_thread(open_certificates, self._files)
         except BadEtcdSettings as error:
@@ -352,11 +398,11 @@ class FleetFrontend:
             close_all(fds)
         self._has_begun = True
         # Step 2: once it is ready, the node's record, and then the claims that are alive. It deletes the others.
-        await self._process.expect("ready")
+        await self._process.expect(Ready)
         self._told = None
         await self._tell_record()
         quotas = {f"{lease_id:032x}": tenant for lease_id, tenant in self._table.counted().items()}
-        self._tell_live(Live(self._table.claims(), quotas))
+        self._tell_live(LiveClaims(self._table.claims(), quotas))
 
     def _on_end(self) -> None:
         # Answer every claim that waits: the next process does not know them.
@@ -367,7 +413,7 @@ class FleetFrontend:
         for number in list(self._waiting):
             self._answer(number, failure, Why.UNKNOWN.value)
 
-    def _tell(self, message: dict[str, Any], fds: Sequence[int] = ()) -> bool:
+    def _tell(self, message: ToFleet, fds: Sequence[int] = ()) -> bool:
         """Send a message; returns whether there is a process to read it.
 
         A process that does not keep up is not ended for it: that would end the leases of all names with it.
@@ -382,8 +428,8 @@ class FleetFrontend:
             return False
         return True
 
-    def _tell_live(self, live: Live) -> None:
-        for message in live_messages(live):
+    def _tell_live(self, live: LiveClaims) -> None:
+        for message in parts_of(live):
             self._tell(message)
 
     def _tell_all_ended(self) -> None:
@@ -393,7 +439,7 @@ class FleetFrontend:
         """
         if self._is_lost and not self._table.has_claimed_lease:
             self._is_lost = False
-            self._tell_live(NOTHING_LIVES)
+            self._tell_live(LiveClaims())
 
     async def _tell_record(self) -> None:
         # Sent only if it changed: each record makes the next heartbeat a write of its size.
@@ -410,7 +456,7 @@ class FleetFrontend:
         except BadEtcdSettings:
             return  # A file is being replaced, or no descriptor is left: the process keeps what it has.
         try:
-            if self._tell({"op": "certificates", "files": list(self._files)}, fds):
+            if self._tell(CertificatesRenewed(tuple(self._files)), fds):
                 self._told_files = found
         finally:
             close_all(fds)
@@ -418,115 +464,108 @@ class FleetFrontend:
     def _reached_at(self) -> list[str]:
         return list(self._settings.addresses or self._addresses())
 
-    def _record(self) -> dict[str, Any]:
+    def _record(self) -> RecordChanged:
         # What the directory needs in order to choose a node: free bytes by card, labels, addresses.
-        cards = [
-            [
+        cards = tuple(
+            CardRecord(
                 card.uuid,
                 card.name,
                 card.capacity_bytes,
                 card.available_bytes,
                 card.leases,
                 card.uuid in self._partitions,
-            ]
+            )
             for card in self._table.cards()
-        ]
-        record = {
-            "op": "record",
-            "addresses": self._reached_at(),
-            "labels": dict(self._settings.labels),
-            "cards": cards,
-        }
-        return record | {"is_draining": self._table.drain_ns is not None, "version": VERSION}
+        )
+        return RecordChanged(
+            tuple(self._reached_at()), dict(self._settings.labels), cards, self._table.drain_ns is not None, VERSION
+        )
 
     # --- messages of the process ---
 
-    def _say_kept(self, beat: int) -> None:
-        self._tell({"op": "mark_kept", "beat": beat})
+    def _on_unhandled(self, number: int) -> None:
+        """Refuse the acquire that waits for an answer which can't be read: it gets no other."""
+        failure = _failure(Why.UNKNOWN, "the answer of the node's fleet process can't be read")
+        self._answer(number, failure, Why.UNKNOWN.value)
 
-    def _on_message(self, message: dict[str, Any], fds: list[int]) -> None:
-        try:
-            self._handle(message)
-        except Exception:
-            log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"reading the fleet process's {message.get('op')}")
-            number = message.get("number")
-            if isinstance(number, int):
-                # The message was an answer, and the acquire that waits for it gets no other.
-                failure = _failure(Why.UNKNOWN, "the answer of the node's fleet process can't be read")
-                self._answer(number, failure, Why.UNKNOWN.value)
-
-    def _handle(self, message: dict[str, Any]) -> None:
-        # The types of all fields are checked: the process talks to etcd, and may be compromised.
+    def _on_message(self, message: FromFleet, fds: list[int]) -> None:
         match message:
-            case {"op": "horizon", "boot_ns": int(horizon_ns)}:
-                self._move_horizon(horizon_ns)
-            case {"op": "joined", "incarnation": int(incarnation), "identity": dict(identity), "mark": dict(mark)}:
-                self._join(KeptMembership(incarnation, **identity, **mark))
-            case {"op": "remembered", "identity": dict(identity)}:
-                self._remember(replace(self._membership, **identity))
-            case {"op": "mark", "mark": dict(mark)}:
-                self._remember(replace(self._membership, **mark))
-                self._journal.once_kept(partial(self._say_kept, mark["beat"]))
-            case {"op": "stopped", "has_left": bool(has_left)}:
-                self._stop(has_left=has_left)
-            case {"op": "store", "endpoint": str(endpoint), "size_bytes": int(size), "quota_bytes": int(quota)}:
-                self._weigh(StoreSize(endpoint, size, quota))
-            case {"op": "lost", "text": str(reason)}:
-                self._lose(reason)
-            case {"op": "claimed", "number": int(number), "name": str(name), "epoch": int(epoch)}:
-                if not self._answer(number, Claimed(epoch), "given"):
+            case MoveHorizon():
+                self._move_horizon(message.horizon_ns)
+            case Joined():
+                self._join(message)
+            case Remembered():
+                self._remember(_with_identity(self._membership, message.identity))
+            case KeepMark():
+                self._remember(_with_mark(self._membership, message.mark))
+                self._journal.once_kept(partial(self._on_mark_kept, message.mark.beat))
+            case Stopped():
+                self._stop(has_left=message.has_left)
+            case StoreMeasured():
+                self._weigh(message.store)
+            case EndClaimed():
+                self._lose(message.text)
+            case ClaimGiven():
+                if not self._answer(message.request, Claimed(message.epoch), "given"):
                     # The claim was cancelled while the answer was on its way.
-                    self.release(name, epoch)
-            case {"op": "refused", "number": int(number), "why": str(why), "text": str(text)}:
-                text = self._refusal_of(number, Why(why), text)
-                self._answer(number, _failure(Why(why), text, message["retry_after_ms"]), why)
-            case {"op": "counted", "number": int(number), "tenant": str(tenant), "lease_id": str(lease_id)}:
-                if not self._answer(number, Counted(), "given"):
-                    self.give_back(tenant, int(lease_id, 16))
-            case {"op": "not_counted", "number": int(number), "why": str(why), "text": str(text)}:
-                text = self._refusal_of(number, Why(why), text)
-                self._answer(number, _quota_failure(Why(why), text, message["retry_after_ms"]), why)
-            case {"op": "noted", "what": str(what), "text": str(text), "node": str(node), "name": str(name)}:
-                self._note(what, text, node, name)
-            case {"op": "unreadable", "count": int(count), "text": str(text)}:
-                self._take_unreadable(count, text)
+                    self.release(message.name, message.epoch)
+            case QuotaGiven():
+                if not self._answer(message.request, Counted(), "given"):
+                    self.give_back(message.tenant, int(message.lease_id, 16))
+            case ClaimRefused():
+                failure = _failure(message.why, self._refusal_of(message), message.retry_after_ms)
+                self._answer(message.request, failure, message.why.value)
+            case QuotaRefused():
+                failure = _quota_failure(message.why, self._refusal_of(message), message.retry_after_ms)
+                self._answer(message.request, failure, message.why.value)
+            case Noted():
+                self._note(message)
+            case RecordsUnreadable():
+                self._take_unreadable(message.count, message.text)
+            case _:
+                assert_never(message)
 
-    def _refusal_of(self, number: int, why: Why, text: str) -> str:
+    def _on_mark_kept(self, beat: int) -> None:
+        self._tell(MarkKept(beat))
+
+    def _refusal_of(self, refused: ClaimRefused | QuotaRefused) -> str:
         """Return the sentence for the tenant.
 
         If the node is cut off, this side knows more about the reason than the fleet's rules do.
         """
-        waiting = self._waiting.get(number)
-        if waiting is None or why is not Why.ISOLATED or not self.is_isolated:
-            return text
+        waiting = self._waiting.get(refused.request)
+        if waiting is None or refused.why is not Why.ISOLATED or not self.is_isolated:
+            return refused.text
         return f"{waiting.refusal}: {self._trouble()}"
 
-    def _note(self, what: str, text: str, node: str, name: str) -> None:
+    def _note(self, noted: Noted) -> None:
         # An acknowledged heartbeat is counted and not logged: there is one every few seconds.
-        if what == Note.BEAT.value:
+        note, text = noted.note, noted.text
+        if note is Note.BEAT:
             self._beats += 1
             self._unanswered = ""
-        elif what not in _TOLD_OTHERWISE:
-            if what == Note.FAULT.value:
-                log_event(LogEvent.DAEMON_FAULT, doing=text)
-                return
-            if what == Note.CLOCK.value:
+        elif note is Note.FAULT:
+            log_event(LogEvent.DAEMON_FAULT, doing=text)
+        elif note not in _TOLD_OTHERWISE:
+            if note is Note.CLOCK:
                 self._clock = text
-            elif what == Note.REFUSED.value:
+            elif note is Note.REFUSED:
                 self._refused = text
-            elif what in _UNANSWERED:
-                self._unanswered = f"{_UNANSWERED[what]}: {text}{_advice(text)}"
-            log_event(LogEvent.FLEET_NOTED, what=what, reason=text, node=node or None, lease_name=name or None)
+            elif note in _UNANSWERED:
+                self._unanswered = f"{_UNANSWERED[note]}: {text}{_advice(text)}"
+            node, name = noted.node_id or None, noted.name or None
+            log_event(LogEvent.FLEET_NOTED, what=note.value, reason=text, node=node, lease_name=name)
 
     def _take_unreadable(self, count: int, text: str) -> None:
         if count > self._unreadable_count and (suppressed := self._unreadable_lines.admit()) is not None:
             log_event(LogEvent.FLEET_UNREADABLE, reason=text, suppressed=suppressed or None)
         self._unreadable_count, self._unreadable = count, text
 
-    def _join(self, membership: KeptMembership) -> None:
-        log_event(LogEvent.FLEET_JOINED, node=self.node_id, incarnation=membership.incarnation)
+    def _join(self, joined: Joined) -> None:
+        log_event(LogEvent.FLEET_JOINED, node=self.node_id, incarnation=joined.incarnation)
         self._refused = ""
-        self._remember(membership)
+        membership = _with_identity(KeptMembership(joined.incarnation), joined.identity)
+        self._remember(_with_mark(membership, joined.mark))
 
     def _remember(self, membership: KeptMembership) -> None:
         self._membership = membership
@@ -543,8 +582,8 @@ class FleetFrontend:
         # Keep it on CLOCK_BOOTTIME, and convert it for the table's timers, which use the monotonic clock.
         self._horizon_boot_ns = horizon_boot_ns
         self._post(HorizonMoved(time.monotonic_ns() + horizon_boot_ns - boot_ns(), horizon_boot_ns))
-        self._tell({"op": "horizon_set"})
-        self._tell_page(self.membership().to_message())
+        self._tell(HorizonSet())
+        self._tell_page(self.membership())
 
     def _lose(self, reason: str) -> None:
         log_event(LogEvent.FLEET_FENCED, reason=reason)
@@ -553,12 +592,12 @@ class FleetFrontend:
         self._remember(replace(self._membership, incarnation=0))
         self._horizon_boot_ns, self._is_lost = 0, True
         self._post(ClaimsLost(reason))
-        self._tell_page(self.membership().to_message())
+        self._tell_page(self.membership())
         # An acquire that waits for bytes may have a name by the claims that are lost.
         failure = _failure(Why.ISOLATED, f"the fleet has declared this node dead: {reason}")
         for number, waiting in list(self._waiting.items()):
-            if waiting.drop_op == DROP_COUNT:
-                self._tell({"op": DROP_COUNT, "number": number})
+            if waiting.drop is QuotaDropped:
+                self._tell(QuotaDropped(number))
                 self._answer(number, failure, Why.ISOLATED.value)
         self._tell_all_ended()
 
@@ -567,18 +606,25 @@ def _log_fault(error: Exception) -> None:
     log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"keeping the fleet process up to date: {error}")
 
 
-_PARTS: Final = {
-    "identity": [field.name for field in fields(FleetIdentity)],
-    "mark": [field.name for field in fields(Mark)],
-}
-"""The parts of a membership that the next process gets, by the names of `KeptMembership`."""
+def _with_identity(membership: KeptMembership, identity: FleetIdentity) -> KeptMembership:
+    return replace(membership, **_fields_of(identity))
 
-_TOLD_OTHERWISE: Final = frozenset({Note.JOINED.value, Note.FENCED.value})
+
+def _with_mark(membership: KeptMembership, mark: Mark) -> KeptMembership:
+    return replace(membership, **_fields_of(mark))
+
+
+def _fields_of(part: FleetIdentity | Mark) -> dict[str, Any]:
+    """Return a part of a membership by the names that `KeptMembership` has for it, which are the same."""
+    return {field.name: getattr(part, field.name) for field in fields(part)}
+
+
+_TOLD_OTHERWISE: Final = frozenset({Note.JOINED, Note.FENCED})
 """Notes that have a log event of their own."""
 
 _UNANSWERED: Final = {
-    Note.REJECTED.value: "refuses this node's record",
-    Note.BEAT_UNKNOWN.value: "has not answered in time",
+    Note.REJECTED: "refuses this node's record",
+    Note.BEAT_UNKNOWN: "has not answered in time",
 }
 """What etcd did, as a clause, when it does not have the node's record."""
 
@@ -632,6 +678,7 @@ def _fleet_kind(sandbox: SandboxSettings) -> ChildKind:
     return ChildKind(
         name="the fleet process",
         module="gpulease.daemon.fleet",
+        sends=FROM_FLEET,
         broken=_BROKEN,
         died=LogEvent.FLEET_DIED,
         hung=LogEvent.FLEET_HUNG,

@@ -53,6 +53,8 @@ from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.record.audit.recorder import Recorder
 from gpulease.daemon.record.journal import Journal, open_journal
 from gpulease.daemon.sandbox.measures import Measure
+from gpulease.daemon.web.fleet_membership import FleetMembership
+from gpulease.daemon.web.load_samples import CardLoads
 from gpulease.daemon.workers.context_probe import measure_overhead
 from gpulease.daemon.workers.registry import Workers
 from gpulease.daemon.workers.zygote_client import ZygoteBroken
@@ -289,15 +291,15 @@ class Service:
         """Connect one of the daemon's own processes, which does not count against the limits."""
         return ControlConnection(self.runtime, self._driver, None, {}, peer, options=self._hello_options)
 
-    def _tell_page(self, message: dict[str, Any]) -> None:
+    def _tell_page(self, message: CardLoads | FleetMembership) -> None:
         if self._web is not None:
             self._web.send(message)
 
-    def _first_for_page(self) -> Iterator[dict[str, Any]]:
+    def _first_for_page(self) -> Iterator[CardLoads | FleetMembership]:
         if self._loads is not None:
             yield from self._loads.messages()
         if self._fleet is not None:
-            yield self._fleet.membership().to_message()
+            yield self._fleet.membership()
 
     # --- a new configuration ---
 

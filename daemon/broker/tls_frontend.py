@@ -12,10 +12,11 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, assert_never
 
 from gpulease.daemon.broker.listeners import bound_at, cannot_listen
 from gpulease.daemon.broker.peer import Peer
+from gpulease.daemon.contract.messages import Ready
 from gpulease.daemon.host.ipc import ChannelClosed
 from gpulease.daemon.host.processes import started_ticks
 from gpulease.daemon.log.catalogue import LogEvent
@@ -23,7 +24,15 @@ from gpulease.daemon.log.rate_limit import RateLimitedLog
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.record.journal import Journal, KeptRelay
 from gpulease.daemon.remote.node_identity import IdentityFiles, NoTenant, tenant_named
-from gpulease.daemon.remote.relay import Arrival, is_pid
+from gpulease.daemon.remote.remote_messages import (
+    FROM_ACCEPTOR,
+    FromAcceptor,
+    LeftOverRelay,
+    Listen,
+    RelayArrived,
+    RelayBegan,
+    RelayLeft,
+)
 from gpulease.daemon.remote.tls_settings import TlsSettings
 from gpulease.daemon.workers.helper_process import ChildKind, ChildProcess, Timeouts, reap_later
 from gpulease.protocol.address import Address, TlsAddress
@@ -143,7 +152,7 @@ class TlsFrontend:
 
     async def _begin(self) -> None:
         """Give a new acceptor the listening sockets and relays of its predecessor."""
-        await self._acceptor.expect("ready")
+        await self._acceptor.expect(Ready)
         for listener in self._listeners:
             self._send_listener(listener)
         for pid in list(self._relays):
@@ -152,7 +161,7 @@ class TlsFrontend:
     def _send_listener(self, listener: socket.socket) -> None:
         # If the acceptor is gone, the next one gets every listener.
         with contextlib.suppress(ChannelClosed):
-            self._acceptor.send({"op": "listen"}, (listener.fileno(),))
+            self._acceptor.send(Listen(), (listener.fileno(),))
 
     async def _send_relay(self, pid: int) -> None:
         """Make a new acceptor responsible for an earlier one's relay, which it ends once the certificate is revoked."""
@@ -165,7 +174,7 @@ class TlsFrontend:
             try:
                 # If the relay was reaped meanwhile, its process id may belong to another process.
                 if started_ticks(pid) == relay.started_ticks:
-                    self._acceptor.send({"op": "left_over", "serial": relay.serial}, (pidfd,))
+                    self._acceptor.send(LeftOverRelay(relay.serial), (pidfd,))
                 return
             except BlockingIOError:
                 await asyncio.sleep(SEND_RETRY_S)
@@ -200,23 +209,29 @@ class TlsFrontend:
 
     # --- messages of the acceptor ---
 
-    def _on_message(self, message: dict[str, Any], fds: list[int]) -> None:
+    def _on_message(self, message: FromAcceptor, fds: list[int]) -> None:
         match message:
-            case {"op": "began", "pid": pid} if (
-                is_pid(pid) and len(self._unidentified) < self._settings.max_connections
-            ):
-                self._unidentified.add(pid)
-            case {"op": "arrived"} if len(fds) == 1:
-                arrival = Arrival.from_message(message)
-                if arrival is not None and arrival.pid not in self._relays:
+            case RelayBegan():
+                if len(self._unidentified) < self._settings.max_connections:
+                    self._unidentified.add(message.pid)
+            case RelayArrived():
+                # No descriptor: this process had none left, and the relay ends with its socket.
+                if len(fds) == 1 and message.pid not in self._relays:
                     # The caller closes what is left in the list, also where this is not a socket.
                     sock = socket.socket(fileno=fds[0])
                     fds.clear()
-                    self._on_relay_arrived(arrival, sock)
-            case {"op": "left", "pid": pid} if is_pid(pid):
-                self._on_relay_left(pid)
+                    try:
+                        self._on_relay_arrived(message, sock)
+                    except BaseException:
+                        # The relay ends with its socket, and so its peer's connection: no other answer will come.
+                        sock.close()
+                        raise
+            case RelayLeft():
+                self._on_relay_left(message.pid)
+            case _:
+                assert_never(message)
 
-    def _on_relay_arrived(self, arrival: Arrival, sock: socket.socket) -> None:
+    def _on_relay_arrived(self, arrival: RelayArrived, sock: socket.socket) -> None:
         # A peer without a valid name is connected all the same: it gets the reason, and then the connection ends.
         peer, refusal = self._identify(arrival.names)
         relay = _Relay(peer.tenant, arrival.serial, started_ticks(arrival.pid))
@@ -276,6 +291,7 @@ def _acceptor_kind(settings: TlsSettings) -> ChildKind:
     return ChildKind(
         name="the gate for remote tenants",
         module="gpulease.daemon.remote",
+        sends=FROM_ACCEPTOR,
         broken="no remote tenant could connect",
         died=LogEvent.GATE_DIED,
         hung=LogEvent.GATE_HUNG,

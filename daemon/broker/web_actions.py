@@ -6,10 +6,9 @@ broker checks the token. An attacker who takes over the web process without havi
 
 import hashlib
 import hmac
-import re
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Final, NamedTuple, Protocol, assert_never
 
 from gpulease.daemon.broker.handlers.admin_requests import shown_reason
 from gpulease.daemon.broker.reports import drain_status
@@ -25,8 +24,21 @@ from gpulease.daemon.leases import (
     RevokeDone,
     RevokeRequested,
 )
-from gpulease.daemon.web.broker_link import MAX_REASON_CHARS, WebRefusal
+from gpulease.daemon.log.catalogue import LogEvent
+from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.web.http_settings import MAX_TOKEN_BYTES
+from gpulease.daemon.web.web_messages import (
+    ActionOutcome,
+    ActionRefused,
+    ChangeDrain,
+    ClearFences,
+    DrainChanged,
+    FencesCleared,
+    FromWeb,
+    LeaseRevoked,
+    RevokeLease,
+    WebRefusal,
+)
 from gpulease.protocol.counts import counted
 from gpulease.protocol.opcodes import Opcode, Status
 
@@ -43,15 +55,7 @@ loop busy with hashing."""
 MAX_PENDING: Final = 16
 """Actions without an outcome yet. Stops even a holder of the token from filling the broker."""
 
-MAX_WITHIN_MS: Final = (1 << 32) - 1
-
-MAX_NUMBER: Final = (1 << 32) - 1
-"""The largest request number that the web process uses."""
-
-_LEASE_ID: Final = re.compile("[0-9a-f]{32}")
-_CARD: Final = re.compile("[A-Za-z0-9-]{1,64}")
-
-Answer = Callable[[dict[str, Any]], None]
+Answer = Callable[[ActionOutcome], None]
 
 
 class WebActions(Protocol):
@@ -113,59 +117,72 @@ class WebActionHandler:
     def set_token(self, token_digest: bytes) -> None:
         self._token_digest = token_digest
 
-    def handle(self, message: Mapping[Any, Any], answer: Answer) -> None:
-        """Serve one message. A message that no honest web process sends gets no answer."""
-        # Types and bounds first: the message comes from a process that parses bytes from outside.
-        match message:
-            case {"number": int(number), "token": bytes(token)} if 0 <= number <= MAX_NUMBER:
-                action = self._parse(message)
-                if action is not None:
-                    self._perform(action, number, token, answer)
+    def handle(self, message: FromWeb, answer: Answer) -> None:
+        """Serve one request of the web process: `answer` is called once with its outcome.
 
-    def _parse(self, message: Mapping[Any, Any]) -> "_Action | None":
-        actions = self._actions
-        match message:
-            case {"op": "revoke", "lease_id": str(text), "reason": str(reason)} if (
-                _LEASE_ID.fullmatch(text) and len(reason) <= MAX_REASON_CHARS
-            ):
-                lease_id = int(text, 16)
-                return _Action(Opcode.LEASE_REVOKE.name, lease_id, lambda done: actions.revoke(lease_id, reason, done))
-            case {"op": "drain", "within_ms": None}:
-                return _Action(Opcode.DRAIN_CANCEL.name, 0, lambda done: actions.drain(None, done))
-            case {"op": "drain", "within_ms": int(within_ms)} if 0 <= within_ms <= MAX_WITHIN_MS:
-                return _Action(Opcode.DRAIN.name, 0, lambda done: actions.drain(within_ms, done))
-            case {"op": "clear_fences", "card": str(card)} if _CARD.fullmatch(card):
-                return _Action(Opcode.FENCE_CLEAR.name, 0, lambda done: actions.clear_fences(card, done))
-        return None
-
-    def _perform(self, action: "_Action", number: int, token: bytes, answer: Answer) -> None:
-        def refuse(why: WebRefusal, message: str) -> None:
-            answer({"op": "refused", "number": number, "why": why.value, "message": message})
-
-        def on_outcome(outcome: Result) -> None:
-            self._pending -= 1
-            if isinstance(outcome, Denied):
-                refuse(WebRefusal.DENIED, f"{outcome.denial.message} {outcome.denial.hint}")
-            elif (reply := _reply(outcome)) is not None:
-                answer(reply | {"number": number})
-
+        Raises what performing it raises; the caller must answer then.
+        """
+        number, action = message.request, self._action_of(message)
         # The bound on guesses comes before the comparison, so that a right token is not checked either while it
         # applies.
         if not self._guesses.may_check():
-            refuse(WebRefusal.TOO_MANY, "Too many wrong tokens have come by the web page: wait a minute.")
-        elif not self._is_operators(token):
+            text = "Too many wrong tokens have come by the web page: wait a minute."
+            answer(ActionRefused(number, WebRefusal.TOO_MANY, text))
+        elif not self._is_operators(message.token):
             self._guesses.count_wrong()
             why = "what came by the web page is not the operator's token"
             self._actions.refused(action.operation, action.lease_id, why)
-            refuse(WebRefusal.WRONG_TOKEN, "This is not the operator's token.")
+            answer(ActionRefused(number, WebRefusal.WRONG_TOKEN, "This is not the operator's token."))
         elif self._pending >= MAX_PENDING:
-            refuse(
-                WebRefusal.TOO_MANY,
-                f"{counted(self._pending, 'request is', 'requests are')} under way, the most: wait a moment.",
-            )
+            text = f"{counted(self._pending, 'request is', 'requests are')} under way, the most: wait a moment."
+            answer(ActionRefused(number, WebRefusal.TOO_MANY, text))
         else:
-            self._pending += 1
+            self._perform(action, number, answer)
+
+    def _action_of(self, message: FromWeb) -> "_Action":
+        actions = self._actions
+        match message:
+            case RevokeLease():
+                lease_id, reason = int(message.lease_id, 16), message.reason
+                return _Action(Opcode.LEASE_REVOKE.name, lease_id, lambda done: actions.revoke(lease_id, reason, done))
+            case ChangeDrain():
+                within_ms = message.within_ms
+                operation = Opcode.DRAIN_CANCEL if within_ms is None else Opcode.DRAIN
+                return _Action(operation.name, 0, lambda done: actions.drain(within_ms, done))
+            case ClearFences():
+                card = message.card
+                return _Action(Opcode.FENCE_CLEAR.name, 0, lambda done: actions.clear_fences(card, done))
+            case _:
+                assert_never(message)
+
+    def _perform(self, action: "_Action", number: int, answer: Answer) -> None:
+        is_over = False
+
+        def end() -> bool:
+            """Count the action as over; returns whether it was not yet."""
+            nonlocal is_over
+            was_over, is_over = is_over, True
+            self._pending -= not was_over
+            return not was_over
+
+        def on_outcome(outcome: Result) -> None:
+            if not end():
+                return
+            try:
+                reply = _answer_of(number, outcome)
+            except Exception:
+                # Nothing else answers the page, which waits.
+                log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="answering the web page")
+                text = "The daemon does not know what became of this request: see its log."
+                reply = ActionRefused(number, WebRefusal.FAILED, text)
+            answer(reply)
+
+        self._pending += 1
+        try:
             action.begin(on_outcome)
+        except BaseException:
+            end()
+            raise
 
     def _is_operators(self, token: bytes) -> bool:
         # Without a token in the settings, no action is possible at all.
@@ -198,13 +215,15 @@ class _Action(NamedTuple):
     begin: Callable[[OnResult], None]
 
 
-def _reply(outcome: Result) -> dict[str, Any] | None:
+def _answer_of(number: int, outcome: Result) -> ActionOutcome:
     match outcome:
         case RevokeDone():
-            return {"op": "revoked", "outcome": int(outcome.outcome)}
+            return LeaseRevoked(number, outcome.outcome)
         case DrainSet():
             status = drain_status(outcome)
-            return {"op": "drain_set", "left_ms": status.left_ms, "leases": status.leases}
+            return DrainChanged(number, status.left_ms, status.leases)
         case FenceCleared():
-            return {"op": "fences_cleared", "count": outcome.count}
-    return None
+            return FencesCleared(number, outcome.count)
+        case Denied():
+            return ActionRefused(number, WebRefusal.DENIED, f"{outcome.denial.message} {outcome.denial.hint}")
+    raise TypeError(f"{outcome!r} must be the outcome of an action")

@@ -17,12 +17,13 @@ import socket
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 from gpulease.daemon.broker.listeners import cannot_listen
 from gpulease.daemon.broker.peer import Peer
 from gpulease.daemon.broker.web_actions import WebActionHandler, WebActions
 from gpulease.daemon.config.settings import ConfigError
+from gpulease.daemon.contract.messages import Prepared, Ready
 from gpulease.daemon.gpus.source import CardLoad, CardSource
 from gpulease.daemon.host.ipc import ChannelClosed
 from gpulease.daemon.host.periodic_task import PeriodicTask
@@ -33,8 +34,10 @@ from gpulease.daemon.leases import LeaseTable
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.sandbox.measures import SandboxSettings
+from gpulease.daemon.web.fleet_membership import FleetMembership
 from gpulease.daemon.web.http_settings import BadToken, HttpSettings
-from gpulease.daemon.web.load_samples import MAX_SAMPLES, SAMPLE_S, LoadSample, message_of
+from gpulease.daemon.web.load_samples import MAX_SAMPLES, SAMPLE_S, CardLoads, LoadSample
+from gpulease.daemon.web.web_messages import FROM_WEB, ActionRefused, FromWeb, TokenChanged, WebRefusal, WebStart
 from gpulease.daemon.workers.helper_process import ChildKind, ChildProcess, Timeouts
 from gpulease.daemon.workers.registry import Workers
 from gpulease.daemon.workers.worker import held_bytes
@@ -74,7 +77,7 @@ class WebFrontend:
         make_connection: MakeConnection,
         actions: WebActions,
         timeouts: Timeouts | None = None,
-        first: Callable[[], Iterable[dict[str, Any]]] = tuple,
+        first: Callable[[], Iterable[CardLoads | FleetMembership]] = tuple,
     ) -> None:
         self._first = first
         self.bound: list[tuple[Address, int]] = []
@@ -85,7 +88,9 @@ class WebFrontend:
         # One key for all web processes of this broker, so that a tenant keeps its pseudonym.
         self._secret = secrets.token_bytes(SECRET_BYTES)
         self._listener: socket.socket | None = None
-        self._process = ChildProcess(_web_kind(sandbox), self._begin, self._on_message, timeouts=timeouts)
+        self._process = ChildProcess(
+            _web_kind(sandbox), self._begin, self._on_message, timeouts=timeouts, on_unhandled=self._on_unhandled
+        )
 
     async def listen(self, given: Sequence[socket.socket] = ()) -> str:
         """Listen, start the process, and wait until it serves. Returns the page's URL. Raises CannotListen.
@@ -111,13 +116,13 @@ class WebFrontend:
         # Here first: from now on an action with the old token is refused, whatever the process still accepts.
         self._action_handler.set_token(digest)
         try:
-            self._process.send({"op": "token", "digest": digest})
+            self._process.send(TokenChanged(digest))
         except BlockingIOError:
             self._process.give_up("it has not read for as long as takes to fill its channel")
         except ChannelClosed:
             pass  # The next process gets the new token when it starts.
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: CardLoads | FleetMembership) -> None:
         """Send a sample of a card or the node's membership. A process that does not read loses it and shows less."""
         with contextlib.suppress(BlockingIOError, ChannelClosed):
             self._process.send(message)
@@ -151,13 +156,17 @@ class WebFrontend:
                 host = self._settings.address.host
                 # Step 1: the settings, with the two sockets. Until the process has them, an error here must close our
                 # end.
-                hosts = [f"[{host}]" if ":" in host else host, "localhost"]
-                message: dict[str, Any] = {"hosts": hosts, "others": sorted(self._settings.hosts)}
-                message |= {"token_digest": self._token_digest, "secret": self._secret, "node": os.uname().nodename}
-                self._process.send(message, (theirs.fileno(), self._listener.fileno()))
-            await self._process.expect("prepared")
+                start = WebStart(
+                    hosts=(f"[{host}]" if ":" in host else host, "localhost"),
+                    others=tuple(sorted(self._settings.hosts)),
+                    token_digest=self._token_digest,
+                    secret=self._secret,
+                    node=os.uname().nodename,
+                )
+                self._process.send(start, (theirs.fileno(), self._listener.fileno()))
+            await self._process.expect(Prepared)
             # Step 2: connect it only when it is prepared, because a connected peer must send HELLO soon.
-            ready = self._process.expect("ready")
+            ready = self._process.expect(Ready)
             ours.setblocking(False)
             loop = asyncio.get_running_loop()
             await loop.connect_accepted_socket(lambda: self._make_connection(READER), ours)
@@ -176,14 +185,19 @@ class WebFrontend:
                 except BlockingIOError:
                     await asyncio.sleep(SEND_RETRY_S)
 
-    def _on_message(self, message: dict[str, Any], fds: list[int]) -> None:
+    def _on_message(self, message: FromWeb, fds: list[int]) -> None:
         self._action_handler.handle(message, self._process.to_this_one())
+
+    def _on_unhandled(self, number: int) -> None:
+        text = "The daemon failed at this request: see its log, and look at the page before you repeat it."
+        self._process.to_this_one()(ActionRefused(number, WebRefusal.FAILED, text))
 
 
 def _web_kind(sandbox: SandboxSettings) -> ChildKind:
     return ChildKind(
         name="the web process",
         module="gpulease.daemon.web",
+        sends=FROM_WEB,
         broken="the web process can't serve",
         died=LogEvent.WEB_DIED,
         hung=LogEvent.WEB_HUNG,
@@ -201,7 +215,7 @@ def token_digest_of(settings: HttpSettings) -> bytes:
         raise ConfigError(f"setting http_token_file: {error}") from None
 
 
-OnSample = Callable[[dict[str, Any]], None]
+OnSample = Callable[[CardLoads], None]
 
 
 class LoadHistory:
@@ -236,9 +250,9 @@ class LoadHistory:
     async def stop(self) -> None:
         await self._task.stop()
 
-    def messages(self) -> Iterator[dict[str, Any]]:
+    def messages(self) -> Iterator[CardLoads]:
         """Return all samples that are kept, one message for each card."""
-        return (message_of(uuid, samples) for uuid, samples in self._samples.items() if samples)
+        return (CardLoads(uuid, tuple(samples)) for uuid, samples in self._samples.items() if samples)
 
     async def sample(self) -> None:
         # A thread, because a driver may take milliseconds or hang.
@@ -249,7 +263,7 @@ class LoadHistory:
             load = loads[uuid]
             used_bytes = allocated[uuid] if load.used_bytes is None else load.used_bytes
             kept.append(LoadSample(now_ns, load.utilization_percent, used_bytes, leased[uuid]))
-            self._on_sample(message_of(uuid, [kept[-1]]))
+            self._on_sample(CardLoads(uuid, (kept[-1],)))
 
     def _ask_cards(self) -> dict[str, CardLoad]:
         return {uuid: self._source.load(uuid) for uuid in self._samples}

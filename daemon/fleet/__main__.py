@@ -11,14 +11,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, Final
+from typing import Final
 
+from gpulease.daemon.contract.message_fields import MalformedMessage, expect_message
+from gpulease.daemon.contract.messages import Broken
 from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
 from gpulease.daemon.fleet.etcd.endpoints import BadEtcdSettings, port_of
 from gpulease.daemon.fleet.etcd.etcd_certificates import Certificates, received_certificates
+from gpulease.daemon.fleet.fleet_messages import START, FleetStart
 from gpulease.daemon.fleet.machine_readings import MachineReadings
 from gpulease.daemon.fleet.process import INSTANCE_BYTES, FleetProcess
-from gpulease.daemon.fleet.rules.fleet_events import FleetIdentity, FleetTerms, Mark
+from gpulease.daemon.fleet.rules.fleet_events import FleetTerms
 from gpulease.daemon.fleet.rules.member import Member
 from gpulease.daemon.host.ipc import ChannelClosed, close_all, receive_message, send_message
 from gpulease.daemon.host.processes import die_with_parent, set_name
@@ -50,23 +53,24 @@ def main(channel_fd: int, parent_pid: int, sandbox: SandboxSettings) -> int:
     channel = socket.socket(fileno=channel_fd)
     try:
         # The broker opened the certificates: this process reads them now and can't open files later.
-        start, fds = receive_message(channel)
+        received, fds = receive_message(channel)
         files = SentFiles()
         try:
-            files.take(start["files"], fds)
+            start = expect_message(START, received)
+            files.take(start.files, fds)
         finally:
             close_all(fds)
         # Open the machine's clocks while /dev and /proc are still reachable.
         readings = MachineReadings()
         # gRPC starts threads with its first channel, and threads that exist already would stay outside the sandbox. So
         # enter the sandbox before the client is created.
-        plan, _ = prepare(sandbox, needs_of(start["etcd"]), lambda _: ())
+        plan, _ = prepare(sandbox, needs_of(start.etcd), lambda _: ())
         plan.enter((channel_fd, *readings.fds), parent_pid)
         asyncio.run(_serve(start, files, channel, readings))
     except ChannelClosed:
         return 0
-    except (BadEtcdSettings, SandboxBroken, OSError) as error:
-        send_message(channel, {"op": "broken", "reason": str(error)})
+    except (BadEtcdSettings, MalformedMessage, SandboxBroken, OSError) as error:
+        send_message(channel, Broken(str(error)).to_map())
         return 1
     return 0
 
@@ -95,14 +99,19 @@ def needs_of(endpoints: Sequence[str]) -> Needs:
     return Needs(readable=readable, private_bytes=MAX_PRIVATE_BYTES, tcp_ports=tuple(sorted(ports)))
 
 
-async def _serve(start: dict[str, Any], files: SentFiles, channel: socket.socket, readings: MachineReadings) -> None:
+async def _serve(start: FleetStart, files: SentFiles, channel: socket.socket, readings: MachineReadings) -> None:
     """Raises ChannelClosed."""
-    client = EtcdClient(EtcdSettings(tuple(start["etcd"]), timeout_s=start["timeout_s"]), files.read)
+    client = EtcdClient(EtcdSettings(start.etcd, timeout_s=start.timeout_s), files.read)
     try:
-        terms, identity = FleetTerms(horizon_s=start["horizon_s"]), FleetIdentity(**start["identity"])
-        kept = start["incarnation"], identity, Mark(**start["mark"])
-        instance, history_s = token_hex(INSTANCE_BYTES), start["history_s"]
-        member = Member(start["node"], terms, *kept, instance=instance, history_s=history_s)
+        member = Member(
+            start.node,
+            FleetTerms(horizon_s=start.horizon_s),
+            start.incarnation,
+            start.identity,
+            start.mark,
+            instance=token_hex(INSTANCE_BYTES),
+            history_s=start.history_s,
+        )
         await FleetProcess(member, client, channel, files.take, readings).run()
     finally:
         readings.close()

@@ -1,65 +1,36 @@
-"""The messages between the broker and the fleet process, one msgpack map each, by the channel of the process's start.
+"""Splits the claims of all live leases into messages of bounded size, and collects them again."""
 
-from      messages
-broker    start, once: the settings
-          live: the claims of the leases that there are, names and quotas' bytes, in parts
-          record: how the node's record is to read
-          claim, drop, ended: a claim is wanted, is wanted no more, or its lease is gone
-          count, drop_count, give_back: likewise for bytes of a quota
-          stop: the daemon stops
-          horizon_set: the broker has written the last horizon to the control pages
-          mark_kept: the journal has the mark of that beat
-process   ready, once; joined, remembered, mark, horizon, lost, claimed, refused, counted, not_counted, noted,
-          unreadable, store
-          stopped, the answer to stop
-"""
+from collections.abc import Iterator
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Final, NamedTuple
-
-CLAIMS_PER_MESSAGE: Final = 256
-"""Claims in one message: 256 names or tenants of 128 characters fit into a datagram twice."""
+from gpulease.daemon.fleet.fleet_messages import CLAIMS_PER_MESSAGE, LiveClaimsPart
+from gpulease.daemon.fleet.rules.fleet_events import LiveClaims
 
 
-class Live(NamedTuple):
-    """The claims of the leases that there are.
-
-    Attributes:
-        claims: Epochs by name.
-        quotas: Tenants by lease, in 32 hexadecimal digits, of leases with bytes of a quota.
-    """
-
-    claims: Mapping[str, int]
-    quotas: Mapping[str, str]
-
-
-NOTHING_LIVES: Final = Live({}, {})
-
-
-def live_messages(live: Live) -> Iterator[dict[str, Any]]:
-    """Yield the messages that tell of all claims."""
-    rows = [("claims", row) for row in live.claims.items()] + [("quotas", row) for row in live.quotas.items()]
-    for start in range(0, len(rows) or 1, CLAIMS_PER_MESSAGE):
-        part = rows[start : start + CLAIMS_PER_MESSAGE]
-        of_kind = {name: [row for kind, row in part if kind == name] for name in Live._fields}
-        yield {"op": "live", **of_kind, "is_last": start + len(part) == len(rows)}
+def parts_of(live: LiveClaims) -> Iterator[LiveClaimsPart]:
+    """Yield the messages that carry all claims; at least one."""
+    epochs, quotas = list(live.epochs.items()), list(live.quotas.items())
+    count = len(epochs) + len(quotas)
+    for start in range(0, count or 1, CLAIMS_PER_MESSAGE):
+        # The rows of both, in one sequence: first the names, then the quotas.
+        end = start + CLAIMS_PER_MESSAGE
+        names = epochs[start:end]
+        leases = quotas[max(0, start - len(epochs)) : max(0, end - len(epochs))]
+        yield LiveClaimsPart(dict(names), dict(leases), is_last=end >= count)
 
 
 class LiveParts:
-    """Collects the parts of what `live_messages` made."""
+    """Collects the parts of what `parts_of` made."""
 
     def __init__(self) -> None:
-        self._claims: dict[str, int] = {}
+        self._epochs: dict[str, int] = {}
         self._quotas: dict[str, str] = {}
 
-    def take(
-        self, claims: Iterable[tuple[str, int]], quotas: Iterable[tuple[str, str]], *, is_last: bool
-    ) -> Live | None:
+    def take(self, part: LiveClaimsPart) -> LiveClaims | None:
         """Take one part; returns all claims with the last one."""
-        self._claims.update((name, int(epoch)) for name, epoch in claims)
-        self._quotas.update((lease, str(tenant)) for lease, tenant in quotas)
-        if not is_last:
+        self._epochs.update(part.epochs)
+        self._quotas.update(part.quotas)
+        if not part.is_last:
             return None
-        whole = Live(self._claims, self._quotas)
-        self._claims, self._quotas = {}, {}
+        whole = LiveClaims(self._epochs, self._quotas)
+        self._epochs, self._quotas = {}, {}
         return whole

@@ -7,24 +7,32 @@ the heartbeat's mark to the journal. So a hanging broker does not look alive to 
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable, Coroutine
-from dataclasses import asdict
+from collections.abc import Callable, Coroutine, Sequence
 from secrets import token_hex
-from typing import Any, Final
+from typing import Any, Final, assert_never
 
 from gpulease.daemon.contract.control_page import boot_ns
+from gpulease.daemon.contract.message_fields import Message, expect_message, request_of
+from gpulease.daemon.contract.messages import Ping, Pong, Ready
 from gpulease.daemon.fleet.etcd.client import EtcdClient
 from gpulease.daemon.fleet.etcd.transactions import Outcome, Rejected, Unknown
+from gpulease.daemon.fleet.fleet_messages import (
+    TO_FLEET,
+    CertificatesRenewed,
+    HorizonSet,
+    LiveClaimsPart,
+    StoreMeasured,
+    ToFleet,
+)
 from gpulease.daemon.fleet.live_claims import LiveParts
 from gpulease.daemon.fleet.machine_readings import MachineReadings
-from gpulease.daemon.fleet.records.fleet_records import CardRecord
 from gpulease.daemon.fleet.rules.fleet_events import (
     Answered,
     ArmTimer,
     Ask,
     ClaimDropped,
-    Claimed,
     ClaimEnded,
+    ClaimGiven,
     ClaimRefused,
     ClaimWanted,
     Compact,
@@ -33,7 +41,6 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     Event,
     Joined,
     KeepMark,
-    LiveClaims,
     MarkKept,
     MoveHorizon,
     Note,
@@ -60,7 +67,7 @@ from gpulease.daemon.host.ipc import ChannelClosed, Outbox, close_all, receive_m
 from gpulease.daemon.host.periodic_task import PeriodicTask
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
-from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
+from gpulease.protocol.time_units import NS_PER_S
 
 MESSAGES_PER_TURN: Final = 64
 """Messages from the broker that one turn of the loop handles. With one per turn, the loop was slower than tenants
@@ -102,7 +109,7 @@ class FleetProcess:
         member: Member,
         client: EtcdClient,
         channel: socket.socket,
-        on_files: Callable[[list[str], list[int]], None],
+        on_files: Callable[[Sequence[str], list[int]], None],
         readings: MachineReadings,
         clock_ns: Callable[[], int] = boot_ns,
     ) -> None:
@@ -135,7 +142,7 @@ class FleetProcess:
         loop = asyncio.get_running_loop()
         self._channel.setblocking(False)
         loop.add_reader(self._channel, self._read)
-        self._send({"op": "ready"})
+        self._send(Ready())
         self._post(Started())
         self._look_at_machine()
         self._size_task.start(at_once=True)
@@ -172,17 +179,23 @@ class FleetProcess:
             Compact: self._compact,
             ArmTimer: self._arm,
             MoveHorizon: self._move_horizon,
-            Joined: self._join,
-            KeepMark: lambda effect: self._send({"op": "mark", "mark": asdict(effect.mark)}),
-            Remembered: lambda effect: self._send({"op": "remembered", "identity": asdict(effect.identity)}),
-            EndClaimed: lambda effect: self._send({"op": "lost", "why": effect.reason.value, "text": effect.text}),
-            Claimed: self._give,
-            ClaimRefused: lambda effect: self._refuse("refused", effect),
-            QuotaGiven: self._give_bytes,
-            QuotaRefused: lambda effect: self._refuse("not_counted", effect),
-            Stopped: lambda effect: self._send({"op": "stopped", "has_left": effect.has_left}),
-            Noted: self._note,
-            RecordsUnreadable: lambda effect: self._send({"op": "unreadable"} | asdict(effect)),
+            # The others are messages to the broker as they are.
+            **dict.fromkeys(
+                (
+                    Joined,
+                    Remembered,
+                    KeepMark,
+                    EndClaimed,
+                    ClaimGiven,
+                    ClaimRefused,
+                    QuotaGiven,
+                    QuotaRefused,
+                    Stopped,
+                    Noted,
+                    RecordsUnreadable,
+                ),
+                self._send,
+            ),
         }
 
     def _ask(self, effect: Ask) -> None:
@@ -205,14 +218,14 @@ class FleetProcess:
         refusal = outcome.reason if isinstance(outcome, Rejected) and _IS_COMPACTED not in outcome.reason else ""
         # The refusal may last for weeks: log it once, not once a minute.
         if refusal and refusal != self._not_compacted:
-            self._note(Noted(Note.NOT_COMPACTED, refusal))
+            self._send(Noted(Note.NOT_COMPACTED, refusal))
         self._not_compacted = refusal
 
     async def _report_size(self) -> None:
         """Report the member of etcd with the largest database."""
         largest = max(await self._client.sizes(), key=lambda size: size.size_bytes, default=None)
         if largest is not None:
-            self._send({"op": "store", **largest._asdict()})
+            self._send(StoreMeasured(largest))
 
     async def _ask_etcd(self, effect: Ask) -> None:
         outcome: Outcome
@@ -248,26 +261,7 @@ class FleetProcess:
 
     def _move_horizon(self, effect: MoveHorizon) -> None:
         self._unset_horizons += 1
-        self._send({"op": "horizon", "boot_ns": effect.horizon_ns, "incarnation": effect.incarnation})
-
-    def _give(self, effect: Claimed) -> None:
-        self._send({"op": "claimed", "number": effect.request, "name": effect.name, "epoch": effect.epoch})
-
-    def _give_bytes(self, effect: QuotaGiven) -> None:
-        message = {"op": "counted", "number": effect.request}
-        self._send(message | {"tenant": effect.tenant, "lease_id": effect.lease_id})
-
-    def _refuse(self, op: str, effect: ClaimRefused | QuotaRefused) -> None:
-        message = {"op": op, "number": effect.request, "why": effect.why.value, "text": effect.text}
-        self._send(message | {"retry_after_ms": effect.retry_after_ms})
-
-    def _join(self, effect: Joined) -> None:
-        message = {"op": "joined", "incarnation": effect.incarnation, "identity": asdict(effect.identity)}
-        self._send(message | {"mark": asdict(effect.mark)})
-
-    def _note(self, effect: Noted) -> None:
-        message = {"op": "noted", "what": effect.note.value, "text": effect.text}
-        self._send(message | {"node": effect.node_id, "name": effect.name})
+        self._send(effect)
 
     # --- the machine ---
 
@@ -281,9 +275,9 @@ class FleetProcess:
 
     # --- the broker ---
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _send(self, message: Message) -> None:
         try:
-            self._outbox.send(message)
+            self._outbox.send(message.to_map())
         except ChannelClosed:
             self._ended.set()
             return
@@ -310,63 +304,58 @@ class FleetProcess:
                 return
             self._take_in(message, fds)
 
-    def _take_in(self, message: dict[str, Any], fds: list[int]) -> None:
+    def _take_in(self, received: dict[str, Any], fds: list[int]) -> None:
         try:
-            self._take(message, fds)
+            self._take(expect_message(TO_FLEET, received), fds)
         except Exception as error:
             # The broker has another version, or a bug. Ignore the message and continue.
-            log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"reading the broker's {message.get('op')}: {error}")
-            self._refuse_unread(message)
+            log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"reading a message of the broker: {error}")
+            self._refuse_unread(received)
         finally:
             close_all(fds)
 
-    def _refuse_unread(self, message: dict[str, Any]) -> None:
-        """Answer an unreadable request, so that its sender does not wait forever."""
+    def _refuse_unread(self, received: dict[str, Any]) -> None:
+        """Answer a request that could not be read, because its sender waits."""
+        number = request_of(received)
+        if number is None:
+            return
         text = "this node's fleet process can't read the request: look at the daemon's log"
-        match message:
-            case {"op": "claim", "number": int(number)}:
-                self._refuse("refused", ClaimRefused(number, Why.REJECTED, text, RETRY_AFTER_MS))
-            case {"op": "count", "number": int(number)}:
-                self._refuse("not_counted", QuotaRefused(number, Why.REJECTED, text, RETRY_AFTER_MS))
+        match received.get("op"):
+            case ClaimWanted.OP:
+                self._send(ClaimRefused(number, Why.REJECTED, text, RETRY_AFTER_MS))
+            case QuotaWanted.OP:
+                self._send(QuotaRefused(number, Why.REJECTED, text, RETRY_AFTER_MS))
 
-    def _take(self, message: dict[str, Any], fds: list[int]) -> None:
+    def _take(self, message: ToFleet, fds: list[int]) -> None:
         match message:
-            case {"op": "ping"}:
+            case Ping():
                 with contextlib.suppress(BlockingIOError, ChannelClosed):
-                    send_message(self._channel, {"op": "pong"})
-            case {"op": "horizon_set"}:
+                    send_message(self._channel, Pong().to_map())
+            case HorizonSet():
                 self._unset_horizons -= 1
                 self._sleep()
                 self._post_kept()
-            case {"op": "mark_kept", "beat": int(beat)}:
-                self._kept_beat = beat
+            case MarkKept():
+                self._kept_beat = message.beat
                 self._post_kept()
-            case {"op": "claim"}:
-                wait_until_ns = self._clock_ns() + message["wait_ms"] * NS_PER_MS
-                names = message["name"], message["lease_id"], message["tenant"]
-                self._post(ClaimWanted(message["number"], *names, wait_until_ns))
-            case {"op": "drop", "number": int(number)}:
-                self._post(ClaimDropped(number))
-            case {"op": "ended", "name": str(name), "epoch": int(epoch)}:
-                self._post(ClaimEnded(name, epoch))
-            case {"op": "live"}:
-                live = self._live.take(message["claims"], message["quotas"], is_last=message["is_last"])
-                if live is not None:
-                    self._post(LiveClaims(live.claims, live.quotas))
-            case {"op": "count"}:
-                wait_until_ns = self._clock_ns() + message["wait_ms"] * NS_PER_MS
-                wanted = message["number"], message["tenant"], message["size_bytes"], message["lease_id"]
-                self._post(QuotaWanted(*wanted, wait_until_ns))
-            case {"op": "drop_count", "number": int(number)}:
-                self._post(QuotaDropped(number))
-            case {"op": "give_back", "tenant": str(tenant), "lease_id": str(lease_id)}:
-                self._post(QuotaEnded(tenant, lease_id))
-            case {"op": "stop"}:
-                self._post(Stopping())
-            case {"op": "certificates"}:
-                self._on_files(message["files"], fds)
-            case {"op": "record"}:
-                self._post(record_of(message))
+            case LiveClaimsPart():
+                if (live := self._live.take(message)) is not None:
+                    self._post(live)
+            case CertificatesRenewed():
+                self._on_files(message.files, fds)
+            case (
+                ClaimWanted()
+                | ClaimDropped()
+                | ClaimEnded()
+                | QuotaWanted()
+                | QuotaDropped()
+                | QuotaEnded()
+                | RecordChanged()
+                | Stopping()
+            ):
+                self._post(message)
+            case _:
+                assert_never(message)
 
     def _post_kept(self) -> None:
         if self._kept_beat is not None and not self._unset_horizons:
@@ -376,10 +365,3 @@ class FleetProcess:
 
 def _log_size_fault(error: Exception) -> None:
     log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"asking etcd for its size: {error}")
-
-
-def record_of(message: dict[str, Any]) -> RecordChanged:
-    """Return the event for a `record` message. Raises KeyError or TypeError."""
-    cards = tuple(CardRecord(*card) for card in message["cards"])
-    addresses, labels = tuple(message["addresses"]), dict(message["labels"])
-    return RecordChanged(addresses, labels, cards, message["is_draining"], message["version"])

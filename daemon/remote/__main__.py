@@ -4,6 +4,7 @@ import signal
 import socket
 import sys
 
+from gpulease.daemon.contract.messages import Broken, Ready
 from gpulease.daemon.host.ipc import ChannelClosed, send_message
 from gpulease.daemon.host.processes import die_with_parent, set_name
 from gpulease.daemon.log.writer import go_on_logging
@@ -21,10 +22,10 @@ def main(channel_fd: int, parent_pid: int, max_relays: int, max_relays_per_tenan
     try:
         acceptor = TlsAcceptor(channel, IdentityFiles.from_arguments(files), max_relays, max_relays_per_tenant)
         get_ready()
-        send_message(channel, {"op": "ready"})
+        send_message(channel, Ready().to_map())
         acceptor.run()
     except BadIdentity as error:
-        send_message(channel, {"op": "broken", "reason": str(error)})
+        send_message(channel, Broken(str(error)).to_map())
         return 1
     except ChannelClosed:
         return 0

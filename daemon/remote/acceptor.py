@@ -11,15 +11,17 @@ import time
 import traceback
 from collections import deque
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, assert_never
 
+from gpulease.daemon.contract.message_fields import MalformedMessage, Message, expect_message
+from gpulease.daemon.contract.messages import Ping, Pong
 from gpulease.daemon.host.ipc import ChannelClosed, channel_pair, close_all, receive_message, send_message
 from gpulease.daemon.host.processes import exit_text
 from gpulease.daemon.host.unsolicited_fds import refuse_descriptors
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.rate_limit import RateLimitedLog
 from gpulease.daemon.log.writer import log_event, stop_logging
-from gpulease.daemon.remote.node_identity import MAX_SERIAL_CHARS, BadIdentity, Identity, IdentityFiles, are_bounded
+from gpulease.daemon.remote.node_identity import BadIdentity, Identity, IdentityFiles
 from gpulease.daemon.remote.pending_connections import (
     PendingConnection,
     PendingConnections,
@@ -27,6 +29,20 @@ from gpulease.daemon.remote.pending_connections import (
     oldest_of_smallest_source,
 )
 from gpulease.daemon.remote.relay import preload, run_relay
+from gpulease.daemon.remote.remote_messages import (
+    FROM_RELAY,
+    TO_ACCEPTOR,
+    FromRelay,
+    LeftOverRelay,
+    Listen,
+    PeerRefused,
+    PeerVerified,
+    RelayArrived,
+    RelayBegan,
+    RelayLeft,
+    TakeConnection,
+    ToAcceptor,
+)
 from gpulease.protocol.counts import counted
 
 MAX_HANDSHAKES: Final = 32
@@ -215,21 +231,37 @@ class TlsAcceptor:
 
     # --- connections ---
 
-    def _on_broker_message(self, message: dict[str, Any], fds: list[int]) -> None:
+    def _on_broker_message(self, received: dict[str, Any], fds: list[int]) -> None:
+        try:
+            message: ToAcceptor = expect_message(TO_ACCEPTOR, received)
+        except MalformedMessage as error:
+            # The broker has another version, or a bug. Ignore the message and continue.
+            log_event(LogEvent.DAEMON_FAULT, doing=f"reading a message of the broker: {error}")
+            close_all(fds)
+            return
+        # Keep the descriptor of a message that has one, and watch it from now on.
         match message:
-            case {"op": "listen"} if len(fds) == 1:
+            case Ping():
+                close_all(fds)
+                self._send(Pong())
+                return
+            case Listen() | LeftOverRelay() if len(fds) != 1:
+                # This process had no descriptor left for it.
+                close_all(fds)
+                return
+            case Listen():
                 listener = socket.socket(fileno=fds[0])
                 listener.setblocking(False)
                 self._listeners[listener.fileno()] = listener
-            case {"op": "left_over", "serial": str(serial)} if len(fds) == 1:
-                self._orphans[fds[0]] = int(serial, 16)
-            case {"op": "ping"}:
-                send_message(self._channel, {"op": "pong"})
-                return
+            case LeftOverRelay():
+                self._orphans[fds[0]] = int(message.serial, 16)
             case _:
-                close_all(fds)
-                return
+                assert_never(message)
         self._epoll.register(fds[0], select.EPOLLIN)
+
+    def _send(self, message: Message, fds: tuple[int, ...] = ()) -> None:
+        """Send the broker a message. Raises ChannelClosed."""
+        send_message(self._channel, message.to_map(), fds)
 
     def _accept(self, listener: socket.socket) -> None:
         try:
@@ -369,7 +401,7 @@ class TlsAcceptor:
         relays_inner.close()
         relays_report.close()
         # The broker reaps the relay if this process dies first.
-        send_message(self._channel, {"op": "began", "pid": pid})
+        self._send(RelayBegan(pid))
         return SpareRelay(pid, report, inner)
 
     def _keep_spares(self) -> None:
@@ -412,33 +444,36 @@ class TlsAcceptor:
 
     def _on_report(self, handshake: Handshake) -> None:
         try:
-            message, fds = receive_message(handshake.report)
+            received, fds = receive_message(handshake.report)
         except ChannelClosed:
             self._forget(handshake)
             return
         close_all(fds)
-        match message:
-            case {"op": "verified"}:
-                self._on_verified(handshake, message)
-                return
-            case {"op": "failed", "reason": str(reason)} if not handshake.has_failed:
-                self._refusals.add(handshake.peer, reason)
-                handshake.has_failed = True
-                return
-        self._forget(handshake)
-
-    def _on_verified(self, handshake: Handshake, message: dict[str, Any]) -> None:
-        holder = _holder_of(message)
-        if holder is None:
+        try:
+            message: FromRelay = expect_message(FROM_RELAY, received)
+        except MalformedMessage:
+            # A hijacked relay sends anything.
             self._abort(handshake, "its relay sent an invalid message")
             return
+        match message:
+            case PeerVerified():
+                self._on_verified(handshake, message)
+            case PeerRefused() if handshake.has_failed:
+                self._forget(handshake)
+            case PeerRefused():
+                self._refusals.add(handshake.peer, message.reason)
+                handshake.has_failed = True
+            case _:
+                assert_never(message)
+
+    def _on_verified(self, handshake: Handshake, verified: PeerVerified) -> None:
+        holder = Holder(verified.names, int(verified.serial, 16))
         if sum(other.names == holder.names for other in self._relays.values()) >= self._max_by_names:
             self._abort(handshake, f"{', '.join(holder.names)} has too many connections")
             return
         self._relays[handshake.pid] = holder
-        arrival = {"op": "arrived", "pid": handshake.pid, "peer": handshake.peer, "names": list(holder.names)}
-        arrival["serial"] = f"{holder.serial:X}"
-        send_message(self._channel, arrival, (handshake.inner.fileno(),))
+        arrival = RelayArrived(handshake.pid, handshake.peer, holder.names, f"{holder.serial:X}")
+        self._send(arrival, (handshake.inner.fileno(),))
         self._forget(handshake)
 
     def _abort(self, handshake: Handshake, why: str) -> None:
@@ -466,22 +501,12 @@ class TlsAcceptor:
             self._forget_spare(pid)
             if status:
                 log_event(LogEvent.RELAY_ENDED, relay_pid=pid, reason=exit_text(status))
-            send_message(self._channel, {"op": "left", "pid": pid})
+            self._send(RelayLeft(pid))
 
 
 def _send_connection(spare: SpareRelay, connection: PendingConnection) -> bool:
     try:
-        send_message(spare.report, {"op": "connection"}, (connection.sock.fileno(),))
+        send_message(spare.report, TakeConnection().to_map(), (connection.sock.fileno(),))
     except ChannelClosed:
         return False
     return True
-
-
-def _holder_of(message: dict[str, Any]) -> Holder | None:
-    """Return the holder that a relay reports; None for a report no relay of ours sends. A hijacked relay sends any."""
-    match message:
-        case {"names": list(names), "serial": str(serial)} if len(serial) <= MAX_SERIAL_CHARS:
-            if all(isinstance(name, str) for name in names) and are_bounded(names):
-                with contextlib.suppress(ValueError):
-                    return Holder(tuple(names), int(serial, 16))
-    return None

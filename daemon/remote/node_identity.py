@@ -23,23 +23,9 @@ from gpulease.daemon.remote.tls_settings import TlsSettings, check_tenant
 
 TENANT_PREFIX: Final = "URI:gpulease:tenant:"
 
-MAX_NAMES: Final = 64
-"""Names of one certificate. No peer needs more; it bounds a relay's report to the acceptor."""
-
-MAX_NAME_BYTES: Final = 512
-"""The length of one name; the longest DNS name has 253 bytes."""
-
-MAX_SERIAL_CHARS: Final = 40
-"""The length of a serial number in hexadecimal (RFC 5280, 4.1.2.2)."""
-
 
 class NoTenant(Exception):
     """A certificate names no tenant, or several; the message is a sentence for its holder."""
-
-
-def are_bounded(names: Sequence[str]) -> bool:
-    """Return whether a certificate's names are few and short enough to be passed on."""
-    return len(names) <= MAX_NAMES and all(len(name.encode()) <= MAX_NAME_BYTES for name in names)
 
 
 def tenant_named(names: Sequence[str], tenants: Mapping[str, str]) -> str:

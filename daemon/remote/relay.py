@@ -10,70 +10,30 @@ import contextlib
 import gc
 import os
 import platform
-import re
 import resource
 import select
 import socket
 import ssl
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Self, cast
+from typing import Any, Final, cast
 
+from gpulease.daemon.contract.message_fields import MalformedMessage, expect_message
 from gpulease.daemon.host.heap_wipe import stop_wiping
 from gpulease.daemon.host.ipc import ChannelClosed, close_all, receive_message, send_message
 from gpulease.daemon.host.processes import gain_no_privileges, never_dump, set_name
-from gpulease.daemon.remote.node_identity import MAX_NAME_BYTES, MAX_NAMES, MAX_SERIAL_CHARS, Identity, are_bounded
+from gpulease.daemon.remote.node_identity import Identity
+from gpulease.daemon.remote.remote_messages import (
+    MAX_NAME_BYTES,
+    MAX_NAMES,
+    MAX_SERIAL_CHARS,
+    TO_RELAY,
+    PeerRefused,
+    PeerVerified,
+    are_bounded,
+)
 from gpulease.daemon.sandbox import landlock, syscall_filter
 from gpulease.daemon.sandbox.measures import Needs
-
-MAX_PID: Final = 1 << 22
-"""The largest process id (proc_sys_kernel(5), pid_max). pidfd_open(2) takes no larger one."""
-
-MAX_PEER_CHARS: Final = 128
-"""The length of an address with its port."""
-
-_SERIAL: Final = re.compile(f"-?[0-9A-F]{{1,{MAX_SERIAL_CHARS}}}")
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """The acceptor's message to the broker about a relay with a peer that is known.
-
-    Attributes:
-        pid: The relay's process.
-        peer: The peer's address.
-        names: The names in the peer's certificate.
-        serial: The certificate's serial number, in hexadecimal.
-    """
-
-    pid: int
-    peer: str
-    names: tuple[str, ...]
-    serial: str
-
-    @classmethod
-    def from_message(cls, message: Mapping[Any, Any]) -> Self | None:
-        """Return the arrival, or None for a message that no acceptor sends.
-
-        The broker persists arrivals and passes them to the next acceptor and the next daemon, so it takes no other.
-        """
-        match message:
-            case {"pid": pid, "peer": str(peer), "names": list(names), "serial": str(serial)} if (
-                is_pid(pid)
-                and len(peer) <= MAX_PEER_CHARS
-                and all(isinstance(name, str) for name in names)
-                and are_bounded(names)
-                and _SERIAL.fullmatch(serial)
-            ):
-                return cls(pid, peer, tuple(names), serial)
-        return None
-
-
-def is_pid(number: object) -> bool:
-    """Return whether a value can be a process id."""
-    return type(number) is int and 0 < number <= MAX_PID
-
 
 HANDSHAKE_S: Final = 5.0
 """From a whole ClientHello to the end of the handshake, one round trip. Stops a peer that begins and does not go on."""
@@ -130,10 +90,10 @@ def run_relay(inner: socket.socket, report: socket.socket, identity: Identity) -
     stream = TlsStream(net, tls, incoming, outgoing)
     try:
         _shake_hands(stream)
-        report_message = _certificate_of(stream.tls)
+        verified, ends_in_s = _certificate_of(stream.tls)
     except HandshakeFailed as failure:
         with contextlib.suppress(ChannelClosed):
-            send_message(report, {"op": "failed", "reason": str(failure)})
+            send_message(report, PeerRefused(str(failure)).to_map())
         _send_alert(stream)
         return 0
     identity.forget_key(stream.tls)
@@ -141,22 +101,26 @@ def run_relay(inner: socket.socket, report: socket.socket, identity: Identity) -
     # The key is gone. From here on the process has one tenant's bytes alone, and two overwrites a batch cost time.
     stop_wiping()
     try:
-        send_message(report, report_message)
+        send_message(report, verified.to_map())
     except ChannelClosed:
         return 0  # the acceptor is gone, so this connection is unknown to the broker
     report.close()
     for level, option, value in KEEPALIVE:
         net.setsockopt(level, option, value)
-    ends = time.monotonic() + report_message["ends_in_s"]
-    Pump(net, inner, stream.tls, incoming, outgoing, ends).run()
+    Pump(net, inner, stream.tls, incoming, outgoing, time.monotonic() + ends_in_s).run()
     return 0
 
 
 def _wait_for_connection(report: socket.socket) -> socket.socket | None:
     """Wait for the acceptor to send a connection; None if the acceptor is gone, or has no use for this relay."""
     try:
-        _, fds = receive_message(report)
+        received, fds = receive_message(report)
     except ChannelClosed:
+        return None
+    try:
+        expect_message(TO_RELAY, received)
+    except MalformedMessage:
+        close_all(fds)
         return None
     if len(fds) != 1:
         close_all(fds)
@@ -227,20 +191,17 @@ def _send_alert(stream: TlsStream) -> None:
                 return
 
 
-def _certificate_of(tls: ssl.SSLObject) -> dict[str, Any]:
-    """Return the report on the peer's verified certificate."""
+def _certificate_of(tls: ssl.SSLObject) -> tuple[PeerVerified, float]:
+    """Return the report on the peer's verified certificate, and the seconds until it expires."""
     certificate = tls.getpeercert()
     if not certificate:
         raise HandshakeFailed("there is no certificate")
     names = [f"{kind}:{value}" for kind, value in _pairs(certificate.get("subjectAltName", ()))]
     if not are_bounded(names):
         raise HandshakeFailed(f"the certificate has more than {MAX_NAMES} names, or one of over {MAX_NAME_BYTES} bytes")
-    return {
-        "op": "verified",
-        "names": names,
-        "serial": str(certificate["serialNumber"])[:MAX_SERIAL_CHARS],
-        "ends_in_s": ssl.cert_time_to_seconds(str(certificate["notAfter"])) - time.time(),
-    }
+    serial = str(certificate["serialNumber"])[:MAX_SERIAL_CHARS]
+    ends_in_s = ssl.cert_time_to_seconds(str(certificate["notAfter"])) - time.time()
+    return PeerVerified(tuple(names), serial), ends_in_s
 
 
 def _pairs(names: Any) -> list[tuple[str, str]]:

@@ -7,6 +7,8 @@ import socket
 import sys
 from typing import Any, Final
 
+from gpulease.daemon.contract.message_fields import MalformedMessage, expect_message
+from gpulease.daemon.contract.messages import Broken, Prepared, Ready
 from gpulease.daemon.host.ipc import ChannelClosed, receive_message, send_message
 from gpulease.daemon.host.processes import die_with_parent, set_name
 from gpulease.daemon.log.writer import go_on_logging
@@ -19,6 +21,7 @@ from gpulease.daemon.web.http_server import server_of
 from gpulease.daemon.web.load_samples import Loads
 from gpulease.daemon.web.page_state import Feed
 from gpulease.daemon.web.view import Pseudonyms
+from gpulease.daemon.web.web_messages import START, WebStart
 
 MAX_PRIVATE_BYTES: Final = 512 << 20
 """The process's private memory. An honest one uses some 60 MiB. Stops an attacker who makes it grow."""
@@ -37,43 +40,44 @@ def main(channel_fd: int, parent_pid: int, sandbox: SandboxSettings) -> int:
     limit_server_log()
     channel = socket.socket(fileno=channel_fd)
     try:
-        start, fds = receive_message(channel)
+        received, fds = receive_message(channel)
+        start = expect_message(START, received)
         broker, *listeners = (socket.socket(fileno=fd) for fd in fds)
         plan, _ = prepare(sandbox, Needs(private_bytes=MAX_PRIVATE_BYTES), lambda _: ())
         page = load_page()
         asyncio.run(_rehearse(start, page))
         # The first loop has closed its descriptors and the second has opened none.
         plan.enter((channel_fd, *fds), parent_pid)
-        send_message(channel, {"op": "prepared"})
+        send_message(channel, Prepared().to_map())
         asyncio.run(_serve(start, page, channel, broker, listeners))
     except ChannelClosed:
         return 0
-    except (SandboxBroken, BrokerSilent, OSError) as error:
-        send_message(channel, {"op": "broken", "reason": str(error)})
+    except (MalformedMessage, SandboxBroken, BrokerSilent, OSError) as error:
+        send_message(channel, Broken(str(error)).to_map())
         return 1
     return 0
 
 
-def _site(start: dict[str, Any], page: Page, feed: Feed) -> tuple[App, BrokerChannel]:
-    access, loads = Access(start["token_digest"]), Loads()
+def _site(start: WebStart, page: Page, feed: Feed) -> tuple[App, BrokerChannel]:
+    access, loads = Access(start.token_digest), Loads()
     broker_channel = BrokerChannel(access.change, loads.take, feed.on_membership)
-    site = Site(feed, access, Pseudonyms(start["secret"]), page, broker_channel, loads)
-    others = frozenset(start["others"])
-    return site.app(others | frozenset(start["hosts"]), others), broker_channel
+    site = Site(feed, access, Pseudonyms(start.secret), page, broker_channel, loads)
+    others = frozenset(start.others)
+    return site.app(others | frozenset(start.hosts), others), broker_channel
 
 
-async def _rehearse(start: dict[str, Any], page: Page) -> None:
-    app, _ = _site(start, page, Feed(start["node"]))
+async def _rehearse(start: WebStart, page: Page) -> None:
+    app, _ = _site(start, page, Feed(start.node))
     server_of(app)
-    await rehearse(app, start["hosts"][0])
+    await rehearse(app, start.hosts[0])
 
 
 async def _serve(
-    start: dict[str, Any], page: Page, channel: socket.socket, broker: socket.socket, listeners: list[socket.socket]
+    start: WebStart, page: Page, channel: socket.socket, broker: socket.socket, listeners: list[socket.socket]
 ) -> None:
     """Raises BrokerSilent or ChannelClosed."""
     loop = asyncio.get_running_loop()
-    feed = Feed(start["node"])
+    feed = Feed(start.node)
     _, link = await loop.create_connection(lambda: BrokerLink(feed.on_event), sock=broker)
     await link.greet()
     app, broker_channel = _site(start, page, feed)
@@ -83,7 +87,7 @@ async def _serve(
     begun = loop.create_task(server.begun.wait())
     await _first_of(begun, feeding, serving, link.lost)
     if begun.done():
-        send_message(channel, {"op": "ready"})
+        send_message(channel, Ready().to_map())
     await _first_of(feeding, serving, link.lost)
     if link.lost.done():
         raise ChannelClosed("the broker is gone")

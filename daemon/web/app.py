@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from gpulease.daemon import web
-from gpulease.daemon.web.broker_link import MAX_REASON_CHARS, BrokerChannel, BrokerSilent, NotDone, WebRefusal
+from gpulease.daemon.web.broker_link import BrokerChannel, BrokerSilent, NotDone
 from gpulease.daemon.web.guard import (
     DRAIN,
     FENCES,
@@ -34,6 +34,7 @@ from gpulease.daemon.web.guard import (
 from gpulease.daemon.web.load_samples import Loads
 from gpulease.daemon.web.page_state import Feed
 from gpulease.daemon.web.view import Pseudonyms, Snapshot, view_of
+from gpulease.daemon.web.web_messages import MAX_REASON_CHARS, WebRefusal
 from gpulease.protocol.messages import Empty, Ping
 from gpulease.protocol.opcodes import Opcode, RevokeOutcome
 from gpulease.protocol.time_units import MS_PER_S
@@ -87,7 +88,12 @@ OUTCOMES: Final = {
 }
 """The outcomes, in the words of `gpulease revoke --json`."""
 
-STATUS_OF: Final = {WebRefusal.WRONG_TOKEN: 401, WebRefusal.TOO_MANY: 429, WebRefusal.DENIED: 409}
+STATUS_OF: Final = {
+    WebRefusal.WRONG_TOKEN: 401,
+    WebRefusal.TOO_MANY: 429,
+    WebRefusal.DENIED: 409,
+    WebRefusal.FAILED: 500,
+}
 
 MAX_WITHIN_S: Final = 4_294_967
 """The longest time of a drain: what the protocol's DRAIN can hold, 49 days."""

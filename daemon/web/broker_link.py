@@ -8,13 +8,33 @@ token of the request, and the outcome comes back.
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable, Mapping
-from enum import Enum
+from collections.abc import Callable
 from itertools import count
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar, assert_never
 
+from gpulease.daemon.contract.message_fields import MalformedMessage, expect_message, request_of
+from gpulease.daemon.contract.messages import Ping, Pong
 from gpulease.daemon.host.ipc import ChannelClosed, close_all, receive_message, send_message
 from gpulease.daemon.host.version import AGENT
+from gpulease.daemon.log.catalogue import LogEvent
+from gpulease.daemon.log.writer import log_event
+from gpulease.daemon.web.fleet_membership import FleetMembership
+from gpulease.daemon.web.load_samples import CardLoads
+from gpulease.daemon.web.web_messages import (
+    TO_WEB,
+    ActionOutcome,
+    ActionRefused,
+    ChangeDrain,
+    ClearFences,
+    DrainChanged,
+    FencesCleared,
+    FromWeb,
+    LeaseRevoked,
+    RevokeLease,
+    TokenChanged,
+    ToWeb,
+    WebRefusal,
+)
 from gpulease.protocol.connection import Connection, EndOfStream, Goodbye, Notification, Reply, Role, StreamBroken
 from gpulease.protocol.errors import LocalProtocolError
 from gpulease.protocol.failures import Failure
@@ -118,20 +138,9 @@ class BrokerLink(asyncio.Protocol):
                         self._transport.close()
 
 
-MAX_REASON_CHARS: Final = 512
-"""The length of the reason that a tenant is given; the audit log keeps no more."""
-
 OUTCOME_S: Final = 30.0
 """The broker's time to report an outcome. Ending a worker and proving its memory free takes a second. If that fails,
 the broker gives up within this time."""
-
-
-class WebRefusal(Enum):
-    """The reason why the broker refused an action."""
-
-    WRONG_TOKEN = "wrong_token"
-    TOO_MANY = "too_many"
-    DENIED = "denied"
 
 
 class NotDone(Exception):
@@ -154,27 +163,30 @@ class Drained(NamedTuple):
     leases: int
 
 
+Done = TypeVar("Done", LeaseRevoked, DrainChanged, FencesCleared)
+
+
 class BrokerChannel:
     """The channel to the broker, from the time this process serves.
 
     Args:
         on_token: Gets the SHA-256 of the operator's token when the token changes.
-        on_loads: Gets the messages of `load_samples.message_of`.
-        on_membership: Gets the messages of `FleetMembership.to_message`.
+        on_loads: Gets the samples of the cards' load.
+        on_membership: Gets the node's membership of its fleet when it changes.
     """
 
     def __init__(
         self,
         on_token: Callable[[bytes], None],
-        on_loads: Callable[[Mapping[str, Any]], None],
-        on_membership: Callable[[Mapping[str, Any]], None],
+        on_loads: Callable[[CardLoads], None],
+        on_membership: Callable[[FleetMembership], None],
     ) -> None:
         self._on_token = on_token
         self._on_loads = on_loads
         self._on_membership = on_membership
         self._channel: socket.socket | None = None
         self._numbers = count(1)
-        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._waiting: dict[int, asyncio.Future[ActionOutcome]] = {}
 
     def open(self, channel: socket.socket) -> None:
         """Read the broker's messages from now on."""
@@ -184,42 +196,44 @@ class BrokerChannel:
 
     async def revoke(self, lease_id: str, reason: str, token: bytes) -> RevokeOutcome:
         """End a lease. Raises NotDone, or BrokerSilent if the outcome is unknown."""
-        answer = await self._ask({"op": "revoke", "lease_id": lease_id, "reason": reason, "token": token})
-        return RevokeOutcome(answer["outcome"])
+        done = await self._ask(LeaseRevoked, lambda number: RevokeLease(number, token, lease_id, reason))
+        return done.outcome
 
     async def drain(self, within_ms: int | None, token: bytes) -> Drained:
         """Drain the node, or end the drain if `within_ms` is None. Raises as `revoke` does."""
-        answer = await self._ask({"op": "drain", "within_ms": within_ms, "token": token})
-        return Drained(answer["left_ms"], answer["leases"])
+        done = await self._ask(DrainChanged, lambda number: ChangeDrain(number, token, within_ms))
+        return Drained(done.left_ms, done.leases)
 
     async def clear_fences(self, card: str, token: bytes) -> int:
         """Grant a card's fenced memory again. Returns the number of slices. Raises as `revoke` does."""
-        answer = await self._ask({"op": "clear_fences", "card": card, "token": token})
-        return int(answer["count"])
+        done = await self._ask(FencesCleared, lambda number: ClearFences(number, token, card))
+        return done.count
 
-    async def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+    async def _ask(self, expected: type[Done], request: Callable[[int], FromWeb]) -> Done:
         if self._channel is None:
             raise BrokerSilent("the daemon has not answered yet")
         number = next(self._numbers)
-        outcome: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = outcome
+        answer: asyncio.Future[ActionOutcome] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = answer
         try:
-            send_message(self._channel, message | {"number": number})
-            answer = await asyncio.wait_for(outcome, OUTCOME_S)
+            send_message(self._channel, request(number).to_map())
+            outcome = await asyncio.wait_for(answer, OUTCOME_S)
         except (BlockingIOError, ChannelClosed):
             raise BrokerSilent("the daemon can't be reached") from None
         except TimeoutError:
             raise BrokerSilent(f"the daemon has not reported the outcome for {OUTCOME_S:g} s") from None
         finally:
             self._waiting.pop(number, None)
-        if answer["op"] == "refused":
-            raise NotDone(WebRefusal(answer["why"]), answer["message"])
-        return answer
+        if isinstance(outcome, ActionRefused):
+            raise NotDone(outcome.why, outcome.message)
+        if not isinstance(outcome, expected):
+            raise BrokerSilent(f"the daemon's answer must be {expected.OP}, not {outcome.OP}")
+        return outcome
 
     def _read(self) -> None:
         assert self._channel is not None
         try:
-            message, fds = receive_message(self._channel)
+            received, fds = receive_message(self._channel)
         except BlockingIOError:
             return
         except ChannelClosed:
@@ -227,17 +241,31 @@ class BrokerChannel:
             asyncio.get_running_loop().remove_reader(self._channel)
             return
         close_all(fds)
+        try:
+            self._take(expect_message(TO_WEB, received))
+        except MalformedMessage as error:
+            # The broker has another version, or a bug. Whoever waits for this answer gets no other.
+            log_event(LogEvent.DAEMON_FAULT, doing=f"reading a message of the broker: {error}")
+            answer = self._waiting.get(request_of(received) or 0)
+            if answer is not None and not answer.done():
+                answer.set_exception(BrokerSilent("the daemon's answer can't be read"))
+
+    def _take(self, message: ToWeb) -> None:
         match message:
-            case {"op": "ping"}:
+            case Ping():
                 # If the channel is full, this pong is lost; the broker pings again.
+                assert self._channel is not None
                 with contextlib.suppress(BlockingIOError, ChannelClosed):
-                    send_message(self._channel, {"op": "pong"})
-            case {"op": "token", "digest": bytes(digest)}:
-                self._on_token(digest)
-            case {"op": "loads"}:
+                    send_message(self._channel, Pong().to_map())
+            case TokenChanged():
+                self._on_token(message.digest)
+            case CardLoads():
                 self._on_loads(message)
-            case {"op": "membership"}:
+            case FleetMembership():
                 self._on_membership(message)
-            case {"op": "revoked" | "drain_set" | "fences_cleared" | "refused", "number": int(number)}:
-                if (outcome := self._waiting.get(number)) is not None and not outcome.done():
-                    outcome.set_result(message)
+            case LeaseRevoked() | DrainChanged() | FencesCleared() | ActionRefused():
+                # The caller may have given up.
+                if (answer := self._waiting.get(message.request)) is not None and not answer.done():
+                    answer.set_result(message)
+            case _:
+                assert_never(message)

@@ -1,17 +1,14 @@
 """The node's membership of a fleet: the broker's message about it, and the page's view of it."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Final, Self
+from typing import Annotated, ClassVar
 
+from gpulease.daemon.contract.message_fields import U64, Message, Text
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.time_units import NS_PER_S
-
-MEMBERSHIP: Final = "membership"
-"""The op of the broker's message."""
 
 
 @dataclass(frozen=True, slots=True)
-class FleetMembership:
+class FleetMembership(Message):
     """A node in its fleet, at the broker's last beat.
 
     Attributes:
@@ -20,18 +17,10 @@ class FleetMembership:
         fenced: The number of times that the fleet has given the node up since the daemon's start.
     """
 
-    node: str
-    horizon_boot_ns: int
-    fenced: int
-
-    def to_message(self) -> dict[str, Any]:
-        """Return the broker's message."""
-        return {"op": MEMBERSHIP} | asdict(self)
-
-    @classmethod
-    def from_message(cls, message: Mapping[str, Any]) -> Self:
-        """Return the membership in a message."""
-        return cls(message["node"], message["horizon_boot_ns"], message["fenced"])
+    OP: ClassVar[str] = "membership"
+    node: Text
+    horizon_boot_ns: Annotated[int, U64]
+    fenced: Annotated[int, U64]
 
     def left_s(self, now_boot_ns: int) -> float | None:
         """Return the seconds until the horizon, 0 behind it; None for a node that has not joined."""

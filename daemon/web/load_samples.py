@@ -1,8 +1,10 @@
 """Samples of how busy each card is: their bounds, their message from the broker, and the page's view of them."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Final, NamedTuple
 
+from gpulease.daemon.contract.message_fields import U64, Message, Text, listed, row
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.time_units import NS_PER_S
 
 SAMPLE_S: Final = 10.0
@@ -13,9 +15,6 @@ MAX_SAMPLES: Final = 360
 
 GAP_SAMPLES: Final = 2.5
 """Two samples further apart than so many times SAMPLE_S have a gap between them, which the page leaves undrawn."""
-
-LOADS: Final = "loads"
-"""The op of the broker's message with one card's samples."""
 
 
 class LoadSample(NamedTuple):
@@ -34,9 +33,16 @@ class LoadSample(NamedTuple):
     leased_bytes: int
 
 
-def message_of(card_uuid: str, samples: Iterable[LoadSample]) -> dict[str, Any]:
-    """Return the broker's message with samples of one card, the newest last."""
-    return {"op": LOADS, "card": card_uuid, "samples": [list(sample) for sample in samples]}
+_SAMPLE: Final = row(LoadSample, at_ns=U64, utilization_percent=U64.or_nil(), used_bytes=U64.or_nil(), leased_bytes=U64)
+
+
+@dataclass(frozen=True, slots=True)
+class CardLoads(Message):
+    """The broker's message with samples of one card, the newest last."""
+
+    OP: ClassVar[str] = "loads"
+    card: Text
+    samples: Annotated[tuple[LoadSample, ...], listed(_SAMPLE, MAX_SAMPLES)]
 
 
 class Loads:
@@ -45,11 +51,10 @@ class Loads:
     def __init__(self) -> None:
         self._samples: dict[str, list[LoadSample]] = {}
 
-    def take(self, message: Mapping[str, Any]) -> None:
+    def take(self, loads: CardLoads) -> None:
         """Add a message's samples in order of time. A sample that comes twice is kept once."""
-        new = [LoadSample(*fields) for fields in message["samples"]]
-        by_time = {sample.at_ns: sample for sample in (*self._samples.get(message["card"], ()), *new)}
-        self._samples[message["card"]] = [by_time[at_ns] for at_ns in sorted(by_time)][-MAX_SAMPLES:]
+        by_time = {sample.at_ns: sample for sample in (*self._samples.get(loads.card, ()), *loads.samples)}
+        self._samples[loads.card] = [by_time[at_ns] for at_ns in sorted(by_time)][-MAX_SAMPLES:]
 
     def view(self, now_s: float) -> dict[str, Any]:
         """Return the page's JSON: a column for each figure, the oldest sample first, ages in seconds before `now_s`."""

@@ -108,9 +108,9 @@ class Feed:
             self._looks_up.set()
         self._wakeup.set()
 
-    def on_membership(self, message: Mapping[str, Any]) -> None:
+    def on_membership(self, membership: FleetMembership) -> None:
         """Take in the broker's message about its node's fleet."""
-        self._membership = FleetMembership.from_message(message)
+        self._membership = membership
 
     def _forget_end(self, lease_id: str) -> None:
         """Remove the earlier change of a lease's end, so that the list shows each end once, in its latest phase."""

@@ -16,12 +16,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
-from gpulease.daemon.contract.messages import Ping, Pong
+from gpulease.daemon.contract.message_fields import MalformedMessage, Message, expect_message, request_of
+from gpulease.daemon.contract.messages import FROM_HELPER, Broken, Ping, Pong, Prepared, Ready
 from gpulease.daemon.host.ipc import ChannelClosed, Outbox, channel_pair, close_all, receive_message, send_message
 from gpulease.daemon.host.processes import exit_text
 from gpulease.daemon.host.socket_activation import CannotListen
 from gpulease.daemon.host.unsolicited_fds import refuse_descriptors
 from gpulease.daemon.log.catalogue import LogEvent
+from gpulease.daemon.log.rate_limit import LINE_EVERY_S, RateLimit
 from gpulease.daemon.log.writer import log_event
 from gpulease.protocol.back_off import back_off_s
 
@@ -78,6 +80,7 @@ class ChildKind:
     Attributes:
         name: Its name in sentences, "the ..." for one.
         module: The module to run. Its arguments are the channel's descriptor, the broker's process id, and `arguments`.
+        sends: The messages that it may send, besides those of every helper process.
         broken: Clause that precedes the reason when the process reports that it can't work.
         environment: Variables in addition to the daemon's own.
         passes_descriptors: Whether the process sends descriptors.
@@ -86,6 +89,7 @@ class ChildKind:
 
     name: str
     module: str
+    sends: Mapping[str, type[Message]]
     broken: str
     died: LogEvent
     hung: LogEvent
@@ -103,9 +107,11 @@ class ChildProcess:
         kind: The program.
         on_start: Makes a new process serve, with `send` and `expect`. May raise CannotListen, OSError and
           ChannelClosed.
-        on_message: Called with each message that is not handled here, and its descriptors. The callee removes from the
-          list those that it keeps; the others are closed.
+        on_message: Called with each message of `kind.sends`, and its descriptors. The callee removes from the list
+          those that it keeps; the others are closed.
         on_end: Called when a process is gone, or was killed and does not end.
+        on_unhandled: Called with the number of a request, or of an answer, that can't be read or whose handling raised
+          an exception. The callee must answer whoever waits.
         timeouts: The time limits; None for a daemon's.
     """
 
@@ -113,25 +119,29 @@ class ChildProcess:
         self,
         kind: ChildKind,
         on_start: Callable[[], Awaitable[None]],
-        on_message: Callable[[dict[str, Any], list[int]], None],
+        on_message: Callable[[Any, list[int]], None],
         on_end: Callable[[], None] = lambda: None,
         timeouts: Timeouts | None = None,
+        on_unhandled: Callable[[int], None] = lambda number: None,
     ) -> None:
         self._kind = kind
         self._on_start = on_start
         self._on_message = on_message
         self._on_end = on_end
+        self._on_unhandled = on_unhandled
+        self._messages: Mapping[str, type[Message]] = {**FROM_HELPER, **kind.sends}
+        self._fault_lines = RateLimit(LINE_EVERY_S)
         self._timeouts = timeouts or ordinary_timeouts()
         self._channel: socket.socket | None = None
         self._outbox: Outbox | None = None
         self._child: _Child | None = None
         self._awaited: asyncio.Future[None] | None = None
-        self._awaited_op = ""
+        self._awaited_kind: type[Message] = Ready
         self._is_up = False
         self._restarting: asyncio.Task[None] | None = None
         self._restarts = 0
         self._began_s = 0.0
-        ping = partial(self.send, Ping().to_map())
+        ping = partial(self.send, Ping())
         self._heartbeat = Heartbeat(self._timeouts.beat_s, self._timeouts.hung_after_s, ping, self.give_up)
 
     @property
@@ -190,32 +200,32 @@ class ChildProcess:
             self._child.kill()
         self._lose(self._kind.hung, reason)
 
-    def expect(self, op: str) -> asyncio.Future[None]:
-        """Return a future that is done once the process sends a message with that op.
+    def expect(self, kind: type[Prepared] | type[Ready]) -> asyncio.Future[None]:
+        """Return a future that is done once the process sends a message of that class.
 
-        It fails with CannotListen if the process sends "broken" instead, and with ChannelClosed if it ends.
+        It fails with CannotListen if the process sends Broken instead, and with ChannelClosed if it ends.
         """
         # Registered before the caller sends its request: the answer may come at once.
         self._awaited = asyncio.get_running_loop().create_future()
-        self._awaited_op = op
+        self._awaited_kind = kind
         if self._channel is None:
             self._awaited.set_exception(ChannelClosed("it is gone"))
         return self._awaited
 
-    def send(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
+    def send(self, message: Message, fds: tuple[int, ...] = ()) -> None:
         """Send a message. Raises ChannelClosed, or BlockingIOError if the process has not read for a long time."""
         if self._channel is None:
             raise ChannelClosed(f"{self._kind.name} is not running")
-        send_message(self._channel, message, fds)
+        send_message(self._channel, message.to_map(), fds)
 
-    def send_in_turn(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
+    def send_in_turn(self, message: Message, fds: tuple[int, ...] = ()) -> None:
         """Send a message, now or once the process has read the earlier ones. Raises ChannelClosed.
 
         The caller bounds what waits, by `unsent`; the heartbeat ends a process that reads nothing.
         """
         if self._channel is None or self._outbox is None:
             raise ChannelClosed(f"{self._kind.name} is not running")
-        self._outbox.send(message, fds)
+        self._outbox.send(message.to_map(), fds)
         if len(self._outbox):
             asyncio.get_running_loop().add_writer(self._channel, self._flush)
 
@@ -224,15 +234,15 @@ class ChildProcess:
         """Number of messages that wait for the process to read."""
         return 0 if self._outbox is None else len(self._outbox)
 
-    def to_this_one(self) -> Callable[[dict[str, Any]], None]:
+    def to_this_one(self) -> Callable[[Message], None]:
         """Return a function that sends to the present process; messages are lost once it is gone or does not read."""
         # Remembered, so that an answer that takes long is not sent to the successor of the process that asked.
         channel = self._channel
 
-        def send(message: dict[str, Any]) -> None:
+        def send(message: Message) -> None:
             if channel is not None and channel is self._channel:
                 with contextlib.suppress(BlockingIOError, ChannelClosed):
-                    send_message(channel, message)
+                    send_message(channel, message.to_map())
 
         return send
 
@@ -343,16 +353,31 @@ class ChildProcess:
         finally:
             close_all(fds)
 
-    def _take(self, message: dict[str, Any], fds: list[int]) -> None:
-        # While `start` waits for an op, that op, or "broken", is its answer. Anything else goes to the owner.
+    def _take(self, received: dict[str, Any], fds: list[int]) -> None:
+        """Handle one message. One that can't be read or handled is logged, and whoever waits for it is answered."""
+        try:
+            self._handle(expect_message(self._messages, received), fds)
+        except Exception as error:
+            # The process was compromised, or there is a bug here. One that repeats must not fill the log.
+            if (suppressed := self._fault_lines.admit()) is not None:
+                doing = f"reading a message of {self._kind.name}: {error}"
+                doing += f" ({suppressed} more like this)" if suppressed else ""
+                log_event(LogEvent.DAEMON_FAULT, is_fault=not isinstance(error, MalformedMessage), doing=doing)
+            if (number := request_of(received)) is not None:
+                self._on_unhandled(number)
+
+    def _handle(self, message: Message, fds: list[int]) -> None:
+        # While `start` waits for Prepared or Ready, that or Broken is its answer. The owner gets its own messages.
         awaited = None if self._awaited is None or self._awaited.done() else self._awaited
         match message:
-            case {"op": Pong.OP}:
+            case Pong():
                 self._heartbeat.on_answer()
-            case {"op": "broken", "reason": reason} if awaited is not None:
-                awaited.set_exception(CannotListen(f"{self._kind.broken}: {reason}"))
-            case {"op": op} if awaited is not None and op == self._awaited_op:
-                awaited.set_result(None)
+            case Broken():
+                if awaited is not None:
+                    awaited.set_exception(CannotListen(f"{self._kind.broken}: {message.reason}"))
+            case Prepared() | Ready():
+                if awaited is not None and type(message) is self._awaited_kind:
+                    awaited.set_result(None)
             case _:
                 self._on_message(message, fds)
 

@@ -12,7 +12,7 @@ import pytest
 from gpulease.client.console.tables import seconds_text, size_text
 from gpulease.daemon.contract.control_page import boot_ns
 from gpulease.daemon.web.fleet_membership import FleetMembership
-from gpulease.daemon.web.load_samples import MAX_SAMPLES, SAMPLE_S, LoadSample, message_of
+from gpulease.daemon.web.load_samples import MAX_SAMPLES, SAMPLE_S, CardLoads, LoadSample
 from gpulease.protocol.opcodes import Phase
 from gpulease.protocol.time_units import NS_PER_S
 from helpers.browser import Browser, lacks_browser
@@ -54,7 +54,7 @@ def scene() -> Scene:
         card(held_bytes=50 * GIB, fenced_bytes=6 * GIB, warm_bytes=GIB, warm_contexts=2, available_bytes=20 * GIB),
         card(uuid=OTHER, index=1, name="embedded CPU card", capacity_bytes=6 * GIB, available_bytes=6 * GIB),
     ]
-    loads = [message_of(CARD, history(is_told=True)), message_of(OTHER, history(is_told=False))]
+    loads = [CardLoads(CARD, tuple(history(is_told=True))), CardLoads(OTHER, tuple(history(is_told=False)))]
     return Scene(cards, leases, loads=loads)
 
 
@@ -215,7 +215,7 @@ def test_plots_span_what_was_sampled(browser: Browser, rig: WebRig) -> None:
     minutes = Scene()
     now_ns = time.monotonic_ns()
     samples = [LoadSample(now_ns - number * 10 * NS_PER_S, 50, GIB, GIB) for number in range(60, -1, -1)]
-    minutes.loads = [message_of(CARD, samples)]
+    minutes.loads = [CardLoads(CARD, tuple(samples))]
     with WebRig(minutes) as other:
         browser.open(other.url)
         browser.wait_for(".plot .x", "12 min")
@@ -316,9 +316,9 @@ def test_who_is_no_operator_has_nothing_to_press(rig: WebRig) -> None:
 
 def test_a_fleet_is_shown_with_its_horizon_and_names(browser: Browser, rig: WebRig, scene: Scene) -> None:
     assert browser.run("return document.getElementById('fleet').hidden"), "a node without a fleet shows none"
-    rig.tell_page(FleetMembership("gpu1", 0, 0).to_message())
+    rig.tell_page(FleetMembership("gpu1", 0, 0))
     browser.wait_for("#fleet-horizon", "not joined")
-    rig.tell_page(FleetMembership("gpu1", boot_ns() + 3600 * NS_PER_S, 1).to_message())
+    rig.tell_page(FleetMembership("gpu1", boot_ns() + 3600 * NS_PER_S, 1))
     browser.wait_for("#fleet-horizon", "59 min")
     assert (browser.text("#fleet-node"), browser.text("#fleet-names")) == ("gpu1", "none")
     assert browser.text("#fleet-fenced") == "1 time"
@@ -330,7 +330,7 @@ def test_a_fleet_is_shown_with_its_horizon_and_names(browser: Browser, rig: WebR
     for width in (390, 1440):
         look_at(browser, width, "light")
         assert browser.run("return document.documentElement.scrollWidth") <= width
-    rig.tell_page(FleetMembership("gpu1", boot_ns() - 1, 1).to_message())
+    rig.tell_page(FleetMembership("gpu1", boot_ns() - 1, 1))
     browser.wait_for("#fleet-horizon", "cut off from etcd")
     assert not browser.run(CONTRAST)
     browser.run("document.getElementById('names').click()")

@@ -7,26 +7,68 @@ one thing.
 import socket
 import sys
 import time
-from typing import NoReturn
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, NoReturn
 
+from gpulease.daemon.contract.message_fields import Message, Pid, Request, Text, expect_message, messages_of
+from gpulease.daemon.contract.messages import Broken, Ping, Pong, Ready
 from gpulease.daemon.host.ipc import ChannelClosed, receive_message, send_message
 from gpulease.daemon.host.processes import die_with_parent
+
+
+@dataclass(frozen=True, slots=True)
+class Die(Message):
+    """Exit with that status."""
+
+    OP: ClassVar[str] = "die"
+    status: Pid
+
+
+@dataclass(frozen=True, slots=True)
+class Say(Message):
+    """To the script: answer with the same message."""
+
+    OP: ClassVar[str] = "say"
+    text: Text
+    request: Request = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Talk(Message):
+    """To the script: send messages that no honest helper sends."""
+
+    OP: ClassVar[str] = "talk"
+
+
+FOREIGN: Final[tuple[dict[str, Any], ...]] = (
+    {"op": "tomorrow's"},
+    {"op": "say", "text": 5, "number": 11},
+    {"op": "say", "number": 12},
+    {"op": ["say"], "number": 13},
+    {"number": -1},
+)
+"""What Talk makes it send."""
+
+TO_SCRIPT = messages_of(Ping | Die | Say | Talk)
 
 
 def serve(channel: socket.socket) -> None:
     """Serve until asked to exit, or until the broker is gone."""
     while True:
         try:
-            message, _ = receive_message(channel)
+            message = expect_message(TO_SCRIPT, receive_message(channel)[0])
         except ChannelClosed:
             return
         match message:
-            case {"op": "ping"}:
-                send_message(channel, {"op": "pong"})
-            case {"op": "die", "status": int(status)}:
-                sys.exit(status)
-            case _:
-                send_message(channel, {"op": "heard", "message": message})
+            case Ping():
+                send_message(channel, Pong().to_map())
+            case Die():
+                sys.exit(message.status)
+            case Say():
+                send_message(channel, message.to_map())
+            case Talk():
+                for foreign in FOREIGN:
+                    send_message(channel, foreign)
 
 
 def hang() -> NoReturn:
@@ -38,10 +80,10 @@ def go(way: str, channel: socket.socket) -> None:
     if way == "dies":
         sys.exit(3)
     if way == "breaks":
-        send_message(channel, {"op": "broken", "reason": "there is no paper"})
+        send_message(channel, Broken("there is no paper").to_map())
         return
     if way != "is not ready":
-        send_message(channel, {"op": "ready"})
+        send_message(channel, Ready().to_map())
     match way:
         case "serves":
             serve(channel)

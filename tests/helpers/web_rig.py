@@ -16,7 +16,9 @@ from gpulease.daemon.broker.peer import Peer
 from gpulease.daemon.broker.web_frontend import WebFrontend
 from gpulease.daemon.leases import DrainSet, FenceCleared, Outcome, RevokeDone
 from gpulease.daemon.sandbox.measures import SandboxSettings
+from gpulease.daemon.web.fleet_membership import FleetMembership
 from gpulease.daemon.web.http_settings import HttpSettings
+from gpulease.daemon.web.load_samples import CardLoads
 from gpulease.daemon.workers.helper_process import Timeouts
 from gpulease.protocol.address import TcpAddress
 from gpulease.protocol.connection import Connection, EndOfStream, Request, Role
@@ -99,7 +101,7 @@ class Scene:
     drained: list[int | None] = field(default_factory=list)
     cleared: list[str] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
-    loads: list[dict[str, Any]] = field(default_factory=list)
+    loads: list[CardLoads] = field(default_factory=list)
 
     def revoke(self, lease_id: int, reason: str, on_outcome: Callable[[Outcome], None]) -> None:
         self.revoked.append((lease_id, reason))
@@ -226,7 +228,7 @@ class WebRig:
 
         self._in_loop(change())
 
-    def tell_page(self, message: dict[str, Any]) -> None:
+    def tell_page(self, message: CardLoads | FleetMembership) -> None:
         """A sample of a card is taken, or the node's membership of its fleet is another."""
 
         async def tell() -> None:

@@ -1,25 +1,52 @@
 """Events that a fleet's member handles, and effects that it returns.
 
-The process around the member turns what happens into events and executes the effects in order; it never decides. All
-times are nanoseconds of CLOCK_BOOTTIME, which continues while the host sleeps. The process reads the time of an event
-before handling it, and sends an `Ask` afterwards. So a request's time is never later than its sending, and an answer's
-never earlier than its receipt.
+The process around the member turns what happens into events and executes the effects in order; it never decides. An
+event that the broker sends, or an effect that is for the broker, is itself a message of their channel (see
+`fleet/fleet_messages.py`).
 
-Every `ClaimWanted` gets exactly one `Claimed` or `ClaimRefused`, unless `ClaimDropped` comes first. Every `Ask` gets
+All times are nanoseconds of CLOCK_BOOTTIME, which continues while the host sleeps. The process reads the time of an
+event before handling it, and sends an `Ask` afterwards. So a request's time is never later than its sending, and an
+answer's never earlier than its receipt.
+
+Every `ClaimWanted` gets exactly one `ClaimGiven` or `ClaimRefused`, unless `ClaimDropped` comes first. Every `Ask` gets
 exactly one `Answered`; the process bounds the wait and answers Unknown. Every `EndClaimed` gets exactly one
 `LiveClaims`, once the last claimed lease has ended and its memory is proved free; until then the member claims nothing.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum
-from typing import TYPE_CHECKING, Final
+from typing import Annotated, ClassVar, Final
 
+from gpulease.daemon.contract.message_fields import (
+    FLAG,
+    TEXT,
+    U64,
+    Flag,
+    LeaseText,
+    Message,
+    Request,
+    Text,
+    listed,
+    mapped,
+    nested,
+    one_of,
+    row,
+)
 from gpulease.daemon.fleet.etcd.transactions import Outcome, Transaction
+from gpulease.daemon.fleet.records.fleet_records import CardRecord, NodeRecord
+from gpulease.protocol.fast_dataclass import dataclass
 
-if TYPE_CHECKING:
-    # The broker has these events too, and needs nothing of the extra `fleet` where it is in none.
-    from gpulease.daemon.fleet.records.fleet_records import CardRecord, NodeRecord
+MAX_ADDRESSES: Final = 256
+"""Addresses of one node in a message. A daemon listens on a handful."""
+
+MAX_LABELS: Final = 1_024
+"""Labels of one node in a message."""
+
+MAX_CARDS: Final = 1_024
+"""Cards of one node in a message: 16 cards, each in 7 partitions, and room."""
+
+Number = Annotated[int, U64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +63,7 @@ class FleetTerms:
 
 
 @dataclass(frozen=True, slots=True)
-class FleetIdentity:
+class FleetIdentity(Message):
     """The store that a node joined. The node remembers it over restarts, to notice another store in its place.
 
     Attributes:
@@ -48,15 +75,15 @@ class FleetIdentity:
           changes.
     """
 
-    cluster_id: int = 0
-    generation: str = ""
-    revision: int = 0
-    epoch_base: int = 0
-    is_restored: bool = False
+    cluster_id: Number = 0
+    generation: Text = ""
+    revision: Number = 0
+    epoch_base: Number = 0
+    is_restored: Flag = False
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class Mark(Message):
     """Distinguishes records that this daemon wrote under its node's id from those of every other daemon.
 
     The daemon's journal has the mark before the heartbeat is sent. So a daemon that finds a record beyond its mark has
@@ -68,11 +95,11 @@ class Mark:
         entered: Nonce of the record with which that process continued; "": it wrote the record itself.
     """
 
-    beat: int = 0
-    run: str = ""
-    entered: str = ""
+    beat: Number = 0
+    run: Text = ""
+    entered: Text = ""
 
-    def covers(self, record: "NodeRecord") -> bool:
+    def covers(self, record: NodeRecord) -> bool:
         """Return whether the daemon with this mark wrote a record, as far as the record shows it."""
         if not self.run:
             return False
@@ -124,6 +151,11 @@ class Reason(Enum):
     """An operator renewed the store's generation. The node rejoins."""
 
 
+_CARD: Final = row(
+    CardRecord, uuid=TEXT, name=TEXT, capacity_bytes=U64, largest_bytes=U64, leases=U64, is_partition=FLAG
+)
+
+
 # --- events ---
 
 
@@ -159,14 +191,15 @@ class LiveClaims:
 
 
 @dataclass(frozen=True, slots=True)
-class MarkKept:
+class MarkKept(Message):
     """The journal has the mark of that heartbeat: the member may send it now."""
 
-    beat: int
+    OP: ClassVar[str] = "mark_kept"
+    beat: Number
 
 
 @dataclass(frozen=True, slots=True)
-class ClaimWanted:
+class ClaimWanted(Message):
     """The broker asks for a name before it admits a lease.
 
     Attributes:
@@ -175,41 +208,45 @@ class ClaimWanted:
         wait_until_ns: How long to wait for a name that is taken. With a time in the past, one attempt.
     """
 
-    request: int
-    name: str
-    lease_id: str
-    tenant: str
-    wait_until_ns: int = 0
+    OP: ClassVar[str] = "claim"
+    request: Request
+    name: Text
+    lease_id: LeaseText
+    tenant: Text
+    wait_until_ns: Number = 0
 
 
 @dataclass(frozen=True, slots=True)
-class ClaimDropped:
+class ClaimDropped(Message):
     """The broker no longer waits for a claim. If the claim succeeds anyway, the member deletes it."""
 
-    request: int
+    OP: ClassVar[str] = "drop"
+    request: Request
 
 
 @dataclass(frozen=True, slots=True)
-class ClaimEnded:
+class ClaimEnded(Message):
     """A claimed lease has ended and its memory is proved free, or the broker does not use a claim that it got."""
 
-    name: str
-    epoch: int
+    OP: ClassVar[str] = "ended"
+    name: Text
+    epoch: Number
 
 
 @dataclass(frozen=True, slots=True)
-class RecordChanged:
+class RecordChanged(Message):
     """The node's record has new contents from the next heartbeat on."""
 
-    addresses: tuple[str, ...] = ()
-    labels: Mapping[str, str] = field(default_factory=dict)
-    cards: "tuple[CardRecord, ...]" = ()
-    is_draining: bool = False
-    version: str = ""
+    OP: ClassVar[str] = "record"
+    addresses: Annotated[tuple[str, ...], listed(TEXT, MAX_ADDRESSES)] = ()
+    labels: Annotated[Mapping[str, str], mapped(TEXT, TEXT, MAX_LABELS)] = field(default_factory=dict)
+    cards: Annotated[tuple[CardRecord, ...], listed(_CARD, MAX_CARDS)] = ()
+    is_draining: Flag = False
+    version: Text = ""
 
 
 @dataclass(frozen=True, slots=True)
-class QuotaWanted:
+class QuotaWanted(Message):
     """The broker asks for bytes of a tenant's quota in the fleet before it admits a lease.
 
     It gets one QuotaGiven or QuotaRefused, unless QuotaDropped comes first.
@@ -218,26 +255,29 @@ class QuotaWanted:
         lease_id: The lease, in 32 hexadecimal digits, never used before.
     """
 
-    request: int
-    tenant: str
-    size_bytes: int
-    lease_id: str
-    wait_until_ns: int = 0
+    OP: ClassVar[str] = "count"
+    request: Request
+    tenant: Text
+    size_bytes: Number
+    lease_id: LeaseText
+    wait_until_ns: Number = 0
 
 
 @dataclass(frozen=True, slots=True)
-class QuotaDropped:
+class QuotaDropped(Message):
     """The broker no longer waits for quota bytes. If it gets them anyway, the member returns them."""
 
-    request: int
+    OP: ClassVar[str] = "drop_count"
+    request: Request
 
 
 @dataclass(frozen=True, slots=True)
-class QuotaEnded:
+class QuotaEnded(Message):
     """A lease with quota bytes has ended, and its memory is proved free."""
 
-    tenant: str
-    lease_id: str
+    OP: ClassVar[str] = "give_back"
+    tenant: Text
+    lease_id: LeaseText
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,11 +295,13 @@ class Paused:
 
 
 @dataclass(frozen=True, slots=True)
-class Stopping:
+class Stopping(Message):
     """The daemon stops: send no more heartbeats, and finish the deletions under way.
 
     Leave the fleet if no claims remain.
     """
+
+    OP: ClassVar[str] = "stop"
 
 
 Event = (
@@ -306,65 +348,71 @@ class ArmTimer:
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class Joined(Message):
     """The node is a member.
 
     Store all of this for the next process, which then continues without ending claimed leases.
     """
 
-    identity: FleetIdentity
-    incarnation: int
-    mark: Mark
+    OP: ClassVar[str] = "joined"
+    identity: Annotated[FleetIdentity, nested(FleetIdentity)]
+    incarnation: Number
+    mark: Annotated[Mark, nested(Mark)]
 
 
 @dataclass(frozen=True, slots=True)
-class Remembered:
+class Remembered(Message):
     """Store the store's present identity for the next process."""
 
-    identity: FleetIdentity
+    OP: ClassVar[str] = "remembered"
+    identity: Annotated[FleetIdentity, nested(FleetIdentity)]
 
 
 @dataclass(frozen=True, slots=True)
-class KeepMark:
+class KeepMark(Message):
     """Store the mark for the next process, and send MarkKept once it is durable."""
 
-    mark: Mark
+    OP: ClassVar[str] = "mark"
+    mark: Annotated[Mark, nested(Mark)]
 
 
 @dataclass(frozen=True, slots=True)
-class MoveHorizon:
+class MoveHorizon(Message):
     """Claimed leases may live until then, and no longer. The deadline (horizon) never moves back.
 
     Attributes:
         incarnation: The create revision of the node's record.
     """
 
-    horizon_ns: int
-    incarnation: int
+    OP: ClassVar[str] = "horizon"
+    horizon_ns: Number
+    incarnation: Number
 
 
 @dataclass(frozen=True, slots=True)
-class EndClaimed:
+class EndClaimed(Message):
     """End all claimed leases at once, and send LiveClaims when the memory of all is proved free.
 
     That includes claims granted before this effect that the broker has not admitted yet.
     """
 
-    reason: Reason
-    text: str
+    OP: ClassVar[str] = "lost"
+    reason: Annotated[Reason, one_of(Reason)]
+    text: Text
 
 
 @dataclass(frozen=True, slots=True)
-class Claimed:
+class ClaimGiven(Message):
     """The name belongs to this node under that epoch, which is above all earlier epochs of the name."""
 
-    request: int
-    name: str
-    epoch: int
+    OP: ClassVar[str] = "claimed"
+    request: Request
+    name: Text
+    epoch: Number
 
 
 @dataclass(frozen=True, slots=True)
-class ClaimRefused:
+class ClaimRefused(Message):
     """The claim failed.
 
     Attributes:
@@ -372,40 +420,44 @@ class ClaimRefused:
         retry_after_ms: When to ask again.
     """
 
-    request: int
-    why: Why
-    text: str
-    retry_after_ms: int
+    OP: ClassVar[str] = "refused"
+    request: Request
+    why: Annotated[Why, one_of(Why)]
+    text: Text
+    retry_after_ms: Number
 
 
 @dataclass(frozen=True, slots=True)
-class QuotaGiven:
+class QuotaGiven(Message):
     """The bytes belong to the lease until QuotaEnded. It counts as a claimed lease: it ends at the horizon."""
 
-    request: int
-    tenant: str
-    lease_id: str
+    OP: ClassVar[str] = "counted"
+    request: Request
+    tenant: Text
+    lease_id: LeaseText
 
 
 @dataclass(frozen=True, slots=True)
-class QuotaRefused:
+class QuotaRefused(Message):
     """The lease gets no bytes. The members are those of ClaimRefused."""
 
-    request: int
-    why: Why
-    text: str
-    retry_after_ms: int
+    OP: ClassVar[str] = "not_counted"
+    request: Request
+    why: Annotated[Why, one_of(Why)]
+    text: Text
+    retry_after_ms: Number
 
 
 @dataclass(frozen=True, slots=True)
-class Stopped:
+class Stopped(Message):
     """The answer to Stopping: nothing is under way any more.
 
     Attributes:
         has_left: The node's record is gone, and no claim remains. The next process joins as a new member.
     """
 
-    has_left: bool
+    OP: ClassVar[str] = "stopped"
+    has_left: Flag
 
 
 class Note(Enum):
@@ -433,15 +485,16 @@ class Note(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Noted:
-    note: Note
-    text: str = ""
-    node_id: str = ""
-    name: str = ""
+class Noted(Message):
+    OP: ClassVar[str] = "noted"
+    note: Annotated[Note, one_of(Note)]
+    text: Text = ""
+    node_id: Text = ""
+    name: Text = ""
 
 
 @dataclass(frozen=True, slots=True)
-class RecordsUnreadable:
+class RecordsUnreadable(Message):
     """Values in etcd could not be read.
 
     Attributes:
@@ -449,8 +502,9 @@ class RecordsUnreadable:
         text: What an operator should know of the present ones; "" without any.
     """
 
-    count: int
-    text: str
+    OP: ClassVar[str] = "unreadable"
+    count: Number
+    text: Text
 
 
 Effect = (
@@ -462,7 +516,7 @@ Effect = (
     | KeepMark
     | MoveHorizon
     | EndClaimed
-    | Claimed
+    | ClaimGiven
     | ClaimRefused
     | QuotaGiven
     | QuotaRefused

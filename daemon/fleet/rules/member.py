@@ -146,7 +146,7 @@ class _Phase(Enum):
     STARTING = auto()
     """The broker has not sent its claimed leases yet."""
     ENDING = auto()
-    """Claimed leases end; then the node rejoins."""
+    """ClaimGiven leases end; then the node rejoins."""
     JOINING = auto()
     MEMBER = auto()
 

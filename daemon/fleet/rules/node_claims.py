@@ -37,7 +37,7 @@ from gpulease.daemon.fleet.records.fleet_records import (
 )
 from gpulease.daemon.fleet.records.record_reader import Unreadable
 from gpulease.daemon.fleet.rules.fleet_events import (
-    Claimed,
+    ClaimGiven,
     ClaimRefused,
     ClaimWanted,
     Note,
@@ -194,7 +194,7 @@ class NodeClaims:
             del self._wants[wanted.request]
             self.live[wanted.name] = revision
             epoch = revision + self._membership.epoch_base
-            self._membership.effects.append(Claimed(wanted.request, wanted.name, epoch))
+            self._membership.effects.append(ClaimGiven(wanted.request, wanted.name, epoch))
 
     def _revision_of_mine(self, want: _Want, incarnation: int, answer: Answer) -> int:
         """Return the revision at which an earlier attempt of the same request claimed the name; 0 if none did."""

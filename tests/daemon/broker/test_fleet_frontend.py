@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,7 +20,21 @@ from gpulease.daemon.broker.runtime import Runtime
 from gpulease.daemon.broker.token_service import TokenService
 from gpulease.daemon.contract.control_page import boot_ns
 from gpulease.daemon.fleet.etcd.etcd_certificates import open_certificates
+from gpulease.daemon.fleet.etcd.transactions import StoreSize
+from gpulease.daemon.fleet.fleet_messages import LiveClaimsPart, StoreMeasured, ToFleet
 from gpulease.daemon.fleet.records.fleet_settings import FleetSettings
+from gpulease.daemon.fleet.rules.fleet_events import (
+    ClaimEnded,
+    ClaimGiven,
+    EndClaimed,
+    MoveHorizon,
+    Note,
+    Noted,
+    QuotaEnded,
+    QuotaGiven,
+    Reason,
+    RecordsUnreadable,
+)
 from gpulease.daemon.gpus.emulated_cards import EmbeddedCards
 from gpulease.daemon.leases import (
     AcquireRequested,
@@ -38,15 +51,16 @@ from gpulease.daemon.record.audit.recorder import Recorder
 from gpulease.daemon.record.journal import Journal
 from gpulease.daemon.sandbox.measures import SandboxSettings
 from gpulease.protocol.failures import Failure
+from helpers.process_messages import FROM_FLEET
 from helpers.waiting import PATIENCE_S
 
 
 class Telling(FleetFrontend):
     """A frontend whose messages to its process are kept here."""
 
-    told: list[dict[str, Any]]
+    told: list[ToFleet]
 
-    def _tell(self, message: dict[str, Any], fds: Sequence[int] = ()) -> bool:
+    def _tell(self, message: ToFleet, fds: Sequence[int] = ()) -> bool:
         self.told.append(message)
         return True
 
@@ -63,13 +77,13 @@ def test_a_node_that_the_fleet_gave_up_joins_anew_though_its_last_named_lease_is
         runtime.post(HorizonMoved(time.monotonic_ns() + 10**12, boot_ns() + 10**12))
         runtime.post(AcquireRequested(1, "ann", 5, LeaseTerms(100, 60_000, name="alpha", epoch=3)))
         runtime.post(WorkerReady(5))
-        frontend._on_message({"op": "lost", "text": "another node fenced this one"}, [])
+        frontend._on_message(EndClaimed(Reason.FENCED, "another node fenced this one"), [])
         assert [lease.state for lease in table.snapshots()] == [LeaseState.DRAINING]
         assert frontend.told == []
         runtime.post(WorkerExited(5, "it was killed"))
         runtime.post(ReclaimFailed(5, "the card lists it"))
         assert [lease.state for lease in table.snapshots()] == [LeaseState.FENCED]
-        assert frontend.told == [{"op": "live", "claims": [], "quotas": [], "is_last": True}]
+        assert frontend.told == [LiveClaimsPart({}, {}, is_last=True)]
         await runtime.stop()
 
     asyncio.run(story())
@@ -81,11 +95,11 @@ def test_health_metrics_and_the_log_warn_before_etcd_is_full(caplog: pytest.LogC
         table = LeaseTable([Card("GPU-a", 0, "a", 1000, 10)])
         frontend = Telling(settings, SandboxSettings(), table, [], lambda _: None, Journal(), list, lambda _: None)
         frontend.told = []
-        frontend._on_message({"op": "horizon", "boot_ns": boot_ns() + 10**12}, [])
+        frontend._on_message(MoveHorizon(boot_ns() + 10**12, 1), [])
 
         def weigh(size_mib: int, quota_mib: int = 0) -> str:
-            store = {"endpoint": "h2:2379", "size_bytes": size_mib << 20, "quota_bytes": quota_mib << 20}
-            frontend._on_message({"op": "store", **store}, [])
+            store = StoreSize("h2:2379", size_mib << 20, quota_mib << 20)
+            frontend._on_message(StoreMeasured(store), [])
             return frontend.problem()
 
         assert weigh(79) == ""
@@ -177,25 +191,25 @@ def test_claims_of_many_tenants_wait_for_a_process_that_does_not_read_and_none_i
     ("note", "text", "told"),
     [
         (
-            "rejected",
+            Note.REJECTED,
             "h1:2379: permission denied",
             "refuses .* record: .* permission denied: give the user",
         ),
-        ("beat_unknown", "h1:2379: certificate has expired", "not answered in time: .* has expired: check ca"),
-        ("beat_unknown", "h1:2379: it did not answer", "not answered in time: h1:2379: it did not answer$"),
+        (Note.BEAT_UNKNOWN, "h1:2379: certificate has expired", "not answered in time: .* has expired: check ca"),
+        (Note.BEAT_UNKNOWN, "h1:2379: it did not answer", "not answered in time: h1:2379: it did not answer$"),
     ],
 )
-def test_health_tells_what_etcd_says_until_it_takes_a_beat(note: str, text: str, told: str) -> None:
+def test_health_tells_what_etcd_says_until_it_takes_a_beat(note: Note, text: str, told: str) -> None:
     settings = FleetSettings(etcd=("h1:2379",), node="node-0")
     frontend = FleetFrontend(
         settings, SandboxSettings(), LeaseTable([]), [], lambda _: None, Journal(), list, lambda _: None
     )
-    frontend._on_message({"op": "noted", "what": note, "text": text, "node": "", "name": ""}, [])
+    frontend._on_message(Noted(note, text), [])
     assert re.search(told, frontend.problem())
     refusal = frontend.refusal()
     assert refusal is not None
     assert re.search(told.removesuffix("$"), refusal.message)
-    frontend._on_message({"op": "noted", "what": "beat", "text": "", "node": "", "name": ""}, [])
+    frontend._on_message(Noted(Note.BEAT), [])
     assert text not in frontend.problem()
 
 
@@ -212,13 +226,10 @@ def test_claims_whose_answers_cross_their_drop_are_given_back() -> None:
         frontend.claim(ClaimWant("alpha", 5, "ann", 0), answers.append)()
         frontend.count(BytesWant("ann", 6, 100, 0), answers.append)()
         frontend.told.clear()
-        frontend._on_message({"op": "claimed", "number": 1, "name": "alpha", "epoch": 7}, [])
-        frontend._on_message({"op": "counted", "number": 2, "tenant": "ann", "lease_id": f"{6:032x}"}, [])
+        frontend._on_message(ClaimGiven(1, "alpha", 7), [])
+        frontend._on_message(QuotaGiven(2, "ann", f"{6:032x}"), [])
         assert answers == []
-        assert frontend.told == [
-            {"op": "ended", "name": "alpha", "epoch": 7},
-            {"op": "give_back", "tenant": "ann", "lease_id": f"{6:032x}"},
-        ]
+        assert frontend.told == [ClaimEnded("alpha", 7), QuotaEnded("ann", f"{6:032x}")]
 
     asyncio.run(story())
 
@@ -235,15 +246,28 @@ def test_an_answer_that_can_t_be_read_is_an_answer_and_values_that_can_t_be_are_
             frontend.claim(ClaimWant("alpha", 1, "ann", 0), answers.append)
         else:
             frontend.count(BytesWant("ann", 1, 5, 0), answers.append)
-        frontend._on_message(message | {"number": number, "text": "no"}, [])
+        frontend._process._take(message | {"number": number, "text": "no"}, [])
     assert [isinstance(answer, Failure) and "can't be read" in answer.message for answer in answers] == [True, True]
     assert frontend.problem() == ""
     for count, text in ((2, "2 values in etcd can't be read: /a"), (3, "3 values in etcd can't be read: /a"), (3, "")):
-        frontend._on_message({"op": "unreadable", "count": count, "text": text}, [])
+        frontend._on_message(RecordsUnreadable(count, text), [])
         assert (frontend.problem(), frontend.figures().unreadable) == (text, count)
     for text in ("the other nodes' clocks run 1.02 times as fast as this node's", ""):
-        frontend._on_message({"op": "noted", "what": "clock", "text": text, "node": "", "name": ""}, [])
+        frontend._on_message(Noted(Note.CLOCK, text), [])
         assert frontend.problem() == text
     frontend._on_end()
-    frontend._on_message({"op": "unreadable", "count": 1, "text": ""}, [])
+    frontend._on_message(RecordsUnreadable(1, ""), [])
     assert frontend.figures().unreadable == 4, "a process that follows counts from 0"
+
+
+def test_the_broker_handles_every_message_of_the_fleet_process() -> None:
+    async def story() -> None:
+        settings = FleetSettings(etcd=("127.0.0.1:1",), node="node-0")
+        table = LeaseTable([])
+        frontend = Telling(settings, SandboxSettings(), table, [], lambda _: None, Journal(), list, lambda _: None)
+        frontend.told = []
+        for message in FROM_FLEET.messages:
+            frontend._on_message(message, [])  # type: ignore[arg-type]
+        assert frontend.problem()
+
+    asyncio.run(story())

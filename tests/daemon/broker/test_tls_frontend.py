@@ -16,6 +16,7 @@ from gpulease.daemon.broker.tls_frontend import TlsFrontend
 from gpulease.daemon.host.ipc import close_all
 from gpulease.daemon.record.journal import Journal, KeptRelay
 from gpulease.daemon.remote.tls_settings import TlsSettings
+from helpers.process_messages import FROM_ACCEPTOR
 from helpers.waiting import PATIENCE_S, wait_until
 
 NOWHERE = Path("/nowhere")
@@ -52,7 +53,7 @@ class Rig:
             ours, theirs = socket.socketpair()
             self.peers.append(theirs)
             fds = [ours.detach()]
-        self.frontend._on_message(message, fds)
+        self.frontend._acceptor._take(message, fds)
         close_all(fds)
 
     def close(self) -> None:
@@ -102,6 +103,38 @@ def test_a_message_that_no_acceptor_sends_is_ignored(message: dict[str, Any]) ->
         await asyncio.sleep(0)
         assert not rig.frontend._tasks
         assert not rig.journal.told
+        rig.close()
+
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        runner.run(run())
+
+
+def test_the_broker_handles_every_message_of_the_acceptor() -> None:
+    async def run() -> None:
+        rig = Rig()
+        for message in FROM_ACCEPTOR.messages:
+            rig.frontend._on_message(message, [])  # type: ignore[arg-type]
+        assert not rig.frontend._tasks
+        rig.close()
+
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        runner.run(run())
+
+
+def test_a_peer_whose_arrival_can_t_be_handled_is_disconnected(relay: subprocess.Popen[bytes]) -> None:
+    """Otherwise the peer would wait for an answer to its HELLO from a daemon that has forgotten it."""
+
+    async def run() -> None:
+        rig = Rig()
+
+        def fail(relay: KeptRelay) -> None:
+            raise ZeroDivisionError
+
+        rig.journal.remember_relay = fail  # type: ignore[method-assign]
+        rig.receive(arrived(relay.pid), is_with_socket=True)
+        assert rig.peers[0].recv(1) == b""
+        rig.receive({"op": "left", "pid": relay.pid})
+        assert not rig.frontend._by_tenant
         rig.close()
 
     with asyncio.Runner(loop_factory=loop_factory()) as runner:

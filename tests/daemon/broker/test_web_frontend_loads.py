@@ -7,7 +7,7 @@ from typing import Any
 from gpulease.daemon.broker.web_frontend import LoadHistory
 from gpulease.daemon.contract.control_page import Counter
 from gpulease.daemon.gpus.source import CardLoad
-from gpulease.daemon.web.load_samples import MAX_SAMPLES
+from gpulease.daemon.web.load_samples import MAX_SAMPLES, CardLoads, LoadSample
 
 GIB = 1 << 30
 LEASES = [
@@ -24,7 +24,7 @@ class Node:
 
     def __init__(self) -> None:
         self.loads = {"GPU-a": CardLoad(50, 7 * GIB), "GPU-b": CardLoad()}
-        self.told: list[dict[str, Any]] = []
+        self.told: list[CardLoads] = []
         self.now_ns = 0
         table: Any = SimpleNamespace(
             cards=lambda: [SimpleNamespace(uuid=uuid) for uuid in self.loads], snapshots=lambda: LEASES
@@ -46,12 +46,12 @@ def test_a_sample_is_what_the_card_says_and_else_what_sessions_hold() -> None:
     node = Node()
     node.now_ns = 5
     asyncio.run(node.history.sample())
-    first = {"op": "loads", "card": "GPU-a", "samples": [[5, 50, 7 * GIB, 6 * GIB]]}
-    assert node.told == [first, {"op": "loads", "card": "GPU-b", "samples": [[5, None, 0, GIB]]}]
+    first = CardLoads("GPU-a", (LoadSample(5, 50, 7 * GIB, 6 * GIB),))
+    assert node.told == [first, CardLoads("GPU-b", (LoadSample(5, None, 0, GIB),))]
     node.loads["GPU-a"] = CardLoad(None, None)
     asyncio.run(node.history.sample())
-    assert node.told[2]["samples"] == [[5, None, 5 * GIB, 6 * GIB]], "no more than each has"
-    assert [len(message["samples"]) for message in node.history.messages()] == [2, 2]
+    assert node.told[2].samples == (LoadSample(5, None, 5 * GIB, 6 * GIB),), "no more than each has"
+    assert [len(message.samples) for message in node.history.messages()] == [2, 2]
 
 
 def test_an_hour_is_kept() -> None:
@@ -62,8 +62,8 @@ def test_an_hour_is_kept() -> None:
 
     node = Node()
     asyncio.run(play())
-    kept = next(iter(node.history.messages()))["samples"]
-    assert (len(kept), kept[0][0], kept[-1][0]) == (MAX_SAMPLES, 5, MAX_SAMPLES + 4)
+    kept = next(iter(node.history.messages())).samples
+    assert (len(kept), kept[0].at_ns, kept[-1].at_ns) == (MAX_SAMPLES, 5, MAX_SAMPLES + 4)
 
 
 def test_a_driver_that_hangs_leaves_a_gap_and_lets_the_daemon_stop() -> None:

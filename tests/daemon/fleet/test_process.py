@@ -6,30 +6,55 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import pytest
 
 from gpulease.daemon.contract.control_page import boot_ns
+from gpulease.daemon.contract.message_fields import Message, expect_message
+from gpulease.daemon.contract.messages import FROM_HELPER
 from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
 from gpulease.daemon.fleet.etcd.transactions import Outcome, Transaction
-from gpulease.daemon.fleet.live_claims import NOTHING_LIVES, Live, live_messages
+from gpulease.daemon.fleet.fleet_messages import FROM_FLEET, FleetStart, HorizonSet, StoreMeasured
+from gpulease.daemon.fleet.live_claims import parts_of
 from gpulease.daemon.fleet.machine_readings import MachineReadings
 from gpulease.daemon.fleet.process import FleetProcess
-from gpulease.daemon.fleet.records.fleet_records import read_inventory, read_node
-from gpulease.daemon.fleet.rules.fleet_events import Effect, Event, FleetTerms, QuotaWanted
+from gpulease.daemon.fleet.records.fleet_records import CardRecord, read_inventory, read_node
+from gpulease.daemon.fleet.rules.fleet_events import (
+    ClaimEnded,
+    ClaimGiven,
+    ClaimRefused,
+    ClaimWanted,
+    Effect,
+    EndClaimed,
+    Event,
+    FleetIdentity,
+    FleetTerms,
+    Joined,
+    KeepMark,
+    LiveClaims,
+    Mark,
+    MarkKept,
+    MoveHorizon,
+    QuotaWanted,
+    RecordChanged,
+    Why,
+)
 from gpulease.daemon.fleet.rules.member import Member
 from gpulease.daemon.host.ipc import ChannelClosed, channel_pair, receive_message, send_message
 from gpulease.daemon.sandbox.measures import SandboxSettings
+from gpulease.protocol.time_units import NS_PER_S
 from helpers.daemon import python_environment
 from helpers.etcd_cluster import EtcdCluster
+from helpers.process_messages import TO_FLEET
 from helpers.readable import readable
 from helpers.waiting import PATIENCE_S, wait_until
 
 HORIZON_S: Final = 5
-CARD: Final = ["GPU-1", "card", 1 << 30, 1 << 29, 2, False]
+CARD: Final = CardRecord("GPU-1", "card", 1 << 30, 1 << 29, 2, is_partition=False)
+M = TypeVar("M", bound=Message)
 
 
 class Broker:
@@ -44,39 +69,53 @@ class Broker:
             arguments = [str(theirs.fileno()), str(os.getpid()), SandboxSettings().to_text()]
             command = [sys.executable, "-P", "-m", "gpulease.daemon.fleet", *arguments]
             self.process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), env=python_environment())
-        identity = {"cluster_id": 0, "generation": "", "revision": 0}
-        start: dict[str, Any] = {"etcd": cluster.endpoints, "files": [], "node": node}
-        start |= {"horizon_s": HORIZON_S, "incarnation": 0, "identity": identity, "mark": {}, "timeout_s": 1.0}
-        start["history_s"] = history_s
-        send_message(self.channel, start)
-        self.record = {"op": "record", "addresses": ["tls:h:1"], "labels": {"zone": "a"}, "cards": [CARD]}
-        send_message(self.channel, self.record | {"is_draining": False, "version": "1"})
-        for message in live_messages(Live(live or {}, {})):
-            send_message(self.channel, message)
-        self.said: list[dict[str, Any]] = []
+        start = FleetStart(
+            etcd=tuple(cluster.endpoints),
+            files=(),
+            node=node,
+            horizon_s=HORIZON_S,
+            history_s=history_s,
+            timeout_s=1.0,
+            incarnation=0,
+            identity=FleetIdentity(),
+            mark=Mark(),
+        )
+        self.send(start)
+        self.send(RecordChanged(("tls:h:1",), {"zone": "a"}, (CARD,), is_draining=False, version="1"))
+        self.send_live(LiveClaims(live or {}))
+        self.said: list[Message] = []
 
-    def until(self, op: str) -> dict[str, Any]:
-        """The next message of that op; horizons before it are set, and marks are kept."""
+    def send(self, message: Message) -> None:
+        send_message(self.channel, message.to_map())
+
+    def send_live(self, live: LiveClaims) -> None:
+        for message in parts_of(live):
+            self.send(message)
+
+    def receive(self) -> Message:
+        return expect_message({**FROM_HELPER, **FROM_FLEET}, receive_message(self.channel)[0])
+
+    def until(self, kind: type[M]) -> M:
+        """The next message of that class; horizons before it are set, and marks are kept."""
         while True:
-            message, _ = receive_message(self.channel)
+            message = self.receive()
             self.said.append(message)
-            if message["op"] == "mark" != op:
-                send_message(self.channel, {"op": "mark_kept", "beat": message["mark"]["beat"]})
-            if message["op"] == "horizon":
-                send_message(self.channel, {"op": "horizon_set"})
-            if message["op"] == op:
+            if isinstance(message, KeepMark) and kind is not KeepMark:
+                self.send(MarkKept(message.mark.beat))
+            if isinstance(message, MoveHorizon):
+                self.send(HorizonSet())
+            if isinstance(message, kind):
                 return message
 
     def next_horizon(self) -> None:
         """Wait for the next horizon, and do not set it."""
-        while (message := receive_message(self.channel)[0])["op"] != "horizon":
-            if message["op"] == "mark":
-                send_message(self.channel, {"op": "mark_kept", "beat": message["mark"]["beat"]})
+        while not isinstance(message := self.receive(), MoveHorizon):
+            if isinstance(message, KeepMark):
+                self.send(MarkKept(message.mark.beat))
 
-    def claim(self, number: int, name: str, wait_ms: int = 60_000) -> None:
+    def claim(self, number: int, name: str, wait_s: float = 60) -> None:
         """Ask for a name. An etcd of a busy host answers late: who waits gets it all the same."""
-        message = {"op": "claim", "number": number, "name": name, "lease_id": f"{number:032x}", "tenant": "ann"}
-        send_message(self.channel, message | {"wait_ms": wait_ms})
+        self.send(ClaimWanted(number, name, f"{number:032x}", "ann", boot_ns() + int(wait_s * NS_PER_S)))
 
     def end(self) -> None:
         """Go away, which ends the process."""
@@ -104,7 +143,7 @@ def test_it_takes_etcd_s_history_away(cluster: EtcdCluster) -> None:
     try:
 
         def is_gone() -> bool:
-            broker.until("horizon")
+            broker.until(MoveHorizon)
             read = cluster.try_control("get", f"--rev={found['header']['revision']}", "/old")
             return "has been compacted" in read.stderr + read.stdout
 
@@ -115,32 +154,32 @@ def test_it_takes_etcd_s_history_away(cluster: EtcdCluster) -> None:
 
 
 def test_it_tells_the_size_of_etcd_s_largest_database(cluster: EtcdCluster, broker: Broker) -> None:
-    store = broker.until("store")
-    assert (store["endpoint"], store["size_bytes"] > 0) == (cluster.members[0].endpoint, True)
+    store = broker.until(StoreMeasured).store
+    assert (store.endpoint, store.size_bytes > 0) == (cluster.members[0].endpoint, True)
 
 
 def test_it_joins_beats_and_claims(cluster: EtcdCluster, broker: Broker) -> None:
     began_ns = boot_ns()
-    assert broker.until("joined")["identity"]["cluster_id"] != 0
-    first = broker.until("horizon")
-    assert began_ns < first["boot_ns"] < boot_ns() + HORIZON_S * 10**9
+    assert broker.until(Joined).identity.cluster_id != 0
+    first = broker.until(MoveHorizon)
+    assert began_ns < first.horizon_ns < boot_ns() + HORIZON_S * 10**9
     found = cluster.control("get", "/gpulease/v1/inventories/node-0", "--print-value-only")
     record = readable(read_inventory(found.encode()))
     assert (record.addresses, record.labels, record.cards[0].uuid) == (("tls:h:1",), {"zone": "a"}, "GPU-1")
-    assert broker.until("horizon")["boot_ns"] > first["boot_ns"]
+    assert broker.until(MoveHorizon).horizon_ns > first.horizon_ns
     broker.claim(1, "model-a")
-    claimed = broker.until("claimed")
-    assert (claimed["number"], claimed["epoch"] > 0) == (1, True)
-    broker.claim(2, "model-a", wait_ms=0)
-    assert broker.until("refused")["why"] == "taken"
-    send_message(broker.channel, {"op": "ended", "name": "model-a", "epoch": claimed["epoch"]})
+    claimed = broker.until(ClaimGiven)
+    assert (claimed.request, claimed.epoch > 0) == (1, True)
+    broker.claim(2, "model-a", wait_s=0)
+    assert broker.until(ClaimRefused).why is Why.TAKEN
+    broker.send(ClaimEnded("model-a", claimed.epoch))
     broker.claim(3, "model-a")
-    assert broker.until("claimed")["epoch"] > claimed["epoch"]
+    assert broker.until(ClaimGiven).epoch > claimed.epoch
 
 
 def test_it_does_not_beat_for_a_broker_that_hangs(cluster: EtcdCluster, broker: Broker) -> None:
     """The second horizon is not set, so no third comes, and the node's record stays as it is."""
-    broker.until("horizon")
+    broker.until(MoveHorizon)
     broker.next_horizon()
     asked = ("get", "/gpulease/v1/nodes/node-0", "--print-value-only")
     before = cluster.control(*asked)
@@ -149,27 +188,26 @@ def test_it_does_not_beat_for_a_broker_that_hangs(cluster: EtcdCluster, broker: 
         broker.next_horizon()
     assert cluster.control(*asked) == before
     broker.channel.settimeout(PATIENCE_S)
-    send_message(broker.channel, {"op": "horizon_set"})
-    broker.until("horizon")
+    broker.send(HorizonSet())
+    broker.until(MoveHorizon)
 
 
 def test_it_beats_once_the_journal_has_the_mark(cluster: EtcdCluster, broker: Broker) -> None:
     """A journal that does not answer is asked again, and what it answers late is no answer to that."""
-    beats = [broker.until("mark")["mark"]["beat"] for _ in range(2)]
+    beats = [broker.until(KeepMark).mark.beat for _ in range(2)]
     asked = ("get", "/gpulease/v1/nodes/node-0", "--print-value-only")
     assert readable(read_node(cluster.control(*asked).encode())).beat < beats[0] < beats[1]
-    send_message(broker.channel, {"op": "mark_kept", "beat": beats[0]})
-    broker.until("horizon")
+    broker.send(MarkKept(beats[0]))
+    broker.until(MoveHorizon)
     assert readable(read_node(cluster.control(*asked).encode())).beat > beats[1]
 
 
 def test_leases_of_a_node_that_the_fleet_gave_up_end(cluster: EtcdCluster) -> None:
     """The node has leases, and no membership that it could go on with."""
     broker = Broker(cluster, live={"model-a": 5})
-    broker.until("lost")
-    for message in live_messages(NOTHING_LIVES):
-        send_message(broker.channel, message)
-    broker.until("horizon")
+    broker.until(EndClaimed)
+    broker.send_live(LiveClaims())
+    broker.until(MoveHorizon)
     broker.end()
 
 
@@ -201,12 +239,11 @@ def test_no_fault_leaves_a_request_without_an_answer() -> None:
         readings = MachineReadings()
         try:
             running = asyncio.ensure_future(FleetProcess(member, client, theirs, lambda *_: None, readings).run())
-            for message in live_messages(NOTHING_LIVES):
-                send_message(ours, message)
-            claim = {"op": "claim", "number": 1, "name": "m", "lease_id": "0" * 32, "tenant": "ann", "wait_ms": 0}
-            send_message(ours, claim)
+            for message in parts_of(LiveClaims()):
+                send_message(ours, message.to_map())
+            send_message(ours, ClaimWanted(1, "m", "0" * 32, "ann").to_map())
             send_message(ours, {"op": "claim", "number": 2})
-            send_message(ours, {"op": "count", "number": 3, "wait_ms": "soon"})
+            send_message(ours, {"op": "count", "number": 3, "wait_until_ns": "soon"})
 
             def is_answered() -> bool:
                 texts = [message.get("text", "") for message in heard]
@@ -219,8 +256,7 @@ def test_no_fault_leaves_a_request_without_an_answer() -> None:
                         heard.append(receive_message(ours)[0])
                     assert not running.done(), "it goes on after those"
                     await asyncio.sleep(0.001)
-            wanted = {"op": "count", "number": 4, "tenant": "ann", "lease_id": "0" * 32, "size_bytes": 1, "wait_ms": 0}
-            send_message(ours, wanted)
+            send_message(ours, QuotaWanted(4, "ann", 1, "0" * 32).to_map())
             async with asyncio.timeout(PATIENCE_S):
                 await running
         finally:
@@ -232,3 +268,26 @@ def test_no_fault_leaves_a_request_without_an_answer() -> None:
     asyncio.run(play())
     answers = {message["number"]: (message["op"], message["why"]) for message in heard if "number" in message}
     assert answers == {1: ("refused", "isolated"), 2: ("refused", "rejected"), 3: ("not_counted", "rejected")}
+
+
+def test_the_process_handles_every_message_of_the_broker() -> None:
+    async def play() -> None:
+        ours, theirs = channel_pair()
+        ours.setblocking(False)
+        client = EtcdClient(EtcdSettings(("127.0.0.1:1",)))
+        readings = MachineReadings()
+        files: list[Sequence[str]] = []
+        try:
+            member = Member("node-0", FleetTerms(HORIZON_S), instance="n")
+            process = FleetProcess(member, client, theirs, lambda names, _: files.append(names), readings)
+            for message in TO_FLEET.messages:
+                process._take(message, [])  # type: ignore[arg-type]
+            assert not process._ended.is_set()
+            assert (files, receive_message(ours)[0]) == ([("ca",)], {"op": "pong"})
+        finally:
+            await client.close()
+            readings.close()
+            ours.close()
+            theirs.close()
+
+    asyncio.run(play())

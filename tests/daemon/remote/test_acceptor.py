@@ -4,15 +4,21 @@ from typing import Any
 
 import pytest
 
-from gpulease.daemon.remote.acceptor import Holder, _holder_of
-from gpulease.daemon.remote.node_identity import MAX_NAME_BYTES, MAX_NAMES, MAX_SERIAL_CHARS
+from gpulease.daemon.contract.message_fields import MalformedMessage, expect_message
+from gpulease.daemon.remote.remote_messages import (
+    FROM_RELAY,
+    MAX_NAME_BYTES,
+    MAX_NAMES,
+    MAX_SERIAL_CHARS,
+    PeerVerified,
+)
 
 NAME = "URI:gpulease:tenant:ann"
 SAID: dict[str, Any] = {"op": "verified", "names": [NAME], "serial": "1F"}
 
 
 def test_whom_a_relay_speaks_of() -> None:
-    assert _holder_of(SAID) == Holder((NAME,), 0x1F)
+    assert expect_message(FROM_RELAY, SAID) == PeerVerified((NAME,), "1F")
 
 
 @pytest.mark.parametrize(
@@ -26,7 +32,10 @@ def test_whom_a_relay_speaks_of() -> None:
         {"serial": 31},
         {"serial": "snail"},
         {"serial": "1" * (MAX_SERIAL_CHARS + 1)},
+        {"serial": "0x1F"},
+        {"serial": ""},
     ],
 )
 def test_what_no_relay_says(said: dict[str, Any]) -> None:
-    assert _holder_of(SAID | said) is None
+    with pytest.raises(MalformedMessage):
+        expect_message(FROM_RELAY, SAID | said)

@@ -21,7 +21,7 @@ from gpulease.daemon.leases import Denied, RevokeDone
 from gpulease.daemon.leases.denials import invalid
 from gpulease.daemon.log.writer import ATTRIBUTE
 from gpulease.daemon.web.app import MAX_STREAMS, SCRIPTS
-from gpulease.daemon.web.load_samples import LoadSample, message_of
+from gpulease.daemon.web.load_samples import CardLoads, LoadSample
 from gpulease.daemon.workers.helper_process import ordinary_timeouts
 from gpulease.protocol.opcodes import Phase, RevokeOutcome
 from helpers.waiting import wait_until
@@ -181,6 +181,15 @@ def test_an_operator_revokes(rig: WebRig, scene: Scene) -> None:
     assert (done.status_code, done.text) == (409, "It makes no sense. Ask otherwise.")
 
 
+def test_an_action_that_fails_is_answered_at_once(rig: WebRig, scene: Scene) -> None:
+    def fail(lease_id: int, reason: str, on_outcome: object) -> None:
+        raise ZeroDivisionError
+
+    scene.revoke = fail  # type: ignore[method-assign]
+    done = deleted(rig)
+    assert (done.status_code, "failed at this request" in done.text) == (500, True)
+
+
 @pytest.mark.exhaustive
 def test_nobody_else_does(rig: WebRig, scene: Scene) -> None:
     for wrong in ({}, {"Authorization": "Bearer x"}, {"Authorization": f"Basic {TOKEN}"}, {"Cookie": f"token={TOKEN}"}):
@@ -229,8 +238,16 @@ def test_the_cards_last_hour_is_told_and_outlives_the_process(rig: WebRig, scene
 
     now_ns = time.monotonic_ns()
     # As a sample that was taken while the process started, and then the history with it in it.
-    rig.tell_page(message_of(CARD, [LoadSample(now_ns, None, GIB, GIB)]))
-    scene.loads = [message_of(CARD, [LoadSample(now_ns - 10**9, 40, 2 * GIB, GIB), LoadSample(now_ns, None, GIB, GIB)])]
+    rig.tell_page(CardLoads(CARD, (LoadSample(now_ns, None, GIB, GIB),)))
+    scene.loads = [
+        CardLoads(
+            CARD,
+            (
+                LoadSample(now_ns - 10**9, 40, 2 * GIB, GIB),
+                LoadSample(now_ns, None, GIB, GIB),
+            ),
+        )
+    ]
     wait_until(lambda: known() == [[None], [GIB]], "the sample is told", seen=known)
     os.kill(rig.process_id, signal.SIGKILL)
     wait_until(lambda: known() == [[40, None], [2 * GIB, GIB]], "the next process knows all", seen=known)

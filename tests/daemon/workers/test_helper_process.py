@@ -9,17 +9,18 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from gpulease.daemon.broker.service import loop_factory
+from gpulease.daemon.contract.messages import Ready
 from gpulease.daemon.host.socket_activation import CannotListen
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import ATTRIBUTE
 from gpulease.daemon.workers.helper_process import ChildKind, ChildProcess, Timeouts, ordinary_timeouts
 from helpers.daemon import python_environment
 from helpers.processes import is_running, process_info
+from helpers.side_script import Die, Say, Talk
 from helpers.waiting import PATIENCE_S
 
 PATIENCE = replace(ordinary_timeouts(), restart_s=0.02, max_restart_s=0.1, beat_s=0.2, hung_after_s=2)
@@ -39,14 +40,18 @@ class Rig:
 
     def __init__(self, *ways: str, patience: Timeouts = PATIENCE) -> None:
         self.ways = list(ways)
-        self.heard: list[dict[str, Any]] = []
+        self.heard: list[str] = []
+        self.unhandled: list[int] = []
         self.ends = 0
-        self.process = ChildProcess(self._kind(), self._begin, self._take, self._on_end, patience)
+        self.process = ChildProcess(
+            self._kind(), self._begin, self._take, self._on_end, patience, self.unhandled.append
+        )
 
     def _kind(self) -> ChildKind:
         return ChildKind(
             name="the script",
             module="helpers.side_script",
+            sends={Say.OP: Say},
             broken="nothing can be written",
             died=LogEvent.WEB_DIED,
             hung=LogEvent.WEB_HUNG,
@@ -57,10 +62,12 @@ class Rig:
         )
 
     async def _begin(self) -> None:
-        await self.process.expect("ready")
+        await self.process.expect(Ready)
 
-    def _take(self, message: dict[str, Any], fds: list[int]) -> None:
-        self.heard.append(message)
+    def _take(self, message: Say, fds: list[int]) -> None:
+        if message.text == "a fault of the handler":
+            raise ZeroDivisionError
+        self.heard.append(message.text)
 
     def _on_end(self) -> None:
         self.ends += 1
@@ -147,12 +154,12 @@ def test_one_that_is_lost_is_replaced(way: str, event: str, reason: str, caplog:
         async with rig.running() as process:
             pid = process.pid
             if way == "serves":
-                process.send({"op": "die", "status": 7})
+                process.send(Die(7))
             await until(lambda: told(caplog)[-1:] == [("web.back", None)], "there is another one")
             assert process.pid != pid
             assert not is_running(pid)
-            process.send({"op": "hello"})
-            await until(lambda: {"op": "heard", "message": {"op": "hello"}} in rig.heard, "it serves")
+            process.send(Say("hello"))
+            await until(lambda: rig.heard == ["hello"], "it serves")
 
     run(main)
     assert told(caplog) == [(event, reason), ("web.back", None)]
@@ -165,7 +172,7 @@ def test_who_dies_again_and_again_is_started_later_each_time(caplog: pytest.LogC
 
     async def main() -> None:
         async with rig.running() as process:
-            process.send({"op": "die", "status": 7})
+            process.send(Die(7))
             await until(lambda: told(caplog)[-1:] == [("web.back", None)], "there is another one")
             restarts.append(process._restarts)
 
@@ -180,16 +187,32 @@ def test_what_is_for_one_does_not_come_to_the_next(caplog: pytest.LogCaptureFixt
     async def main() -> None:
         async with rig.running() as process:
             say = process.to_this_one()
-            say({"op": "first"})
+            say(Say("first"))
             await until(lambda: rig.heard, "it is heard")
-            process.send({"op": "die", "status": 0})
+            process.send(Die(0))
             await until(lambda: told(caplog)[-1:] == [("web.back", None)], "there is another one")
-            say({"op": "late"})
-            process.send({"op": "last"})
+            say(Say("late"))
+            process.send(Say("last"))
             await until(lambda: len(rig.heard) == 2, "it is heard")
 
     run(main)
-    assert [heard["message"]["op"] for heard in rig.heard] == ["first", "last"]
+    assert rig.heard == ["first", "last"]
+
+
+def test_messages_that_can_t_be_read_or_handled_are_answered_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig("serves")
+
+    async def main() -> None:
+        async with rig.running() as process:
+            process.send(Talk())
+            process.send(Say("a fault of the handler", 14))
+            process.send(Say("hello"))
+            await until(lambda: rig.heard == ["hello"], "it serves")
+
+    run(main)
+    assert rig.unhandled == [11, 12, 13, 14]
+    faults = [getattr(record, ATTRIBUTE)[1] for record in caplog.records]
+    assert ["tomorrow's: the op must be one of" in fault["doing"] for fault in faults] == [True], "one line a second"
 
 
 def stop_everything(pid: int) -> None:
@@ -208,7 +231,7 @@ def test_a_healthy_one_is_not_killed_for_the_brokers_own_stops(caplog: pytest.Lo
             pid = process.pid
             stop_everything(pid)
             for times in range(1, 4):
-                process.send({"op": "hello"})
+                process.send(Say("hello"))
                 await until(lambda wanted=times: len(rig.heard) == wanted, "it answers")  # type: ignore[misc]
                 await asyncio.sleep(PATIENCE.beat_s)
             assert process.pid == pid

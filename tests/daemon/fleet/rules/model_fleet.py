@@ -1,8 +1,8 @@
 """A fleet in virtual time: members, their brokers, a store, and a network that delays and loses.
 
 A judge outside watches the true time: whether a name ever lives on two nodes, whether epochs rise, and whether every
-grant follows an answer. A lease lives at its node from Claimed until EndClaimed, its end, or its node's horizon by the
-true time, whatever is paused or dead there.
+grant follows an answer. A lease lives at its node from ClaimGiven until EndClaimed, its end, or its node's horizon by
+the true time, whatever is paused or dead there.
 """
 
 from collections.abc import Callable
@@ -38,8 +38,8 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     Answered,
     ArmTimer,
     Ask,
-    Claimed,
     ClaimEnded,
+    ClaimGiven,
     ClaimRefused,
     ClaimWanted,
     Effect,
@@ -167,7 +167,7 @@ class TrustingMember:
             return [Ask(number, Transaction((CreateRevisionIs(key, 0),), (Put(key, self.node_id.encode()),)))]
         wanted = self.asked.pop(event.number, None) if isinstance(event, Answered) else None
         if wanted and isinstance(event, Answered) and isinstance(event.outcome, Answer) and event.outcome.succeeded:
-            return [Claimed(wanted.request, wanted.name, event.outcome.revision)]
+            return [ClaimGiven(wanted.request, wanted.name, event.outcome.revision)]
         return []
 
 
@@ -378,7 +378,7 @@ class Fleet:
                     if not lease.is_forgotten:
                         self.end(node, lease)
                 self.say_when_all_ended(node)
-            case Claimed(request, name, epoch):
+            case ClaimGiven(request, name, epoch):
                 assert request not in node.answers
                 node.answers[request] = effect
                 self.grant(node, name, epoch, event)

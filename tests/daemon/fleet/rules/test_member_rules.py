@@ -29,8 +29,8 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     NO_MARK,
     Answered,
     ClaimDropped,
-    Claimed,
     ClaimEnded,
+    ClaimGiven,
     ClaimRefused,
     Compact,
     EndClaimed,
@@ -69,7 +69,7 @@ def etcd() -> ModelEtcd:
 
 def restarted(first: Host, joined: Joined) -> Host:
     """A daemon that comes after another one, and knows what it knew; the claimed lease lives."""
-    (claimed,) = first.take(Claimed)
+    (claimed,) = first.take(ClaimGiven)
     kept: dict[str, Any] = {"incarnation": joined.incarnation, "identity": joined.identity, "mark": first.kept[-1]}
     host = Host(first.etcd, now=first.now + 5 * S, run=2, **kept)
     return host.begin({"m": claimed.epoch})
@@ -263,7 +263,7 @@ def test_a_daemon_that_forgot_its_incarnation_ends_its_claims_first(etcd: ModelE
 def test_a_twin_stays_out_while_the_first_beats(etcd: ModelEtcd) -> None:
     host = Host(etcd).begin()
     host.ask_for()
-    epoch = host.take(Claimed)[0].epoch
+    epoch = host.take(ClaimGiven)[0].epoch
     twin = Host(etcd, run=2).begin()
     together(60, host, twin)
     assert (twin.take(Joined), host.take(EndClaimed)) == ([], [])
@@ -277,7 +277,7 @@ def test_a_twin_stays_out_while_the_first_beats(etcd: ModelEtcd) -> None:
 def test_a_node_that_lost_its_journal_waits_until_its_leases_of_before_are_over(etcd: ModelEtcd) -> None:
     first = Host(etcd).begin()
     first.ask_for()
-    epoch = first.take(Claimed)[0].epoch
+    epoch = first.take(ClaimGiven)[0].epoch
     # Nobody knows that its lease lives, until its horizon.
     horizon = first.take(MoveHorizon)[-1].horizon_ns
     host = Host(etcd, now=first.now, run=2).begin()
@@ -286,7 +286,7 @@ def test_a_node_that_lost_its_journal_waits_until_its_leases_of_before_are_over(
     assert host.take(Joined) == []
     host.run(1.2)
     assert host.take(Joined)[-1].incarnation == etcd.keys[node_key("a")].create_revision
-    while not (claimed := host.take(Claimed)):
+    while not (claimed := host.take(ClaimGiven)):
         assert name_key("m") not in etcd.keys or etcd.keys[name_key("m")].mod_revision == epoch
         host.run(0.1)
     assert host.now > horizon
@@ -331,7 +331,7 @@ def test_an_answer_that_comes_after_the_loss_frees_no_name_of_the_next_daemon(et
     etcd.delete(node_key("a"))
     twin = Host(etcd, now=host.now, run=2).begin()
     twin.ask_for()
-    (claimed,) = twin.take(Claimed)
+    (claimed,) = twin.take(ClaimGiven)
     host.run(6)
     assert len(host.take(EndClaimed)) == 1
     host.send(Answered(held_up.number, etcd.do(held_up.transaction)))
@@ -359,7 +359,7 @@ def test_a_copied_journal_lags_behind_and_its_daemon_waits(etcd: ModelEtcd) -> N
     """The first beats on; the copy's daemon deletes none of its claims, and never shares its membership."""
     host = Host(etcd).begin()
     host.ask_for()
-    (claimed,) = host.take(Claimed)
+    (claimed,) = host.take(ClaimGiven)
     left = host.left()
     host.run(6)
     twin = Host(etcd, now=host.now, run=2, **left).begin()
@@ -377,7 +377,7 @@ def test_a_copy_that_was_made_since_the_last_beat_ends_the_first_and_frees_nothi
     host = Host(etcd).begin()
     host.ask_for()
     horizon = host.take(MoveHorizon)[-1].horizon_ns
-    (claimed,) = host.take(Claimed)
+    (claimed,) = host.take(ClaimGiven)
     host.is_cut = is_cut
     twin = Host(etcd, now=host.now, run=2, **host.left()).begin()
     assert len(twin.take(Joined)) == 1
@@ -407,7 +407,7 @@ def test_a_first_that_a_copy_has_followed_does_not_go_on_after_a_restart(etcd: M
 def test_the_end_of_a_lease_that_only_a_copy_tells_of_frees_no_name(etcd: ModelEtcd) -> None:
     host = Host(etcd).begin()
     host.ask_for()
-    (claimed,) = host.take(Claimed)
+    (claimed,) = host.take(ClaimGiven)
     twin = Host(etcd, now=host.now, run=2).begin({"m": claimed.epoch})
     twin.send(ClaimEnded("m", claimed.epoch))
     twin.send(LiveClaims())
@@ -422,10 +422,10 @@ def test_what_a_journal_has_lost_since_the_last_beat_may_live_until_the_horizon(
     horizon = host.take(MoveHorizon)[-1].horizon_ns
     again = Host(etcd, now=host.now, run=2, **left).begin()
     again.want(wait_s=100)
-    while not (claimed := again.take(Claimed)):
+    while not (claimed := again.take(ClaimGiven)):
         again.run(1)
     assert again.now > horizon
-    assert claimed[0].epoch > host.take(Claimed)[0].epoch
+    assert claimed[0].epoch > host.take(ClaimGiven)[0].epoch
 
 
 def test_each_beat_waits_for_its_mark(etcd: ModelEtcd) -> None:
@@ -479,7 +479,7 @@ def test_a_living_lease_s_epoch_shows_that_the_store_went_back(etcd: ModelEtcd) 
     host = Host(etcd).begin()
     backup = etcd.copy()
     host.ask_for()
-    epoch = host.take(Claimed)[0].epoch
+    epoch = host.take(ClaimGiven)[0].epoch
     host = Host(backup, now=host.now, run=2, **host.left()).begin({"m": epoch})
     assert [end.reason for end in host.take(EndClaimed)] == [Reason.RESTORED]
 
@@ -507,7 +507,7 @@ def test_a_store_that_went_back_is_refused_until_an_operator_renews_it(etcd: Mod
     assert UNSETTLED in refused.text
     host.run(T * 1.01 / S)
     host.ask_for(request=3)
-    assert len(host.take(Claimed)) == 1
+    assert len(host.take(ClaimGiven)) == 1
 
 
 def test_a_store_that_went_back_is_refused_though_its_revisions_were_raised(etcd: ModelEtcd) -> None:
@@ -536,7 +536,7 @@ def test_a_claim_in_a_store_that_went_back_gives_nothing_before_the_beat_shows_i
     backup.revision = etcd.revision + 1_000
     host.etcd = backup
     host.ask_for()
-    assert host.take(Claimed) == []
+    assert host.take(ClaimGiven) == []
     assert [end.reason for end in host.take(EndClaimed)] == [Reason.RESTORED]
 
 
@@ -557,7 +557,7 @@ def test_a_restored_store_s_names_wait_for_leases_that_it_does_not_know(etcd: Mo
     backup = etcd.copy()
     together(40, host, other)
     host.ask_for()
-    (claimed,) = host.take(Claimed)
+    (claimed,) = host.take(ClaimGiven)
     horizon = host.take(MoveHorizon)[-1].horizon_ns
     backup.revision = etcd.revision + 1_000 if is_raised else backup.revision
     backup.do(Transaction(writes=(Put(GENERATION, b"second"),)))
@@ -568,7 +568,7 @@ def test_a_restored_store_s_names_wait_for_leases_that_it_does_not_know(etcd: Mo
     other.settle()
     for node in (other, third):
         node.want(wait_s=100)
-    while not (given := [*other.take(Claimed), *third.take(Claimed)]):
+    while not (given := [*other.take(ClaimGiven), *third.take(ClaimGiven)]):
         together(1, other, third)
     assert third.now > horizon
     assert given[0].epoch > claimed.epoch
@@ -579,11 +579,11 @@ def test_a_claim_that_was_asked_before_the_generation_changed_fails(etcd: ModelE
     host.want()
     etcd.do(Transaction(writes=(Put(GENERATION, b"second"),)))
     host.settle()
-    assert host.take(Claimed) == []
+    assert host.take(ClaimGiven) == []
     assert host.claims() == ""
 
 
-def claimed_under_a_base_of_epochs(etcd: ModelEtcd) -> tuple[Host, Claimed]:
+def claimed_under_a_base_of_epochs(etcd: ModelEtcd) -> tuple[Host, ClaimGiven]:
     """Have a member claim under a renewed generation."""
     host = Host(etcd).begin()
     etcd.do(Transaction(writes=(Put(GENERATION, b"second"),)))
@@ -591,7 +591,7 @@ def claimed_under_a_base_of_epochs(etcd: ModelEtcd) -> tuple[Host, Claimed]:
     host.send(LiveClaims())
     host.ask_for(wait_s=100)
     host.run(40)
-    (claimed,) = host.take(Claimed)
+    (claimed,) = host.take(ClaimGiven)
     return host, claimed
 
 
@@ -612,12 +612,12 @@ def test_a_lost_or_foreign_record_of_epochs_is_written_anew_and_ends_nothing(
 ) -> None:
     host = Host(etcd).begin()
     host.ask_for()
-    (claimed,) = host.take(Claimed)
+    (claimed,) = host.take(ClaimGiven)
     etcd.do(Transaction(writes=(Delete(EPOCHS) if value is None else Put(EPOCHS, value),)))
     host.run(6)
     assert readable(read_epochs(etcd.keys[EPOCHS].value)).base == 0
     host.ask_for("other", request=2)
-    assert host.take(Claimed)[0].epoch > claimed.epoch
+    assert host.take(ClaimGiven)[0].epoch > claimed.epoch
     assert host.take(EndClaimed) == []
 
 
@@ -628,18 +628,18 @@ def test_a_node_that_joins_sets_no_base_of_epochs_in_place_of_one_that_it_can_t_
     etcd.do(Transaction(writes=(Put(EPOCHS, b"?"),)))
     other = Host(etcd, "b", now=host.now).begin()
     other.ask_for("other")
-    assert other.take(Claimed) == []
+    assert other.take(ClaimGiven) == []
     together(12, host, other)
     assert host.take(EndClaimed) == []
     other.ask_for("other")
-    assert other.take(Claimed)[0].epoch > claimed.epoch
+    assert other.take(ClaimGiven)[0].epoch > claimed.epoch
     etcd.do(Transaction(writes=(Put(EPOCHS, b"?"),)))
     third = Host(etcd, "c", now=host.now).begin()
     third.ask_for("third", wait_s=100)
     third.run(30)
-    assert third.take(Claimed) == []
+    assert third.take(ClaimGiven) == []
     third.run(6)
-    assert third.take(Claimed)[0].epoch > EPOCH_GAP
+    assert third.take(ClaimGiven)[0].epoch > EPOCH_GAP
 
 
 def test_epochs_are_raised_above_what_any_node_knows_of(etcd: ModelEtcd) -> None:
@@ -647,7 +647,7 @@ def test_epochs_are_raised_above_what_any_node_knows_of(etcd: ModelEtcd) -> None
     together(12, host, other)
     assert [end.reason for end in host.take(EndClaimed)] == [Reason.RENEWED]
     other.ask_for()
-    assert other.take(Claimed)[0].epoch > 10**12
+    assert other.take(ClaimGiven)[0].epoch > 10**12
 
 
 def test_another_cluster_is_refused(etcd: ModelEtcd) -> None:
@@ -664,7 +664,7 @@ def test_a_claim_s_answer_from_an_earlier_state_grants_nothing(etcd: ModelEtcd) 
     (ask,) = host.asked
     backup.keys[node_key("a")] = etcd.keys[node_key("a")]
     host.send(Answered(ask.number, backup.do(ask.transaction)))
-    assert host.take(Claimed) == []
+    assert host.take(ClaimGiven) == []
     assert [end.reason for end in host.take(EndClaimed)] == [Reason.RESTORED]
 
 
@@ -750,7 +750,7 @@ def test_a_daemon_that_comes_back_to_another_horizon_ends_its_claims(etcd: Model
 def test_a_claim_s_epoch_is_its_revision(etcd: ModelEtcd) -> None:
     host = Host(etcd).begin()
     host.ask_for()
-    assert host.take(Claimed) == [Claimed(1, "m", etcd.keys[name_key("m")].mod_revision)]
+    assert host.take(ClaimGiven) == [ClaimGiven(1, "m", etcd.keys[name_key("m")].mod_revision)]
     assert etcd.keys[held_key("a", "m")].mod_revision == etcd.revision
 
 
@@ -761,9 +761,9 @@ def test_nothing_is_granted_on_an_unknown_claim_until_it_is_read_back(etcd: Mode
     host.asked.clear()
     epoch = etcd.do(ask.transaction).revision
     host.send(Answered(ask.number, Unknown("timeout")))
-    assert host.take(Claimed) == []
+    assert host.take(ClaimGiven) == []
     host.run(1)
-    assert host.take(Claimed) == [Claimed(1, "m", epoch)]
+    assert host.take(ClaimGiven) == [ClaimGiven(1, "m", epoch)]
 
 
 def test_an_unknown_claim_that_nobody_waits_for_is_deleted(etcd: ModelEtcd) -> None:
@@ -777,7 +777,7 @@ def test_an_unknown_claim_that_nobody_waits_for_is_deleted(etcd: ModelEtcd) -> N
     assert host.claims() == "a"
     host.run(6)
     assert host.claims() == ""
-    assert host.take(Claimed) == []
+    assert host.take(ClaimGiven) == []
 
 
 def test_a_claim_made_after_its_tenant_left_is_deleted(etcd: ModelEtcd) -> None:
@@ -786,7 +786,7 @@ def test_a_claim_made_after_its_tenant_left_is_deleted(etcd: ModelEtcd) -> None:
     host.send(ClaimDropped(1))
     host.settle()
     assert host.claims() == ""
-    assert host.take(Claimed) == []
+    assert host.take(ClaimGiven) == []
     assert host.take(ClaimRefused) == []
 
 
@@ -795,7 +795,7 @@ def test_a_cut_off_member_grants_nothing_after_its_horizon(etcd: ModelEtcd) -> N
     host.want()
     host.now += T
     host.settle()
-    assert host.take(Claimed) == []
+    assert host.take(ClaimGiven) == []
     assert [refused.why for refused in host.take(ClaimRefused)] == [Why.ISOLATED]
 
 
@@ -814,12 +814,12 @@ def test_a_name_is_given_to_who_waits_when_its_lease_has_ended(etcd: ModelEtcd) 
     one.ask_for()
     other.ask_for(wait_s=20)
     other.run(3)
-    assert other.take(Claimed) == []
+    assert other.take(ClaimGiven) == []
     assert other.take(ClaimRefused) == []
-    one.send(ClaimEnded("m", one.take(Claimed)[0].epoch))
+    one.send(ClaimEnded("m", one.take(ClaimGiven)[0].epoch))
     one.settle()
     other.run(3)
-    assert len(other.take(Claimed)) == 1
+    assert len(other.take(ClaimGiven)) == 1
     assert other.claims() == "b"
 
 
@@ -850,7 +850,7 @@ def test_a_leftover_among_a_node_s_claims_is_deleted(etcd: ModelEtcd) -> None:
     host = Host(etcd).begin()
     host.ask_for()
     etcd.delete(name_key("m"))
-    host.send(ClaimEnded("m", host.take(Claimed)[0].epoch))
+    host.send(ClaimEnded("m", host.take(ClaimGiven)[0].epoch))
     host.settle()
     assert held_key("a", "m") not in etcd.keys
 
@@ -874,7 +874,7 @@ def seconds_until_claimed(names: list[str], waiting: list[Host], since: int) -> 
     while free < set(names):
         together(0.1, *waiting)
         for host in waiting:
-            free |= {claimed.name for claimed in host.take(Claimed)}
+            free |= {claimed.name for claimed in host.take(ClaimGiven)}
         assert waiting[0].now < since + 200 * S, f"of {names} came back: {free}"
     return (waiting[0].now - since) / S
 
@@ -916,7 +916,7 @@ def test_a_node_that_was_dead_for_long_gives_its_name_to_whoever_asks_first(etcd
     other.run(40)
     other.ask_for(wait_s=5)
     other.run(3)
-    assert [claimed.name for claimed in other.take(Claimed)] == ["m"]
+    assert [claimed.name for claimed in other.take(ClaimGiven)] == ["m"]
 
 
 def test_a_node_that_joined_lately_waits_as_if_the_silence_had_begun_then(etcd: ModelEtcd) -> None:
@@ -925,9 +925,9 @@ def test_a_node_that_joined_lately_waits_as_if_the_silence_had_begun_then(etcd: 
     other = Host(etcd, "b", now=dead.now + 500 * S).begin()
     other.ask_for(wait_s=100)
     other.run(30)
-    assert other.take(Claimed) == []
+    assert other.take(ClaimGiven) == []
     other.run(3)
-    assert [claimed.name for claimed in other.take(Claimed)] == ["m"]
+    assert [claimed.name for claimed in other.take(ClaimGiven)] == ["m"]
 
 
 def test_a_fence_s_mark_frees_all_names_of_the_node_at_every_node(etcd: ModelEtcd) -> None:
@@ -963,9 +963,9 @@ def test_a_record_that_somebody_removed_is_waited_for_from_then_on(etcd: ModelEt
     other.run(20)
     etcd.delete(node_key("a"))
     other.run(30)
-    assert other.take(Claimed) == []
+    assert other.take(ClaimGiven) == []
     other.run(3)
-    assert [claimed.name for claimed in other.take(Claimed)] == ["m"]
+    assert [claimed.name for claimed in other.take(ClaimGiven)] == ["m"]
 
 
 def test_a_living_node_is_not_fenced(etcd: ModelEtcd) -> None:
@@ -973,7 +973,7 @@ def test_a_living_node_is_not_fenced(etcd: ModelEtcd) -> None:
     one.ask_for()
     other.ask_for(wait_s=90)
     together(80, one, other)
-    assert other.take(Claimed) == []
+    assert other.take(ClaimGiven) == []
     assert one.take(EndClaimed) == []
 
 
@@ -1050,7 +1050,7 @@ def test_a_pause_while_claimed_leases_end_ends_them_once(etcd: ModelEtcd) -> Non
 def test_a_copied_machine_takes_its_record_for_the_other_copy_s(etcd: ModelEtcd) -> None:
     one = Host(etcd).begin()
     one.ask_for()
-    epochs = {"m": one.take(Claimed)[-1].epoch}
+    epochs = {"m": one.take(ClaimGiven)[-1].epoch}
     copy = Host(etcd, now=one.now, run=2, **one.left())
     copy.send(Started())
     copy.send(LiveClaims(epochs))
@@ -1141,7 +1141,7 @@ def test_a_name_of_a_dead_node_comes_free_though_forged_clocks_make_the_wait_lon
         if step == 200:
             assert horizon_and_wait_s(host)[1] > TERMS.horizon_s * 1.2
             host.ask_for(wait_s=100)
-    assert [claimed.name for claimed in host.take(Claimed)] == ["m"]
+    assert [claimed.name for claimed in host.take(ClaimGiven)] == ["m"]
 
 
 def test_a_slot_that_can_t_be_read_and_that_nobody_writes_is_taken(etcd: ModelEtcd) -> None:
@@ -1199,7 +1199,7 @@ def test_no_value_stops_a_member_or_an_answer(etcd: ModelEtcd, value: bytes) -> 
     assert shown[-1].count < 64, "a revision counts once"
     assert "values in etcd can't be read: /gpulease/v1/" in shown[-1].text
     host.ask_for("n", request=3)
-    assert [claimed.name for claimed in host.take(Claimed)] == ["n"]
+    assert [claimed.name for claimed in host.take(ClaimGiven)] == ["n"]
     etcd.delete(*keys[:3], *keys[3:4], *keys[5:])
     etcd.do(Transaction(writes=(Put(HORIZON, b"30"),)))
     host.run(120)
@@ -1278,7 +1278,7 @@ def test_foreign_values_in_slots_and_records_harm_nobody(etcd: ModelEtcd) -> Non
 def test_a_node_that_stops_deletes_what_has_ended_and_then_its_record(etcd: ModelEtcd) -> None:
     host = Host(etcd).begin()
     host.ask_for("m")
-    (claimed,) = host.take(Claimed)
+    (claimed,) = host.take(ClaimGiven)
     host.send(ClaimEnded("m", claimed.epoch))
     host.send(Stopping())
     assert host.take(Stopped) == []
