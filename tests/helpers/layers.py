@@ -110,7 +110,7 @@ ROOMS: Final = (
         "broker config contract drivers drivers/cuda fleet/directory fleet/etcd fleet/records fleet/rules gpus host"
         " leases log native record session workers zygote",
     ),
-    _room("daemon", HALL, "broker config gpus host log record supervisor workers"),
+    _room("daemon", HALL, "broker config host log supervisor"),
     _room("daemon/supervisor", HALL, "broker config host log"),
     _room(
         "daemon/broker",

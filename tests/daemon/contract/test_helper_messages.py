@@ -1,5 +1,6 @@
 """Messages between the broker and its helper processes: every one arrives whole, and nothing else is taken."""
 
+import re
 from contextlib import suppress
 from typing import Any
 
@@ -19,9 +20,12 @@ from gpulease.daemon.contract.messages import Ping, Pong, Ready
 from gpulease.daemon.fleet.rules.fleet_events import ClaimDropped, ClaimEnded, QuotaDropped
 from gpulease.daemon.web.web_messages import ClearFences
 from helpers.process_messages import DIRECTIONS, Direction
+from helpers.source_files import SOURCES, name_of
 
 MESSAGES = [(direction, message) for direction in DIRECTIONS.values() for message in direction.messages]
 CASES = [pytest.param(*case, id=f"{type(case[1]).__name__}-{number}") for number, case in enumerate(MESSAGES)]
+MAP = re.compile(r"\"op\": *[\"'f]")
+"""The beginning of a message that is written as a map."""
 PLAIN = st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats() | st.text() | st.binary()
 VALUES = PLAIN | st.lists(PLAIN) | st.dictionaries(st.text(), PLAIN)
 
@@ -85,6 +89,11 @@ def test_a_token_of_the_wrong_type_is_not_shown() -> None:
 )
 def test_the_request_of_a_message_that_can_t_be_read(received: dict[str, Any], number: int | None) -> None:
     assert request_of(received) == number
+
+
+def test_no_process_writes_a_message_as_a_map() -> None:
+    found = [name_of(path) for path in SOURCES if MAP.search(path.read_text(encoding="utf-8"))]
+    assert [name for name in found if name.startswith("daemon/")] == []
 
 
 def test_two_messages_of_one_op_are_refused() -> None:
