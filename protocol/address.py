@@ -5,8 +5,9 @@ fleet's address consists of those of its directories: `fleet:tls:HOST:PORT,tls:H
 """
 
 import errno
-from dataclasses import dataclass
 from typing import Final
+
+from gpulease.protocol.fast_dataclass import dataclass
 
 DEFAULT_ADDRESS: Final = "unix:/run/gpulease/gpuleased.sock"
 ADDRESS_VARIABLE: Final = "GPULEASE_ADDRESS"

@@ -14,7 +14,6 @@ take events with `next_event` until it returns None. Each `send_*` returns the b
 the way out. After a `StreamBroken` or `EndOfStream` event no further event comes.
 """
 
-from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Final
 
@@ -22,6 +21,7 @@ from gpulease.protocol.codec import build_body, parse_body, reply_body, request_
 from gpulease.protocol.connection_states import REPLIES, TRANSITIONS, State, Trigger
 from gpulease.protocol.errors import BodyError, FramingError, LocalProtocolError
 from gpulease.protocol.failures import Failure
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.framing import HEADER_BYTES, Frame, FrameReader, build_frame, build_header
 from gpulease.protocol.limits import MAX_IN_FLIGHT, RECEIVE_BUFFER_BYTES, RETAINED_BUFFER_BYTES
 from gpulease.protocol.messages import Body, ErrorBody, LeaseEvent, LeaseUnsubscribe, RegionEvent

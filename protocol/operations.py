@@ -7,7 +7,6 @@ error when this module is imported.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import Flag, auto
 from types import MappingProxyType
 from typing import Final
@@ -15,6 +14,7 @@ from typing import Final
 from gpulease.protocol import messages as m
 from gpulease.protocol.capabilities import ALL_PERMISSIONS, SESSION_PERMISSIONS, Permission
 from gpulease.protocol.connection_states import TRANSITIONS, State, Trigger
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.opcodes import Opcode, SessionOption, Status
 
 

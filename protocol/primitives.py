@@ -9,7 +9,7 @@ The constructs are the definition. Next to each is its `Plain` form, which the c
 
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from operator import attrgetter
 from typing import Any, Final
 
@@ -17,6 +17,7 @@ import construct as c
 import msgpack
 
 from gpulease.protocol import limits
+from gpulease.protocol.fast_dataclass import dataclass
 
 U8 = c.Int8ub
 U16 = c.Int16ub

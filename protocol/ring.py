@@ -30,11 +30,11 @@ unix(7)), in the order of `SharedMemory`. An option of another length counts as 
 import struct
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Final, Protocol, Self
 
 from gpulease.protocol.errors import FramingError
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.primitives import Tlv
 from gpulease.protocol.session_words import SESSION_WORDS_VERSION
 

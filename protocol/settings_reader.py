@@ -18,12 +18,13 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from functools import cache
 from typing import Annotated, Any, Final, TypeVar, get_args, get_origin
 
 from gpulease.protocol.did_you_mean import did_you_mean
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.foreign_text import shortened
 from gpulease.protocol.sizes import parse_size
 

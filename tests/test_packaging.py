@@ -91,9 +91,10 @@ def test_the_package_has_the_clients_names() -> None:
 
 def test_the_package_tells_its_version() -> None:
     try:
-        assert gpulease.__version__ == importlib.metadata.version("gpulease")
+        installed = importlib.metadata.version("gpulease")
     except importlib.metadata.PackageNotFoundError:
-        assert gpulease.__version__ == "0+unknown"
+        pytest.skip("run from a checkout that was not installed")
+    assert gpulease.__version__ == installed
 
 
 def test_the_license_is_shipped() -> None:

@@ -1,11 +1,12 @@
 """A token's claims, the request for one, the grant of one, and the reasons to refuse one."""
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 from typing import Final, Self
 
 from gpulease.protocol.capabilities import Permission
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.limits import AUDIENCE_BYTES
 from gpulease.protocol.time_units import NS_PER_MS
 

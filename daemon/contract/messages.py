@@ -202,7 +202,7 @@ class ZygoteIntroduction(Message):
     """A zygote introduces itself.
 
     Attributes:
-        build: Which code it runs, by `host.version.BUILD`; "" from a version that has only one build.
+        build: Which code it runs, by `host.version.own_build`; "" from a version that has only one build.
         handover: Its HANDOVER.
         sandbox: The sandbox settings of its workers, as on its command line.
         findings: The measures its workers are under.

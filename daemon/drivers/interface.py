@@ -13,8 +13,9 @@ the trap costs the context.
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
+
+from gpulease.protocol.fast_dataclass import dataclass
 
 if TYPE_CHECKING:
     from gpulease.daemon.sandbox.measures import Needs

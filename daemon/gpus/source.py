@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Set
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Final, Generic, Protocol, TypeVar
 
 from gpulease.daemon.host.cannot_start import CannotStart
@@ -13,6 +12,7 @@ from gpulease.daemon.leases import KeptCard
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.protocol.back_off import back_off_s
+from gpulease.protocol.fast_dataclass import dataclass
 
 T = TypeVar("T")
 

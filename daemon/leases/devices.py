@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
@@ -16,6 +15,7 @@ from gpulease.daemon.leases.model import (
     WarmState,
     contexts_to_drop,
 )
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.opcodes import Exclusivity
 
 GPU_PREFIX: Final = "gpu-"

@@ -4,7 +4,6 @@ Times are monotonic nanoseconds (CLOCK_MONOTONIC), which all processes of one bo
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from gpulease.daemon.leases.model import (
@@ -17,6 +16,7 @@ from gpulease.daemon.leases.model import (
     Region,
     RegionState,
 )
+from gpulease.protocol.fast_dataclass import dataclass
 
 
 class KeptLease(NamedTuple):

@@ -6,13 +6,14 @@ everything has ended but the proof that its memory is free.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from types import MappingProxyType
 from typing import Annotated, Any, Final
 
 from gpulease.daemon.leases import denials
 from gpulease.daemon.leases.denials import Denial, too_fast
 from gpulease.daemon.leases.model import ENDED_REGIONS, Cause, Lease, LeaseSnapshot, LeaseState, Region, RegionState
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.opcodes import Phase
 from gpulease.protocol.settings_reader import (
     BadSetting,

@@ -3,10 +3,11 @@
 import ctypes
 import json
 import os
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, Final
+
+from gpulease.protocol.fast_dataclass import dataclass
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 

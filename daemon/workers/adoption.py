@@ -10,7 +10,6 @@ import secrets
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from gpulease.daemon.contract.control_page import PageState, boot_ns
@@ -32,6 +31,7 @@ from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.workers.registry import Workers
 from gpulease.daemon.workers.revocation_word import cause_of
 from gpulease.daemon.workers.zygote_discovery import FoundWorker
+from gpulease.protocol.fast_dataclass import dataclass
 
 MAX_RENEWALS_AHEAD: Final = 1 << 20
 """Most renewals by which a page's generation may exceed the journal's: those not on the disk yet. No broker gets

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from typing import Any, Final
 
@@ -26,6 +26,7 @@ from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.rate_limit import LINE_EVERY_S, RateLimit
 from gpulease.daemon.log.writer import log_event
 from gpulease.protocol.back_off import back_off_s
+from gpulease.protocol.fast_dataclass import dataclass
 
 START_TIMEOUT_S: Final = 30.0
 """Longest time until a process serves. The web process imports an HTTP server, which takes seconds from a cold disk."""

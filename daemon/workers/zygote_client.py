@@ -34,7 +34,7 @@ from gpulease.daemon.host.cannot_start import CannotStart
 from gpulease.daemon.host.heap_wipe import WIPING_HEAP
 from gpulease.daemon.host.ipc import ChannelClosed, Outbox, channel_listener, channel_pair, close_all, receive_message
 from gpulease.daemon.host.processes import has_ended
-from gpulease.daemon.host.version import BUILD, VERSION
+from gpulease.daemon.host.version import VERSION, own_build
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.sandbox.measures import SandboxSettings
@@ -282,7 +282,7 @@ class Zygote:
         if found.answers_pings:
             self._heartbeat.begin()
         # Builds are compared, too: with versions alone, an upgrade would fix nothing while this zygote lives.
-        own = (VERSION, BUILD, self._driver, self._sandbox.to_text(), self._wipes_heap)
+        own = (VERSION, own_build(), self._driver, self._sandbox.to_text(), self._wipes_heap)
         return (found.version, found.build, found.driver, found.sandbox, found.wipes_heap) == own
 
     def stop(self) -> None:

@@ -97,7 +97,7 @@ class FoundZygote:
         sandbox: The sandbox settings of its workers, as on its command line.
         findings: The measures its workers are under.
         wipes_heap: Whether it and its workers overwrite memory that they free.
-        build: Which code it runs, by `host.version.BUILD`; "" if it does not report it.
+        build: Which code it runs, by `host.version.own_build`; "" if it does not report it.
         answers_pings: Whether it answers a Ping.
         pid: Its process id; 0 if it does not report it.
     """

@@ -46,7 +46,7 @@ from gpulease.daemon.host.ipc import ChannelClosed, Outbox, channel_listener, cl
 from gpulease.daemon.host.processes import die_with_parent, exit_text, set_name, survive_stderr
 from gpulease.daemon.host.unix_place import LOOK_S, file_at
 from gpulease.daemon.host.unsolicited_fds import interrupting_closes
-from gpulease.daemon.host.version import BUILD, VERSION
+from gpulease.daemon.host.version import VERSION, own_build
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import go_on_logging, log_event, stop_logging
 from gpulease.daemon.sandbox.measures import SandboxBroken, SandboxSettings
@@ -118,12 +118,14 @@ def _preload(driver_name: str, channel: socket.socket, sandbox: str, listener: s
     if len(os.listdir("/proc/self/task")) != 1:
         send_message(channel, Broken("a thread was started before the fork", "").to_map())
         return None
+    # Without a listener no other broker learns of this process.
+    build = own_build() if listener is not None else ""
     # What is alive now is alive in every worker: the collector must not touch its pages, which would copy them.
     gc.collect()
     gc.freeze()
     introduction = ZygoteIntroduction(
         version=VERSION,
-        build=BUILD,
+        build=build,
         handover=HANDOVER,
         pid=os.getpid(),
         driver=driver_name,

@@ -328,10 +328,15 @@ def test_a_daemon_that_can_not_start_leaves_sessions_alone(lasting: LastingDaemo
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["VERSION", "BUILD"])
-def test_another_version_goes_on_with_the_sessions_and_makes_its_own(lasting: LastingDaemon, name: str) -> None:
+@pytest.mark.parametrize(
+    "other", [{"workers.zygote_client:VERSION": "0.0.2"}, {"host.version:DIGEST_BYTES": 8}], ids=["version", "build"]
+)
+def test_another_version_goes_on_with_the_sessions_and_makes_its_own(
+    lasting: LastingDaemon, other: dict[str, object]
+) -> None:
+    faults = Faults(constants={f"gpulease.daemon.{name}": value for name, value in other.items()})
     with lasting.now.builder().acquire() as old, working(old) as work:
-        lasting.restart(Faults(constants={f"gpulease.daemon.workers.zygote_client:{name}": "0.0.2"}))
+        lasting.restart(faults)
         assert len(lasting.zygotes()) == 2
         with lasting.now.builder().acquire() as new, GpuSession(new) as session:
             check_main_job(session)

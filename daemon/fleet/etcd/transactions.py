@@ -5,8 +5,9 @@ rise. A key's create revision is that of the write that created it, its mod revi
 see an absent key as revision 0.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
+
+from gpulease.protocol.fast_dataclass import dataclass
 
 
 class KeyValue(NamedTuple):

@@ -12,7 +12,7 @@ import mmap
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,6 +31,7 @@ from gpulease.daemon.record.audit.records import (
     read_record,
     seal,
 )
+from gpulease.protocol.fast_dataclass import dataclass
 
 HEAD_NAME: Final = "head.json"
 FILE_MODE: Final = 0o600
