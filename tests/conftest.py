@@ -18,7 +18,7 @@ import hypothesis
 import pytest
 
 from gpulease.client import GpuSession
-from helpers.daemon import Daemon
+from helpers.daemon import Daemon, Faults
 from helpers.forms_met import FormsMet, is_whole
 from helpers.kernels import Neighbour
 from helpers.lasting import LastingDaemon
@@ -165,10 +165,10 @@ def pytest_collection() -> None:
 def pytest_collection_finish() -> None:
     """What is there by now stays to the end: the collections behind each test need not go through it again and again.
 
-    They look for what a test has left, and would take longer than most tests.
+    They look for what a test has left, and would take longer than most tests. To look through it once, before, would
+    take most of a second in each process of the run.
     """
     gc.enable()
-    gc.collect()
     gc.freeze()
 
 
@@ -241,14 +241,14 @@ def start_daemon() -> Iterator[Callable[..., Daemon]]:
 def start_lasting() -> Iterator[Callable[..., LastingDaemon]]:
     """Starts daemons with leases that outlive them.
 
-    Takes `LastingDaemon`'s arguments; the last of each must stop well.
+    Takes `LastingDaemon`'s arguments, and what is broken in the first; the last of each must stop well.
     """
     with ExitStack() as stack:
 
-        def start(**arguments: Any) -> LastingDaemon:
+        def start(*, faults: Faults | None = None, **arguments: Any) -> LastingDaemon:
             lasting = LastingDaemon(**arguments)
             stack.callback(lasting.stop)
-            lasting.start()
+            lasting.start(faults)
             return lasting
 
         yield start

@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -61,17 +62,22 @@ def file_of(module: str) -> str | None:
     return None
 
 
-def arrows() -> Iterator[tuple[str, Room]]:
-    """Yield each import of another room: the file, and that room."""
+@cache
+def arrows() -> list[tuple[str, Room]]:
+    """Return each import of another room: the file, and that room.
+
+    Not at import: every process of a run imports this file, and to read all sources takes seconds.
+    """
+    return sorted(set(_arrows()), key=lambda arrow: (arrow[0], arrow[1].name))
+
+
+def _arrows() -> Iterator[tuple[str, Room]]:
     for path in SOURCES:
         here = room_of(name_of(path))
         for module in imports_of(path):
             target = file_of(module) if module.startswith("gpulease.") else None
             if target is not None and (there := room_of(target)) != here:
                 yield name_of(path), there
-
-
-ARROWS = sorted(set(arrows()), key=lambda arrow: (arrow[0], arrow[1].name))
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -87,16 +93,16 @@ def test_parts_import_the_protocol_and_not_each_other(part: str) -> None:
 def test_a_room_imports_what_its_row_says() -> None:
     wrong = [
         f"{file} imports {room.name}"
-        for file, room in ARROWS
+        for file, room in arrows()
         if room.name not in {*room_of(file).imports, *DOORS.get(file, ()), "protocol"}
     ]
     assert wrong == []
 
 
 def test_a_row_says_what_its_room_imports() -> None:
-    used = {(room_of(file).name, room.name) for file, room in ARROWS if room.name not in DOORS.get(file, ())}
+    used = {(room_of(file).name, room.name) for file, room in arrows() if room.name not in DOORS.get(file, ())}
     unused = [f"{room.name}: {other}" for room in ROOMS for other in room.imports if (room.name, other) not in used]
-    through = {(file, room.name) for file, room in ARROWS}
+    through = {(file, room.name) for file, room in arrows()}
     unused += [f"{file}: {room}" for file, rooms in DOORS.items() for room in rooms if (file, room) not in through]
     assert unused == []
 

@@ -44,9 +44,7 @@ def folder(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture
 def lasting(folder: Path, start_lasting: StartLasting) -> LastingDaemon:
-    lasting = start_lasting()
-    lasting.restart(Faults(names_in=folder))
-    return lasting
+    return start_lasting(faults=Faults(names_in=folder))
 
 
 def named(daemon: Daemon, name: str = "model-a") -> GpuBuilder:

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -176,11 +177,11 @@ def test_a_client_that_lives_has_time_to_come_back_to_the_next_daemon(
 
 
 def test_a_daemon_that_is_killed_before_it_writes_the_end_down_tells_the_next_one_the_cause(
-    start_lasting: Callable[..., LastingDaemon],
+    start_lasting: Callable[..., LastingDaemon], tmp_path: Path
 ) -> None:
-    lasting = start_lasting()
-    hang = lasting.folder / "hang"
-    lease = lasting.restart(Faults(hang_syncs_while=hang)).builder().orphan_secs(0.2).acquire()
+    hang = tmp_path / "hang"
+    lasting = start_lasting(faults=Faults(hang_syncs_while=hang))
+    lease = lasting.now.builder().orphan_secs(0.2).acquire()
     hang.touch()
     lease._state.channel.close()
     wait_until(lambda: not lasting.has_worker(lease.lease_id), "it is orphaned")

@@ -25,48 +25,67 @@ def scene_in(lasting: LastingDaemon) -> Iterator[Scene]:
     lasting.check_idle()
 
 
-def restart(lasting: LastingDaemon, scene: Scene) -> None:
-    scene.daemon = lasting.restart()
+def test_what_is_with_a_lease_s_regions_in_the_next_daemon(lasting: LastingDaemon) -> None:
+    with scene_of(lasting.now) as scene:
+        freed, kept, ended, last = (scene.region() for _ in range(4))
+        regions = scene.session.region_set([freed])
+        freed.free()
+        scene.daemon.revoke(ended.lease_id)
+        before = scene.daemon.query(kept.lease_id)
 
-
-def test_a_region_goes_on_in_the_next_daemon(lasting: LastingDaemon) -> None:
-    with scene_in(lasting) as scene:
-        region = scene.region()
-        before = scene.daemon.query(region.lease_id)
-        restart(lasting, scene)
-        scene.double(region)
-        scene.check(region, 2)
-        after = scene.daemon.query(region.lease_id)
+        # Launches go on while no daemon is there, and in the next one.
+        lasting.kill()
+        scene.double(kept)
+        scene.check(kept, 2)
+        scene.daemon = lasting.start()
+        scene.double(kept)
+        scene.check(kept, 4)
+        after = scene.daemon.query(kept.lease_id)
         same = ("parent", "tenant", "size_bytes", "generation", "address", "slot", "number", "state")
         assert [after[name] for name in same] == [before[name] for name in same]
 
+        # What ended before the kill stays ended.
+        report = scene.daemon.query(ended.lease_id)
+        parent = scene.lease.lease_id_text
+        assert (report["state"], report["cause"], report["parent"]) == ("torndown", "revoked", parent)
+        with pytest.raises(RegionRevoked):
+            scene.double(ended)
 
-def test_launches_go_on_while_no_daemon_is_there(lasting: LastingDaemon) -> None:
-    with scene_in(lasting) as scene:
-        region = scene.region()
-        lasting.kill()
-        scene.double(region)
-        scene.check(region, 2)
-        scene.daemon = lasting.start()
-        scene.double(region)
-        scene.check(region, 4)
+        # The next region of a slot is none that had it before the kill.
+        scene.lease.query()  # a connection to the next daemon, which a request that opens something does not make
+        later = scene.region()
+        assert scene.daemon.query(later.lease_id)["slot"] == 0
+        with pytest.raises(RegionFailed):
+            scene.double_in(regions, later)
+        scene.double(later)
+        scene.check(later, 2)
+
+        # The next daemon ends regions as the last one did, and then the slice is whole.
+        scene.daemon.revoke(last.lease_id)
+        scene.wait_until_returned(last)
+        with pytest.raises(RegionRevoked):
+            scene.double(last)
+        scene.double(kept)
+        kept.free()
+        with scene.lease.region(SLICE_BYTES - REGION_BYTES):
+            pass
+    # So does the lease's end.
+    wait_until(lambda: lasting.now.query(later.lease_id)["state"] == "torndown", "the region is returned")
+    lasting.check_idle()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("end", "error"),
-    [
-        (lambda scene, region: scene.daemon.revoke(region.lease_id), RegionRevoked),
-        pytest.param(lambda scene, region: region.free(), RegionFreed, marks=pytest.mark.exhaustive),
-        pytest.param(lambda scene, region: region.renew(60), None, marks=pytest.mark.exhaustive),
-    ],
-    ids=["revoke", "free", "renew"],
+    [(lambda scene, region: region.free(), RegionFreed), (lambda scene, region: region.renew(60), None)],
+    ids=["free", "renew"],
 )
 def test_the_next_daemon_is_asked_as_the_last_one_was(
     lasting: LastingDaemon, end: Callable[[Scene, object], None], error: type[RegionFailed] | None
 ) -> None:
     with scene_in(lasting) as scene:
         region, other = scene.region(), scene.region()
-        restart(lasting, scene)
+        scene.daemon = lasting.restart()
         end(scene, region)
         if error is None:
             scene.double(region)
@@ -95,50 +114,3 @@ def test_one_that_ends_while_no_daemon_is_there_refuses_by_itself_and_is_returne
         scene.daemon = lasting.start()
         scene.wait_until_returned(region)
         scene.double(other)
-
-
-def test_what_ended_before_the_kill_stays_ended(lasting: LastingDaemon) -> None:
-    with scene_in(lasting) as scene:
-        region, other = scene.region(), scene.region()
-        scene.daemon.revoke(region.lease_id)
-        restart(lasting, scene)
-        report = scene.daemon.query(region.lease_id)
-        assert (report["state"], report["cause"], report["parent"]) == (
-            "torndown",
-            "revoked",
-            scene.lease.lease_id_text,
-        )
-        with pytest.raises(RegionRevoked):
-            scene.double(region)
-        scene.double(other)
-
-
-def test_the_next_region_of_a_slot_is_no_earlier_one(lasting: LastingDaemon) -> None:
-    with scene_in(lasting) as scene:
-        region = scene.region()
-        regions = scene.session.region_set([region])
-        region.free()
-        restart(lasting, scene)
-        scene.lease.query()  # a connection to the next daemon, which a request that opens something does not make
-        later = scene.region()
-        assert scene.daemon.query(later.lease_id)["slot"] == 0
-        with pytest.raises(RegionFailed):
-            scene.double_in(regions, later)
-        scene.double(later)
-        scene.check(later, 2)
-
-
-def test_the_slice_is_whole_after_it(lasting: LastingDaemon) -> None:
-    with scene_in(lasting) as scene:
-        with scene.region():
-            restart(lasting, scene)
-        with scene.lease.region(SLICE_BYTES - REGION_BYTES):
-            pass
-
-
-def test_the_lease_s_end_in_the_next_daemon_ends_them(lasting: LastingDaemon) -> None:
-    with scene_of(lasting.now) as scene:
-        region_id = scene.region().lease_id
-        restart(lasting, scene)
-    wait_until(lambda: lasting.now.query(region_id)["state"] == "torndown", "the region is returned")
-    lasting.check_idle()

@@ -77,9 +77,8 @@ def test_an_end_that_was_not_recorded_is_made_up_for(
     start_lasting: Callable[..., LastingDaemon], tmp_path: Path, is_long_ago: bool
 ) -> None:
     """The audit log's disk hangs, so that a lease ends in the journal alone, and the broker is killed."""
-    lasting = start_lasting(config=audit_log.config(tmp_path / "audit"))
     flag = tmp_path / "hangs"
-    lasting.restart(Faults(hang_syncs_while=flag))
+    lasting = start_lasting(config=audit_log.config(tmp_path / "audit"), faults=Faults(hang_syncs_while=flag))
     lease = lasting.now.builder().acquire()
     lease_id = lease.lease_id
     wait_until(lambda: "grant" in audit_log.kinds(tmp_path / "audit"), "the grant is recorded")

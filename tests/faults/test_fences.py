@@ -169,8 +169,8 @@ def test_a_daemon_stops_although_a_lease_is_fenced(start_daemon: Callable[..., D
 def test_a_fence_that_was_cleared_is_told_of_by_the_next_daemon_too(
     start_lasting: Callable[..., LastingDaemon], withheld: Path
 ) -> None:
-    lasting = start_lasting(config="[limits]\nreclaim_timeout_s = 1\n")
-    lasting.restart(Faults(withhold_proof_while=withheld))
+    faults = Faults(withhold_proof_while=withheld)
+    lasting = start_lasting(config="[limits]\nreclaim_timeout_s = 1\n", faults=faults)
     lease = lasting.now.builder().acquire()
     withheld.touch()
     assert lasting.now.revoke(lease.lease_id) == RevokeOutcome.FENCED

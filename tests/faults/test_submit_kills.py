@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -103,10 +104,12 @@ def test_without_a_state_folder_nobody_knows_whether_it_ran(start_daemon: Callab
         daemon.discard()
 
 
-def test_memory_that_can_not_be_proved_free_costs_its_lease_the_next_submits(start_lasting: StartLasting) -> None:
-    lasting = start_lasting(config="[limits]\nreclaim_timeout_s = 1\n")
-    flag = lasting.folder / "withhold"
-    lasting.restart(Faults(withhold_proof_while=flag))
+def test_memory_that_can_not_be_proved_free_costs_its_lease_the_next_submits(
+    start_lasting: StartLasting, tmp_path: Path
+) -> None:
+    flag = tmp_path / "withhold"
+    faults = Faults(withhold_proof_while=flag)
+    lasting = start_lasting(config="[limits]\nreclaim_timeout_s = 1\n", faults=faults)
     with lasting.now.builder().acquire() as other, GpuSession(other) as session:
         neighbour = Neighbour(session)
         lease = lasting.now.builder().submits(ROOM).acquire()

@@ -26,6 +26,10 @@ from helpers.waiting import wait_until
 HORIZON_S: Final = 10
 FLEET_PROCESS: Final = "gpul-fleet"
 
+BETWEEN_ROUNDS_S: Final = 0.02
+"""Short beside the moment between a name's end and its next grant, long beside a round: other tests need the processor.
+"""
+
 
 class FleetNode(LastingDaemon):
     """A node with leases that outlive its daemon."""
@@ -104,7 +108,7 @@ class Worker:
             with GpuSession(self._lease) as session:
                 module, buffer = session.module_load(TRANSFORM), session.mem_alloc(4096)
                 args = scale_args(buffer, 1024, 1)
-                while not self._is_over.wait(0.002):
+                while not self._is_over.wait(BETWEEN_ROUNDS_S):
                     began_s = time.monotonic()
                     session.launch(module, "scale", [4], [256], args)
                     session.sync()

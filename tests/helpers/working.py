@@ -9,6 +9,9 @@ from gpulease.client import GpuLease, GpuSession
 from helpers.kernels import Neighbour
 from helpers.waiting import wait_until
 
+BETWEEN_ROUNDS_S = 0.02
+"""Short beside what affects a session, long beside a round: other tests need the processor."""
+
 PAUSE_S = 2.0
 """Longer than any round on a loaded host, shorter than whatever would wait for a broker."""
 
@@ -30,7 +33,7 @@ class Working:
                 started = time.monotonic()
                 self.neighbour.check()
                 self.longest_s = max(self.longest_s, time.monotonic() - started)
-                self._stopped.wait(0.002)
+                self._stopped.wait(BETWEEN_ROUNDS_S)
         except BaseException as error:
             self.error = error
 
