@@ -42,7 +42,7 @@ BUSY_LOAD_PER_CORE: Final = 0.5
 PROCESSES_PER_CORE: Final = 3
 """Many tests wait for a deadline or another process: others run then."""
 
-DEFAULT_EXAMPLES: Final = 30
+DEFAULT_EXAMPLES: Final = 15
 """Of a property whose test does not say how many it needs; --everything tries hypothesis' own number."""
 
 MOST_WAITING_PROCESSES: Final = 24

@@ -109,6 +109,7 @@ def test_packing_fills_one_card_and_keeps_the_others_whole(packed_cards: Daemon)
             packed_cards.builder(GIB // 2 + 1).acquire()
 
 
+@pytest.mark.exhaustive
 def test_a_packed_lease_grows_on_its_card_alone(packed_cards: Daemon) -> None:
     with packed_cards.builder(GIB // 2).acquire() as first, packed_cards.builder(GIB // 4).acquire() as second:
         assert first.card_uuid == second.card_uuid

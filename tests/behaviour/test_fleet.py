@@ -74,6 +74,7 @@ def test_a_dead_nodes_name_lives_on_elsewhere(tmp_path: Path, fault: Callable[[F
         anonymous.stop()
 
 
+@pytest.mark.exhaustive
 def test_who_has_no_name_feels_nothing_while_etcd_is_away(tmp_path: Path) -> None:
     with fleet(tmp_path) as (cluster, (holding, other)):
         named = Worker(holding.acquire(NAME))
@@ -124,6 +125,7 @@ def test_nothing_is_granted_on_a_claim_whose_result_is_unknown(tmp_path: Path) -
             assert not first.now.leases()
 
 
+@pytest.mark.exhaustive
 def test_a_fleet_process_that_dies_costs_no_lease(tmp_path: Path) -> None:
     with fleet(tmp_path, nodes=1) as (cluster, (node,)):
         node.now.allowed_trouble.append("fleet process died")
@@ -140,6 +142,7 @@ def test_a_fleet_process_that_dies_costs_no_lease(tmp_path: Path) -> None:
         lease.free()
 
 
+@pytest.mark.exhaustive
 def test_a_restarted_daemon_goes_on_with_its_names(tmp_path: Path) -> None:
     """The horizon is far: a busy host takes seconds to start a daemon."""
     with fleet(tmp_path, nodes=1, horizon_s=120) as (cluster, (node,)):
@@ -217,6 +220,7 @@ def test_a_node_that_is_cut_off_knows_its_request_ids(tmp_path: Path) -> None:
         node.now.revoke(first.lease_id)
 
 
+@pytest.mark.exhaustive
 def test_a_node_without_an_address_for_other_hosts_says_so_and_tells_none(tmp_path: Path) -> None:
     with fleet(tmp_path, nodes=1) as (cluster, _):
         node = FleetNode(cluster, "alone", addresses=[])

@@ -152,6 +152,7 @@ def test_a_fence_by_hand_frees_the_names_of_that_membership_alone(cluster: EtcdC
     assert (again.returncode, "the fleet has no node n1" in again.stderr) == (1, True)
 
 
+@pytest.mark.exhaustive
 def test_an_operator_who_pulled_the_plug_says_so_twice_and_does_not_wait(cluster: EtcdCluster) -> None:
     put_node(cluster, "n1", record_of("tls:gpu.example:7443"))
     put_claim(cluster, "model-a", "n1", create_revision(cluster, node_key("n1")))
@@ -171,10 +172,9 @@ def test_an_operator_who_pulled_the_plug_says_so_twice_and_does_not_wait(cluster
     ("horizon", "told"),
     [
         (None, "etcd has no /gpulease/v1/horizon"),
-        ("soon", "/gpulease/v1/horizon can't be read"),
         *(
             pytest.param(text, "/gpulease/v1/horizon can't be read", marks=pytest.mark.exhaustive)
-            for text in ("NaN", "1e999", "0.001", "9" * 5_000)
+            for text in ("soon", "NaN", "1e999", "0.001", "9" * 5_000)
         ),
     ],
 )
@@ -232,6 +232,7 @@ def test_a_fence_without_etcd_says_that_nothing_is_known(tmp_path: Path) -> None
     assert gpulease("fleet", "fence", "n1", "--etcd", "h1").returncode == 2
 
 
+@pytest.mark.exhaustive
 def test_a_directory_by_tls_places_leases_of_a_tls_node(
     cluster: EtcdCluster, tmp_path: Path, start_daemon: Callable[..., Daemon], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,10 +264,10 @@ UNUSED = ("--etcd", "etcd://127.0.0.1:1")
     ("words", "status", "told"),
     [
         (UNUSED, 2, "Missing option '--listen'"),
-        ((*UNUSED, *SOMEWHERE), 1, "can't listen on unix:/nowhere/s"),
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)
             for case in (
+                ((*UNUSED, *SOMEWHERE), 1, "can't listen on unix:/nowhere/s"),
                 ((*UNUSED, *SOMEWHERE, "--tenant-of-certificate", "ann"), 2, "is not a valid certificate name"),
                 (
                     (*UNUSED, *SOMEWHERE, "--tenant-of-certificate", "URI:x:ann=ann", "--operator", "ops"),
@@ -326,6 +327,7 @@ def test_a_directory_tells_its_metrics_by_http_and_by_the_command(cluster: EtcdC
         assert "Traceback" not in directory.log()
 
 
+@pytest.mark.exhaustive
 def test_a_peer_that_leaves_does_not_end_a_directory_started_by_the_command(
     cluster: EtcdCluster, tmp_path: Path
 ) -> None:

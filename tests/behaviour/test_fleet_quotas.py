@@ -150,6 +150,7 @@ def test_a_name_that_was_claimed_before_a_fence_is_not_served_once_bytes_come_fr
             pass
 
 
+@pytest.mark.exhaustive
 def test_who_has_no_quota_does_not_wait_for_etcd(tmp_path: Path) -> None:
     with fleet(tmp_path, nodes=1, horizon_s=300) as (cluster, (node,)):
         cluster.pause(cluster.members[0])

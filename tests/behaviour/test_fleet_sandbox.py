@@ -53,6 +53,7 @@ def write_pki(folder: Path, authority: Authority) -> dict[str, Any]:
     return {name: str(folder / name) for name in sources}
 
 
+@pytest.mark.exhaustive
 def test_a_node_joins_by_certificates_that_are_renewed_meanwhile(tmp_path: Path) -> None:
     good, stranger = Authority.create(tmp_path / "good"), Authority.create(tmp_path / "stranger")
     files = write_pki(tmp_path / "node", stranger)

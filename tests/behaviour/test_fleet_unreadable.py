@@ -49,6 +49,7 @@ def says_so_and_goes_on(node: FleetNode) -> None:
     assert "values in the fleet's etcd can't be read, and count as none" in node.logs()
 
 
+@pytest.mark.exhaustive
 def test_no_value_in_etcd_stops_a_fleet(tmp_path: Path) -> None:
     with fleet(tmp_path, nodes=1, tenants=COUNTED) as (cluster, (first,)):
         quota(cluster, TENANT, "8MiB")

@@ -80,6 +80,7 @@ def test_a_model_server(fleet: str, daemon: Daemon) -> None:
     asyncio.run(play())
 
 
+@pytest.mark.exhaustive
 def test_a_prompt_that_is_continued_by_hand(fleet: str, daemon: Daemon) -> None:
     words = ["decode", "Changed in version", "--max-tokens", "2", "--json"]
     done = CliRunner().invoke(main, words, env={ADDRESS_VARIABLE: fleet})

@@ -395,6 +395,7 @@ def fleet_of_one(tmp_path: Path) -> Iterator[tuple[str, Callable[[], bool]]]:
         yield f"fleet:{directory.address}", lambda: not node.now.leases() and not claims(cluster)
 
 
+@pytest.mark.exhaustive
 def test_an_interrupt_at_any_wait_of_an_acquire_in_a_fleet_leaves_no_lease(
     fleet_of_one: tuple[str, Callable[[], bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

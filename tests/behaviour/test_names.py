@@ -88,23 +88,18 @@ def test_a_name_is_served_once_and_its_epochs_rise(lasting: LastingDaemon, folde
     assert "name=model-a" in lasting.now.log()
     for one in (again, other):
         one.free()
-    lasting.check_idle()
-
-
-def test_a_node_without_a_fleet_refuses_names(start_lasting: StartLasting) -> None:
-    lasting = start_lasting()
-    with pytest.raises(Unsupported, match="in no fleet"):
-        named(lasting.now).acquire()
-    with pytest.raises(Unsupported, match="not labelled zone=a"):
-        lasting.now.builder(SIZE).labels(zone="a").acquire()
-    lasting.check_idle()
-
-
-def test_a_lease_asks_for_labels(lasting: LastingDaemon) -> None:
+    # A lease may ask for the node's labels, too.
     lasting.now.builder(SIZE).labels(zone="a").acquire().free()
     with pytest.raises(Unsupported, match="it has zone=a"):
         lasting.now.builder(SIZE).labels(zone="b").acquire()
     lasting.check_idle()
+
+
+def test_a_node_without_a_fleet_refuses_names(daemon: Daemon) -> None:
+    with pytest.raises(Unsupported, match="in no fleet"):
+        named(daemon).acquire()
+    with pytest.raises(Unsupported, match="not labelled zone=a"):
+        daemon.builder(SIZE).labels(zone="a").acquire()
 
 
 def test_claims_that_are_lost_end_the_leases_with_names(lasting: LastingDaemon, folder: Path) -> None:

@@ -243,6 +243,7 @@ def test_a_measure_that_is_required_and_can_not_be_had(tmp_path: Path) -> None:
     assert "Traceback" not in said
 
 
+@pytest.mark.exhaustive
 def test_an_image_that_compiles_for_too_long_ends_its_lease(strict: Daemon) -> None:
     daemon = strict
     with daemon.builder().acquire() as other, GpuSession(other) as beside:
@@ -279,7 +280,7 @@ def record_slow(session: GpuSession) -> None:
         session.launch(module, "slow", [1], [1], KernelArgs())
 
 
-@pytest.mark.parametrize("use", [launch_slow, record_slow])
+@pytest.mark.parametrize("use", [launch_slow, pytest.param(record_slow, marks=pytest.mark.exhaustive)])
 def test_a_kernel_that_compiles_for_too_long_ends_its_lease(strict: Daemon, use: Callable[[GpuSession], None]) -> None:
     daemon = strict
     with daemon.builder().acquire() as other, GpuSession(other) as beside:

@@ -58,7 +58,9 @@ def back_in(lasting: LastingDaemon, seconds: float) -> Iterator[None]:
         timer.join()
 
 
-@pytest.mark.parametrize("shared_memory", [True, False], ids=["ring", "socket"])
+@pytest.mark.parametrize(
+    "shared_memory", [True, pytest.param(False, marks=pytest.mark.exhaustive)], ids=["ring", "socket"]
+)
 def test_a_session_does_not_notice_that_the_broker_is_killed(lasting: LastingDaemon, shared_memory: bool) -> None:
     with lasting.now.builder().acquire() as lease, working(lease, shared_memory=shared_memory) as work:
         lasting.kill()
@@ -73,6 +75,7 @@ def test_a_session_does_not_notice_that_the_broker_is_killed(lasting: LastingDae
     lasting.check_idle()
 
 
+@pytest.mark.exhaustive
 def test_a_lease_whose_session_was_never_opened_takes_submits_after_it_too(lasting: LastingDaemon) -> None:
     with lasting.now.builder().acquire() as lease:
         check_scaled(scaling(lease).launch())

@@ -243,6 +243,7 @@ window.fetch = async (path, options) => {
 """Has a page take the history before it knows of any card."""
 
 
+@pytest.mark.exhaustive
 def test_plots_span_what_was_sampled_whichever_comes_first(browser: Browser, rig: WebRig) -> None:
     browser.devtools("Page.addScriptToEvaluateOnNewDocument", source=HISTORY_FIRST)
     browser.open(rig.url)
@@ -314,6 +315,7 @@ def test_who_is_no_operator_has_nothing_to_press(rig: WebRig) -> None:
         assert set(found) == {"names", "copy"}
 
 
+@pytest.mark.exhaustive
 def test_a_fleet_is_shown_with_its_horizon_and_names(browser: Browser, rig: WebRig, scene: Scene) -> None:
     assert browser.run("return document.getElementById('fleet').hidden"), "a node without a fleet shows none"
     rig.tell_page(FleetMembership("gpu1", 0, 0))

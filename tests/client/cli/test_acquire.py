@@ -6,7 +6,9 @@ import subprocess
 import sys
 
 import pytest
+from click.testing import CliRunner
 
+from gpulease.client.cli.__main__ import main
 from gpulease.client.core.lease_request import LEASE_ID_VARIABLE
 from gpulease.protocol.address import ADDRESS_VARIABLE
 from gpulease.protocol.lease_ids import lease_id_of
@@ -133,8 +135,8 @@ def test_no_lease_is_left_that_nobody_was_told_of(daemon: Daemon, output: str, s
     ],
 )
 def test_what_can_t_be_done_is_said(daemon: Daemon, words: str, status: int, said: str) -> None:
-    done = shell(daemon, f"{GPULEASE} {words}")
-    assert (done.returncode, said in done.stderr, done.stdout) == (status, True, ""), done.stderr
+    done = CliRunner().invoke(main, words.split(), env={ADDRESS_VARIABLE: daemon.address})
+    assert (done.exit_code, said in done.stderr, done.stdout) == (status, True, ""), done.stderr
     assert daemon.leases() == []
 
 

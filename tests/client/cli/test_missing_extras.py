@@ -20,15 +20,20 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     ("module", "words", "extra"),
     [
         ("gpulease.daemon", (), "daemon"),
-        (CLI, ("pki", "init", "x"), "daemon"),
         (CLI, ("fleet", "fence", "-h"), "daemon,fleet"),
-        (CLI, ("fleet", "quota", "-h"), "daemon,fleet"),
-        (CLI, ("serve", "directory", "-h"), "daemon,fleet"),
-        (CLI, ("serve", "gateway", "--demo"), "serve"),
-        (CLI, ("serve", "models", "--demo"), "serve"),
         (CLI, ("serve", "decode", "--demo"), "serve,decode"),
         ("gpulease.client.integrations.kubernetes", ("serve", "--node", "n"), "dra"),
-        ("gpulease.client.integrations.kubernetes", ("slices", "--node", "n"), "dra"),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in (
+                (CLI, ("pki", "init", "x"), "daemon"),
+                (CLI, ("fleet", "quota", "-h"), "daemon,fleet"),
+                (CLI, ("serve", "directory", "-h"), "daemon,fleet"),
+                (CLI, ("serve", "gateway", "--demo"), "serve"),
+                (CLI, ("serve", "models", "--demo"), "serve"),
+                ("gpulease.client.integrations.kubernetes", ("slices", "--node", "n"), "dra"),
+            )
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )

@@ -74,7 +74,10 @@ async def kill_worker(daemon: Daemon, decoder: Decoder) -> None:
     os.kill(daemon.worker_pid(decoder._supervisor.serving.lease.lease_id), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("lose", [revoke_lease, pytest.param(free_lease, marks=pytest.mark.exhaustive), kill_worker])
+ENDS = [revoke_lease, *(pytest.param(lose, marks=pytest.mark.exhaustive) for lose in (free_lease, kill_worker))]
+
+
+@pytest.mark.parametrize("lose", ENDS)
 def test_everybody_goes_on_with_the_same_tokens_after_the_loss_of_the_engine(
     daemon: Daemon, alone: Outputs, lose: Loss
 ) -> None:
@@ -206,7 +209,7 @@ def submit_poison(decoder: Decoder, tenant: str) -> Generation:
     return decoder.submit([1, 2, 3], max_tokens=12, tenant_id=tenant, sampling=SamplingParameters(seed=POISON))
 
 
-@pytest.mark.parametrize("position", [0, 8])
+@pytest.mark.parametrize("position", [8, pytest.param(0, marks=pytest.mark.exhaustive)])
 def test_a_request_that_ends_an_engine_alone_is_given_up_and_everybody_else_goes_on(
     daemon: Daemon, alone: Outputs, monkeypatch: pytest.MonkeyPatch, position: int
 ) -> None:
@@ -489,6 +492,7 @@ def test_losses_in_a_row_do_not_keep_requests_waiting_for_ever(daemon: Daemon, m
     play(daemon, scene)
 
 
+@pytest.mark.exhaustive
 def test_a_daemon_that_is_away_for_longer_than_every_limit_is_used_as_soon_as_it_is_back(
     start_daemon: Callable[..., Daemon], alone: Outputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:

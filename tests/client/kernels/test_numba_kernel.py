@@ -271,7 +271,10 @@ def test_arguments_that_do_not_fit(session: Any, types: Any, arguments: tuple[An
     assert said in str(caught.value)
 
 
-@pytest.mark.parametrize("place", [4, (4,), (1, 4, "stream"), (1, 4, 0, 0, 0), (1.5, 4), ("1", 4)])
+PLACES = (4, (1, 4, "stream"), (1, 4, 0, 0, 0), (1.5, 4), ("1", 4))
+
+
+@pytest.mark.parametrize("place", [(4,), *(pytest.param(place, marks=pytest.mark.exhaustive) for place in PLACES)])
 def test_a_place_that_is_none(session: Any, place: Any) -> None:
     with pytest.raises(LaunchFailed, match="launch of 'add_to'"):
         session.kernel(add_to)[place](session.zeros(4, np.float32), 1.0)

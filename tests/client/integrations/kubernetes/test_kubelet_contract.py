@@ -169,6 +169,7 @@ def test_a_driver_that_starts_again_knows_what_it_prepared(own_node: Node, kill:
     assert own_node.daemon.available_bytes() == CARD_BYTES
 
 
+@pytest.mark.exhaustive
 def test_sockets_that_were_removed_are_made_anew(own_node: Node) -> None:
     claim = claim_of(own_node)
     first = own_node.kubelet.prepare(claim)
@@ -180,6 +181,7 @@ def test_sockets_that_were_removed_are_made_anew(own_node: Node) -> None:
     assert own_node.kubelet.prepare(claim) == first
 
 
+@pytest.mark.exhaustive
 def test_a_second_driver_takes_no_socket_of_the_first(own_node: Node) -> None:
     second = subprocess.run(own_node.command, capture_output=True, text=True, env=python_environment())
     assert second.returncode == 1
@@ -230,6 +232,7 @@ def test_a_driver_killed_between_a_grant_and_its_record_finds_the_lease_again(ha
     assert hanging_node.daemon.available_bytes() == CARD_BYTES
 
 
+@pytest.mark.exhaustive
 def test_a_kubelet_that_lost_the_answer_gets_the_same_lease(hanging_node: Node) -> None:
     claim = claim_of(hanging_node)
     call = begin_to_prepare(hanging_node, claim)
@@ -246,6 +249,7 @@ def test_a_kubelet_that_lost_the_answer_gets_the_same_lease(hanging_node: Node) 
     assert hanging_node.daemon.available_bytes() == CARD_BYTES
 
 
+@pytest.mark.exhaustive
 def test_a_claim_that_is_not_ready_is_prepared_anew(own_node: Node) -> None:
     """The record of a claim that is not ready names leases that nobody was told of."""
     claim = claim_of(own_node, None)
@@ -260,6 +264,7 @@ def test_a_claim_that_is_not_ready_is_prepared_anew(own_node: Node) -> None:
     assert own_node.lease_ids(claim) != [early]
 
 
+@pytest.mark.exhaustive
 def test_a_record_that_can_t_be_read_keeps_no_other_pod_from_its_tokens(own_node: Node) -> None:
     claim = claim_of(own_node)
     assert isinstance(own_node.kubelet.prepare(claim), list)
@@ -283,6 +288,7 @@ def test_a_record_that_can_t_be_read_keeps_no_other_pod_from_its_tokens(own_node
     assert own_node.kubelet.unprepare(claim) == ""
 
 
+@pytest.mark.exhaustive
 def test_a_token_that_can_t_be_written_keeps_no_other_pod_from_its_own(own_node: Node) -> None:
     claims = [claim_of(own_node, name=name) for name in ("one", "two")]
     for claim in claims:
@@ -304,6 +310,7 @@ def test_a_token_that_can_t_be_written_keeps_no_other_pod_from_its_own(own_node:
         assert own_node.kubelet.unprepare(claim) == ""
 
 
+@pytest.mark.exhaustive
 def test_a_busy_daemon_costs_no_pod_its_token(start_daemon: Callable[..., Daemon]) -> None:
     most = 3
     few = Faults(constants={"gpulease.daemon.broker.connection_limiter:OPERATOR_CONNECTIONS": 0})
@@ -363,6 +370,7 @@ def test_a_claim_of_two_parts_of_which_one_has_no_room_gets_neither(node: Node) 
     assert node.daemon.available_bytes() == CARD_BYTES
 
 
+@pytest.mark.exhaustive
 def test_a_force_deleted_pod_s_bytes_are_nobody_s_until_they_are_proved_free(
     start_daemon: Callable[..., Daemon], tmp_path: Path
 ) -> None:
@@ -464,6 +472,7 @@ def test_a_claim_whose_lease_is_over_gets_another_one(node: Node) -> None:
     assert len(node.daemon.leases()) == 1
 
 
+@pytest.mark.exhaustive
 def test_a_claim_of_another_boot_is_prepared_anew(own_node: Node, start_daemon: Callable[..., Daemon]) -> None:
     claim = claim_of(own_node, None)
     assert isinstance(own_node.kubelet.prepare(claim), list)
