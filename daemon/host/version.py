@@ -47,8 +47,8 @@ def build_of(sources: Iterable[Path], installed: Iterable[Path]) -> str:
 def own_build() -> str:
     """Return the build of this process.
 
-    It is computed at the first call, which belongs at the start of the process: later the files may be newer than the code
-    that runs. Only processes that may meet another daemon's need it, and it takes some 15 ms.
+    Call it first at the start of the process: later the files may be newer than the code that runs. Only processes that
+    may meet those of another daemon need it. It takes some 15 ms.
     """
     package = Path(__file__).parents[1]
     libraries = (Path(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
