@@ -363,7 +363,14 @@ class FleetFrontend:
         if waiting is None:
             return False
         waiting.results[result] += 1
-        waiting.on_answer(answer)
+        try:
+            waiting.on_answer(answer)
+        except Exception:
+            # A bug of ours. Other claims must still be answered. This acquire gets no second answer, so refuse it,
+            # which also ends the claim that it did not use.
+            log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="handling the fleet's answer to a claim")
+            if not isinstance(answer, Failure):
+                waiting.on_answer(_failure(Why.UNKNOWN, "the daemon failed at handling the fleet's answer"))
         return True
 
     # --- the process ---

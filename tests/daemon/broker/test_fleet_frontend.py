@@ -234,6 +234,27 @@ def test_claims_whose_answers_cross_their_drop_are_given_back() -> None:
     asyncio.run(story())
 
 
+def test_a_fault_at_an_answer_refuses_its_acquire_and_no_other_waits_for_ever() -> None:
+    settings = FleetSettings(etcd=("127.0.0.1:1",), node="node-0")
+    frontend = Telling(settings, SandboxSettings(), LeaseTable([]), [], lambda _: None, Journal(), list, lambda _: None)
+    frontend.told = []
+    answers: list[ClaimAnswer] = []
+
+    def fail(answer: ClaimAnswer) -> None:
+        answers.append(answer)
+        if len(answers) in (1, 3):
+            raise ZeroDivisionError
+
+    frontend.claim(ClaimWant("alpha", 1, "ann", 0), fail)
+    frontend._on_message(ClaimGiven(1, "alpha", 7), [])
+    assert isinstance(answers[1], Failure)
+    assert "failed at handling" in answers[1].message
+    for number in (2, 3):
+        frontend.claim(ClaimWant("beta", number, "ann", 0), fail)
+    frontend._on_end()
+    assert [isinstance(answer, Failure) for answer in answers] == [False, True, True, True]
+
+
 def test_an_answer_that_can_t_be_read_is_an_answer_and_values_that_can_t_be_are_shown() -> None:
     """What the process says here, no process of this version does."""
     answers: list[ClaimAnswer | BytesAnswer] = []
