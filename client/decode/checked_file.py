@@ -1,4 +1,4 @@
-"""Reads JSON that strangers wrote: bounded, its members checked, every failure a sentence that names the file."""
+"""Reads untrusted JSON files: size limits, type checks of members, and errors that name the file and the member."""
 
 import hashlib
 import json
@@ -13,11 +13,14 @@ from gpulease.client.http.settings_file import open_regular
 from gpulease.client.texts import quoted
 
 MAX_JSON_BYTES: Final = 16 << 20
-"""Most bytes of a JSON file, but a tokenizer's. Stops a file from filling the host's memory as Python objects."""
+"""Most bytes of a JSON file other than a tokenizer's.
+
+Without a limit, its Python objects could fill the host's memory.
+"""
 
 
 def quoted_value(value: Any) -> str:
-    """Quote a file's own value for an error, as a text."""
+    """Return a value of a file as a quoted, bounded text for an error."""
     try:
         return quoted(str(value))
     except RecursionError:
@@ -26,19 +29,21 @@ def quoted_value(value: Any) -> str:
 
 @contextmanager
 def rejected(kind: type[DecodeError], message: str) -> Iterator[None]:
-    """Turn whatever a library raises into an error of ours, except a lack of memory. Its panics are BaseExceptions."""
+    """Turn any exception of a library, except a lack of memory, into an error of `kind`."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError, DecodeError):
         raise
+    # Panics of Rust libraries derive from BaseException, so Exception would miss them.
     except BaseException as error:
         raise kind(f"{message}: {error}") from None
 
 
 def read_bytes(path: Path, most: int) -> bytes:
-    """Return a file's bytes. Raises ModelRejected where there is none, or more than `most`."""
+    """Return a file's bytes. Raises ModelRejected if it can't be read or has more than `most` bytes."""
     try:
         with open_regular(path) as file:
+            # Read one byte more than allowed instead of trusting the file's size, which may change.
             data = file.read(most + 1)
     except OSError as error:
         raise ModelRejected(f"{path}: {error.strerror}") from None
@@ -59,43 +64,41 @@ def json_object(data: bytes, path: Path) -> dict[str, Any]:
 
 
 class Members:
-    """The members of an object of a file, each checked as it is read."""
+    """The members of an object in a file, each of which is type-checked when it is read."""
 
     def __init__(self, values: dict[str, Any], where: str) -> None:
-        """Args: values: The object, or GGUF's metadata. where: The file's path, for errors."""
+        """Args: values: The object, or GGUF's metadata. where: The path of the file, for errors."""
         self.values = values
         self.where = where
 
     def whole(self, key: str, default: int | None = None) -> int:
-        """An integer. Raises ModelRejected for another value, or for none where there is no default."""
+        """Return an integer. Raises ModelRejected for another type, or if it is missing without a default."""
         value = self._value(key, default)
+        # bool is a subclass of int in Python, but `true` is not a number in JSON.
         if not isinstance(value, int) or isinstance(value, bool):
             raise self._wrong(key, value, "an integer")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite number."""
         value = self._value(key, default)
         if not isinstance(value, int | float) or isinstance(value, bool) or not _is_finite(value):
             raise self._wrong(key, value, "a number")
         return float(value)
 
     def text(self, key: str, default: str | None = None) -> str:
-        """A text."""
         value = self._value(key, default)
         if not isinstance(value, str):
             raise self._wrong(key, value, "a string")
         return value
 
     def flag(self, key: str, default: bool) -> bool:
-        """True or false."""
         value = self._value(key, default)
         if not isinstance(value, bool):
             raise self._wrong(key, value, "true or false")
         return value
 
     def object(self, key: str) -> "Members | None":
-        """An object; None where there is none."""
+        """Return the members of a nested object; None if it is missing or null."""
         value = self.values.get(key)
         if value is None:
             return None
@@ -104,7 +107,7 @@ class Members:
         return Members(value, f"{self.where}: {key}")
 
     def tokens(self, key: str) -> tuple[int, ...]:
-        """Tokens: of one or of a list; () where there is none."""
+        """Return token ids, which a file may write as one number or as a list; () if there are none."""
         value = self.values.get(key)
         found = value if isinstance(value, list) else [] if value is None else [value]
         if not all(isinstance(token, int) and not isinstance(token, bool) for token in found):
@@ -112,7 +115,7 @@ class Members:
         return tuple(found)
 
     def items(self, key: str) -> list[Any]:
-        """A list; an empty one where there is none."""
+        """Return a list; [] if it is missing or null."""
         value = self.values.get(key)
         if value is not None and not isinstance(value, list):
             raise self._wrong(key, value, "a list")

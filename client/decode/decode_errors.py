@@ -3,13 +3,13 @@
 GpuLeaseError
 └── DecodeError
     ├── ModelRejected       a model's file is broken, or not one that the engine computes
-    ├── NoModelLoaded       the engine has no model, or no longer
+    ├── NoModelLoaded       the engine has no model: not opened, or closed
     ├── RequestRejected     a prompt or its sampling can't be taken
     │   ├── RequestIdInUse    a request with its id is in progress
     │   ├── TextNotRead       its text can't be read within the limits of a text (`limit`)
-    │   └── AdmissionRefused  there is no room for it (`reason`, `retry_after_s`)
-    │       └── WaitedTooLong   it waited as long as it may, and there was no room
-    ├── TextProcessesFailed no process that reads texts can be started
+    │   └── AdmissionRefused  no room for it (`reason`, `retry_after_s`)
+    │       └── WaitedTooLong   it waited as long as it may, without getting room
+    ├── TextProcessesFailed the processes that read texts can't be started
     ├── RebindLimited       a tenant's region was rebuilt too often; again in `retry_after_s` seconds
     ├── SequenceEnded       a sequence was ended before its answer was complete (`reason`)
     └── EngineDecodeFailed  a step failed for all of the engine's sequences
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class DecodeError(GpuLeaseError):
-    """An error of the decode engine."""
+    """Base of the decode engine's errors."""
 
 
 class ModelRejected(DecodeError):
@@ -37,7 +37,7 @@ class NoModelLoaded(DecodeError):
 
 
 class RequestRejected(DecodeError):
-    """A prompt or its sampling can't be taken: no token, one outside of the vocabulary, too many for the context."""
+    """A prompt or its sampling is invalid: empty, outside of the vocabulary, too long for the context, and so on."""
 
 
 class RequestIdInUse(RequestRejected):
@@ -45,7 +45,7 @@ class RequestIdInUse(RequestRejected):
 
 
 class AdmissionRefused(RequestRejected):
-    """A request was refused at its admission, or its replay was: nothing more of it is computed.
+    """A request, or the replay of one, was refused at its admission. Nothing more of it is computed.
 
     Attributes:
         reason: Why.
@@ -58,11 +58,11 @@ class AdmissionRefused(RequestRejected):
 
 
 class WaitedTooLong(AdmissionRefused):
-    """A request, or its replay, waited as long as it may. `reason` is what kept it out at the end."""
+    """A request, or its replay, waited as long as it may. `reason` is the obstacle at the end of the wait."""
 
 
 class TextNotRead(RequestRejected):
-    """A text, or a chat in the model's template, takes more than a prompt may to be read. It alone is given up.
+    """Reading a text, or a chat in the model's template, exceeds a limit. Only this request fails.
 
     Attributes:
         limit: Which limit it exceeded: "memory", "processor", "time"; "process" if it ended the process that read it.
@@ -74,14 +74,14 @@ class TextNotRead(RequestRejected):
 
 
 class TextProcessesFailed(DecodeError):
-    """No process that reads texts can be started, or it has failed: the operator's log says more."""
+    """The processes that read texts can't be started, or one failed. The operator's log has the cause."""
 
 
 class RebindLimited(DecodeError):
-    """A tenant's region was rebuilt too often recently, so it gets none yet.
+    """A tenant's region was rebuilt too often recently, so it can't be rebuilt yet.
 
     Attributes:
-        retry_after_s: Seconds after which it may have one.
+        retry_after_s: Seconds after which it may be rebuilt.
     """
 
     def __init__(self, message: str, retry_after_s: float) -> None:
@@ -110,5 +110,5 @@ class RequestBreaksEngine(EngineDecodeFailed):
 
 
 def decoder_closed() -> NoModelLoaded:
-    """Return the error of whatever is asked of a decoder that is closed."""
+    """Return the error of every call to a decoder that is closed."""
     return NoModelLoaded("The decoder is closed", "Open one with Decoder.open")

@@ -1,8 +1,8 @@
 """The log of a decoder's losses and recoveries: one line per event, rate-limited by event and tenant.
 
-A line is `event key=value ...`, as logfmt has it: texts with other characters than a word's are JSON strings, so that
-no tenant's text ends a line or begins another. A record of `logging` has event and fields as its attribute `gpulease`,
-for handlers of programs.
+A line is `event key=value ...`, in logfmt. Texts with characters other than a word's are JSON strings, so that a
+tenant's text can't end a line or forge another. For handlers in programs, a record of `logging` has event and fields in
+its attribute `gpulease`.
 """
 
 import json
@@ -20,13 +20,13 @@ from gpulease.protocol.time_units import NS_PER_S
 LOG: Final = logging.getLogger("gpulease.decode")
 
 LINES_AT_ONCE: Final = 64
-"""Lines of one event and tenant that may come together: the replays of one lost region, most often."""
+"""Lines of one event and tenant that are logged at once, typically for the replays of one lost region."""
 
 LINE_EVERY_S: Final = 1.0
-"""Seconds between lines after those. Stops a tenant that loses regions all the time from filling a disk."""
+"""Seconds between lines after those, so that a tenant that continually loses regions can't fill a disk."""
 
 MAX_TEXT_CHARACTERS: Final = 500
-"""Characters of a text in a line: request ids are their callers', and messages may repeat them."""
+"""Most characters of a text in a line. Callers choose request ids, and messages may repeat them."""
 
 _WORD: Final = re.compile(r"[A-Za-z0-9_.:/+-]+")
 
@@ -34,7 +34,7 @@ Field = str | int | float | bool
 
 
 class DecodeLog:
-    """Writes one decoder's lines. Lines beyond the bound are counted, and the next line has their number, `suppressed`.
+    """Writes one decoder's lines. Lines beyond the limit are counted; the next line has the count as `suppressed`.
 
     Args:
         clock: Monotonic seconds.
@@ -42,7 +42,7 @@ class DecodeLog:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        # Events are of this package and tenants of the settings, so this does not grow.
+        # Bounded: the code names the events, and the settings the tenants.
         self._budgets: dict[tuple[str, str], LogBudget] = {}
 
     def info(self, event: str, *, tenant: str = "", **fields: Field) -> None:
@@ -50,7 +50,7 @@ class DecodeLog:
         self._write(logging.INFO, event, tenant, fields)
 
     def warning(self, event: str, *, tenant: str = "", **fields: Field) -> None:
-        """Write an event that an operator may want to look into; the decoder recovers by itself."""
+        """Write an event that an operator may want to investigate; the decoder recovers by itself."""
         self._write(logging.WARNING, event, tenant, fields)
 
     def error(self, event: str, *, tenant: str = "", **fields: Field) -> None:
@@ -81,13 +81,13 @@ class DecodeLog:
             fields["suppressed"] = suppressed
         line = " ".join([event, *(f"{name}={_shown(value)}" for name, value in fields.items())])
         if fault is not None:
-            # As a text: a record that keeps the error would keep the lost engine with it.
+            # As text: a record that kept the exception would keep its frames, and so the lost engine, alive.
             line += "\n" + "".join(traceback.format_exception(fault)).rstrip()
         LOG.log(level, "%s", line, extra={"gpulease": (event, fields)})
 
 
 def cause_of(error: BaseException) -> str:
-    """Return an error as a line shows it: its kind and its text."""
+    """Return an error as it is shown in a line: its class and its text."""
     return f"{type(error).__name__}: {error}"
 
 

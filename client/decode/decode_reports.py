@@ -1,4 +1,4 @@
-"""Reports of a decoder on its own work, from which a server makes metrics, audit records and pages.
+"""Reports about a decoder's work, from which a server makes metrics, audit records and pages.
 
 Times are seconds of `time.monotonic`.
 """
@@ -15,15 +15,14 @@ from gpulease.client.decode.decode_requests import (
 
 @dataclass(frozen=True, slots=True)
 class ForwardRevoked:
-    """A step that did not begin, because a region that it names had ended.
+    """A step that did not begin because a region that it names had ended.
 
     Attributes:
         lease_id: The region's id.
         tenant_id: Its tenant.
         kernel_site: The place in the graph of the launch that was refused; None if the refusal names none.
         kv_position: The number of the step.
-        flip_to_report_s: Seconds from the flip of the region's word to this report; None if the refusal says nothing
-            of the flip.
+        flip_to_report_s: Seconds from the end of the region, when its word was set, to this report; None if unknown.
     """
 
     lease_id: int
@@ -35,14 +34,14 @@ class ForwardRevoked:
 
 @dataclass(frozen=True, slots=True)
 class RebindReport:
-    """A request that continues, or starts again, after the loss of its region or engine; its first token came.
+    """The recovery of a request from the loss of its region or engine, at the first token of its replay.
 
     Attributes:
         tenant_id: Its tenant.
         old_request_id, new_request_id: The scheduler's ids of the request that ended and of its replay.
         prompt_tokens: Tokens that were computed again: the prompt's, and those emitted before.
         reason: Why the old one ended.
-        is_engine_scoped: Whether the whole engine was lost, and not the tenant's region alone.
+        is_engine_scoped: Whether the whole engine was lost, rather than only the tenant's region.
         latency_s: Seconds from the old request's end to the new one's first token.
     """
 
@@ -57,7 +56,7 @@ class RebindReport:
 
 @dataclass(frozen=True, slots=True)
 class FinishedRequest:
-    """A caller's request at its end, however it ended; its replays are part of it.
+    """A caller's request, including its replays, at its end.
 
     Attributes:
         tenant_id: Its tenant.
@@ -69,7 +68,7 @@ class FinishedRequest:
         detail: More on that; "" without more.
         submitted_at, ended_at: When it came, and when it ended.
         first_token_at: When its first token came; None if none did.
-        compute_s: Seconds, by the wall clock, of the steps that had a row of it.
+        compute_s: The wall-clock seconds of all steps in which it had a row.
         replays: How often it was replayed.
         region_id: The id of the region that it had last; None if it had none.
     """
@@ -91,7 +90,7 @@ class FinishedRequest:
 
 @dataclass(frozen=True, slots=True)
 class PromptRefused:
-    """A request that was refused before it had tokens.
+    """A request that was refused before its text was tokenized.
 
     Attributes:
         tenant_id: Its tenant.
@@ -123,11 +122,12 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class EngineRebuilt:
-    """The whole load went to another engine.
+    """The whole load moved to another engine.
 
     Attributes:
         cause: Why, as a sentence.
-        is_known: Whether the failure is of a kind that says that the engine is lost; if not, it was taken for one.
+        is_known: Whether the error's class means that the engine is lost. False: an unexpected error was treated as a
+            loss.
         is_planned: Whether the old engine served until the new one took over.
         took_s: Seconds without an engine.
     """
@@ -139,7 +139,7 @@ class EngineRebuilt:
 
 
 class DecoderObserver:
-    """Base of observers. Their methods are called in the decoder's loop and must not wait."""
+    """Base class of observers. The decoder calls their methods in its loop, so they must not block."""
 
     def on_step(self, report: StepReport) -> None:
         """Called after each step that was computed."""

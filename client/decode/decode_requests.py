@@ -9,10 +9,10 @@ from gpulease.client.decode.decode_errors import RequestRejected
 from gpulease.client.decode.row_records import PAGE
 
 MIN_TEMPERATURE: Final = 1e-3
-"""Lowest temperature above 0: below it the kernels' f32 reciprocal, times a logit, overflows."""
+"""Lowest temperature above 0. Below it, a logit times the f32 reciprocal overflows in the kernels."""
 
 MAX_TEMPERATURE: Final = 100.0
-"""Highest temperature: all tokens are nearly alike there, so a higher one is a mistake in its unit."""
+"""Highest temperature. All tokens are almost equally likely there, so a higher one is a mistake."""
 
 MAX_TOP_K: Final = 2**31 - 1
 """Highest top_k: a row's record holds it in 32 signed bits."""
@@ -24,30 +24,30 @@ MAX_POSITIONS: Final = 2**31 - 1
 """Most positions of a sequence: a row's record holds them in 32 signed bits."""
 
 MAX_REQUEST_ID_CHARACTERS: Final = 256
-"""Longest id of a request: ids are logged, audited and sent back, so a longer one would fill disks."""
+"""Longest id of a request. Ids are logged, audited and returned, so they must not fill disks."""
 
 MAX_WAIT_S: Final = 3600.0
-"""Longest time in seconds that a request may wait: a place in a queue must not be held forever."""
+"""Longest time in seconds that a request may wait, so that it can't occupy a place in the queue forever."""
 
 DEFAULT_WEIGHT: Final = 1.0
 DEFAULT_MAX_WAITING: Final = 64
 
 MAX_BLOCKS_PER_TENANT: Final = 2**20
-"""Most blocks of a region: their free list is made at once, 8 bytes each."""
+"""Most blocks of a region. The list of free blocks is allocated at once, 8 bytes for each."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParameters:
-    """Parameters of a request's sampling: how its tokens are chosen from their logits.
+    """How a request's tokens are chosen from their logits.
 
-    Equal parameters give equal tokens for equal logits, in any batch: a token's random number depends on the seed and
-    its position alone. Raises RequestRejected if a value can't be computed with.
+    Equal parameters give equal tokens for equal logits, in any batch: a token's random number depends only on the seed
+    and its position. Raises RequestRejected for a value that the kernels can't compute with.
 
     Attributes:
-        temperature: Divides the logits; 0 takes the highest one (greedy), else MIN_TEMPERATURE to MAX_TEMPERATURE.
-        top_p: Keeps the fewest tokens that have this much of the probability; above 0, 1 keeps all.
-        top_k: Keeps so many of the highest logits; 0 keeps all.
-        seed: The seed of the random numbers, 64 bits without a sign.
+        temperature: Divides the logits: MIN_TEMPERATURE to MAX_TEMPERATURE, or 0 for the highest logit (greedy).
+        top_p: Keeps the fewest tokens that together have this probability: above 0, and 1 keeps all.
+        top_k: Keeps this many of the highest logits; 0 keeps all.
+        seed: The seed of the random numbers, an unsigned integer of 64 bits.
     """
 
     temperature: float = 0.0
@@ -68,7 +68,7 @@ class SamplingParameters:
 
     @property
     def inverse_temperature(self) -> float:
-        """Return the reciprocal of the temperature, 0 for greedy sampling, as a row's record has it."""
+        """The reciprocal of the temperature, as in a row's record; 0 for greedy sampling."""
         return 1 / self.temperature if self.temperature else 0.0
 
 
@@ -80,8 +80,8 @@ class TenantConfig:
         id: The tenant's name.
         max_concurrent: Most live sequences at a time.
         max_blocks: Most blocks of its region, of PAGE positions each.
-        weight: Its share of the engine while other tenants wait, too.
-        max_waiting: Most requests that wait for their admission; one more is refused at once.
+        weight: Its share of the engine while other tenants also wait.
+        max_waiting: Most requests that wait for admission; a further one is refused at once.
     """
 
     id: str
@@ -105,17 +105,17 @@ class TenantConfig:
 
 @dataclass(frozen=True, slots=True)
 class PromptRequest:
-    """A prompt to be continued. Raises RequestRejected if it can't be one, for any model.
+    """A prompt to be continued. Raises RequestRejected for values that no model could serve.
 
     Attributes:
         tenant_id: Its tenant.
-        request_id: Its id, of no other request that lives or waits.
+        request_id: Its id, which no other live or waiting request has.
         token_ids: The prompt, one token at least.
         sampling: How tokens are chosen.
         max_emitted_tokens: Most tokens to emit, 1 or more.
-        wait_s: Seconds for which it may wait for its admission; 0: it is refused if it can't begin at once.
-        continues: The request that this one is the replay of, by its first id; "" if a caller sent it.
-        attempt: Which replay this is, from 1; 0 if a caller sent it.
+        wait_s: Seconds for which it may wait for its admission; 0: it is refused if it is not admitted at once.
+        continues: The caller's id of the request that this one replays; "" if a caller sent it.
+        attempt: The number of this replay, from 1; 0 if a caller sent it.
         replayed_tokens: How many of `token_ids`, at their end, earlier attempts emitted.
     """
 
@@ -141,17 +141,17 @@ class PromptRequest:
 
     @property
     def positions(self) -> int:
-        """Return how many positions the sequence can take; the last token that it emits takes none."""
+        """The most positions that the sequence can take. The last emitted token is never computed, so it takes none."""
         return len(self.token_ids) + self.max_emitted_tokens - 1
 
     @property
     def blocks(self) -> int:
-        """Return how many blocks it can need; all are reserved at its admission."""
+        """The most blocks that it can need. All of them are reserved at its admission."""
         return -(-self.positions // PAGE)
 
 
 class CompletionReason(StrEnum):
-    """Reasons for a request's end."""
+    """Why a request ended. The values appear in audit records, logs and metrics."""
 
     END_OF_SEQUENCE = "EndOfSequence"
     MAX_TOKENS_REACHED = "MaxTokensReached"
@@ -164,7 +164,7 @@ class CompletionReason(StrEnum):
 
 
 class AdmissionReason(StrEnum):
-    """Reasons for a request's refusal."""
+    """Why a request was refused. The values appear in errors, logs and metrics."""
 
     POOL_EXHAUSTED = "PoolExhausted"
     QUOTA_EXCEEDED = "QuotaExceeded"
@@ -183,7 +183,7 @@ class SchedulerEvent:
             request: The request.
             token: The token, also if it ends the sequence.
             position: Its place in the sequence, counted from the prompt's first token as 0.
-            row: The row of the completed step that it is the result of.
+            row: The row of the completed step whose result it is.
         """
 
         request: PromptRequest
@@ -198,9 +198,9 @@ class SchedulerEvent:
         Attributes:
             request: The request.
             reason: Why it ended.
-            continued_by: The id of the request that replays it, waiting already; "" if none does.
-            kept_out_by: Of one that waited too long, what kept it out; None of others.
-            detail: That as a sentence, with what to do; "" of others.
+            continued_by: The id of the request that replays it, and already waits; "" if it is not replayed.
+            kept_out_by: If it waited too long, the obstacle at the end; otherwise None.
+            detail: The obstacle as a sentence, with advice; otherwise "".
         """
 
         request: PromptRequest
@@ -216,7 +216,7 @@ class SchedulerEvent:
         Attributes:
             request: The request.
             reason: Why it was refused.
-            detail: What was asked and what there is, with what to do.
+            detail: What was requested and what is available, with advice.
             retry_after_s: Seconds after which it may be sent again; None if that is unknown.
         """
 

@@ -1,7 +1,8 @@
-"""What becomes of each key of a model's files: one table for each kind of file, by which the loader judges keys.
+"""The effect of each key in a model's files: one table for each kind of file, by which keys are accepted or refused.
 
-A key is used, refused, advice to callers, or without effect. A loader gets the used ones alone, so it uses nothing that
-the table does not declare. No key that the reference obeys and the engine does not may pass in silence.
+A key is used, refused, advice to callers, or without effect. A loader receives only the used keys, so it can't use one
+that the table does not declare. A key that the reference implementation obeys and the engine does not is never ignored
+silently.
 """
 
 import logging
@@ -17,35 +18,35 @@ from gpulease.client.decode.decode_errors import ModelRejected
 from gpulease.client.texts import quoted
 
 MAX_LOGGED_KEYS: Final = 20
-"""Most keys of a file in a line of the log. Stops a hostile file from filling it."""
+"""Most keys of a file in a line of the log, so that a hostile file can't fill the log."""
 
 MAX_LOGGED_FILES: Final = 1024
-"""Lines of the log that are remembered, so that a model opened again does not repeat them."""
+"""Lines of the log that are remembered, so that opening a model again does not repeat them."""
 
 LOG: Final = logging.getLogger("gpulease.decode")
 
 
 class Effect(Enum):
-    """What a key does to the answer."""
+    """How a key affects the tokens that a model emits."""
 
     USED = "used"
     """The loader reads it."""
     REFUSED = "refused"
-    """The reference obeys it and the engine does not: only its neutral values are taken."""
+    """The reference implementation obeys it and the engine does not, so only its neutral values are accepted."""
     ADVICE = "advice"
-    """A default for callers who do not choose; this engine's requests choose, so the log has it."""
+    """A default for callers that choose nothing. This engine's requests always choose, so it is only logged."""
     NONE = "none"
     """It changes no token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What becomes of a key.
+    """How the engine treats a key.
 
     Attributes:
-        effect: What it does.
-        neutral: Values that change nothing; an absent key, null and a list of neutral values never do.
-        why: For the error: what the engine does instead.
+        effect: Its effect on tokens.
+        neutral: Values that change nothing, in addition to null, an empty object and lists of neutral values.
+        why: What the engine does instead, for the error.
     """
 
     effect: Effect
@@ -53,47 +54,48 @@ class Key:
     why: str = ""
 
     def is_neutral(self, value: Any) -> bool:
-        """Whether a value changes nothing. Types count: a text is not a number, nor a number a flag."""
+        """Return whether a value changes nothing. Types must match: "1", 1 and true are different values."""
         values = value if isinstance(value, list) else [] if value is None or value == {} else [value]
         neutral = {(_kind(one), one) for one in self.neutral}
         return all(isinstance(one, Hashable) and (_kind(one), one) in neutral for one in values)
 
 
 KeyTable = Mapping[str, Key]
-"""Keys by name; a `*` in one stands for any text, and exact names go first."""
+"""Keys by name. A `*` in a name matches any text; exact names take precedence."""
 
 
 def used(*keys: str) -> dict[str, Key]:
-    """Keys that the loader reads."""
+    """Return entries for keys that the loader reads."""
     return dict.fromkeys(keys, Key(Effect.USED))
 
 
 def refused(why: str, keys: Mapping[str, tuple[Any, ...]]) -> dict[str, Key]:
-    """Keys that are taken with these neutral values alone. Args: why: What the engine does instead."""
+    """Return entries for keys of which only neutral values are accepted. Args: why: What the engine does instead."""
     return {key: Key(Effect.REFUSED, neutral, why) for key, neutral in keys.items()}
 
 
 def advice(keys: Mapping[str, tuple[Any, ...]]) -> dict[str, Key]:
-    """Keys that advise callers, with the values that advise nothing."""
+    """Return entries for keys that advise callers, with the values that advise nothing."""
     return {key: Key(Effect.ADVICE, neutral) for key, neutral in keys.items()}
 
 
 def no_effect(*keys: str) -> dict[str, Key]:
-    """Keys that change no token."""
+    """Return entries for keys that never change a token."""
     return dict.fromkeys(keys, Key(Effect.NONE))
 
 
 def judged(said: Members, table: KeyTable) -> Members:
-    """Return the members that the table says are used.
+    """Return the members that the table marks as used.
 
-    Logs once, in a line each, the keys that the table does not have and the advice that is not neutral. Raises
-    ModelRejected for a key that asks for something that the engine does not compute.
+    Logs once, in a line each, the keys that are not in the table and the advice that is not neutral. Raises
+    ModelRejected for a key that requires something that the engine does not compute.
     """
     kept: dict[str, Any] = {}
     unknown, advised = [], []
     for name, value in said.values.items():
         key = find_key(name, table)
         if key is None:
+            # Unknown keys are ignored, as the reference does, but logged: they may come from a newer version of it.
             unknown.append(name)
         elif key.effect is Effect.USED:
             kept[name] = value
@@ -109,13 +111,14 @@ def judged(said: Members, table: KeyTable) -> Members:
 
 
 def find_key(name: str, table: KeyTable) -> Key | None:
-    """A key's entry, by its exact name or else by a pattern; None for one that the table does not have."""
+    """Return a key's entry, by its exact name or else by the first pattern that matches; None if there is none."""
     if name in table:
         return table[name]
     return next((key for pattern, key in table.items() if "*" in pattern and fnmatchcase(name, pattern)), None)
 
 
 def _kind(value: Any) -> type:
+    # 1 and 1.0 are the same number in JSON; true is not a number.
     return float if isinstance(value, int) and not isinstance(value, bool) else type(value)
 
 

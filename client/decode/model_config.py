@@ -1,4 +1,4 @@
-"""The shape of a model, and what of it the engine computes."""
+"""The shape of a model, and the limits of what the engine's kernels compute."""
 
 import math
 from dataclasses import dataclass
@@ -9,26 +9,26 @@ from gpulease.client.decode.decode_errors import ModelRejected
 from gpulease.client.errors import InvalidRequest
 
 HEAD_WIDTHS: Final = (32, 64, 128)
-"""Head widths that attention's kernels are compiled for."""
+"""The widths of heads that attention kernels are compiled for."""
 
 MAX_SHARE: Final = 16
-"""Most query heads a key head: rows of an attention kernel's tile."""
+"""Most query heads per key head: the rows of an attention kernel's tile."""
 
 COLUMNS_STEP: Final = 32
-"""Columns of every linear are a multiple of this: a block of Q8_0."""
+"""The columns of every linear must be a multiple of this, which is the block of Q8_0."""
 
 MAX_LAYERS: Final = 1024
-"""Most layers. Stops a number in a file from making a list of tensors that fills the host's memory."""
+"""Most layers, so that a number in a file can't create a list of tensors that fills the host's memory."""
 
 MAX_CONTEXT: Final = 1 << 24
-"""Most positions. Stops a number in a file from being taken for the length of a table."""
+"""Most positions, so that a number in a file can't create an enormous table."""
 
 MAX_SIZE: Final = 1 << 24
-"""Most values of any other size. Their products fit 64 bits, and positions of values in one row 32 bits."""
+"""Limit of every other size. Products of two sizes fit in 64 bits, and indexes within a row in 32 bits."""
 
 
 class Family(StrEnum):
-    """Families of models that the engine computes."""
+    """The families of models that the engine computes, by their names in config.json and GGUF."""
 
     LLAMA = "llama"
     QWEN2 = "qwen2"
@@ -37,7 +37,7 @@ class Family(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """Llama 3's stretching of rotary embeddings ("rope_type": "llama3")."""
+    """Llama 3's scaling of rotary embeddings ("rope_type": "llama3"); `rotary.divisors_of` has the rule."""
 
     factor: float
     low_frequency_factor: float
@@ -58,15 +58,15 @@ class ModelConfig:
         head_width: Values of a head.
         inner_width: Values between gate, up and down (intermediate_size).
         vocabulary: Number of tokens.
-        context: Positions the model was made for, with stretched rotary embeddings those after stretching: files say
-            that number (max_position_embeddings, context_length), and nothing multiplies it.
+        context: Positions that the model was made for, as in the file (max_position_embeddings, context_length). With
+            scaled rotary embeddings, this number already includes the scaling.
         rope_theta: Base of the rotary embeddings' wavelengths.
-        rope_scaling: How they are stretched; None if they are not.
-        norm_epsilon: What RMS norms add under the root.
+        rope_scaling: How they are scaled; None if they are not.
+        norm_epsilon: The value that RMS norms add under the root.
         is_tied: Whether the head's weights are the embedding's.
         has_bias: Whether q, k and v have biases (Qwen2).
         has_head_norm: Whether q and k are normalised by head (Qwen3).
-        begin_token: The token that a prompt begins with; None if it begins without one.
+        begin_token: The token that every prompt begins with; None if there is none.
         end_tokens: Tokens that end a sequence.
     """
 
@@ -90,10 +90,10 @@ class ModelConfig:
 
 
 def check_config(config: ModelConfig, where: str) -> None:
-    """Raise ModelRejected unless the engine's kernels compute such a model.
+    """Raise ModelRejected unless the engine's kernels can compute a model of this shape.
 
     Args:
-        config: The shape that a file says.
+        config: The shape that a file describes.
         where: The file's path, for the error.
     """
     sizes = {
@@ -131,10 +131,10 @@ def check_config(config: ModelConfig, where: str) -> None:
 def check_positions(config: ModelConfig, positions: int) -> None:
     """Raise InvalidRequest for more positions of a sequence than the model was made for.
 
-    Beyond them a model was never trained: it emits noise, and no error says so.
+    A model was not trained beyond them, and would emit noise without any error.
     """
     if positions > config.context:
         raise InvalidRequest(
             f"positions is {positions:,}; the model's own context has {config.context:,}",
-            f"Set positions to {config.context} or less; stretched rotary embeddings are counted in this already",
+            f"Set positions to {config.context} or less; it already includes scaled rotary embeddings",
         )

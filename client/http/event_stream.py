@@ -1,4 +1,4 @@
-"""Server-sent events (HTML Living Standard, 9.2), as every stream of this server sends them."""
+"""Server-sent events (HTML Living Standard, 9.2), as all streams of the servers send them."""
 
 import json
 from typing import Any, Final
@@ -6,14 +6,15 @@ from typing import Any, Final
 MEDIA_TYPE: Final = "text/event-stream"
 
 COMMENT: Final = b": waiting\n\n"
-"""A line that readers ignore (9.2.6). It keeps proxies from closing a stream that is silent for long."""
+"""A line that readers ignore (9.2.6). It keeps proxies from closing a stream that is silent for a long time."""
 
 
 def event(text: str) -> bytes:
-    """Return an event with a text of one line."""
+    """Return an event with `text` as its data, which must be a single line."""
     return b"data: " + text.encode() + b"\n\n"
 
 
 def json_event(body: dict[str, Any]) -> bytes:
-    """Return an event with a JSON object."""
+    """Return an event with a JSON object as its data."""
+    # json.dumps escapes line breaks, so the data stays one line.
     return event(json.dumps(body, ensure_ascii=False, separators=(",", ":")))

@@ -1,4 +1,4 @@
-"""Problem replies (RFC 9457): the JSON that a client gets when its request is not served."""
+"""Problem replies (RFC 9457): the JSON that a client receives when its request fails."""
 
 import math
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ MEDIA_TYPE: Final = "application/problem+json"
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """The reply to a request that was not served.
+    """The error reply to a request.
 
     Attributes:
-        status: HTTP's status code.
-        code: This project's word for the problem, for programs.
+        status: The HTTP status code.
+        code: The problem's code, for programs.
         detail: A sentence for people.
-        kind: The class of the error behind it; "" if there is none.
-        retry_after_s: Seconds after which asking again makes sense; None if it never does.
+        kind: The class of the error that caused it; "" without one.
+        retry_after_s: Seconds after which the client may retry; None if a retry is useless.
     """
 
     status: int
@@ -26,11 +26,12 @@ class Problem:
     retry_after_s: float | None = None
 
     def headers(self) -> dict[str, str]:
-        """`Retry-After`, if asking again makes sense."""
+        """Return `Retry-After` if the client may retry, in whole seconds of at least 1."""
         return {} if self.retry_after_s is None else {"Retry-After": str(max(1, math.ceil(self.retry_after_s)))}
 
     def body(self, request_id: str) -> dict[str, Any]:
-        """Return the JSON object; empty members are left out."""
+        """Return the JSON object, without empty members."""
+        # "about:blank" means that the status says enough (RFC 9457, 4.2.1); `code` is an extension member for programs.
         body = {"type": "about:blank", "title": self.code.replace("_", " "), "status": self.status}
         named = {"kind": self.kind, "request_id": request_id}
         return body | {"code": self.code, "detail": self.detail} | {key: text for key, text in named.items() if text}

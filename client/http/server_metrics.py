@@ -1,4 +1,4 @@
-"""The metrics of one HTTP server, as Prometheus reads them."""
+"""The registry of one HTTP server's metrics, in Prometheus's format."""
 
 from prometheus_client import CollectorRegistry, generate_latest
 

@@ -1,4 +1,4 @@
-"""The TOML files of servers' settings, read once, and the tables `[models.NAME]` of a gateway and a model server."""
+"""TOML files of servers' settings, read at the start, and the tables `[models.NAME]` of gateways and model servers."""
 
 import errno
 import os
@@ -12,28 +12,29 @@ from gpulease.client.errors import InvalidRequest
 from gpulease.protocol.settings_reader import BadSetting, read_settings, read_values
 
 MAX_MODELS: Final = 256
-"""Most models. Stops a file from filling the server's memory, and the metrics, which have series for each model."""
+"""Most models of one server. Each takes memory, and has its own series in the metrics."""
 
 MAX_SETTINGS_BYTES: Final = 1 << 20
-"""Most bytes of a file of settings. Stops a wrong path from filling memory."""
+"""Most bytes of a settings file, so that a wrong path can't fill memory."""
 
 Settings = TypeVar("Settings")
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a file to read it. Raises OSError where there is none, or the path is of something else.
+    """Open a regular file for reading. Raises OSError if it does not exist or is not a regular file.
 
-    A FIFO would wait for its writer, and a device has no end.
+    Opening a FIFO would wait for its writer, and reading a device might never end.
     """
+    # O_NONBLOCK so that a FIFO does not block the open itself. Then check the opened file, which can't be exchanged.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is a folder, a FIFO or a device; there must be a file")
+        raise OSError(errno.EINVAL, "it must be a file, not a folder, a FIFO or a device")
     return os.fdopen(descriptor, "rb")
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Return a file's settings, unchecked. Raises InvalidRequest that says what is wrong, or in which line."""
+    """Return a file's settings, unchecked. Raises InvalidRequest, which names the line of a syntax error."""
     try:
         with open_regular(path) as file:
             data = file.read(MAX_SETTINGS_BYTES + 1)
@@ -47,7 +48,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def settings_of(path: Path, kind: type[Settings], table: Any, *keys: str) -> Settings:
-    """Return the settings of a file's table, which lies under these keys. Raises InvalidRequest."""
+    """Return the checked settings of a file's table; `keys` is its path, for errors. Raises InvalidRequest."""
     try:
         return read_settings(kind, table)
     except BadSetting as error:
@@ -55,7 +56,7 @@ def settings_of(path: Path, kind: type[Settings], table: Any, *keys: str) -> Set
 
 
 def values_of(path: Path, kind: type, table: Any, *keys: str) -> dict[str, Any]:
-    """Return the values of a file's table by the attributes of their declaration. Raises InvalidRequest."""
+    """Return the checked values of a file's table by the attributes that `kind` declares. Raises InvalidRequest."""
     try:
         return read_values(kind, table)
     except BadSetting as error:
@@ -63,7 +64,7 @@ def values_of(path: Path, kind: type, table: Any, *keys: str) -> dict[str, Any]:
 
 
 def read_model_tables(path: Path) -> dict[str, Any]:
-    """Return each table, unchecked, by its name. Raises InvalidRequest that says what is wrong in the file."""
+    """Return the tables `[models.NAME]`, unchecked, by their names. Raises InvalidRequest."""
     settings = read_file(path)
     tables = settings.pop("models", None)
     if settings or not isinstance(tables, dict) or not 0 < len(tables) <= MAX_MODELS:

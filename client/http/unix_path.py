@@ -1,8 +1,8 @@
-"""The path of a Unix socket that a server listens at.
+"""The path of a Unix socket at which a server listens.
 
-Cleaning a folder may remove the socket file of a running server. So a server tries to connect to a path before it
-takes it, never removes another server's socket, and makes its own again. There is no lock: of two servers that start
-at the same moment, one finds that the other has the path, and logs it.
+Cleaning up a folder may remove the socket file of a running server. So a server tries to connect to a path before it
+takes it, never removes another server's socket, and recreates its own. No lock is needed: of two servers that start at
+the same moment, one finds that the other has the path, and logs it.
 """
 
 import asyncio
@@ -21,14 +21,14 @@ from gpulease.protocol.peer_credentials import UCRED_BYTES, parse_ucred
 BACKLOG: Final = 128
 
 LOOK_S: Final = 5.0
-"""Seconds between two checks of a socket's file: how long clients may find none."""
+"""Seconds between two checks of a socket's file, for which clients may be unable to connect after its removal."""
 
 _MODE: Final = 0o660
 _log: Final = logging.getLogger("gpulease.socket")
 
 
 def bound_to_path(path: str) -> socket.socket:
-    """Return a socket that listens at a path. An abandoned socket's file is replaced. Raises OSError."""
+    """Return a socket that listens at a path. The file of an abandoned socket is replaced. Raises OSError."""
     remove_abandoned(path)
     sock = socket.socket(socket.AF_UNIX)
     try:
@@ -43,7 +43,7 @@ def bound_to_path(path: str) -> socket.socket:
 
 
 def remove_abandoned(path: str) -> None:
-    """Remove a socket's file if no process listens there; other files stay. Raises OSError if one listens."""
+    """Remove a socket's file if no process listens there, but no other file. Raises OSError if a process listens."""
     with suppress(FileNotFoundError):
         if stat.S_ISSOCK(os.lstat(path).st_mode):
             if _listener_at(path) is not None:
@@ -52,18 +52,18 @@ def remove_abandoned(path: str) -> None:
 
 
 def remove_path(path: str) -> None:
-    """Remove a server's own socket at its end; another one's stays."""
+    """Remove a server's own socket file at its end, but not one that another server has made since."""
     with suppress(OSError):
         if _listener_at(path) in (None, os.getpid()):
             os.unlink(path)
 
 
 async def keep_path(sock: socket.socket, replace: Callable[[socket.socket], Awaitable[None]]) -> None:
-    """Watch the path of a listening socket forever, and make the socket again when its file was removed.
+    """Watch the path of a listening socket until cancelled, and make a new socket whenever its file was removed.
 
     Args:
-        sock: The socket. One that has no path is not watched.
-        replace: Gets each new socket. The one before can't be reached any more; connections that it accepted continue.
+        sock: The socket. A socket without a path is not watched.
+        replace: Called with each new socket. The old one gets no new connections; those that it accepted continue.
     """
     path = sock.getsockname() if sock.family == socket.AF_UNIX else ""
     if not path:
@@ -71,11 +71,13 @@ async def keep_path(sock: socket.socket, replace: Callable[[socket.socket], Awai
     ours, is_lost = file_at(path), False
     while True:
         await asyncio.sleep(LOOK_S)
+        # The same inode as at the start: still our socket. A removed or replaced file differs.
         if (there := file_at(path)) is not None and ours is not None and os.path.samestat(there, ours):
             continue
         try:
             made = bound_to_path(path)
         except OSError as error:
+            # Log once per loss, not at every check.
             if not is_lost:
                 _log.error("the socket's file %s was removed, and it can't be made again yet: %s", path, error)
             is_lost = True
@@ -86,9 +88,9 @@ async def keep_path(sock: socket.socket, replace: Callable[[socket.socket], Awai
 
 
 def _listener_at(path: str) -> int | None:
-    """Return the process that listens at a path; None if none does. Raises OSError if that can't be learned."""
+    """Return the pid that listens at a path; 0 if it is unknown; None if no process listens. Raises OSError."""
     with socket.socket(socket.AF_UNIX) as probe:
-        # A full backlog must not make this wait.
+        # With a full backlog, a blocking connect would wait. Instead EAGAIN shows that a process listens.
         probe.setblocking(False)
         try:
             probe.connect(path)
@@ -103,7 +105,7 @@ def _listener_at(path: str) -> int | None:
 
 
 def file_at(path: str) -> os.stat_result | None:
-    """Return what the file system says of a path, which may be a link; None if nothing is there."""
+    """Return the status of a path, without following a link; None if nothing is there."""
     try:
         return os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):

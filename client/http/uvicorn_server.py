@@ -1,4 +1,4 @@
-"""Run an ASGI application on uvicorn: its listening socket, the guard before it, its signals and its end."""
+"""Runs an ASGI application on uvicorn: the listening socket, the guard in front of it, signals and shutdown."""
 
 import asyncio
 import errno
@@ -32,25 +32,25 @@ from gpulease.protocol.http_origin import (
 )
 
 MAX_CONNECTIONS: Final = 512
-"""Most connections at a time; uvicorn answers one more with 503. Stops a peer from taking all descriptors of the
-process."""
+"""Most connections at the same time; uvicorn answers a further one with 503. Without a limit, a peer could use up all
+descriptors of the process."""
 
 MAX_HEAD_BYTES: Final = 16 << 10
-"""Most bytes of a request's line and headers. Stops a peer that never ends them."""
+"""Most bytes of a request's line and headers, for a peer that never ends them."""
 
 KEEP_ALIVE_S: Final = 5
-"""Seconds that an idle connection stays open."""
+"""Seconds that an idle connection stays open after a reply."""
 
 HEAD_LIMIT_S: Final = 10.0
-"""Seconds for a connection's next line and headers to arrive; then it is closed. Stops a peer from holding all of
-MAX_CONNECTIONS by sending nothing, or a byte at a time: uvicorn's own limit begins after the first answer."""
+"""Seconds for a connection's next request line and headers to arrive, before it is closed. Without this limit, a peer
+could hold all MAX_CONNECTIONS by sending nothing, or a byte at a time: uvicorn's own begins after the first reply."""
 
 
 @contextmanager
 def listening(address: str) -> Iterator[tuple[socket.socket, str]]:
-    """Listen at `tcp:127.0.0.1:PORT` or `unix:PATH`; yields the socket and its URL. Raises InvalidRequest.
+    """Listen at `tcp:127.0.0.1:PORT` or `unix:PATH`. Yields the socket and its URL. Raises InvalidRequest.
 
-    Only addresses that this host alone can reach are taken, because clients are not authenticated.
+    Only addresses that other hosts can't reach are accepted, because clients are not authenticated.
     """
     try:
         where = parse_address(address)
@@ -63,6 +63,7 @@ def listening(address: str) -> Iterator[tuple[socket.socket, str]]:
         yield sock, _url(sock, where)
     finally:
         if isinstance(where, UnixAddress):
+            # Before the socket is closed, so that the path never leads to a socket that refuses connections.
             remove_path(where.path)
         sock.close()
 
@@ -106,63 +107,64 @@ def _url(sock: socket.socket, where: UnixAddress | TcpAddress) -> str:
 
 
 class TimelyProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1, which closes a connection if its next request does not begin in HEAD_LIMIT_S.
+    """uvicorn's HTTP/1.1, which also closes a connection if its next request's head takes longer than HEAD_LIMIT_S.
 
-    What is not HTTP ends the connection likewise: behind an answer, within one, or within a request's body.
+    Bytes that are not HTTP also end the connection, whether after a reply, during one, or in a request's body.
     """
 
     _head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's is
-        """Wait for the first request."""
+        """Begin to wait for the first request's head."""
         super().connection_made(transport)
         self._await_head_behind(None)
 
     def on_response_complete(self) -> None:
-        """Wait for the next request, which may be here already."""
+        """Begin to wait for the next request's head, which may have arrived already."""
         answered = self.cycle
         super().on_response_complete()
         self._await_head_behind(answered)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End the wait."""
         if self._head_timer is not None:
             self._head_timer.cancel()
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is not HTTP; if an answer is under way, it ends there, and its application sends nothing more."""
+        """Refuse bytes that are not HTTP. A reply in progress is cut off, and its application can send nothing more."""
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             super().send_400_response(msg)
         else:
-            # h11 would refuse to send a second answer, and uvicorn log that with a traceback.
+            # h11 raises if a second reply is sent, which uvicorn would log with a traceback.
             self.transport.close()
 
     def _await_head_behind(self, answered: RequestResponseCycle | None) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
+        # One timer per connection. uvicorn sets `cycle` when a request's head is complete.
         self._head_timer = self.loop.call_later(HEAD_LIMIT_S, self._close_behind, answered)
 
     def _close_behind(self, answered: RequestResponseCycle | None) -> None:
+        # Still the request before, or none: the next head has not arrived.
         if self.cycle is answered:
             self.transport.close()
 
 
 class KeepingServer(uvicorn.Server):
-    """uvicorn's server, which makes a Unix socket again when its file was removed."""
+    """uvicorn's server, which also recreates its Unix socket when the socket's file was removed."""
 
     _keeping: tuple[asyncio.Task[None], ...] = ()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start, and watch the sockets' paths from then on."""
+        """Start the server, and begin to watch the sockets' paths."""
         await super().startup(sockets)
         self._keeping = tuple(asyncio.create_task(keep_path(sock, self._serve_also)) for sock in sockets or ())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop."""
+        """Stop watching the paths, then stop the server."""
         for task in self._keeping:
             task.cancel()
         await asyncio.gather(*self._keeping, return_exceptions=True)
@@ -172,14 +174,14 @@ class KeepingServer(uvicorn.Server):
         def protocol() -> asyncio.Protocol:
             return TimelyProtocol(self.config, self.server_state, self.lifespan.state)
 
-        # It is closed with the servers of the start.
+        # uvicorn closes all of `servers` at its end.
         self.servers.append(await asyncio.get_running_loop().create_server(protocol, sock=sock, backlog=BACKLOG))
 
 
 class GuardedApp:
     """An ASGI application behind the checks of `protocol.http_origin`.
 
-    A foreign site's page in a browser of this host gets nothing.
+    They refuse requests of other sites' pages in a browser on this host (CSRF, DNS rebinding).
 
     Args:
         app: The application that answers requests which pass.
@@ -190,14 +192,14 @@ class GuardedApp:
         self._app, self._known = app, known
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """ASGI."""
         if scope["type"] == "http":
+            # Requests that change something are checked more strictly than those that only read.
             is_act = scope["method"] not in READING
             refused = refusal(headers_of(scope["headers"]), self._known, is_act=is_act)
             if refused is not None:
                 await _send_refusal(send, *refused)
                 return
-        # The peer hung up while the application read its body: there is no one to answer.
+        # If the peer disconnects while the application reads its body, no reply is possible.
         with suppress(ClientDisconnect):
             await self._app(scope, receive, send)
 
@@ -221,7 +223,7 @@ def known_hosts(sock: socket.socket, host_names: Iterable[str]) -> KnownHosts:
 
 
 def serve(app: Any, sock: socket.socket, *, known: KnownHosts, stop_s: float) -> None:
-    """Serve until SIGINT or SIGTERM; then accept nothing more, finish for up to `stop_s` seconds, and return."""
+    """Serve until SIGINT or SIGTERM. Then accept no more requests, finish the others for up to `stop_s` seconds."""
     asyncio.run(serve_within(app, sock, known=known, stop_s=stop_s))
 
 
@@ -233,17 +235,17 @@ async def serve_within(
     stop_s: float,
     began: Callable[[uvicorn.Server], None] = lambda _: None,
 ) -> None:
-    """Serve as `serve` does, in the running event loop, which has what the application needs.
+    """Serve like `serve`, but in the running event loop.
 
     Args:
         app: The application.
-        sock: Where it listens.
-        known: The host names that it answers to.
-        stop_s: Seconds in which requests are finished.
-        began: Takes the server, which ends once its `should_exit` is true.
+        sock: The listening socket.
+        known: The host names that the server answers to.
+        stop_s: Seconds for requests to finish when the server stops.
+        began: Called with the server, which stops when its `should_exit` is set.
     """
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
-    # Its warnings are of requests that are not HTTP and of upgrades: a peer could fill the log with them.
+    # uvicorn warns of requests that are not HTTP and of upgrades, with which a peer could fill the log.
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
     config = uvicorn.Config(
         GuardedApp(app, known),
@@ -265,7 +267,7 @@ async def serve_within(
         server.should_exit = True
 
     if threading.current_thread() is threading.main_thread():
-        # uvicorn has its own handlers while it runs. Afterwards it raises the signal again, for these.
+        # While uvicorn runs, its own handlers are installed. When it ends, it raises the signal again, for these.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, stop)
     began(server)

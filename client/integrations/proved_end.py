@@ -1,4 +1,4 @@
-"""The end of a lease that serves another program: free it, then wait until its memory is proved free."""
+"""The end of a lease of a cluster's job: free it, then wait until its memory is proved free."""
 
 import time
 from collections.abc import Callable
@@ -11,23 +11,23 @@ from gpulease.protocol.lease_ids import LeaseId
 from gpulease.protocol.messages import LeaseRef
 
 REVOKED: Final = "revoked"
-"""The cause in the report of a lease that an operator ended."""
+"""The cause in the report of a lease that an operator revoked."""
 
 _LOOK_S: Final = 0.05
 
 
 class NotProvedFree(GpuLeaseError):
-    """A lease's memory is not proved free. It is lent to no one until then."""
+    """A lease's memory is not proved free yet. It is not granted again before that."""
 
     default_hint = "Ask again. If the lease is fenced, an operator must clear it: gpulease fence clear"
 
 
 def report_of(lease_id: LeaseId, address: str) -> dict[str, Any]:
-    """Return a lease's report; of one that the daemon does not remember, its state and cause alone."""
+    """Return a lease's report; for a lease that the daemon does not remember, only its state and cause."""
     try:
         return dict(ask(Opcode.LEASE_QUERY, LeaseRef(lease_id), address).report)
     except NotFound:
-        # A daemon without a journal was restarted: it ended its workers, and checked the cards.
+        # A daemon without a journal was restarted. At its start it ended all workers and checked the cards.
         return {"state": "torndown", "cause": None}
     except Revoked:
         # The daemon remembers a revocation for longer than the lease itself.
@@ -35,13 +35,15 @@ def report_of(lease_id: LeaseId, address: str) -> dict[str, Any]:
 
 
 def free_and_prove(lease_id: LeaseId, address: str, limit_s: float, on_message: Callable[[str], None]) -> None:
-    """Free a lease, if it is not over, and return once every byte is proved free.
+    """Free a lease if it is not over, and return once every byte is proved free.
 
     Args:
         lease_id: The lease.
-        address: The daemon's.
-        limit_s: Seconds to wait. Raises NotProvedFree then, or once the lease is fenced; Disconnected without a daemon.
-        on_message: Gets a sentence if the lease can't be freed: it ended by itself, or its end takes long.
+        address: The daemon's address.
+        limit_s: Seconds to wait.
+        on_message: Called with a message if the lease can't be freed, because it ended by itself or its end takes long.
+
+    Raises NotProvedFree after `limit_s`, or as soon as the lease is fenced, and Disconnected without a daemon.
     """
     until_s = time.monotonic() + limit_s
     state = report_of(lease_id, address)["state"]
@@ -51,7 +53,7 @@ def free_and_prove(lease_id: LeaseId, address: str, limit_s: float, on_message: 
         except Disconnected:
             raise
         except GpuLeaseError as error:
-            # The lease's state, polled below, says whether its memory is free.
+            # Not fatal: the lease may have ended meanwhile. Its state, polled below, decides.
             on_message(f"freeing {lease_id}: {error}")
     while (state := report_of(lease_id, address)["state"]) != "torndown":
         if state == "fenced" or time.monotonic() > until_s:

@@ -1,7 +1,7 @@
 """Compile the decode engine's kernels: `python -m gpulease.client.decode.kernels.build [FOLDER]`.
 
-For developers, with Triton installed (`pip install '.[kernels]'`); no GPU is needed. It writes one PTX file for each
-kernel and `manifest.json`, which says how each is launched. Users get these files with the package.
+For developers, with Triton installed (`pip install '.[kernels]'`); no GPU is needed. It writes a PTX file for each
+kernel, and `manifest.json`, which describes how to launch each. The package contains these files.
 """
 
 import json
@@ -18,24 +18,24 @@ from triton.compiler import ASTSource
 from gpulease.client.decode.kernels import triton_source
 
 TARGETS: Final = {"sm_80": GPUTarget("cuda", 80, 32), "sm_90a": GPUTarget("cuda", 90, 32)}
-"""sm_80 has mma, ldmatrix and cp.async, which every later card and the embedded driver take. sm_90a has wgmma, which a
-card of compute capability 9.0 takes, and gives mma's bits."""
+"""sm_80 has mma, ldmatrix and cp.async, which every later card and the embedded driver run. sm_90a has wgmma, which
+only cards of compute capability 9.0 run, with the same bits as mma."""
 
 PTX_VERSION: Final = 88
-"""PTX ISA 8.8, which drivers of CUDA 12.9 and later take."""
+"""PTX ISA 8.8, which drivers of CUDA 12.9 and later accept."""
 
 HEAD_WIDTHS: Final = (32, 64, 128)
 """Widths of attention heads that have kernels."""
 
 HEADS: Final = 16
-"""Query heads of a key head at most: the rows of one matrix instruction."""
+"""The most query heads per key head: the rows of one matrix instruction."""
 
 ATTEND_TILES: Final = {32: (32, 1, 2, None), 64: (128, 4, 2, 96), 128: (64, 4, 3, 112)}
-"""By the heads' width: positions that attention reads at once, a divisor of SPLIT; warps; stages of its pipeline;
-registers of a thread."""
+"""By the width of heads: the positions that attention reads at once, a divisor of SPLIT; warps; stages of its pipeline;
+registers per thread, None for no limit."""
 
 ROPE_HEADS: Final = 8
-"""Heads that one program turns: the most that leave enough programs for one row."""
+"""Heads that one program rotates: the most that still leave enough programs for a step of one row."""
 
 SPLIT: Final = 128
 """Positions of a sequence in one part of its attention."""
@@ -62,10 +62,10 @@ LINEAR_SILU_TILES_SM_90A: Final[dict[str, Tile]] = {
 }
 
 NORM_BLOCKS: Final = {512: 4, 2048: 8, 4096: 16}
-"""Columns that a norm reads at once, and its warps: few blocks for a card, and few idle lanes for small models."""
+"""Columns that a norm reads at once, and its warps. Large blocks are faster, but leave lanes idle for small models."""
 
 INEXACT: Final = re.compile(r"\b(?:\w+\.approx\S*|div\.full\S*|(?:add|sub|mul)\.f32|fma\.\S*f32|\w+\.ftz\S*)")
-"""Instructions whose results the PTX ISA leaves open, or that ptxas may fuse."""
+"""Instructions with results that the PTX ISA does not define exactly, or that ptxas may fuse into others."""
 
 _POINTERS: Final = {"b": "*bf16", "f": "*fp32", "h": "*fp16", "w": "*i32", "c": "*i8", "u": "*u8"}
 
@@ -74,7 +74,7 @@ _POINTERS: Final = {"b": "*bf16", "f": "*fp32", "h": "*fp16", "w": "*i32", "c": 
 class Job:
     """A kernel to compile: its function, its parameters' types by name, its constants, warps, stages.
 
-    `registers` are a thread's at most: the driver's linker takes half as many more than attention needs.
+    `registers` is the limit per thread. Without one, the driver's linker gives attention 1.5 times what it needs.
     """
 
     function: Any
@@ -103,6 +103,7 @@ def jobs() -> dict[str, Job]:
             warps=8,
         ),
     }
+    # One function gives several files, one per tile. A file's name is the kernel's name in the manifest.
     for block, warps in NORM_BLOCKS.items():
         found[f"add_rmsnorm_{block}"] = Job(
             s.add_rmsnorm, _types(norm), {"BLOCK_D": block}, warps, divisible=("stride", "D")
@@ -166,13 +167,14 @@ def _attend(function: Any, width: int, types: dict[str, str]) -> Job:
 
 
 def _types(text: str) -> dict[str, str]:
-    """`name:type` by spaces; a letter is a pointer's, no type is i32."""
+    """Parse `name:type` items. A single letter means a pointer (_POINTERS), and a missing type i32."""
     pairs = (item.partition(":") for item in text.split())
     return {name: _POINTERS.get(kind, kind) or "i32" for name, _, kind in pairs}
 
 
 def compiled(name: str, job: Job) -> tuple[str, dict[str, Any]]:
     """Compile one kernel. Returns its PTX and its entry in the manifest."""
+    # 16-byte alignment of pointers and strides lets Triton use vector loads and cp.async; every launch guarantees it.
     names = job.function.arg_names
     aligned = [n for n, kind in job.types.items() if kind.startswith("*") or n in job.divisible]
     source = ASTSource(
@@ -181,10 +183,12 @@ def compiled(name: str, job: Job) -> tuple[str, dict[str, Any]]:
         constexprs={(names.index(n),): value for n, value in job.constants.items()},
         attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
     )
+    # No fused multiply-add: a fused sum rounds once where the embedded driver rounds twice.
     options = {"num_warps": job.warps, "num_stages": job.stages, "enable_fp_fusion": False, "ptx_version": PTX_VERSION}
     if job.registers:
         options["maxnreg"] = job.registers
     kernel = triton.compile(source, target=TARGETS[job.target], options=options)
+    # Fail the build rather than ship a kernel that could give other bits on another card.
     ptx = _without_debug(kernel.asm["ptx"])
     if inexact := sorted(set(INEXACT.findall(ptx))):
         raise SystemExit(f"{name}: inexact instructions: {', '.join(inexact)}")
@@ -203,7 +207,7 @@ def compiled(name: str, job: Job) -> tuple[str, dict[str, Any]]:
 
 
 def _without_debug(ptx: str) -> str:
-    """Leave out line tables and paths of the developer's machine."""
+    # Line tables contain paths of the developer's machine, and would make the files differ between machines.
     ptx = re.sub(r"\t\.section\s+\.debug_\w+\s*\{.*?\n\t\}\n?", "", ptx, flags=re.DOTALL)
     kept = (
         line
@@ -214,7 +218,7 @@ def _without_debug(ptx: str) -> str:
 
 
 def build(folder: Path) -> None:
-    """Compile all kernels into a folder."""
+    """Compile all kernels into a folder, and write the manifest. Exits on a kernel with inexact instructions."""
     manifest = {"triton": triton.__version__, "split": SPLIT, "heads": HEADS, "kernels": {}}
     for name, job in jobs().items():
         ptx, manifest["kernels"][name] = compiled(name, job)

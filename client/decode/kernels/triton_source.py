@@ -3,8 +3,8 @@
 Every kernel is independent by rows: what it computes for one row depends on that row's inputs alone, in an order that
 neither the batch nor the tiles change. Three rules give that:
 
-- Sums over K run in ascending order in each program; only `linear`'s factor `splits`, a constant of the weight's shape,
-  cuts them, and the next kernel adds the parts in ascending order.
+- Sums over K run in ascending order in each program. Only `splits`, a constant of the weight's shape, cuts a linear's
+  sums, and the next kernel adds the parts in ascending order.
 - Attention cuts a sequence at fixed positions (`SPLIT`), and `combine` adds the parts in ascending order.
 - No atomics; a padded row has position -1 and writes nothing of a sequence.
 
@@ -41,12 +41,14 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 def exp2(x):
     """2^x for x up to 126, 0 below -126: Cody and Waite's reduction, then a polynomial of degree 6.
 
-    The relative error is at most 2.5e-7, measured against float64. A higher x gives the same or more, but for rounding
-    of one place. Higher exponents than 126, and infinity, give 2^126; what is no number gives 0.
+    The relative error is at most 2.5e-7, measured against float64. The result never decreases with x by more than one
+    unit in the last place. Exponents above 126, and infinity, give 2^126; NaN gives 0.
     """
     x = tl.minimum(tl.maximum(x, -127.0), 126.0)
+    # Adding and subtracting 1.5 * 2^23 rounds to the nearest integer, by IEEE addition alone.
     whole = (x + 12582912.0) - 12582912.0
     f = x - whole
+    # Horner's scheme, each product and sum rounded separately: a fused multiply-add would give other bits.
     p = 1.5403530e-4
     p = p * f + 1.3333558e-3
     p = p * f + 9.6181291e-3
@@ -54,6 +56,7 @@ def exp2(x):
     p = p * f + 2.4022651e-1
     p = p * f + 6.9314718e-1
     p = p * f + 1.0
+    # 2^whole, written directly into the exponent bits.
     scale = ((whole.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
     return tl.where(x < -126.0, 0.0, p * scale)
 
@@ -61,6 +64,7 @@ def exp2(x):
 @triton.jit
 def added(parts, splits, stride, offsets, mask):
     """Add a linear's parts in ascending order."""
+    # The order of the parts is part of the result: every kernel that reads them adds from 0 up.
     total = tl.load(parts + offsets, mask=mask, other=0.0)
     for s in range(1, splits):
         total += tl.load(parts + s * stride + offsets, mask=mask, other=0.0)
@@ -84,14 +88,18 @@ def embed(h, table, rows, results, tables, D, table_blocks, BLOCK_D: tl.constexp
     record = rows + row * WORDS
     position = tl.load(record + POSITION)
     source = tl.load(record + SOURCE)
+    # A source of -1 means that the host knew the token. Otherwise it is the result of the step before, which has ended:
+    # the two steps' streams are ordered.
     token = tl.load(record + TOKEN)
     if source >= 0:
         token = tl.load(results + source * RESULT_WORDS)
     if position >= 0:
+        # Every row writes its own entry. Rows of one block write the same value, so their order does not matter.
         entry = tl.load(record + TABLE) * table_blocks + position // PAGE
         tl.store(tables + entry, tl.load(record + BLOCK))
     for d in range(0, D, BLOCK_D):
         c = d + tl.arange(0, BLOCK_D)
+        # A padded row (position -1) gets zeros, and so never reads a token from a record that nobody filled in.
         v = tl.load(table + token.to(tl.int64) * D + c, mask=(c < D) & (position >= 0), other=0.0)
         tl.store(h + row * D + c, v.to(tl.float32), mask=c < D)
 
@@ -100,6 +108,7 @@ def embed(h, table, rows, results, tables, D, table_blocks, BLOCK_D: tl.constexp
 def add_to_residual(h, parts, splits, stride, at, mask):
     """Add a linear's parts to the residual, in place; return it."""
     v = tl.load(h + at, mask=mask, other=0.0)
+    # The first norm of a step has no linear before it (splits 0): then `embed` has written the residual.
     if splits > 0:
         v += added(parts, splits, stride, at, mask)
         tl.store(h + at, v, mask=mask)
@@ -120,6 +129,7 @@ def add_rmsnorm(x, h, parts, weight, splits, stride, D, eps, BLOCK_D: tl.constex
     """
     row = tl.program_id(0)
     c = tl.arange(0, BLOCK_D)
+    # A branch on a runtime value, the same for all rows: it depends on the model's width alone.
     if D <= BLOCK_D:
         m = c < D
         w = tl.load(weight + c, mask=m, other=0.0)
@@ -127,6 +137,7 @@ def add_rmsnorm(x, h, parts, weight, splits, stride, D, eps, BLOCK_D: tl.constex
         scale = norm_scale(v * v, D, eps)
         tl.store(x + row * D + c, (v * scale * w).to(tl.bfloat16), mask=m)
     else:
+        # First pass: update the residual, and add the squares lane by lane in ascending blocks.
         squares = tl.zeros((BLOCK_D,), tl.float32)
         for d in range(0, D, BLOCK_D):
             v = add_to_residual(h, parts, splits, stride, row * D + d + c, d + c < D)
@@ -148,6 +159,7 @@ def rows_tile(x, r, k, R, K, end):
 @triton.jit
 def store_part(parts, total, r, n, R, N):
     """Store a tile of this program's part of the sums."""
+    # 64 bits for the part's offset: several parts of many rows exceed 2^31 values.
     at = tl.program_id(2).to(tl.int64) * R * N + r[:, None] * N + n[None, :]
     tl.store(parts + at, total, mask=(r < R)[:, None] & (n < N)[None, :])
 
@@ -184,6 +196,7 @@ def linear_silu_bf16(y, x, w, R, F, K, BM: tl.constexpr, BN: tl.constexpr, BK: t
         a = rows_tile(x, r, k, R, K, K)
         m = (n < F)[None, :] & (k < K)[:, None]
         at = n[None, :].to(tl.int64) * K + k[:, None]
+        # Both sums run over K in one part, in ascending order, as the two separate kernels' would.
         gate = tl.dot(a, tl.load(w + at, mask=m, other=0.0), gate)
         up = tl.dot(a, tl.load(w + F.to(tl.int64) * K + at, mask=m, other=0.0), up)
     tl.store(y + r[:, None] * F + n[None, :], gated(gate, up), mask=(r < R)[:, None] & (n < F)[None, :])
@@ -202,6 +215,7 @@ def linear_q8_0(parts, x, w, scales, R, N, K, chunk, BM: tl.constexpr, BN: tl.co
         k = k0 + tl.arange(0, BK)
         m = (n < N)[None, :] & (k < end)[:, None]
         a = rows_tile(x, r, k, R, K, end)
+        # Dequantised in f32 and rounded once to bf16: the same weight that a bf16 linear of this model would have.
         q = tl.load(w + wide * K + k[:, None], mask=m, other=0).to(tl.float32)
         d = tl.load(scales + wide * (K // 32) + (k // 32)[:, None], mask=m, other=0.0).to(tl.float32)
         total = tl.dot(a, (q * d).to(tl.bfloat16), total)
@@ -225,10 +239,12 @@ def linear_q4_k(parts, x, w, scales, steps, R, N, K, chunk, BM: tl.constexpr, BN
         k = k0 + tl.arange(0, BK)
         m = (n < N)[None, :] & (k < end)[:, None]
         a = rows_tile(x, r, k, R, K, end)
+        # Unpack: the low four bits of a byte are the value in the first half of 64, the high ones that in the second.
         pair = tl.load(w + wide * (K // 2) + (k // 64 * 32 + k % 32)[:, None], mask=m, other=0).to(tl.int32)
         q = ((pair >> (k // 32 % 2 * 4)[:, None]) & 15).to(tl.float32)
         group = steps + (wide * (K // 32) + (k // 32)[:, None]) * 2
         factors = scales + (wide * (K // 256) + (k // 256)[:, None]) * 2
+        # As ggml dequantises: d * scale * q - dmin * min, in f32, then one rounding to bf16.
         d = tl.load(factors, mask=m, other=0.0).to(tl.float32) * tl.load(group, mask=m, other=0).to(tl.float32)
         least = tl.load(factors + 1, mask=m, other=0.0).to(tl.float32)
         least = least * tl.load(group + 1, mask=m, other=0).to(tl.float32)
@@ -239,6 +255,7 @@ def linear_q4_k(parts, x, w, scales, steps, R, N, K, chunk, BM: tl.constexpr, BN
 @triton.jit
 def normalised(low, high, weight, i, valid, eps, HALF: tl.constexpr):
     """Heads' values [heads, HALF], in two halves, over their root mean square (Qwen3's norm of q and k)."""
+    # The sum's tree over HALF lanes is constant, so it does not depend on how many heads a program has.
     squares = tl.div_rn(tl.sum(low * low + high * high, 1), 2.0 * HALF)
     scale = tl.div_rn(1.0, tl.sqrt_rn(squares + eps))[:, None]
     weight = weight.to(tl.pointer_type(tl.float32))
@@ -265,25 +282,30 @@ def rope_append(
     position = tl.load(record + POSITION)
     block = tl.load(record + BLOCK)
     base = tl.load((record + BASE).to(tl.pointer_type(tl.int64)))
+    # The guard between tenants: a row whose block is not inside its own region writes nothing.
     inside = (position >= 0) & (block >= 0) & (block < tl.load(record + BLOCKS))
     columns = head * 2 * HALF + i
     at = row * ((H + 2 * G) * 2 * HALF) + columns
+    # Step 1: complete qkv's sums and add the bias. Rotation pairs the halves of a head, so both are held.
     low = added(parts, splits, stride, at, valid)
     high = added(parts, splits, stride, at + HALF, valid)
     if has_bias > 0:
         low += tl.load(bias + columns, mask=valid, other=0.0)
         high += tl.load(bias + columns + HALF, mask=valid, other=0.0)
+    # Step 2: norm and rotation, for q and k. The heads beyond H + G are v, which stays as it is.
     turned = valid & (head < H + G)
     if has_norm > 0:
         weight = tl.where(head < H, q_norm.to(tl.int64), k_norm.to(tl.int64))
         low_norm, high_norm = normalised(low, high, weight, i, turned, eps, HALF)
         low = tl.where(turned, low_norm, low)
         high = tl.where(turned, high_norm, high)
+    # A padded row reads the table at position 0, and its result is not stored in any region.
     place = tl.maximum(position, 0) * HALF + i
     c = tl.load(cosines + place)
     s = tl.load(sines + place)
     first = tl.where(turned, low * c - high * s, low)
     second = tl.where(turned, high * c + low * s, high)
+    # Step 3: store. q goes to a buffer of the step; k and v, numbered after q, go to the row's block of its region.
     query = q.to(tl.int64) + (row * H + head) * (4 * HALF)
     cached = base + block.to(tl.int64) * block_bytes + layer_bytes + ((head - H) * PAGE + position % PAGE) * (4 * HALF)
     to = tl.where(head < H, query, cached).to(tl.pointer_type(tl.bfloat16))
@@ -298,6 +320,7 @@ def query_tile(q, row, H, G, g, DH: tl.constexpr, HEADS: tl.constexpr):
     heads = tl.arange(0, HEADS)
     share = H // G
     d = tl.arange(0, DH)
+    # Rows of the tile without a head are 0, so they cost a matrix instruction's rows but no memory.
     at = row * H * DH + (g * share + heads)[:, None] * DH + d[None, :]
     return tl.load(q + at, mask=(heads < share)[:, None], other=0.0)
 
@@ -313,18 +336,23 @@ def attend_tile(
     """
     d = tl.arange(0, DH)
     p = j + tl.arange(0, BT)
+    # The guard between tenants: an entry that is not inside the row's own region reads as nothing, and has no weight.
     block = tl.load(table + p // PAGE, mask=p < length, other=-1)
     seen = (block >= 0) & (block < blocks)
     place = base + block.to(tl.int64) * block_bytes + layer_bytes
     place += ((g * PAGE + p % PAGE) * DH * 2).to(tl.int64)
+    # Keys [DH, BT] and values [BT, DH] of the same positions; values lie G * PAGE * DH behind the keys.
     keys = tl.multiple_of(place.to(tl.pointer_type(tl.bfloat16)), 16)
     k = tl.load(keys[None, :] + d[:, None], mask=seen[None, :], other=0.0)
     values = keys + G * PAGE * DH
     v = tl.load(values[:, None] + d[None, :], mask=seen[:, None], other=0.0)
+    # Online softmax (flash attention): keep the highest score so far, and rescale what was added before by the
+    # difference. -1e30 instead of -infinity keeps infinity minus infinity, a NaN, from arising.
     score = tl.where(seen[None, :], tl.dot(query, k) * scale, -1e30)
     higher = tl.maximum(top, tl.max(score, 1))
     e = tl.where(seen[None, :], exp2(score - higher[:, None]), 0.0)
     shrink = exp2(top - higher)
+    # Weights are rounded to bf16 for the product, but their sum stays f32.
     total = tl.dot(e.to(tl.bfloat16), v, total * shrink[:, None])
     weights = weights * shrink + tl.sum(e, 1)
     return total, higher, weights
@@ -351,15 +379,18 @@ def attend(
     blocks = tl.load(record + BLOCKS)
     table = tables + tl.load(record + TABLE) * table_blocks
     query = query_tile(q, row, H, G, g, DH, HEADS)
+    # Which program computes a split does not change its bits; only its positions do.
     for split in range(tl.program_id(2), tl.cdiv(length, SPLIT), tl.num_programs(2)):
         total = tl.zeros((HEADS, DH), tl.float32)
         top = tl.full((HEADS,), -1e30, tl.float32)
         weights = tl.zeros((HEADS,), tl.float32)
+        # Tiles of BT positions in ascending order. BT divides SPLIT, so a tile never crosses into the next split.
         for j in range(split * SPLIT, tl.minimum(split * SPLIT + SPLIT, length), BT):
             total, top, weights = attend_tile(
                 total, top, weights, query, table, base, blocks, j, length, layer_bytes, block_bytes, g, G, scale,
                 DH, BT,
             )  # fmt: skip
+        # A split's unnormalised sum, its highest score and its sum of weights: what `combine` needs to rescale it.
         at = (row * H + g * (H // G) + heads) * splits + split
         tl.store(totals + at[:, None] * DH + d[None, :], total, mask=valid[:, None])
         tl.store(tops + at, top, mask=valid)
@@ -378,6 +409,7 @@ def combine(x, totals, tops, sums, rows, H, splits, DH: tl.constexpr, SPLIT: tl.
     weights = tl.zeros((), tl.float32)
     total = tl.zeros((DH,), tl.float32)
     for s in range(tl.cdiv(length, SPLIT)):
+        # The same rescaling as within a split, in ascending order of splits.
         its_top = tl.load(tops + at + s)
         higher = tl.maximum(top, its_top)
         shrink = exp2(top - higher)
@@ -385,6 +417,7 @@ def combine(x, totals, tops, sums, rows, H, splits, DH: tl.constexpr, SPLIT: tl.
         total = total * shrink + tl.load(totals + (at + s) * DH + d) * its
         weights = weights * shrink + tl.load(sums + at + s) * its
         top = higher
+    # A padded row has no weights at all: divide its zeros by 1.
     result = tl.div_rn(total, tl.where(weights > 0.0, weights, 1.0))
     tl.store(x + (row * H + head) * DH + d, result.to(tl.bfloat16))
 
@@ -408,6 +441,7 @@ def attend_whole(
     blocks = tl.load(record + BLOCKS)
     table = tables + tl.load(record + TABLE) * table_blocks
     query = query_tile(q, row, H, G, g, DH, HEADS)
+    # Two levels of sums, as in `attend` and `combine`: one within the current split, one over all splits.
     all_total = tl.zeros((HEADS, DH), tl.float32)
     all_top = tl.full((HEADS,), -1e30, tl.float32)
     all_weights = tl.zeros((HEADS,), tl.float32)
@@ -416,6 +450,8 @@ def attend_whole(
         total, top, weights = attend_tile(
             total, top, weights, query, table, base, blocks, j, length, layer_bytes, block_bytes, g, G, scale, DH, BT
         )
+        # The end of a split, or of the sequence: add the split to the whole like `combine` does, and begin the next
+        # one.
         if ((j + BT) % SPLIT == 0) | (j + BT >= length):
             higher = tl.maximum(all_top, top)
             shrink = exp2(all_top - higher)
@@ -445,6 +481,7 @@ def silu(x, parts, splits, stride, F, BLOCK_F: tl.constexpr):
 @triton.jit
 def ordered(x):
     """A float's bits as an integer of the same order; the sum makes a zero of the negative one."""
+    # Negative floats order backwards as integers, so all bits but the sign are flipped.
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -461,6 +498,7 @@ def kept(parts, splits, stride, row, V, c, threshold, top, inverse):
 @triton.jit
 def uniform(seed, position):
     """A number in [0, 1) of 24 bits: Philox4x32-10 of (seed, position)."""
+    # Counter-based: the number depends on seed and position alone, so a replayed token is chosen by the same number.
     first, _, _, _ = tl.philox(seed, position, 0, 0, 0)
     return (first.to(tl.uint32, bitcast=True) >> 8).to(tl.int32).to(tl.float32) * (1.0 / 16777216.0)
 
@@ -474,8 +512,10 @@ def scan(bests, tokens, totals, parts, splits, stride, V, blocks, BLOCK_V: tl.co
     row, block = tl.program_id(0), tl.program_id(1)
     c = block * BLOCK_V + tl.arange(0, BLOCK_V)
     logits = added(parts, splits, stride, row * V + c, c < V)
+    # NaN is unequal to itself, and never wins.
     numbers = tl.where((c < V) & (logits == logits), logits, -float("inf"))
     best = tl.max(numbers, 0)
+    # Of equal logits the lowest token, so that ties do not depend on how lanes are arranged.
     token = tl.min(tl.where((numbers == best) & (c < V), c, 2147483647), 0)
     weights = exp2((numbers - best) * LOG2_E)
     at = row * blocks + block
@@ -488,10 +528,12 @@ def scan(bests, tokens, totals, parts, splits, stride, V, blocks, BLOCK_V: tl.co
 def merged(bests, tokens, totals, row, blocks, LANES: tl.constexpr):
     """Return what `scan` found of a row: the lowest token of the highest logit, that logit, the sum over all tokens."""
     lanes = tl.arange(0, LANES)
+    # First pass: the highest logit. The maximum is exact in any order.
     best = tl.full((LANES,), -float("inf"), tl.float32)
     for b in range(0, blocks, LANES):
         best = tl.maximum(best, tl.load(bests + row * blocks + b + lanes, mask=b + lanes < blocks, other=-float("inf")))
     top = tl.max(best, 0)
+    # Second pass: the lowest token with that logit, and the sum, rescaled from each block's highest logit to the row's.
     token = tl.full((LANES,), 2147483647, tl.int32)
     total = tl.zeros((LANES,), tl.float32)
     for b in range(0, blocks, LANES):
@@ -507,6 +549,7 @@ def merged(bests, tokens, totals, row, blocks, LANES: tl.constexpr):
 @triton.jit
 def total_kept(parts, splits, stride, row, V, threshold, top, inverse, BLOCK_V: tl.constexpr):
     """Add the weights of the tokens that are kept, lane by lane over the blocks, then over the lanes; count them."""
+    # Lane by lane over ascending blocks, then over the lanes: an order that depends on the vocabulary's size alone.
     total = tl.zeros((BLOCK_V,), tl.float32)
     count = tl.zeros((BLOCK_V,), tl.int32)
     for v in range(0, V, BLOCK_V):
@@ -531,6 +574,7 @@ def count_kept(parts, splits, stride, row, V, threshold, BLOCK_V: tl.constexpr):
 @triton.jit
 def raised(threshold, bit):
     """Set a bit of a threshold, from the sign's on, which orders integers the other way."""
+    # Bit 0 is the sign. Setting it first means to try 0 instead of the least integer.
     return tl.where(bit == 0, 0, threshold | (1 << (31 - bit)))
 
 
@@ -540,6 +584,8 @@ def top_k_threshold(parts, splits, stride, row, V, limit, top_k, BLOCK_V: tl.con
 
     A threshold above `limit`, the highest logit's, is not tried.
     """
+    # A binary search over the bits of the ordered logits, highest bit first: at most 32 counts, without sorting the
+    # vocabulary. It ends early once exactly `top_k` tokens reach the threshold.
     threshold = tl.full((), -2147483648, tl.int32)
     count = V
     bit = tl.zeros((), tl.int32)
@@ -561,6 +607,8 @@ def top_p_threshold(parts, splits, stride, row, V, limit, lowest, count, enough,
     `count` tokens reach `lowest`, which the threshold is not below. The search ends when one token alone lies between
     those of `found` and those of a threshold that is too high.
     """
+    # The same search by weight instead of count. `count` tokens reach `found`, and `fewer` reach the lowest threshold
+    # that is too high; once they differ by one, no threshold in between changes the choice.
     found = tl.full((), -2147483648, tl.int32)
     fewer = tl.zeros((), tl.int32)
     bit = tl.zeros((), tl.int32)
@@ -581,6 +629,7 @@ def top_p_threshold(parts, splits, stride, row, V, limit, lowest, count, enough,
 @triton.jit
 def choose(parts, splits, stride, row, V, threshold, top, inverse, wanted, BLOCK_V: tl.constexpr):
     """Return the first kept token up to which the weights exceed `wanted` in sum; -1 where rounding leaves none."""
+    # Walk the vocabulary in ascending blocks until the sum of kept weights passes `wanted`: inverse transform sampling.
     before = tl.zeros((), tl.float32)
     chosen = tl.full((), -1, tl.int32)
     v = tl.zeros((), tl.int32)
@@ -589,6 +638,8 @@ def choose(parts, splits, stride, row, V, threshold, top, inverse, wanted, BLOCK
         _, w = kept(parts, splits, stride, row, V, c, threshold, top, inverse)
         behind = before + tl.sum(w, 0)
         if behind > wanted:
+            # The block where the sum passes. Rounding of the prefix sums may leave no token here; then the next block
+            # is searched.
             here = tl.min(tl.where((before + tl.cumsum(w, 0) > wanted) & (w > 0.0), c, 2147483647), 0)
             chosen = tl.where(here < V, here, chosen)
         before = behind
@@ -612,8 +663,10 @@ def sample(
     position = tl.load(record + POSITION)
     inverse = tl.load((record + INVERSE_TEMPERATURE).to(tl.pointer_type(tl.float32)))
     least = tl.full((), -2147483648, tl.int32)
+    # The likeliest token, also the answer for greedy sampling and for padded rows.
     token, top, everything = merged(bests, tokens, totals, row, blocks, LANES)
     if (inverse > 0.0) & (position >= 0):
+        # Step 1: top_k. Without it every token is kept.
         threshold = least
         count = V
         limit = ordered(top)
@@ -622,16 +675,20 @@ def sample(
             threshold, count = top_k_threshold(parts, splits, stride, row, V, limit, top_k, BLOCK_V)
         total, _ = total_kept(parts, splits, stride, row, V, threshold, top, inverse, BLOCK_V)
         top_p = tl.load((record + TOP_P).to(tl.pointer_type(tl.float32)))
+        # Step 2: top_p, of the probability that top_k has left.
         if top_p < 1.0:
             enough = total * top_p
             threshold = top_p_threshold(
                 parts, splits, stride, row, V, limit, threshold, count, enough, top, inverse, BLOCK_V
             )
             total, _ = total_kept(parts, splits, stride, row, V, threshold, top, inverse, BLOCK_V)
+        # Step 3: choose by the number of this seed and position. Rounding may choose none: then the likeliest token is
+        # taken.
         seed = tl.load((record + SEED).to(tl.pointer_type(tl.int64)))
         wanted = uniform(seed, position) * total
         chosen = choose(parts, splits, stride, row, V, threshold, top, inverse, wanted, BLOCK_V)
         token = tl.where(chosen < 0, token, chosen)
+    # Step 4: the result. Probabilities are those of the unfiltered logits at temperature 1.
     out = results + row * RESULT_WORDS
     logit = added(parts, splits, stride, row * V + token, token < V)
     tl.store(out, token)

@@ -1,4 +1,4 @@
-"""An answer as it grows: tokens become pieces of text, which end before a stop."""
+"""An answer as it grows: tokens become pieces of text, and the text ends before a stop."""
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from gpulease.client.decode.text.tokenizer import Tokenizer
 
 LEAST_LOG_PROBABILITY: Final = -9999.0
-"""Sent for a probability of 0, since JSON has no number for its logarithm; OpenAI's value."""
+"""Sent for a probability of 0, whose logarithm JSON can't represent. The value is OpenAI's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +20,9 @@ class TokenText:
     """A token of an answer.
 
     Attributes:
-        data: The bytes that it stands for; a part of a character may be one token.
+        data: The bytes that it stands for, possibly only part of a character.
         log_probability: The logarithm of its probability.
-        begin: Where its text begins in the answer's, in characters.
+        begin: Where its text begins in the answer, in characters.
     """
 
     data: bytes
@@ -37,7 +37,7 @@ class Piece:
     Attributes:
         text: The text.
         tokens: Its tokens.
-        replays: How often the sequence was replayed until then; None if that is as it was before.
+        replays: How often the sequence was replayed until then; None if unchanged since the last piece.
         finish: Why the answer ended; "" if it continues.
     """
 
@@ -48,33 +48,34 @@ class Piece:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether it has neither text, tokens nor an end."""
+        """Whether it has neither text nor tokens, and does not end the answer."""
         return not (self.text or self.tokens or self.finish)
 
 
 class AnswerText:
-    """An answer's text: gives what is certain to be in it.
+    """An answer's text, given out in pieces as soon as they are certain to be part of it.
 
     Attributes:
-        completion_tokens: Tokens that were taken.
+        completion_tokens: Tokens that were added.
     """
 
     def __init__(self, tokenizer: "Tokenizer", stops: Sequence[str], end_tokens: frozenset[int]) -> None:
-        """Begin an answer. Tokens of `end_tokens` end a sequence, and are not text."""
+        """Begin an answer. Tokens in `end_tokens` end a sequence and are not part of the text."""
         self.completion_tokens = 0
         self._bytes_of, self._end_tokens = tokenizer.bytes_of, end_tokens
         self._stream, self._filter = tokenizer.stream(), StopFilter(stops)
+        # Tokens whose text is not given out yet, each with the end of its text in the answer.
         self._waiting: list[tuple[TokenText, int]] = []
         self._decoded = self._given = 0
         self._replays = 0
 
     @property
     def is_stopped(self) -> bool:
-        """Return whether a stop ended it."""
+        """Whether a stop has ended the answer."""
         return self._filter.is_stopped
 
     def add(self, emitted: Emitted) -> Piece:
-        """Add a token; returns what is certain by now."""
+        """Add a token. Returns the text that is certain now, with its tokens."""
         self.completion_tokens += 1
         text = self._stream.add(emitted.token)
         if emitted.token not in self._end_tokens:
@@ -88,7 +89,7 @@ class AnswerText:
         return piece
 
     def end(self, finish: str) -> Piece:
-        """End it; returns the rest."""
+        """End the answer. Returns the rest of the text, with the finish reason."""
         rest = "" if self.is_stopped else self._filter.add(self._stream.end())
         piece = self._piece(rest + self._filter.end(), is_last=True)
         piece.finish = "stop" if self.is_stopped else finish
@@ -97,12 +98,14 @@ class AnswerText:
     def _piece(self, text: str, *, is_last: bool) -> Piece:
         self._given += len(text)
         waiting = self._waiting
+        # At the end without a stop, everything that was held back is part of the answer.
         if is_last and not self.is_stopped:
             count = len(waiting)
         elif is_last:
-            # A token that a stop begins in has text before the stop.
+            # After a stop, tokens that begin before it belong to the answer: part of their text does.
             count = sum(token.begin < self._given for token, _ in waiting)
         else:
+            # In between, give a token out once all of its text is. After a stop, wait for `end`.
             count = next((number for number, (_, end) in enumerate(waiting) if end > self._given), len(waiting))
             if self.is_stopped:
                 count = 0
@@ -112,13 +115,14 @@ class AnswerText:
 
 
 async def pieces(generation: Generation, answer: AnswerText) -> AsyncIterator[Piece]:
-    """Yield an answer's pieces as they come; the last one says why it ended.
+    """Yield an answer's pieces as they come. The last one has the finish reason.
 
-    Raises what the generation raises, and ApiError for one that was cancelled before its answer was complete.
+    Raises what the generation raises, and ApiError if it was cancelled before its answer was complete.
     """
     replays: int | None = None
     async for emitted in generation:
         piece = answer.add(emitted)
+        # Keep the number of replays until a piece that is sent can carry it.
         replays = piece.replays = replays if piece.replays is None else piece.replays
         if answer.is_stopped:
             generation.cancel()
@@ -128,7 +132,7 @@ async def pieces(generation: Generation, answer: AnswerText) -> AsyncIterator[Pi
             yield piece
     else:
         piece = Piece(replays=replays)
-    # After a stop the generation is cancelled, which the caller does not see.
+    # A stop cancels the generation, but to the caller that is a normal end.
     finish = "stop" if answer.is_stopped else FINISHES.get(generation.reason) if generation.reason else None
     if finish is None:
         raise ApiError(CLOSED_REQUEST, "closed", "The request was cancelled before its answer was complete.")

@@ -1,6 +1,6 @@
 """Errors in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`, each with its HTTP status.
 
-`REPLIES` has the reply to every error of the decoder, and `FINISHES` the finish reason of every end that is none.
+`REPLIES` has the reply to every error of the decoder, and `FINISHES` the finish reason of every normal end.
 """
 
 import math
@@ -27,14 +27,14 @@ from gpulease.client.errors import GpuLeaseError
 from gpulease.client.http.problems import RequestRefused
 
 EXTENSION: Final = "gpulease"
-"""The member of replies that OpenAI's do not have: `replays`, and `seed` where the server chose it; in a stream's error
-`status`, and `retry_after` in seconds."""
+"""The member of replies that OpenAI's API does not have. It contains `replays`, and `seed` if the server chose it; in a
+stream's error `status`, and `retry_after` in seconds."""
 
 INVALID: Final = "invalid_request_error"
-"""The type of errors that are the caller's."""
+"""The type of errors that the caller caused."""
 
 RETRY_AFTER_S: Final = 1.0
-"""Seconds of Retry-After where the time is unknown: room becomes free with each sequence's end."""
+"""Seconds of Retry-After if the time is unknown. Each end of a sequence frees room, so it is short."""
 
 OVERLOADED: Final = 503
 CLOSED_REQUEST: Final = 499
@@ -45,19 +45,19 @@ FINISHES: Final[Mapping[CompletionReason, str]] = {
     CompletionReason.END_OF_SEQUENCE: "stop",
     CompletionReason.MAX_TOKENS_REACHED: "length",
 }
-"""OpenAI's finish reason of each end of a whole answer; every other end is an error."""
+"""OpenAI's finish reason for each end of a complete answer. Every other end is an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplyTo:
-    """The reply to a kind of error.
+    """The reply to a class of errors.
 
     Attributes:
-        status: HTTP's status.
-        code: A word for programs.
-        is_retried: Whether asking again makes sense.
-        message: What the caller reads; "" for the error's own text. Errors of the host name its sockets, paths and
-            peers, which tenants must not see: their texts are for the log.
+        status: The HTTP status.
+        code: The error's code, for programs.
+        is_retried: Whether the caller may retry: the reply then has Retry-After.
+        message: The text for the caller; "" for the error's own text. Errors of the host name its sockets, paths and
+            peers, which tenants must not see, so their own texts are only logged.
     """
 
     status: int
@@ -79,7 +79,7 @@ _NO_ENGINE: Final = ReplyTo(
 )
 
 REPLIES: Final[Mapping[type[GpuLeaseError], ReplyTo]] = {
-    # The first that matches counts, so subclasses come before their bases.
+    # The first class that matches counts, so subclasses come before their bases.
     RequestIdInUse: ReplyTo(IN_USE, "request_id_in_use"),
     TextNotRead: ReplyTo(400, "text_not_read"),
     RequestRejected: ReplyTo(400, "request_rejected"),
@@ -103,18 +103,18 @@ REPLIES: Final[Mapping[type[GpuLeaseError], ReplyTo]] = {
 
 _KINDS: Final = {401: "authentication_error", 429: "rate_limit_error"}
 _RETRIED_BY_CLIENTS: Final = (IN_USE, FAILED)
-"""Statuses that OpenAI's clients ask again by themselves, and that answer the same again here."""
+"""Statuses that OpenAI's clients retry by themselves, although a retry would get the same reply here."""
 
 
 class ApiError(Exception):
-    """A reply to a request that is not served.
+    """The error reply to a request.
 
     Attributes:
-        status: HTTP's status.
+        status: The HTTP status.
         message: A sentence for people.
-        code: A word for programs.
-        param: The parameter that is wrong; None if none is.
-        retry_after_s: Seconds after which asking again makes sense; None if it never does.
+        code: The error's code, for programs.
+        param: The parameter that is wrong; None if the error is not about one.
+        retry_after_s: Seconds after which the caller may retry; None if a retry is useless.
     """
 
     def __init__(
@@ -125,19 +125,21 @@ class ApiError(Exception):
         self.retry_after_s = retry_after_s
 
     def body(self) -> dict[str, Any]:
-        """Return the JSON object."""
         kind = _KINDS.get(self.status, INVALID if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def event_body(self) -> dict[str, Any]:
-        """Return the JSON object of a stream's event: it also has what headers can't say any more."""
+        """Return the JSON object for a stream's event.
+
+        It includes the status and Retry-After, as the headers are sent.
+        """
         told = {"status": self.status} | ({} if self.retry_after_s is None else {"retry_after": self._whole_seconds})
         return self.body() | {EXTENSION: told}
 
     def headers(self) -> dict[str, str]:
-        """Return the headers that belong to it."""
         headers = {} if self.retry_after_s is None else {"Retry-After": str(self._whole_seconds)}
         if self.retry_after_s is None and self.status in _RETRIED_BY_CLIENTS:
+            # OpenAI's clients obey this header; without it they would retry a request that may end the next engine.
             headers["X-Should-Retry"] = "false"
         return headers | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
 
@@ -147,19 +149,19 @@ class ApiError(Exception):
 
 
 def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
-    """Return the error of a request that can't be taken."""
+    """Return the error 400 of an invalid request."""
     return ApiError(400, code, message, param)
 
 
 def too_long(limit: int, prompt_tokens: int, answer_tokens: int, *, is_chat: bool) -> ApiError:
-    """Return the error of a prompt and an answer that have more tokens together than a request may."""
+    """Return the error of a prompt and an answer that exceed the limit together."""
     total, where = prompt_tokens + answer_tokens, _prompt_member(is_chat)
     detail = f"you requested {total} tokens ({prompt_tokens} in the {where}, {answer_tokens} in the completion)"
     return _over_limit(limit, detail, where, f"{where} or completion")
 
 
 def prompt_too_long(limit: int, detail: str, *, is_chat: bool) -> ApiError:
-    """Return the error of a prompt that is longer by itself than a request may be; `detail` is a sentence's end."""
+    """Return the error of a prompt that exceeds the limit by itself. `detail` is the end of a sentence."""
     where = _prompt_member(is_chat)
     return _over_limit(limit, detail, where, where)
 
@@ -169,7 +171,7 @@ def _prompt_member(is_chat: bool) -> str:
 
 
 def _over_limit(limit: int, detail: str, param: str, reduced: str) -> ApiError:
-    # The words are OpenAI's: clients that shorten a chat know the error by them, and read the numbers.
+    # OpenAI's wording: clients that shorten a chat recognise the error by it, and parse the numbers.
     text = (
         f"This model's maximum context length is {limit} tokens. However, {detail}."
         f" Please reduce the length of the {reduced}."
@@ -178,7 +180,7 @@ def _over_limit(limit: int, detail: str, param: str, reduced: str) -> ApiError:
 
 
 def api_error_of(error: Exception) -> ApiError | None:
-    """Return what a caller gets for an error of the HTTP face or of the decoder; None for one that is unexpected."""
+    """Return the reply for an error of the HTTP server or of the decoder; None for an unexpected error."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestRefused):

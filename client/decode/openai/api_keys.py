@@ -1,4 +1,4 @@
-"""Callers' keys: kept as their sha256 alone, compared in constant time."""
+"""Callers' keys, of which only the sha256 is kept, and which are compared in constant time."""
 
 import hashlib
 import hmac
@@ -8,30 +8,28 @@ from typing import Final
 from gpulease.client.errors import InvalidRequest
 
 MAX_KEY_BYTES: Final = 512
-"""Longest key: what is longer is hashed for nothing."""
+"""Longest key. A longer one is refused before it is hashed."""
 
 
 class ApiKeys:
-    """The tenants' keys."""
-
     def __init__(self, tenant_of: Mapping[bytes, str]) -> None:
-        """Args: tenant_of: The tenant's id by its key's sha256, 32 bytes."""
+        """Args: tenant_of: The tenants' ids by the sha256 of their keys, 32 bytes."""
         self._tenant_of = dict(tenant_of)
 
     def tenant(self, authorization: str) -> str | None:
         """Return the tenant of the key in a header `Authorization: Bearer KEY`; None for an unknown key."""
-        asked, found = bearer_digest(authorization), None
-        if asked is None:
+        given, found = bearer_digest(authorization), None
+        if given is None:
             return None
-        # Every key is compared, so that the time reveals nothing.
+        # Compare with every key, so that the time does not reveal which one matched.
         for digest, tenant in self._tenant_of.items():
-            if hmac.compare_digest(digest, asked):
+            if hmac.compare_digest(digest, given):
                 found = tenant
         return found
 
 
 def key_digest(key: str) -> bytes:
-    """Return a key's sha256, which is that of its UTF-8."""
+    """Return the sha256 of a key's UTF-8."""
     return hashlib.sha256(key.encode()).digest()
 
 
@@ -44,7 +42,7 @@ def bearer_digest(authorization: str) -> bytes | None:
     Returns None if there is no key, or one that is too long.
     """
     scheme, _, said = authorization.partition(" ")
-    # White space of HTTP alone: others' codes are parts of characters in UTF-8.
+    # Strip only HTTP's white space: in Latin-1, other white space may be part of a UTF-8 character.
     key = said.strip(" \t").encode("latin-1")
     if scheme.lower() != "bearer" or not 0 < len(key) <= MAX_KEY_BYTES:
         return None
@@ -52,9 +50,12 @@ def bearer_digest(authorization: str) -> bytes | None:
 
 
 def distinct_keys(keys: Mapping[str, bytes]) -> ApiKeys:
-    """Return the tenants' keys, by their digests. Raises InvalidRequest if two have one key."""
+    """Return the tenants' keys, from their digests by tenant.
+
+    Raises InvalidRequest if two tenants have the same key.
+    """
     tenant_of: dict[bytes, str] = {}
     for tenant, digest in keys.items():
         if (other := tenant_of.setdefault(digest, tenant)) != tenant:
-            raise InvalidRequest(f"tenants {other} and {tenant} have one key", "Give each a key of its own")
+            raise InvalidRequest(f"tenants {other} and {tenant} have the same key", "Give each its own key")
     return ApiKeys(tenant_of)

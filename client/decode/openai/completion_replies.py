@@ -1,4 +1,4 @@
-"""Replies of `/v1/completions` and `/v1/chat/completions`: whole ones, and a stream's events."""
+"""Replies of `/v1/completions` and `/v1/chat/completions`: complete ones, and the events of a stream."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,20 +9,20 @@ from gpulease.client.decode.openai.api_errors import EXTENSION
 from gpulease.client.http.event_stream import event
 
 DONE: Final = event("[DONE]")
-"""The last event of a stream."""
+"""The last event of a stream, which OpenAI's clients wait for."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplyHead:
-    """Members that all objects of a reply share.
+    """The members that all objects of one reply share.
 
     Attributes:
         request_id: The request's id.
         model: The model's name.
         created: Seconds since 1970.
         is_chat: Whether it answers a chat.
-        has_logprobs: Whether log-probabilities are asked for.
-        has_usage: Whether a stream ends with the tokens' counts.
+        has_logprobs: Whether the caller requested log-probabilities.
+        has_usage: Whether a stream ends with the token counts.
         seed: The seed that the server chose; None if the caller did.
     """
 
@@ -35,7 +35,7 @@ class ReplyHead:
     seed: int | None
 
     def whole(self, piece: Piece, prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
-        """Return a reply without a stream, with the answer as one piece."""
+        """Return the body of a reply that is not a stream, with the whole answer as one piece."""
         choice: dict[str, Any] = {"index": 0, "finish_reason": piece.finish, "logprobs": self._logprobs(piece.tokens)}
         if self.is_chat:
             choice["message"] = {"role": "assistant", "content": piece.text, "refusal": None}
@@ -45,8 +45,9 @@ class ReplyHead:
         return body | self._extension(piece.replays, is_first=True)
 
     def chunk(self, piece: Piece, *, is_first: bool) -> dict[str, Any]:
-        """Return a stream's object for a piece."""
+        """Return the stream's object for a piece."""
         choice: dict[str, Any] = {"index": 0, "finish_reason": piece.finish or None}
+        # Only the first chunk of a chat has the role, even if its content is still empty.
         choice["logprobs"] = self._logprobs(piece.tokens) if piece.tokens else None
         if self.is_chat:
             role = {"role": "assistant"} if is_first else {}
@@ -56,13 +57,14 @@ class ReplyHead:
         return self._object([choice], is_chunk=True) | self._extension(piece.replays, is_first=is_first)
 
     def usage_chunk(self, prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
-        """Return a stream's last object, which has the tokens' counts."""
+        """Return the stream's last object, which has the token counts and no choice."""
         return self._object([], is_chunk=True) | {"usage": usage(prompt_tokens, completion_tokens)}
 
     def _object(self, choices: list[dict[str, Any]], *, is_chunk: bool) -> dict[str, Any]:
         kind = ("chat.completion.chunk" if is_chunk else "chat.completion") if self.is_chat else "text_completion"
         name = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{self.request_id}"
         body = {"id": name, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+        # OpenAI sends `usage: null` in all chunks before the one that has it.
         return body | ({"usage": None} if is_chunk and self.has_usage else {})
 
     def _extension(self, replays: int | None, *, is_first: bool) -> dict[str, Any]:
@@ -73,6 +75,7 @@ class ReplyHead:
     def _logprobs(self, tokens: Sequence[TokenText]) -> dict[str, Any] | None:
         if not self.has_logprobs:
             return None
+        # A token may be part of a character: its text then has U+FFFD, and a chat's `bytes` are exact.
         texts = [token.data.decode(errors="replace") for token in tokens]
         if not self.is_chat:
             return {
@@ -89,6 +92,6 @@ class ReplyHead:
 
 
 def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    """Return the tokens' counts."""
+    """Return the member `usage`: the token counts of prompt, completion and both."""
     total = prompt_tokens + completion_tokens
     return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}

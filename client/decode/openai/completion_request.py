@@ -1,4 +1,4 @@
-"""Bodies of `/v1/completions` and `/v1/chat/completions`: what is asked, or why it is refused."""
+"""Bodies of `/v1/completions` and `/v1/chat/completions`: parsing, and errors that name the parameter."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -12,43 +12,43 @@ from gpulease.client.decode.openai.request_parameters import PARAMETERS, STREAM_
 from gpulease.client.texts import quoted
 
 MAX_STOPS: Final = 4
-"""Most stops, as OpenAI's: every piece of text is searched for each."""
+"""Most stops, as in OpenAI's API. Every piece of text is searched for each."""
 
 MAX_STOP_CHARACTERS: Final = 1024
-"""Longest stop: so much of the text is held back and searched with every token."""
+"""Longest stop. Up to this much text is held back, and searched again with every token."""
 
 MAX_REFUSAL_CHARACTERS: Final = 240
-"""Characters of the reason why a value is refused: it may quote the value."""
+"""Most characters of the reason why a value is refused, which may quote the value."""
 
 MAX_MESSAGES: Final = 4096
-"""Most messages of a chat: the model's template runs over each, and nothing bounds the time that takes."""
+"""Most messages of a chat. The model's template processes each, in a time that only the process's limits bound."""
 
 DEFAULT_COMPLETION_TOKENS: Final = 16
-"""Default tokens of a completion, as OpenAI's."""
+"""Default tokens of a completion, as in OpenAI's API."""
 
 ALL_TOKENS: Final = -1
-"""top_k that keeps all tokens, in other servers' words."""
+"""The top_k that keeps all tokens, in the API of other servers."""
 
 ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-"""Roles that are taken, and as what models' templates know them."""
+"""The accepted roles, and their names in models' templates."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """A prompt to be continued, as its caller asks.
+    """A request as its caller sent it, validated.
 
     Attributes:
         is_chat: Whether it is a chat.
         model: The model's name; "" for the one that is served.
-        prompt: A text, or its tokens; of a chat "".
-        messages: A chat's messages, each with `role` and `content`; of a completion none.
-        max_tokens: Tokens to emit at most; None if the caller does not say.
+        prompt: A text, or its tokens; "" for a chat.
+        messages: A chat's messages, each with `role` and `content`; () for a completion.
+        max_tokens: Most tokens to emit; None if the caller sent no limit.
         sampling: How tokens are chosen.
         is_seed_chosen: Whether the caller left the seed to the server.
         stops: Texts that end the answer.
         has_logprobs: Whether the tokens' log-probabilities are sent.
         is_stream: Whether the answer is sent as it is computed.
-        has_usage: Whether the stream ends with the tokens' counts.
+        has_usage: Whether the stream ends with the token counts.
     """
 
     is_chat: bool
@@ -65,16 +65,17 @@ class CompletionRequest:
 
 
 def parse_request(body: bytes, *, is_chat: bool, fresh_seed: int) -> CompletionRequest:
-    """Read a body.
+    """Parse a body.
 
     Args:
-        body: JSON.
+        body: The bytes of the body, JSON.
         is_chat: Whether it is a chat's.
-        fresh_seed: The seed to take where the caller names none.
+        fresh_seed: The seed to use if the caller sent none.
 
-    Raises ApiError for what can't be taken: it names the parameter.
+    Raises ApiError for an invalid or unsupported parameter, which it names.
     """
     said = _object(body)
+    # Names first: an unknown or unsupported parameter is reported even if the others are wrong, too.
     check_parameters(said, PARAMETERS, is_chat=is_chat)
     seed = _integer(said, "seed")
     options = said.get("stream_options")
@@ -98,7 +99,7 @@ def parse_request(body: bytes, *, is_chat: bool, fresh_seed: int) -> CompletionR
 
 
 def check_model(asked: str, served: str) -> None:
-    """Raise ApiError if a model is asked for that is not the one that is served; "" asks for that."""
+    """Raise ApiError if a request names another model than the served one; "" means the served one."""
     if asked and asked != served:
         raise ApiError(404, "model_not_found", f"There is no model {quoted(asked)}; {served} is served.", "model")
 
@@ -156,8 +157,10 @@ def _sampling(said: Mapping[str, Any], seed: int) -> SamplingParameters:
     values = {"temperature": 1.0} | {
         name: value for name in ("temperature", "top_p", "top_k") if (value := said.get(name)) is not None
     }
+    # Other servers write -1 for "all", where this engine has 0.
     if type(values.get("top_k")) is int and values["top_k"] == ALL_TOKENS:
         values["top_k"] = 0
+    # Check each value alone first, so that the error can name its parameter.
     for name, value in values.items():
         _made(lambda name=name, value=value: SamplingParameters(**{name: value}), name)  # type: ignore[misc]
     return SamplingParameters(seed=seed, **values)
@@ -188,6 +191,7 @@ def _stops(value: Any) -> tuple[str, ...]:
 
 
 def _prompt(value: Any) -> str | tuple[int, ...]:
+    # A list of one prompt is that prompt; several prompts would need several choices.
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
         value = value[0]
     if isinstance(value, str) and value:

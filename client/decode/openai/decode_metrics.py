@@ -50,16 +50,16 @@ REBIND_BUCKETS_S: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 
 FLIP_BUCKETS_S: Final = (0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.2, 1)
 
 UNKNOWN_TENANT: Final = "other"
-"""The label of tenants that the settings don't name: a label's values are bounded by the settings."""
+"""The label of tenants that are not in the settings, so that the settings bound the number of series."""
 
 MAX_FOLLOWED: Final = 65_536
-"""Sequences of which the last token's time is kept. Stops memory from growing if ends are not reported."""
+"""Most sequences of which the time of the last token is kept, so that unreported ends can't fill memory."""
 
 
 class GapHistogram(Collector):
-    """The times between tokens: one observation counts for all sequences that had their last tokens together.
+    """A histogram of times between tokens, in which one call counts many sequences with the same gap.
 
-    `Histogram` takes observations one by one, and each takes a lock: a step has a hundred of them.
+    prometheus_client's `Histogram` takes one observation at a time and locks for each; a step has a hundred of them.
     """
 
     def __init__(self, tenants: Iterable[str]) -> None:
@@ -67,12 +67,12 @@ class GapHistogram(Collector):
         self._sums = dict.fromkeys(self._counts, 0.0)
 
     def observe(self, tenant: str, gap_s: float, count: int) -> None:
-        """Count so many gaps of one length."""
+        """Count `count` gaps of `gap_s` seconds each."""
         self._counts[tenant][bisect_left(STEP_BUCKETS_S, gap_s)] += count
         self._sums[tenant] += gap_s * count
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the family, as prometheus_client asks for it."""
+        """Yield the metric family for a scrape. Prometheus's buckets are cumulative."""
         about = "Between two tokens of a sequence."
         family = HistogramMetricFamily("gpulease_decode_inter_token_seconds", about, labels=["tenant"])
         for tenant, counts in self._counts.items():
@@ -85,13 +85,13 @@ class GapHistogram(Collector):
 
 
 class TenantGauges(Collector):
-    """The gauges that are read off the decoder at each scrape."""
+    """The gauges that are read from the decoder at each scrape."""
 
     def __init__(self, decoder: Callable[[], Decoder | None], clock: Callable[[], float]) -> None:
         self._decoder, self._clock = decoder, clock
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the families; without a decoder, with nothing in them."""
+        """Yield the metric families; without a decoder, those by tenant are empty."""
         decoder = self._decoder()
         tenants = {} if decoder is None else decoder.scheduler.tenants
         values: dict[str, tuple[str, Callable[[TenantState], int]]] = {
@@ -154,7 +154,7 @@ class DecodeMetrics(ServerMetrics, DecoderObserver):
         rebind = histogram("rebind", "From a loss to the next token.", REBIND_BUCKETS_S, ("tenant", "scope"))
         self._flip = histogram("forward_revoked", "From a flip to the refused step's report.", FLIP_BUCKETS_S)
         rebuild = histogram("engine_rebuild", "Without an engine.", REBIND_BUCKETS_S, ("kind",))
-        # Every series is there from the start: the increase of one that begins at 1 is not seen.
+        # Create every series at the start: `increase` of a series that first appears with the value 1 would be 0.
         kinds = ("prompt", "emitted", "replayed")
         self._tokens = {(name, kind): tokens.labels(name, kind) for name in self._tenants for kind in kinds}
         self._rows = {kind: rows.labels(kind) for kind in ("decode", "prompt")}
@@ -168,13 +168,15 @@ class DecodeMetrics(ServerMetrics, DecoderObserver):
         kept.register(TenantGauges(decoder, clock))
 
     def on_step(self, report: StepReport) -> None:
-        """Count a step's rows and tokens, by tenant, and the gaps before them."""
+        """Count a step's rows, and its tokens and the gaps before them by tenant."""
         now, last, gaps = self._clock(), self._last, Counts[tuple[str, float]]()
         for token in report.tokens:
             request = token.request
+            # The first token of a prompt or a replay: all of its prompt was computed by now.
             if token.position == len(request.token_ids):
                 self._count_prompt(request.tenant_id, len(request.token_ids), is_replay=request.replayed_tokens > 0)
             name = request.continues or request.request_id
+            # Sequences of a tenant that had their last token in the same step share one gap.
             gaps[request.tenant_id, last.get(name, 0.0)] += 1
             last[name] = now
         for (tenant_id, before), count in gaps.items():
@@ -189,7 +191,7 @@ class DecodeMetrics(ServerMetrics, DecoderObserver):
         self._step.observe(report.took_s)
 
     def on_forward_revoked(self, report: ForwardRevoked) -> None:
-        """Count a step that did not begin."""
+        """Count a step that did not begin because a region had ended."""
         self._revoked[self._label(report.tenant_id)].inc()
         if report.flip_to_report_s is not None:
             self._flip.observe(report.flip_to_report_s)
@@ -212,7 +214,7 @@ class DecodeMetrics(ServerMetrics, DecoderObserver):
         self._requests.labels(self._label(report.tenant_id), report.reason).inc()
 
     def on_engine_rebuilt(self, report: EngineRebuilt) -> None:
-        """Count another engine."""
+        """Count a move to another engine, by its cause, with the time without an engine."""
         kind = "planned" if report.is_planned else "known" if report.is_known else "unknown"
         self._rebuild[kind].observe(report.took_s)
 

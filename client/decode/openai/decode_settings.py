@@ -1,4 +1,7 @@
-"""The settings of a decode server: a TOML file, read once. `ServerTable` and its tables explain each."""
+"""The settings of a decode server: a TOML file, read at the start.
+
+`ServerTable` and its tables declare each setting.
+"""
 
 import os
 import re
@@ -23,14 +26,14 @@ from gpulease.client.http.settings_file import open_regular, read_file, settings
 from gpulease.protocol.settings_reader import BadSetting, Setting, must_be
 
 MAX_TENANTS: Final = 256
-"""Most tenants: each has a region on the card, and series in the metrics."""
+"""Most tenants. Each has a region on the card and its own series in the metrics."""
 
 DEFAULT_LISTEN: Final = "tcp:127.0.0.1:8082"
 DEFAULT_WAIT_S: Final = 30.0
-"""Seconds that a request waits for its admission; clients give up, or ask again, at some minutes."""
+"""Seconds that a request waits for its admission. Clients give up or retry after a few minutes."""
 
 DEFAULT_CHAT_TOKENS: Final = 256
-"""Default tokens of a chat's answer. Blocks are reserved for all of them, so it is far less than the context."""
+"""Default tokens of a chat's answer. Blocks are reserved for all of them, so it is much less than the context."""
 
 EXAMPLE: Final = Path(__file__).with_name("example") / "decode.toml"
 
@@ -59,7 +62,7 @@ def _read_tables(value: Any) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyTable:
-    """The table `[operator]`, and the key of a tenant."""
+    """The table `[operator]`, and the settings of a tenant's key."""
 
     key_sha256: Annotated[
         bytes | None,
@@ -67,12 +70,12 @@ class KeyTable:
             "The key's sha256. A key is made by: openssl rand -hex 32",
             what="64 hexadecimal digits, as `printf %s KEY | sha256sum` prints them",
             read=_read_digest,
-            # It may be a key by mistake.
+            # An operator may have written the key itself by mistake.
             is_secret=True,
         ),
     ] = None
     key_file: Annotated[
-        str | None, Setting("Instead, the key's file, which its owner alone can read.", example='"bob.key"')
+        str | None, Setting("Instead, the key's file, which only its owner may read.", example='"bob.key"')
     ] = None
 
     def __post_init__(self) -> None:
@@ -82,7 +85,7 @@ class KeyTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantTable(KeyTable):
-    """A table `[tenants.NAME]`."""
+    """The table `[tenants.NAME]` of one tenant."""
 
     max_concurrent: Annotated[int, Setting("Sequences that live at a time.", least=1, example="8")]
     max_blocks: Annotated[
@@ -113,13 +116,13 @@ class TenantTable(KeyTable):
 
     @property
     def blocks(self) -> int:
-        """The blocks of the tenant's region."""
+        """The blocks of the tenant's region, from whichever of the two settings is set."""
         return self.max_blocks or -(-(self.context_tokens or 0) // PAGE)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineTable(DecoderSettings):
-    """The table `[engine]`: what the decoder makes room for, and what the server allows requests."""
+    """The table `[engine]`: the decoder's limits, and the server's limits of requests."""
 
     wait_s: Annotated[
         float,
@@ -133,7 +136,7 @@ class EngineTable(DecoderSettings):
     chat_tokens: Annotated[
         int,
         Setting(
-            "Tokens of a chat's answer whose request does not say; blocks for all of them are reserved. Fewer where the"
+            "Tokens of a chat's answer if its request sets no limit; blocks for all of them are reserved. Fewer if the"
             " prompt leaves less room.",
             least=1,
             most=MAX_POSITIONS,
@@ -141,13 +144,13 @@ class EngineTable(DecoderSettings):
     ] = DEFAULT_CHAT_TOKENS
 
     def decoder(self) -> DecoderSettings:
-        """Return the decoder's part."""
+        """Return the settings that the decoder itself takes."""
         return DecoderSettings(**{item.name: getattr(self, item.name) for item in fields(DecoderSettings)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerTable:
-    """A settings file."""
+    """The declaration of a whole settings file."""
 
     model: Annotated[
         str,
@@ -172,7 +175,7 @@ class ServerTable:
     address: Annotated[
         str | None,
         Setting(
-            "The daemon's address, or a fleet's (fleet:tls:HOST:PORT,...), where it is not the usual one.",
+            "The daemon's address, or a fleet's (fleet:tls:HOST:PORT,...), if it is not the usual one.",
             example='"unix:/run/gpulease/gpulease.sock"',
         ),
     ] = None
@@ -181,8 +184,8 @@ class ServerTable:
     operator: Annotated[
         KeyTable | None,
         Setting(
-            "The key of the page at GET /: whoever has it sees every tenant's counts, and revokes regions. Without it"
-            " there is no page."
+            "The key of the page at GET /, with which one can see every tenant's counts and revoke regions. Without"
+            " it the server has no page."
         ),
     ] = None
     tenants: Annotated[Mapping[str, Any], Setting("The tenants, by their names.", what="tables", read=_read_tables)]
@@ -190,7 +193,7 @@ class ServerTable:
 
 @dataclass(frozen=True, slots=True)
 class DecodeSettings:
-    """Settings of a decode server.
+    """The checked settings of a decode server.
 
     Attributes:
         model: The model's path.
@@ -198,12 +201,12 @@ class DecodeSettings:
         listen: Where to listen.
         address: The daemon's address; None for the usual one.
         audit: Whether each request becomes a record of the daemon's audit log.
-        decoder: What the engine makes room for.
+        decoder: The decoder's limits.
         wait_s: Seconds that a request may wait for its admission.
         chat_tokens: Default tokens of a chat's answer; fewer if its prompt leaves less room.
-        tenants: Who may ask.
+        tenants: The tenants with their limits.
         keys: Their keys.
-        operator_digest: The sha256 of the key that the page takes; None for no page.
+        operator_digest: The sha256 of the operator's key; None for a server without the page.
     """
 
     model: Path
@@ -220,7 +223,7 @@ class DecodeSettings:
 
 
 def load_decode_settings(path: Path) -> DecodeSettings:
-    """Read a file. Raises InvalidRequest that names the line, or the setting, that is wrong."""
+    """Read a settings file. Raises InvalidRequest, which names the line or the setting that is wrong."""
     file = settings_of(path, ServerTable, read_file(path))
     model = path.parent / file.model
     name = model.stem if file.name is None else file.name
@@ -249,16 +252,17 @@ def load_decode_settings(path: Path) -> DecodeSettings:
 
 
 def _digest(path: Path, name: str, table: KeyTable) -> bytes:
-    """Return the digest of a table's key, reading its file if it names one."""
+    """Return the digest of a table's key, which may be in a separate file."""
     if table.key_sha256 is not None:
         return table.key_sha256
     return key_digest(_read_key(f"{path}: {name}", path.parent / str(table.key_file)))
 
 
 def _read_key(where: str, file: Path) -> str:
-    """Read a key's file, which must be closed to everybody but its owner."""
+    """Return the key in a file, which only its owner, root or this user, may be able to read."""
     try:
         with open_regular(file) as opened:
+            # Check the file that is open, not the path, which could be exchanged in between.
             found = os.fstat(opened.fileno())
             if found.st_mode & 0o077 or found.st_uid not in (0, os.geteuid()):
                 raise InvalidRequest(f"{where}: key_file {file} is open to others", f"chmod 600 {file}")

@@ -1,12 +1,12 @@
-"""The ASGI application of a decoder: OpenAI's completions and chat completions, for programs that speak them already.
+"""The ASGI application of a decoder: OpenAI's completions and chat completions, for programs that use that API.
 
-    POST /v1/completions, /v1/chat/completions   whole, or as server-sent events
+    POST /v1/completions, /v1/chat/completions   as one reply, or as server-sent events
     GET  /v1/models, /v1/models/{id}             the model that is served
     GET  /healthz                                200 while it serves, 503 while its engine is lost
     GET  /metrics                                Prometheus' text format
 
-Callers have keys (`Authorization: Bearer KEY`), and a key is a tenant's. A tenant's lost region shows in nothing but
-the member `gpulease` of the first object behind it.
+Each caller has a key (`Authorization: Bearer KEY`), which identifies its tenant. The only sign of a lost region is the
+member `gpulease` of the first object after the replay.
 """
 
 import asyncio
@@ -51,20 +51,20 @@ from gpulease.client.http.event_stream import MEDIA_TYPE as EVENT_STREAM
 from gpulease.client.texts import quoted
 
 MAX_BODY_BYTES: Final = 4 << 20
-"""Most bytes of a body: some 500,000 tokens as text or as numbers. Stops a caller from filling memory."""
+"""Most bytes of a body, which hold some 500,000 tokens as text or as numbers."""
 
 BODY_LIMIT_S: Final = 10.0
-"""Seconds for a body to arrive. Stops a caller from holding a connection by sending a byte at a time."""
+"""Seconds for a body to arrive, so that a caller can't hold a connection by sending a byte at a time."""
 
 SEND_LIMIT_S: Final = 60.0
-"""Seconds for a caller to take a piece of a stream. Stops one that does not read from holding an answer in memory."""
+"""Seconds for a caller to receive a piece of a stream. A caller that does not read would hold its answer in memory."""
 
 SILENCE_S: Final = 5.0
-"""Seconds of silence after which a stream that waits gets a comment, at the latest after twice as many. Proxies cut
-what is silent for 60 s, some for 30."""
+"""Seconds after which a silent stream gets a comment; at the latest after twice as many. Proxies close connections that
+are silent for 60 s, some after 30 s."""
 
 SANE_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
-"""X-Request-Id that is taken: it goes to logs, the audit log and replies."""
+"""The form of X-Request-Id that is accepted, because the id appears in logs, the audit log and replies."""
 
 JSON: Final = "application/json"
 
@@ -83,8 +83,8 @@ def make_openai_application(
     """Make the application of an opened decoder.
 
     Args:
-        decoder: The decoder; open for as long as the application serves.
-        keys: Who may ask.
+        decoder: The decoder, which must stay open for as long as the application serves.
+        keys: The tenants' keys.
         model: The model's name.
         wait_s: Seconds that a request may wait for its admission.
         chat_tokens: Default tokens of a chat's answer.
@@ -116,7 +116,7 @@ def make_openai_application(
 
 
 class OpenAiFace:
-    """A decoder behind OpenAI's requests."""
+    """Serves OpenAI's requests with a decoder."""
 
     def __init__(self, decoder: Decoder, keys: ApiKeys, model: str, wait_s: float, chat_tokens: int) -> None:
         """Args are those of `make_openai_application`."""
@@ -125,12 +125,9 @@ class OpenAiFace:
         self._began = int(time.time())
 
     async def list_models(self, request: Request) -> Response:
-        """Answer `GET /v1/models`."""
         return self._told(request, lambda tenant: {"object": "list", "data": [self._described(tenant)]})
 
     async def show_model(self, request: Request) -> Response:
-        """Answer `GET /v1/models/{model}`."""
-
         def told(tenant: str) -> dict[str, Any]:
             check_model(request.path_params["model"], self._model)
             return self._described(tenant)
@@ -138,7 +135,7 @@ class OpenAiFace:
         return self._told(request, told)
 
     async def complete(self, request: Request, send: Send, *, is_chat: bool) -> None:
-        """Serve one request. Every failure is answered in OpenAI's format."""
+        """Serve one request. Every failure becomes a reply in OpenAI's format, or the last event of a stream."""
         reply = _Reply(send, _request_id(request))
         try:
             try:
@@ -152,22 +149,24 @@ class OpenAiFace:
             log.warning("caller_took_nothing", tenant=reply.tenant, request=reply.request_id, after_s=SEND_LIMIT_S)
 
     def _known(self, error: Exception, reply: "_Reply") -> ApiError:
-        """Return an error as the caller may see it; the log has the rest."""
+        """Return the reply to an error. What the caller must not see is only logged."""
         if isinstance(error, ClientDisconnect):
             return ApiError(CLOSED_REQUEST, "closed", "The caller hung up.")
         known = api_error_of(error)
         if known is None or known.message != str(error):
-            # Bounded by tenant: whoever asks again at once would fill the disk.
+            # The log is limited by tenant: a caller that retries at once can't fill the disk.
             self._decoder.log.failure("request_failed", error, tenant=reply.tenant, request=reply.request_id)
         return known or ApiError(500, "internal_error", "The server failed; its log says more.")
 
     async def _serve(self, request: Request, reply: "_Reply", *, is_chat: bool) -> None:
         tenant, prompts = self._tenant(request), self._decoder.prompts
         reply.tenant = tenant
+        # Step 1: take a place before the body is read, so that waiting bodies are bounded, too.
         with prompts.place(tenant):
             body = await read_body(request, MAX_BODY_BYTES, BODY_LIMIT_S, "The body")
             reply.is_body_read = True
-            # In another process: up to 4 MiB of JSON and of text, and a template, would stop all streams here.
+            # Step 2: parse and tokenize in another process. Up to 4 MiB of JSON and text, or a template, would stall
+            # all streams here.
             arguments = {"body": body, "is_chat": is_chat, "fresh_seed": secrets.randbits(31), "model": self._model}
             try:
                 answer = await prompts.do(tenant, read_completion, arguments, is_chat=is_chat)
@@ -176,6 +175,7 @@ class OpenAiFace:
                     raise prompt_too_long(self._room(tenant), error.message, is_chat=is_chat) from None
                 raise
             asked, tokens = completion_of(answer)
+            # Step 3: submit. From here on the scheduler counts the request, so the place is given back.
             max_tokens = self._max_tokens(asked, len(tokens), tenant)
             generation = self._decoder.submit(
                 tokens,
@@ -183,16 +183,17 @@ class OpenAiFace:
                 sampling=asked.sampling,
                 tenant_id=tenant,
                 wait_s=self._wait_s,
-                # Two tenants may use the same id, and neither learns that the other does.
+                # Prefixed, so that two tenants may use the same id without learning of each other.
                 request_id=f"{tenant}/{reply.request_id}",
             )
         async with _ended_with(generation, request.receive):
-            # What is refused at once has its own status, before a stream begins.
+            # Step 4: a request that was refused at once still gets its own status, because no stream has begun.
             refused = generation.error
             if isinstance(refused, AdmissionRefused) and refused.reason is AdmissionReason.TOO_LARGE:
                 raise too_long(self._room(tenant), len(tokens), max_tokens, is_chat=is_chat)
             if refused is not None:
                 raise refused
+            # Step 5: send the tokens. The generation ends with this block, also if the caller disconnects.
             await self._answer(asked, generation, reply, len(tokens))
 
     async def _answer(
@@ -210,6 +211,7 @@ class OpenAiFace:
         settings = self._decoder.scheduler.settings
         answer = AnswerText(await self._decoder.tokenizer(), asked.stops, settings.end_tokens)
         if not asked.is_stream:
+            # One reply: collect all pieces first, so an error can still be the reply's status.
             whole = Piece()
             async for piece in pieces(generation, answer):
                 whole.text += piece.text
@@ -223,7 +225,7 @@ class OpenAiFace:
             async for piece in pieces(generation, answer):
                 last = piece.finish
                 if last and (piece.text or is_first):
-                    # Programs expect the end in an object of its own.
+                    # Clients expect the finish reason in a separate object.
                     await reply.event(head.chunk(replace(piece, finish=""), is_first=is_first))
                     is_first, piece = False, Piece(finish=last)
                 await reply.event(head.chunk(piece, is_first=is_first))
@@ -233,7 +235,7 @@ class OpenAiFace:
         await reply.end(DONE)
 
     def _room(self, tenant: str) -> int:
-        """Return how many positions a request of the tenant can have: the model's, or those of the tenant's region."""
+        """Return the most positions of a tenant's request: the model's, or its region's if those are fewer."""
         scheduler = self._decoder.scheduler
         state = scheduler.tenants[tenant]
         return min(scheduler.settings.context, PAGE * (state.region_blocks or state.config.max_blocks))
@@ -241,7 +243,7 @@ class OpenAiFace:
     def _max_tokens(self, asked: CompletionRequest, prompt_tokens: int, tenant: str) -> int:
         if asked.max_tokens is not None:
             return asked.max_tokens
-        # A prompt that leaves no room is the scheduler's to refuse.
+        # At least 1: the scheduler refuses a prompt that leaves no room.
         return max(1, min(self._chat_tokens, self._room(tenant) - prompt_tokens + 1))
 
     def _told(self, request: Request, tell: Callable[[str], dict[str, Any]]) -> Response:
@@ -262,7 +264,10 @@ class OpenAiFace:
 
 
 class _Endpoint:
-    """The ASGI application of one path: it notices when the caller hangs up, which a function of Starlette does not."""
+    """The ASGI application of one path.
+
+    Unlike a Starlette endpoint function, it can notice that the caller disconnects.
+    """
 
     def __init__(self, face: OpenAiFace, *, is_chat: bool) -> None:
         self._face, self._is_chat = face, is_chat
@@ -272,13 +277,13 @@ class _Endpoint:
 
 
 class _Reply:
-    """A reply on its way.
+    """A reply that is being sent.
 
     Attributes:
         request_id: The request's id.
-        tenant: The tenant's id; "" until its key was read.
-        is_body_read: Whether the body was read; the connection can't go on if not.
-        is_begun: Whether it has begun: errors are a stream's events from then on.
+        tenant: The tenant's id; "" until the key is known.
+        is_body_read: Whether the request's body was read. If not, the connection can't be reused.
+        is_begun: Whether the head was sent. From then on, an error can only be an event of the stream.
     """
 
     def __init__(self, send: Send, request_id: str) -> None:
@@ -288,24 +293,24 @@ class _Reply:
         self._is_silent = False
 
     async def whole(self, body: Mapping[str, Any]) -> None:
-        """Send a reply without a stream, and end it."""
+        """Send a complete reply that is not a stream."""
         data = json.dumps(body, ensure_ascii=False).encode()
         await self._begin(200, {"Content-Type": JSON, "Content-Length": str(len(data))})
         await self._put(data, is_last=True)
 
     @asynccontextmanager
     async def stream(self, give_up: Callable[[], None]) -> AsyncIterator[None]:
-        """Begin a stream at once, and send a comment whenever the block has sent no event for a while.
+        """Begin a stream at once. While the block sends no event for a while, send comments.
 
         Args:
-            give_up: Called if the caller takes no comment; the block is to end then.
+            give_up: Called if the caller does not receive a comment in time; it must make the block end.
         """
-        # nginx would keep what comes until its buffer is full.
+        # Without X-Accel-Buffering, nginx would hold back events until its buffer is full.
         await self._begin(200, {"Content-Type": EVENT_STREAM, "Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         await self._put(COMMENT)
 
         async def comment() -> None:
-            # No token pays for this by a clock: it is seen here whether any came since.
+            # Events only clear a flag, which is cheaper than reading a clock for each token.
             with suppress(TimeoutError):
                 while True:
                     self._is_silent = True
@@ -322,21 +327,20 @@ class _Reply:
             await asyncio.gather(commenting, return_exceptions=True)
 
     async def event(self, body: dict[str, Any]) -> None:
-        """Send one event of a stream."""
         self._is_silent = False
         await self._put(json_event(body))
 
     async def end(self, data: bytes) -> None:
-        """End a stream."""
         await self._put(data, is_last=True)
 
     async def refuse(self, error: ApiError) -> None:
-        """Send an error: as the reply, or as a stream's last event."""
+        """Send an error: as the reply, or if the head was sent, as the last event of the stream."""
         if self.is_begun:
             await self.end(json_event(error.event_body()))
             return
         data = json.dumps(error.body()).encode()
         headers = error.headers() | {"Content-Type": JSON, "Content-Length": str(len(data))}
+        # An unread body may still be arriving, so this connection can't carry another request.
         await self._begin(error.status, headers | ({} if self.is_body_read else {"Connection": "close"}))
         await self._put(data, is_last=True)
 
@@ -356,24 +360,25 @@ class _Reply:
 
 @asynccontextmanager
 async def _ended_with(generation: Generation, receive: Receive) -> AsyncIterator[None]:
-    """End the generation with the block, and as soon as its caller hangs up."""
+    """Cancel the generation at the end of the block, or as soon as its caller disconnects."""
 
-    async def hear() -> None:
+    async def watch_caller() -> None:
+        # The body was read, so the only message that can come is the disconnect.
         while (await receive())["type"] != "http.disconnect":
             pass
         generation.cancel()
 
-    hearing = asyncio.create_task(hear())
+    watching = asyncio.create_task(watch_caller())
     try:
         yield
     finally:
-        hearing.cancel()
+        watching.cancel()
         generation.cancel()
-        await asyncio.gather(hearing, return_exceptions=True)
+        await asyncio.gather(watching, return_exceptions=True)
 
 
 def _request_id(request: Request) -> str:
-    """Return the caller's id of the request if it is sane, else a new one."""
+    """Return the caller's X-Request-Id if it has the accepted form, otherwise a new id."""
     given = request.headers.get("X-Request-Id", "")
     return given if SANE_ID.fullmatch(given) else secrets.token_hex(12)
 

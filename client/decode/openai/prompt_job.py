@@ -1,4 +1,4 @@
-"""Reads a request's body in a process that reads texts: JSON is a tenant's text as well, and up to 4 MiB of it."""
+"""The job that parses a request's body in a text process: JSON of up to 4 MiB is also a tenant's text."""
 
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
@@ -13,19 +13,20 @@ if TYPE_CHECKING:
 
 
 def read_completion(reader: "PromptReader", body: bytes, is_chat: bool, fresh_seed: int, model: str) -> dict[str, Any]:
-    """Read a body, and its prompt's tokens. `completion_of` makes of the answer what it says.
+    """Parse a body and tokenize its prompt. `completion_of` unpacks the answer.
 
     Args:
-        reader: Reads the prompt.
-        body: JSON.
+        reader: Tokenizes the prompt.
+        body: The bytes of the body, JSON.
         is_chat: Whether it is a chat's.
-        fresh_seed: The seed to take where the caller names none.
+        fresh_seed: The seed to use if the caller sent none.
         model: The model that is served.
     """
     try:
         asked = parse_request(body, is_chat=is_chat, fresh_seed=fresh_seed)
         check_model(asked.model, model)
     except ApiError as error:
+        # An ApiError is a reply, not a failure of the worker: send its parts back.
         return {"error": [error.status, error.code, error.message, error.param, error.retry_after_s]}
     if isinstance(asked.prompt, tuple):
         tokens = reader.checked(asked.prompt)
@@ -33,12 +34,12 @@ def read_completion(reader: "PromptReader", body: bytes, is_chat: bool, fresh_se
         tokens = reader.read_chat(asked.messages, {})
     else:
         tokens = reader.read_text(asked.prompt)
-    # The texts have done their work.
+    # Only the tokens are needed from here on, so the texts are not sent back.
     return {"asked": asdict(replace(asked, prompt="", messages=())), "tokens": packed_tokens(tokens)}
 
 
 def completion_of(answer: dict[str, Any]) -> tuple[CompletionRequest, tuple[int, ...]]:
-    """Return the request without its texts, and the prompt's tokens. Raises ApiError for one that can't be taken."""
+    """Return the request without its texts, and the prompt's tokens. Raises ApiError for an invalid request."""
     if "error" in answer:
         raise ApiError(*answer["error"])
     asked = answer["asked"]

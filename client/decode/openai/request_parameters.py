@@ -1,8 +1,8 @@
-"""Every parameter of a completion and a chat that is known here: which is used, and what is taken of the others.
+"""All known parameters of completions and chats: which ones are used, and which values of the others are accepted.
 
-The names are OpenAI's, and those that clients of other servers of models send along with their defaults. A parameter
-that would change the answer and is not computed is refused, unless its value changes nothing. null is as if it were
-left out. A name that is not here is refused: a misspelt parameter would be a wrong answer without a word.
+The names are OpenAI's, and those that clients of other model servers send with default values. A parameter that would
+change the answer but is not supported is refused, unless its value changes nothing. null counts as left out. An unknown
+name is refused, because a misspelt parameter would silently give a wrong answer.
 """
 
 import json
@@ -16,14 +16,14 @@ from gpulease.client.texts import quoted
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """What is done with a parameter.
+    """How a parameter is treated.
 
     Attributes:
-        is_used: Whether the answer follows it.
-        is_ignored: Whether any value is taken, because none changes the answer.
-        neutral: Of one that is neither, the values that change nothing.
+        is_used: Whether the server obeys it.
+        is_ignored: Whether any value is accepted, because none changes the answer.
+        neutral: If it is neither, the accepted values, which change nothing.
         is_of_chats: Whether a chat may have it.
-        is_of_completions: Whether a completion may.
+        is_of_completions: Whether a completion may have it.
     """
 
     is_used: bool = False
@@ -127,26 +127,28 @@ PARAMETERS: Final[Mapping[str, Parameter]] = {
     "typical_p": _neutral(1),
     "use_beam_search": _neutral(False),
 }
-"""The parameters, by their names."""
+"""The parameters of a request's body, by their names."""
 
 STREAM_OPTIONS: Final[Mapping[str, Parameter]] = {
     "continuous_usage_stats": _neutral(False),
     "include_obfuscation": _IGNORED,
     "include_usage": _USED,
 }
-"""Those of `stream_options`."""
+"""The members of the parameter `stream_options`, by their names."""
 
 
 def check_parameters(
     said: Mapping[str, Any], known: Mapping[str, Parameter], *, is_chat: bool, where: str = ""
 ) -> None:
-    """Look at the names of a request, and at the values that are not used. Raises ApiError that names the first wrong.
+    """Check the names of a request's parameters, and the values of those that are not used.
 
     Args:
-        said: The parameters.
-        known: Those that are known.
-        is_chat: Whether a chat has them.
-        where: What stands before a name in an error.
+        said: The request's parameters.
+        known: The known parameters.
+        is_chat: Whether the request is a chat.
+        where: A prefix for names in errors.
+
+    Raises ApiError, which names the first parameter that is wrong.
     """
     for name, value in said.items():
         if value is None:
@@ -164,5 +166,5 @@ def check_parameters(
 
 
 def _is_alike(value: Any, one: Any) -> bool:
-    """Return whether two values of JSON are equal: to Python, true is 1, and 1 is 1.0, of which the first is wrong."""
+    """Return whether two JSON values are equal. Unlike in Python, true is not 1; but 1 is 1.0."""
     return value == one and isinstance(value, bool) is isinstance(one, bool)

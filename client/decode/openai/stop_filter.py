@@ -1,16 +1,17 @@
-"""Ends a text before the first of its stops: what belongs to one is never given, however the text is cut."""
+"""Ends a text before its first stop. No part of a stop is ever given out, however the text is split into pieces."""
 
 from collections.abc import Sequence
 
 
 class StopFilter:
-    """A text that grows by pieces and ends before a stop.
+    """A text that grows piece by piece and ends before a stop.
 
-    The stop that is complete first ends the text; of those complete at once, the longest. So the text does not depend
-    on how it was cut. What may be a stop's begin is held back: fewer characters than the longest stop has.
+    The stop that is completed first ends the text; of several completed by the same character, the longest one. So the
+    result does not depend on the pieces. Text that may be the beginning of a stop is held back: fewer characters than
+    the longest stop has.
 
     Attributes:
-        is_stopped: Whether a stop came. Nothing is given any more then.
+        is_stopped: Whether a stop was found. Then no more text is given out.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -19,25 +20,27 @@ class StopFilter:
         self.is_stopped = False
 
     def add(self, text: str) -> str:
-        """Add a piece; returns what is certain by now."""
+        """Add a piece. Returns the text that is certain not to be part of a stop."""
         if self.is_stopped or not self._stops:
             return "" if self.is_stopped else text
         held = self._held + text
+        # Order by end, then by begin: the stop completed first, and of those the longest.
         ends = [(begin + len(stop), begin) for stop in self._stops if (begin := held.find(stop)) >= 0]
         if ends:
             self.is_stopped, self._held = True, ""
             return held[: min(ends)[1]]
+        # Hold back the longest end of the text that may still become a stop.
         kept = max(_overlap(held, stop) for stop in self._stops)
         self._held = held[len(held) - kept :]
         return held[: len(held) - kept]
 
     def end(self) -> str:
-        """End the text without a stop; returns what was held back."""
+        """End the text without a stop. Returns the text that was held back."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Count the characters at the text's end that begin the stop."""
+    """Return the length of the longest proper prefix of the stop with which the text ends."""
     most = min(len(text), len(stop) - 1)
     return next((count for count in range(most, 0, -1) if text.endswith(stop[:count])), 0)

@@ -1,15 +1,14 @@
-"""The page of a decode server: what each tenant gets, its blocks, its losses, and a button that ends its region.
+"""The operator's page of a decode server: each tenant's rate, blocks and losses, and a button that ends its region.
 
-It asks before it ends one.
-
-    GET    /                                  the page, which holds no secret
+    GET    /                                  the page, which contains no secret
     GET    /page/NAME                         its style and scripts
-    GET    /page/events                       its state, some times a second (server-sent events)
+    GET    /page/events                       its state, several times a second (server-sent events)
     GET    /page/history                      the last hour
     DELETE /page/tenants/TENANT/region        ends a tenant's region, as the lease's tenant
 
-State and acts take the operator's key, as `Authorization: Bearer KEY`. Whoever opens the page gives it behind `#key=`,
-which no browser sends. Texts are shown of the demonstration's own requests alone; of others' there are counts.
+State and actions require the operator's key, as `Authorization: Bearer KEY`. The page takes the key from its URL, after
+`#key=`, a part that browsers never send. Texts are shown only for the demonstration's own requests; other requests are
+only counted.
 """
 
 import asyncio
@@ -58,7 +57,8 @@ POLICY: Final = (
     "default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
     " object-src 'none'; require-trusted-types-for 'script'"
 )
-"""Content Security Policy Level 3 and Trusted Types: only the server's own scripts run, and no text becomes markup."""
+"""Content Security Policy Level 3 and Trusted Types: only the server's own scripts run, and texts never become
+markup."""
 
 HEADERS: Final = {
     "Content-Security-Policy": POLICY,
@@ -71,31 +71,31 @@ HEADERS: Final = {
 }
 
 MAX_STREAMS: Final = 16
-"""Streams at a time; one more is refused for now. Each gets the whole state some times a second."""
+"""Most streams at the same time; a further one is refused. Each gets the whole state several times a second."""
 
 SNAPSHOT_S: Final = 0.25
-"""Seconds between two states. All streams share one encoding, so their number costs nothing but its sending."""
+"""Seconds between two states. All streams share one encoding, so a further stream costs only the sending."""
 
 STREAM_S: Final = 10.0
-"""The life of one stream; its page opens the next at once. So a server that stops waits for no page for long."""
+"""Seconds of one stream, after which its page opens the next one. So pages delay a server's stop only briefly."""
 
 RATE_S: Final = 2.0
-"""Seconds that rates are means of."""
+"""Seconds over which rates are averaged."""
 
 LATEST_REQUESTS: Final = 100
-"""Requests of a tenant whose times to the first token its figure is the median of."""
+"""Latest requests of a tenant of which the page shows the median time to the first token."""
 
 MAX_TENANTS: Final = 64
-"""Tenants that are shown, the first of the settings. A state grows by each, and so does the page."""
+"""Most tenants that are shown, in the order of the settings. Each makes the state and the page larger."""
 
 REVOKED_BY: Final = "revoked on the decode server's page"
-"""The reason in the audit log and in the tenant's error."""
+"""The reason for a revocation, as it appears in the audit log and in the tenant's error."""
 
 RETRY_S: Final = 5
 
 
 class PageFeed(DecoderObserver):
-    """The state that the page shows, of what a decoder reports.
+    """The state that the page shows, collected from a decoder's reports.
 
     Args:
         decoder: Returns the decoder; None while there is none.
@@ -124,7 +124,6 @@ class PageFeed(DecoderObserver):
         self._samples = deque[tuple[float, Counter[str]]]()
 
     def on_step(self, report: StepReport) -> None:
-        """Count a step's tokens."""
         self._steps += 1
         self._tokens.update([token.request.tenant_id for token in report.tokens])
         self._history.add_tokens(self._clock(), len(report.tokens))
@@ -161,15 +160,15 @@ class PageFeed(DecoderObserver):
         self._events.add(self._clock(), "", kind, seconds=report.took_s, detail=report.cause)
 
     def revoked_here(self, tenant_id: str) -> None:
-        """Add the event of a press of the page's button."""
+        """Add the event of a revocation by the page's button."""
         self._events.add(self._clock(), tenant_id, EventKind.REVOKED_HERE)
 
     def history(self) -> dict[str, Any]:
-        """Return the last hour, whose JSON the page draws."""
+        """Return the last hour, which the page draws, as a JSON object."""
         return self._history.shown(self._clock())
 
     def state(self) -> dict[str, Any]:
-        """Return the state, whose JSON the page draws."""
+        """Return the state, which the page draws, as a JSON object."""
         decoder, demo, now = self._decoder(), self._demo(), self._clock()
         tenants = {} if decoder is None else dict(list(decoder.scheduler.tenants.items())[:MAX_TENANTS])
         rates = self._rates(now)
@@ -210,8 +209,9 @@ class PageFeed(DecoderObserver):
         }
 
     def _rates(self, now: float) -> dict[str, float]:
-        """Return each tenant's tokens a second over the last RATE_S, as far back as somebody watched."""
+        """Return each tenant's tokens per second over the last RATE_S, or since the page was first polled."""
         samples = self._samples
+        # A sample per poll, not per step: without an open page, rates cost nothing.
         samples.append((now, Counter(self._tokens)))
         while now - samples[0][0] > RATE_S + SNAPSHOT_S:
             samples.popleft()
@@ -292,7 +292,7 @@ class DecodePage:
             return _problem(503, text, {"Retry-After": str(RETRY_S)})
         if request.method == "HEAD":
             return Response(headers=HEADERS, media_type=EVENT_STREAM)
-        # Counted now, not at its first bytes: several requests may come before the loop runs the first stream.
+        # Counted here rather than at its first bytes: several requests may arrive before the first stream runs.
         self._streams += 1
         return _Stream(self._stream(), self._stream_ended)
 
@@ -303,7 +303,10 @@ class DecodePage:
         self._streams -= 1
 
     async def _stream(self) -> AsyncIterator[bytes]:
-        """Yield states (HTML, 9.2). A reader who is slow gets fewer: none is made before the last one is sent."""
+        """Yield states as events (HTML, 9.2).
+
+        A slow reader gets fewer, because each waits until the one before is sent.
+        """
         until = time.monotonic() + STREAM_S
         while time.monotonic() < until:
             yield self._event()
@@ -312,6 +315,7 @@ class DecodePage:
     def _event(self) -> bytes:
         at, encoded = self._encoded
         now = time.monotonic()
+        # Encode once for all streams that poll in the same interval.
         if now - at >= SNAPSHOT_S / 2:
             encoded = json_event(self.observer.state())
             self._encoded = now, encoded
@@ -322,7 +326,7 @@ class DecodePage:
             return refused
         tenant_id, decoder = request.path_params["tenant"], self._decoder()
         if decoder is None or tenant_id not in decoder.scheduler.tenants:
-            return _problem(404, "There is no such tenant.")
+            return _problem(404, "This tenant does not exist.")
         pool = decoder.regions.pools.get(tenant_id)
         if pool is None:
             return _problem(409, "The tenant has no region now: another one is being opened.")
@@ -337,7 +341,7 @@ class DecodePage:
         found = bearer_digest(request.headers.get("authorization", ""))
         if found is not None and hmac.compare_digest(found, self._digest):
             return None
-        return _problem(401, "This takes the operator's key.", {"WWW-Authenticate": "Bearer"})
+        return _problem(401, "This requires the operator's key.", {"WWW-Authenticate": "Bearer"})
 
 
 def _problem(status: int, text: str, headers: MutableMapping[str, str] | None = None) -> Response:

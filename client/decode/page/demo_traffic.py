@@ -1,4 +1,4 @@
-"""The demonstration's own requests: one sequence for each tenant, so that the page has something to show."""
+"""The demonstration's own requests: one sequence per tenant, so that the page has something to show."""
 
 import asyncio
 from collections.abc import Sequence
@@ -19,29 +19,29 @@ PROMPTS: Final = (
     "A generator expression ",
     "Operator precedence ",
 )
-"""Beginnings in the manner of Python's help, which the tiny model was trained on."""
+"""Beginnings in the style of Python's help, on which the tiny model was trained."""
 
 MAX_TOKENS: Final = 160
-"""Tokens of one text."""
+"""Most tokens of one text."""
 
 PAUSE_S: Final = 0.5
-"""Seconds between two texts of a tenant."""
+"""Seconds of pause between two texts of a tenant."""
 
 RETRY_S: Final = 2.0
-"""Seconds before another try after a request that failed, as while a tenant's region is limited."""
+"""Seconds before a retry after a request that failed, for example while the tenant's region can't be rebuilt."""
 
 TAIL_CHARACTERS: Final = 600
-"""Characters of a text that are kept: a page shows no more."""
+"""Most characters of a text that are kept, which is what the page shows."""
 
 SAMPLING: Final = SamplingParameters(temperature=0.8, top_p=0.95)
 
 
 @dataclass(slots=True)
 class DemoText:
-    """A text as it stands.
+    """A text that is being generated.
 
     Attributes:
-        text: Its end, `TAIL_CHARACTERS` at most, with the prompt if that is not further back.
+        text: Its last `TAIL_CHARACTERS` characters, including the prompt.
         replays: How often it was replayed.
     """
 
@@ -61,13 +61,13 @@ class DemoTraffic:
         self._decoder, self._tenants = decoder, tuple(tenants)
 
     async def run(self) -> None:
-        """Generate until it is cancelled, or the decoder is closed or lost."""
+        """Generate until this is cancelled, or the decoder has ended."""
         async with asyncio.TaskGroup() as group:
             for number, tenant_id in enumerate(self._tenants):
                 group.create_task(self._keep_generating(tenant_id, number))
 
     async def _keep_generating(self, tenant_id: str, number: int) -> None:
-        """Generate one text after the other, each of another prompt than those of the other tenants."""
+        """Generate one text after the other, with other prompts than those of the other tenants at that time."""
         while True:
             try:
                 await self._generate(tenant_id, PROMPTS[number % len(PROMPTS)], number)
@@ -76,6 +76,7 @@ class DemoTraffic:
                 return
             except GpuLeaseError:
                 await asyncio.sleep(RETRY_S)
+            # Also changes the seed, so that texts differ.
             number += len(self._tenants) + 1
 
     async def _generate(self, tenant_id: str, prompt: str, seed: int) -> None:

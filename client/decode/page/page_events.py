@@ -1,4 +1,4 @@
-"""Events of a decode server as its page shows them: sentences, of which like ones of a few seconds are one."""
+"""Events of a decode server as its page shows them: sentences, with similar events of a few seconds merged into one."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -6,17 +6,17 @@ from enum import StrEnum
 from typing import Any, Final
 
 MAX_EVENTS: Final = 30
-"""Events that are kept and shown."""
+"""Most events that are kept and shown."""
 
 MERGED_S: Final = 10.0
-"""Seconds in which like events of a tenant are one: a flood of refusals drives out nothing else."""
+"""Seconds in which similar events of a tenant are merged, so that a flood of refusals can't push out other events."""
 
 MAX_DETAIL_CHARACTERS: Final = 300
-"""Characters of an error that an event repeats."""
+"""Most characters of an error that an event repeats."""
 
 
 class EventKind(StrEnum):
-    """Kinds of events."""
+    """The kinds of events, which are merged separately."""
 
     REVOKED_HERE = "revoked_here"
     STEP_REFUSED = "step_refused"
@@ -28,17 +28,17 @@ class EventKind(StrEnum):
 
 @dataclass(slots=True)
 class PageEvent:
-    """An event, or several like ones.
+    """An event, or several similar ones that were merged.
 
     Attributes:
-        number: Its number, which no other event has.
+        number: Its unique number.
         at: When the last of them happened, in the page's seconds.
         tenant_id: Its tenant; "" for the whole server.
         kind: What happened.
         count: How often.
-        seconds: The longest time that it took; 0 if it has none.
-        tokens: Tokens that were computed again, in all.
-        detail: Why, or what was lost; of the last one.
+        seconds: The longest time that one of them took; 0 if they have no time.
+        tokens: The total of tokens that were computed again.
+        detail: The cause, or what was lost, of the last of them.
     """
 
     number: int
@@ -52,7 +52,7 @@ class PageEvent:
 
     @property
     def text(self) -> str:
-        """Return it as a sentence that follows the tenant's name."""
+        """The sentence for the page, which follows the tenant's name."""
         took, n = duration(self.seconds), self.count
         match self.kind:
             case EventKind.REVOKED_HERE:
@@ -74,7 +74,7 @@ class PageEvent:
 
 
 class PageEvents:
-    """The latest events."""
+    """The latest events of a server, of which similar ones are merged."""
 
     def __init__(self) -> None:
         self._events = deque[PageEvent](maxlen=MAX_EVENTS)
@@ -83,9 +83,10 @@ class PageEvents:
     def add(
         self, at: float, tenant_id: str, kind: EventKind, *, seconds: float = 0.0, tokens: int = 0, detail: str = ""
     ) -> None:
-        """Add an event; `at` is never less than before."""
+        """Add an event. `at` must not decrease."""
         event = next((one for one in self._events if (one.tenant_id, one.kind) == (tenant_id, kind)), None)
         if event is not None and at - event.at < MERGED_S:
+            # A merged event moves to the front with its new time.
             self._events.remove(event)
         else:
             self._numbers += 1
@@ -95,7 +96,7 @@ class PageEvents:
         self._events.appendleft(event)
 
     def shown(self, now: float) -> list[dict[str, Any]]:
-        """Return them for the page, the latest first."""
+        """Return the events for the page, latest first."""
         return [
             {"number": one.number, "ago_s": round(now - one.at, 1), "tenant": one.tenant_id, "text": one.text}
             for one in self._events
@@ -103,7 +104,7 @@ class PageEvents:
 
 
 def duration(seconds: float) -> str:
-    """Return a time for people."""
+    """Return a time with a fitting unit, for people."""
     if seconds < 0.001:
         return f"{seconds * 1e6:,.0f} µs"
     return f"{seconds * 1e3:,.0f} ms" if seconds < 10 else f"{seconds:,.0f} s"

@@ -1,4 +1,4 @@
-"""The last hour of a decode server, in slots of some seconds: tokens, times to the first token, refusals."""
+"""The last hour of a decode server, in slots of SLOT_S: tokens, times to the first token, refusals."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -10,18 +10,18 @@ SLOT_S: Final = 10.0
 """Seconds of a slot."""
 
 SPAN_S: Final = 3600.0
-"""Seconds that are kept and shown."""
+"""Seconds that are kept and shown at most."""
 
 SHORTEST_SPAN_S: Final = 300.0
-"""Seconds that are shown at the start, so that the first samples fill a chart soon."""
+"""Seconds that are shown at the start, so that a chart is not almost empty for an hour."""
 
 MAX_TIMES: Final = 256
-"""Times to the first token that a slot keeps: a server of many requests a second must not keep each."""
+"""Most times to the first token that a slot keeps, so that many requests a second do not fill memory."""
 
 
 @dataclass(slots=True)
 class _Slot:
-    """What happened in the seconds from `number * SLOT_S` on."""
+    """The counts of the SLOT_S seconds from `number * SLOT_S` on."""
 
     number: int
     tokens: int = 0
@@ -30,30 +30,29 @@ class _Slot:
 
 
 class PageHistory:
-    """The last hour. Times are monotonic seconds, never less than before."""
+    """The last hour. Times are monotonic seconds, and must not decrease."""
 
     def __init__(self, now: float) -> None:
         self._began_at = now
         self._slots = deque[_Slot](maxlen=round(SPAN_S / SLOT_S) + 1)
 
     def add_tokens(self, now: float, count: int) -> None:
-        """Count tokens."""
         self._slot(now).tokens += count
 
     def add_refusal(self, now: float) -> None:
-        """Count a request that was refused."""
         self._slot(now).refused += 1
 
     def add_first_token(self, now: float, seconds: float) -> None:
-        """Note a request's time to its first token."""
+        """Record a request's time to its first token, in seconds."""
         self._slot(now).first_token_s.append(seconds)
 
     def shown(self, now: float) -> dict[str, Any]:
-        """Return it for the page: a figure a slot that is over, the oldest first, and how old the slots are."""
+        """Return the history for the page: the figures of each finished slot, oldest first, and the slots' ages."""
         span_s = min(SPAN_S, max(SHORTEST_SPAN_S, now - self._began_at))
         last = int(now // SLOT_S) - 1
         first = max(last - round(span_s / SLOT_S) + 1, int(self._began_at // SLOT_S))
         known = {slot.number: slot for slot in self._slots}
+        # Slots in which nothing happened were never created.
         slots = [known.get(number) or _Slot(number) for number in range(first, last + 1)]
         return {
             "span_s": round(span_s),
@@ -71,6 +70,6 @@ class PageHistory:
 
 
 def milliseconds(times_s: Iterable[float]) -> float | None:
-    """Return the median of some times in seconds; None if there are none."""
+    """Return the median of times in seconds, as milliseconds; None without any."""
     times = list(times_s)
     return round(median(times) * 1e3, 1) if times else None

@@ -179,7 +179,7 @@ class ContinuousBatchScheduler:
         """Admit a request, or let it wait, or refuse it.
 
         Raises:
-            RequestRejected: There is no such tenant, the id is in use, or a token is not in the vocabulary.
+            RequestRejected: The tenant does not exist, the id is in use, or a token is not in the vocabulary.
 
         Returns:
             One AdmissionRejected, or nothing.

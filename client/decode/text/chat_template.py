@@ -1,9 +1,9 @@
-"""Chat templates: Jinja, in its sandbox, with what Hugging Face's templates expect.
+"""Chat templates: Jinja, in its sandbox, with the names and filters that Hugging Face's templates expect.
 
-The names and filters are those of transformers' chat_template_utils. A template is code of the model's author. The
-sandbox keeps it from the host's objects. Products of texts, powers, ranges and the prompt that comes out are bounded
-here. The time that it takes is not, and neither is all memory: a text can be doubled, padded or replaced without end.
-So a template that works for several tenants runs in a process with limits (text_processes.py).
+The names and filters are those of transformers' chat_template_utils. A template is code written by the model's author.
+The sandbox denies it the host's objects. Products of texts, powers, ranges and the resulting prompt are limited here.
+Time and some memory are not: a template can double, pad or replace a text without end. So templates run for several
+tenants in a process with limits (text_processes.py).
 """
 
 import json
@@ -20,34 +20,34 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from gpulease.client.decode.decode_errors import ModelRejected, RequestRejected
 
 MAX_TEMPLATE_CHARACTERS: Final = 1 << 20
-"""Longest template. Stops a file from being compiled for minutes."""
+"""Longest template. Compiling a longer one could take minutes."""
 
 MAX_PROMPT_CHARACTERS: Final = 16 << 20
-"""Longest prompt that a template may make. Stops a template, or a message that it repeats, from filling memory."""
+"""Longest prompt that a template may produce, so that one that repeats a message can't fill memory."""
 
 MAX_REPEATED_CHARACTERS: Final = 1 << 20
-"""Longest text or list that a product in a template may make, for the same reason."""
+"""Longest text or list that a product in a template may produce, for the same reason."""
 
 MAX_SAID_CHARACTERS: Final = 1000
-"""Most characters of a template's own words in an error. Stops one that repeats a message from sending it back."""
+"""Most characters of a template's own error message, so that it can't return a whole message to the caller."""
 
 
 class ChatTemplate:
-    """Makes a prompt of a chat.
+    """Turns a chat into a prompt.
 
     Attributes:
-        arguments: What it was made of, for another one in another process.
+        arguments: Its constructor's arguments, to make the same template in another process.
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str], where: str) -> None:
         """Compile a template.
 
         Args:
-            source: Its text.
+            source: The text of the template.
             tokens: The texts of special tokens by the names that templates use, such as `bos_token`.
-            where: The file that it is of, for errors.
+            where: The file that contains it, for errors.
 
-        Raises ModelRejected for a template with a mistake in it.
+        Raises ModelRejected for a template with a syntax error.
         """
         if len(source) > MAX_TEMPLATE_CHARACTERS:
             raise ModelRejected(
@@ -61,15 +61,16 @@ class ChatTemplate:
         self.arguments = (source, self._tokens, where)
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-        """Make the prompt that asks for the next turn.
+        """Return the prompt for the assistant's next turn.
 
         Args:
-            messages: Each with `role` and `content`, the first one first.
-            variables: What the template takes besides.
+            messages: The chat in order; each message has `role` and `content`.
+            variables: Further variables of the template.
 
-        Raises RequestRejected for messages that the template does not take, with its own words.
+        Raises RequestRejected for messages that the template refuses, with its own message.
         """
         given = {"add_generation_prompt": True, "tools": None, "documents": None} | self._tokens | variables
+        # Rendered piece by piece, so that a template that never ends is stopped at the limit instead of filling memory.
         pieces, size = [], 0
         try:
             for piece in self._template.generate(messages=list(messages), **given):
@@ -86,7 +87,7 @@ class ChatTemplate:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, with products bounded: of a text and a number they can be as long as the number says."""
+    """The sandbox, with a limit on products: "x" * N is a text of N characters."""
 
     intercepted_binops = frozenset({"*", "**"})
 
@@ -94,6 +95,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         numbers = isinstance(left, int | float) and isinstance(right, int | float)
         if operator == "**":
             raise jinja2.exceptions.SecurityError("powers are not computed")
+        # A text or list times a number, in either order.
         if not numbers:
             size, count = (right, left) if isinstance(left, int) else (left, right)
             if isinstance(count, int) and len(size) * count > MAX_REPEATED_CHARACTERS:
@@ -102,7 +104,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class _Generation(Extension):
-    """The block `generation`, which marks an assistant's words for those who train."""
+    """The block `generation`, which marks the assistant's words for training. Here only its content counts."""
 
     tags = {"generation"}  # noqa: RUF012  # an instance variable to its base class
 
@@ -112,7 +114,8 @@ class _Generation(Extension):
 
 
 def _environment() -> _Environment:
-    # Nothing of a template is computed while it is compiled: it is loaded where no limits hold.
+    # A template is compiled in the server, without limits. So nothing of it may be evaluated then: no constant folding
+    # (`optimized`), and a `finalize` that takes the context, which exists only when it is rendered.
     environment = _Environment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -128,7 +131,7 @@ def _environment() -> _Environment:
 
 @jinja2.pass_context
 def _when_rendered(_: Any, value: Any) -> Any:
-    """Return an expression's value: one that takes the context is not computed before there is one."""
+    """Return an expression's value unchanged. Because it takes the context, Jinja can't call it while compiling."""
     return value
 
 
@@ -139,7 +142,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own escapes what HTML would read.
+    # Jinja's own filter escapes HTML characters, which would change the prompt.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,4 +1,4 @@
-"""The server's end of the processes that read texts: starts the fork server, asks it for workers, gives them jobs."""
+"""The decode server's side of the processes that read texts: starts the fork server and gives jobs to its workers."""
 
 import array
 import asyncio
@@ -15,31 +15,31 @@ from gpulease.client.decode.text.text_jobs import LENGTH, MAX_ANSWER_BYTES, unpa
 MODULE: Final = "gpulease.client.decode.text.text_fork_server"
 
 MAX_PACKET_BYTES: Final = 65536
-"""Most bytes of a packet of the fork server's."""
+"""Most bytes of a packet that the fork server sends."""
 
 START_LIMIT_S: Final = 120.0
-"""Seconds in which the fork server loads the tokenizer: large vocabularies take some, on a busy host many."""
+"""Seconds for the fork server to load the tokenizer. A large vocabulary takes a few, on a busy host many."""
 
 STOP_LIMIT_S: Final = 5.0
-"""Seconds in which the fork server ends its workers and itself, before it is killed."""
+"""Seconds for the fork server to end its workers and itself, before it is killed."""
 
 POLL_S: Final = 0.005
-"""Seconds between two checks whether the fork server has ended, which takes some milliseconds."""
+"""Seconds between two checks whether the fork server has ended, which usually takes a few milliseconds."""
 
 _ENVIRONMENT: Final = {
-    # Threads would make forks unsafe: neither of these libraries starts any then.
+    # Forking a process with threads is unsafe. With these, neither library starts any.
     "TOKENIZERS_PARALLELISM": "false",
     "OPENBLAS_NUM_THREADS": "1",
 }
 
 
 class Worker:
-    """A process that does jobs, one at a time.
+    """A forked process that does jobs, one at a time.
 
     Attributes:
-        number: Its number.
-        begun: Done once it is there; has an error if it can't be.
-        ended: Its status by waitpid, once it has ended; None if the fork server ended too.
+        number: Its number in packets of the fork server.
+        begun: Done once it is forked; has an error if it can't be.
+        ended: Once it has ended, its status from waitpid; None if the fork server ended, too.
     """
 
     def __init__(self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -50,11 +50,12 @@ class Worker:
         self._reader, self._writer = reader, writer
 
     async def do(self, frame: bytes) -> dict[str, Any] | None:
-        """Have it do a job. Returns the answer; None if it ended instead, or does not keep to the protocol."""
+        """Send it a job. Returns the answer; None if the worker ended, or violated the protocol."""
         try:
             self._writer.write(frame)
             await self._writer.drain()
             (size,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+            # A template may have taken over the worker: bound what it sends before memory is allocated for it.
             if size > MAX_ANSWER_BYTES:
                 return None
             answer: dict[str, Any] = unpacked(await self._reader.readexactly(size))
@@ -63,12 +64,12 @@ class Worker:
             return None
 
     def close(self) -> None:
-        """Close its socket: it ends when it has done its job."""
+        """Close its socket, so that it ends after its current job."""
         self._writer.transport.abort()
 
 
 class ForkServer:
-    """A fork server that runs. Made by `start`; `stop` ends it."""
+    """A running fork server. `start` creates it; `stop` ends it with its workers."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", control: socket.socket) -> None:
         self._process, self._control = process, control
@@ -81,15 +82,15 @@ class ForkServer:
 
     @classmethod
     async def start(cls, tokenizer_fd: int) -> Self:
-        """Start one, and wait until it is ready. It reads the tokenizer from that descriptor's begin.
+        """Start one, and wait until it is ready. It reads the tokenizer from the beginning of `tokenizer_fd`.
 
-        Raises OSError, TextProcessesFailed, or ModelRejected for a tokenizer that it can't make.
+        Raises OSError, TextProcessesFailed, or ModelRejected for a tokenizer that it can't load.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # Opened again, for an offset of its own.
+        # Reopened rather than duplicated: a duplicate would share the file offset with earlier fork servers.
         again = os.open(f"/proc/self/fd/{tokenizer_fd}", os.O_RDONLY)
         try:
-            # It returns once the program is replaced, which takes no longer than the loop may.
+            # Popen returns after exec, which is too short to block the loop noticeably.
             process = subprocess.Popen(  # noqa: ASYNC220
                 [sys.executable, "-P", "-m", MODULE, str(theirs.fileno()), str(again)],
                 stdin=subprocess.DEVNULL,
@@ -107,6 +108,7 @@ class ForkServer:
         server = cls(process, ours)
         try:
             async with asyncio.timeout(START_LIMIT_S):
+                # Wait for {"ready": true}, or for the rejection of the tokenizer.
                 await server._is_ready
         except BaseException as error:
             await server.stop()
@@ -117,7 +119,7 @@ class ForkServer:
         return server
 
     async def fork(self) -> Worker:
-        """Fork a worker. Raises OSError, or TextProcessesFailed if it can't be, or the server has ended."""
+        """Fork a worker. Raises OSError, or TextProcessesFailed if the fork fails or the server has ended."""
         ours, theirs = socket.socketpair()
         try:
             reader, writer = await asyncio.open_unix_connection(sock=ours)
@@ -128,6 +130,8 @@ class ForkServer:
         self._numbers += 1
         worker = self._workers[self._numbers] = Worker(self._numbers, reader, writer)
         try:
+            # The worker gets its end of the socket with the request, so jobs go directly to it and not through the fork
+            # server.
             rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [theirs.fileno()]))
             self._control.sendmsg([json.dumps({"fork": worker.number}).encode()], [rights])
         except OSError:
@@ -135,6 +139,7 @@ class ForkServer:
         finally:
             theirs.close()
         try:
+            # Answered by "forked" or "failed", or by the loss of the fork server.
             await worker.begun
         except BaseException:
             self.kill(worker)
@@ -142,13 +147,13 @@ class ForkServer:
         return worker
 
     def kill(self, worker: Worker) -> None:
-        """Kill a worker."""
+        """Have the fork server kill a worker, whatever it is doing. `worker.ended` then has its status."""
         worker.close()
         if self.is_alive and self._workers.get(worker.number) is worker:
             self._send({"kill": worker.number})
 
     async def stop(self) -> None:
-        """End it and its workers."""
+        """End the fork server and its workers. If it does not end within STOP_LIMIT_S, it is killed."""
         self._lose()
         deadline = self._loop.time() + STOP_LIMIT_S
         while self._process.poll() is None:
@@ -163,7 +168,7 @@ class ForkServer:
             self._lose()
 
     def _take(self) -> None:
-        """Take what the server has written."""
+        """Handle one packet of the fork server: ready, rejected, forked, failed or ended."""
         try:
             packet = self._control.recv(MAX_PACKET_BYTES)
         except BlockingIOError:
@@ -180,7 +185,7 @@ class ForkServer:
         elif "rejected" in said and not self._is_ready.done():
             self._is_ready.set_exception(ModelRejected(said["rejected"]))
         elif worker is not None and "forked" in said:
-            if not worker.begun.done():  # It is, if whoever waited for it was cancelled.
+            if not worker.begun.done():  # It is done if the task that waited for it was cancelled.
                 worker.begun.set_result(None)
         elif worker is not None:
             self._end(worker, said.get("status"), said.get("why", "it ended"))
@@ -193,7 +198,7 @@ class ForkServer:
             worker.ended.set_result(status)
 
     def _lose(self) -> None:
-        """Take the server as gone: it kills its workers as it ends, and they end with it if it is killed."""
+        """Treat the server as gone. It kills its workers when it ends; if it is killed, the kernel kills them."""
         if not self.is_alive:
             return
         self.is_alive = False

@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001 (DeepSeek writes its tokens with fullwidth bars)
-"""Special tokens of a GGUF vocabulary, as llama.cpp finds them (load in llama-vocab.cpp)."""
+"""Special tokens of a GGUF vocabulary, found by llama.cpp's rules (load in llama-vocab.cpp)."""
 
 from typing import Final
 
@@ -12,10 +12,10 @@ CONTROL: Final = 3
 """The type of tokens that are not text (LLAMA_TOKEN_TYPE_CONTROL)."""
 
 BEGINS: Final = ("llama3", "llama-bpe")
-"""Ways to cut texts, of those that are known, whose prompts begin with a token unless a key says otherwise."""
+"""Pre-tokenizers with a begin token before prompts, unless a key says otherwise."""
 
 DEFAULTS: Final = {"bos": 1, "eos": 2, "unknown": 0}
-"""Ids of SentencePiece's vocabularies, for keys that are missing. GPT-2's kind has none that a model of today means."""
+"""Default ids of SentencePiece vocabularies, for missing keys. GPT-2's defaults do not apply to models of today."""
 
 END_TEXTS: Final = frozenset(
     {
@@ -61,17 +61,17 @@ FILL_TEXTS: Final = {
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }
-"""Texts of the tokens by which gaps in a program are filled."""
+"""Texts of the tokens for filling gaps in programs (fill in the middle)."""
 
 FILL_ENDS: Final = ("fim_pad", "fim_rep", "fim_sep")
-"""Those of them that end a sequence; a key names its token, or else its text does."""
+"""Fill tokens that also end a sequence. A key names the token, or else its text identifies it."""
 
 CONTROL_TEXTS: Final = END_TEXTS.union(*FILL_TEXTS.values())
 """Tokens of these texts are control tokens, whatever type the file gives them."""
 
 
 def control_tokens(said: Members) -> list[int]:
-    """The tokens that are not text, by their names."""
+    """Return the ids of tokens that are not text: by their type in the file, or by a known text."""
     texts, kinds = said.items(f"{AT}tokens"), said.items(f"{AT}token_type")
     found = {token for token, text in enumerate(texts) if text in CONTROL_TEXTS}
     found.update(token for token, kind in enumerate(kinds[: len(texts)]) if kind == CONTROL)
@@ -79,7 +79,7 @@ def control_tokens(said: Members) -> list[int]:
 
 
 def begin_token(said: Members) -> int | None:
-    """The token before a prompt; None for none. Raises ModelRejected where a prompt has one and no key names it."""
+    """Return the begin token; None if prompts have none. Raises ModelRejected if they have one that no key names."""
     default = said.text(f"{AT}model", "") == "llama" or said.text(f"{AT}pre", "") in BEGINS
     if not said.flag(f"{AT}add_bos_token", default):
         return None
@@ -87,10 +87,11 @@ def begin_token(said: Members) -> int | None:
 
 
 def end_tokens(said: Members) -> tuple[int, ...]:
-    """The tokens that end a sequence. Raises ModelRejected for a vocabulary without the key of the first."""
+    """Return the tokens that end a sequence. Raises ModelRejected for a vocabulary without an eos key."""
     texts = said.items(f"{AT}tokens")
     find = _required if texts else special_token
     ends = [find(said, "eos"), special_token(said, "eot"), special_token(said, "eom")]
+    # A key names a fill token, or else all of its known texts count.
     found = set(END_TEXTS)
     for name in FILL_ENDS:
         if (named := special_token(said, name)) is not None:
@@ -102,7 +103,7 @@ def end_tokens(said: Members) -> tuple[int, ...]:
 
 
 def special_token(said: Members, name: str) -> int | None:
-    """The token that a key names, or the default of the vocabulary's kind; None for none."""
+    """Return the token that a key names, or else the default of the vocabulary's kind; None if there is none."""
     key = f"{AT}{name}_token_id"
     if said.values.get(key) is not None:
         return said.whole(key)

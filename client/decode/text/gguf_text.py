@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file, made of its metadata as llama.cpp does (llama-vocab.cpp)."""
+"""The tokenizer of a GGUF file, built from its metadata by llama.cpp's rules (llama-vocab.cpp)."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -15,28 +15,28 @@ from gpulease.client.decode.text.tokenizer import Tokenizer
 from gpulease.client.texts import quoted
 
 MAX_PIECE_CHARACTERS: Final = 256
-"""Longest piece of SentencePiece that others merge to: trying all cuts of a longer one never ends."""
+"""Longest SentencePiece piece for which merges are derived. Trying all cuts of longer ones would take too long."""
 
 UNKNOWN: Final = 2
 USER_DEFINED: Final = 4
-"""Types of tokens, by llama.cpp's numbers."""
+"""llama.cpp's numbers of two types of tokens."""
 
 LLAMA_3: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
-"""How Llama 3 cuts a text into words, from its tokenizer.json; Qwen 2 takes digits one by one."""
+"""The pattern by which Llama 3 splits a text into words, from its tokenizer.json. Qwen 2 splits digits singly."""
 
 QWEN_2: Final = LLAMA_3.replace(r"\p{N}{1,3}", r"\p{N}")
 
 
 def gguf_tokenizer(said: Members, begin_token: int | None) -> Tokenizer:
-    """Make the tokenizer of a file's metadata. Raises ModelRejected."""
+    """Build the tokenizer that a file's metadata describes. Raises ModelRejected."""
     kind = said.text(f"{AT}model")
     makers: dict[str, Callable[[Members, list[str]], LibraryTokenizer]] = {"gpt2": _byte_pairs, "llama": _pieces}
     if kind not in makers:
         raise ModelRejected(f"{said.where}: {AT}model must be one of {', '.join(makers)}, not {quoted(kind)}")
-    # Tokens without a text have one made up, as in llama.cpp.
+    # Tokens with an empty text get a made-up one, as in llama.cpp.
     tokens = [text or f"[EMPTY_{token}]" for token, text in enumerate(_texts(said, "tokens"))]
     if len(set(tokens)) < len(tokens):
         ((twice, _),) = Counter(tokens).most_common(1)
@@ -48,7 +48,7 @@ def gguf_tokenizer(said: Members, begin_token: int | None) -> Tokenizer:
 
 
 def _byte_pairs(said: Members, tokens: list[str]) -> LibraryTokenizer:
-    """GPT-2's kind: pairs of bytes' letters merge in the merges' order."""
+    """Build a tokenizer of GPT-2's kind: bytes are written as letters, and pairs merge in the order of `merges`."""
     kind = said.text(f"{AT}pre")
     merges = []
     for text in _texts(said, "merges"):
@@ -61,21 +61,23 @@ def _byte_pairs(said: Members, tokens: list[str]) -> LibraryTokenizer:
     if kind not in CUTS:
         raise ModelRejected(f"{said.where}: {AT}pre must be one of {', '.join(CUTS)}, not {quoted(kind)}")
     numbers = {text: token for token, text in enumerate(tokens)}
-    # Llama 3 takes a word that is a token as it is.
+    # Llama 3 does not merge a word that is a token as a whole.
     library = LibraryTokenizer(models.BPE(numbers, merges, ignore_merges=CUTS[kind] is _llama_3))
     library.pre_tokenizer = CUTS[kind]()
     library.decoder = decoders.ByteLevel()
+    # Qwen 2 normalises to NFC, which GGUF has no key for.
     if CUTS[kind] is _qwen_2:
         library.normalizer = normalizers.NFC()
     return library
 
 
 def _pieces(said: Members, tokens: list[str]) -> LibraryTokenizer:
-    """SentencePiece's kind, as transformers' LlamaConverter makes it: pieces merge in the order of their scores."""
+    """Build a tokenizer of SentencePiece's kind, like transformers' LlamaConverter: pieces merge by their scores."""
     scores = said.items(f"{AT}scores")
     if len(scores) != len(tokens):
         raise ModelRejected(f"{said.where}: {AT}scores are {len(scores)}, tokens {len(tokens)}")
     numbers = {text: token for token, text in enumerate(tokens)}
+    # GGUF has no merges for this kind: every cut of a token into two tokens is one, ranked by the token's score.
     merges = [
         (scores[token], text[:cut], text[cut:])
         for token, text in enumerate(tokens)
@@ -88,6 +90,7 @@ def _pieces(said: Members, tokens: list[str]) -> LibraryTokenizer:
     )
     pairs = [(left, right) for _, left, right in merges]
     library = LibraryTokenizer(models.BPE(numbers, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    # A space is written as ▁, and texts begin with one unless the file says otherwise. Decoding reverses both.
     begins_with_space = said.flag(f"{AT}add_space_prefix", True)
     steps: list[Any] = [normalizers.Prepend("▁")] if begins_with_space else []
     library.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
@@ -97,7 +100,7 @@ def _pieces(said: Members, tokens: list[str]) -> LibraryTokenizer:
 
 
 def _add_special(library: LibraryTokenizer, said: Members, tokens: list[str]) -> None:
-    """Have the names of control tokens in a text become those tokens."""
+    """Register control tokens and user-defined tokens, so that their names in a text become those tokens."""
     control = control_tokens(said)
     kinds = said.items(f"{AT}token_type")[: len(tokens)]
     by_user = {token for token, kind in enumerate(kinds) if kind == USER_DEFINED}.difference(control)
@@ -109,6 +112,7 @@ def _chat_template(said: Members, tokens: list[str]) -> ChatTemplate | None:
     source = said.text("tokenizer.chat_template", "")
     if not source:
         return None
+    # The template may refer to special tokens by name: bos_token and so on.
     named = {}
     for name in ("bos", "eos", "unk", "pad"):
         token = special_token(said, {"unk": "unknown", "pad": "padding"}.get(name, name))
@@ -155,4 +159,4 @@ CUTS: Final = {
     "qwen2": _qwen_2,
     "deepseek-r1-qwen": _qwen_2,
 }
-"""How a text is cut into words before its letters merge, by llama.cpp's names."""
+"""The pre-tokenizers, which split a text into words before merging, by llama.cpp's names."""

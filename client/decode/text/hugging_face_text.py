@@ -1,4 +1,4 @@
-"""The tokenizer of a folder as transformers writes it: tokenizer.json, and what tokenizer_config.json says besides."""
+"""The tokenizer of a folder as transformers writes it, from tokenizer.json and tokenizer_config.json."""
 
 from pathlib import Path
 from typing import Any, Final
@@ -26,30 +26,30 @@ SPECIAL_TOKENS: Final = "special_tokens_map.json"
 TEMPLATE: Final = "chat_template.jinja"
 
 BEGINNING_CLASSES: Final = ("", "LlamaTokenizer", "LlamaTokenizerFast", "CodeLlamaTokenizer", "CodeLlamaTokenizerFast")
-"""Classes that rebuild the post-processor from the settings; "" where the settings name none."""
+"""Classes that rebuild the post-processor from the settings; "" if the settings name no class."""
 
 MAX_TOKENIZER_BYTES: Final = 64 << 20
-"""Most bytes of tokenizer.json; those of the largest vocabularies have some 33 million."""
+"""Most bytes of tokenizer.json. The largest vocabularies need some 33 million."""
 
 
 def folder_tokenizer(folder: Path, begin_token: int | None) -> Tokenizer:
-    """Make the folder's tokenizer. Raises ModelRejected where there is none, or a broken one."""
+    """Load the folder's tokenizer. Raises ModelRejected if it is missing or broken."""
     path = folder / TOKENIZER
     text = _text(read_bytes(path, MAX_TOKENIZER_BYTES), path)
     library = library_tokenizer(text, str(path))
     settings = _settings(folder)
     with rejected(ModelRejected, f"{settings.where}: the added tokens are not valid"):
         _add_tokens(library, settings)
-    # A chat's prompt is what the template writes, as in apply_chat_template.
+    # The template writes a chat's begin token itself, as in transformers' apply_chat_template.
     return Tokenizer(library, begin_token, _chat_template(folder, settings), str(path), chat_begins=False)
 
 
 def folder_begin_token(folder: Path) -> int | None:
-    """The token that the tokenizer puts before a text; None for none.
+    """Return the token that the tokenizer puts before a text; None if it puts none.
 
-    It is that of tokenizer.json's post-processor. Llama's classes rebuild this where the settings have
-    `add_bos_token` (transformers 4.57, and llama.cpp's converter); other classes, and transformers 5, leave that out.
-    Raises ModelRejected for what the engine does not do with a text.
+    tokenizer.json's post-processor decides it. Llama's classes rebuild that if the settings have `add_bos_token`
+    (transformers 4.57, and llama.cpp's converter); other classes, and transformers 5, ignore the setting. Raises
+    ModelRejected for processing of a text that the engine does not do.
     """
     path = folder / TOKENIZER
     if not path.exists():
@@ -59,6 +59,7 @@ def folder_begin_token(folder: Path) -> int | None:
         judged(model, MODEL_KEYS)
     settings = _settings(folder)
     _check_prefix_space(said, settings)
+    # The setting wins only for the classes that rebuild the post-processor.
     obeys = settings.text("tokenizer_class", "") in BEGINNING_CLASSES
     if settings.values.get("add_bos_token") is None or not obeys:
         return _processor_token(said)
@@ -78,7 +79,7 @@ def _processor_token(said: Members) -> int | None:
     steps = [step]
     if step.text("type", "") == "Sequence":
         steps = [Members(one, step.where) for one in step.items("processors") if isinstance(one, dict)]
-    # One of bytes changes no token.
+    # A ByteLevel post-processor only adjusts offsets.
     kinds = [kind for one in steps if (kind := one.text("type", "")) != "ByteLevel"]
     if kinds not in ([], ["TemplateProcessing"]):
         raise ModelRejected(f"{step.where} is {quoted(', '.join(kinds))}; the engine puts one token before a text")
@@ -86,7 +87,10 @@ def _processor_token(said: Members) -> int | None:
 
 
 def _template_token(template: Members) -> int | None:
-    """The only token of a template that has one, before the text."""
+    """Return the token that a TemplateProcessing puts before the text; None if it puts none.
+
+    Raises ModelRejected if it puts more than one, or one after the text.
+    """
     pieces = template.items("single")
     names = [piece["SpecialToken"].get("id") for piece in pieces if _has_object(piece, "SpecialToken")]
     is_behind = bool(pieces) and _has_object(pieces[-1], "SpecialToken")
@@ -113,10 +117,11 @@ def _find_token(said: Members, text: str) -> int | None:
 
 
 def _check_prefix_space(said: Members, settings: Members) -> None:
-    """Raise ModelRejected where the settings want a space before a text and tokenizer.json puts none, or otherwise."""
+    """Raise ModelRejected if the settings and tokenizer.json disagree on a space before a text."""
     wanted = settings.values.get("add_prefix_space")
     if wanted is None:
         return
+    # Search the nested sequences of steps for one that prepends a space. Three kinds of steps can.
     left, puts = [said.values.get("pre_tokenizer"), said.values.get("normalizer")], False
     while left:
         match left.pop():
@@ -136,7 +141,7 @@ def _check_prefix_space(said: Members, settings: Members) -> None:
 
 
 def _settings(folder: Path) -> Members:
-    """What is said besides. Older files name special tokens in a file of their own."""
+    """Return the settings. Older models name special tokens in a separate file, special_tokens_map.json."""
     path = folder / SETTINGS
     values = json_object(read_bytes(path, MAX_JSON_BYTES), path) if path.exists() else {}
     legacy = folder / SPECIAL_TOKENS
@@ -147,7 +152,9 @@ def _settings(folder: Path) -> Members:
 
 
 def _add_tokens(library: tokenizers.Tokenizer, settings: Members) -> None:
-    """Add the tokens that the settings name and tokenizer.json does not have, as transformers does when it opens."""
+    """Add the tokens that the settings name and tokenizer.json lacks, as transformers does when it loads."""
+    # First the numbered ones. Each must get the number that the settings give it, or the model's embedding would not
+    # match.
     entries = settings.object("added_tokens_decoder")
     numbered = sorted((int(number), one) for number, one in (entries.values if entries else {}).items())
     known = {repr(token) for token in library.get_added_tokens_decoder().values()}
@@ -158,6 +165,7 @@ def _add_tokens(library: tokenizers.Tokenizer, settings: Members) -> None:
         if library.token_to_id(token.content) != number:
             where = f"{settings.where}: added_tokens_decoder"
             raise ModelRejected(f"{where} has {quoted(token.content)} as {number}, but tokenizer.json differs")
+    # Then those without a number: bos_token and so on, and the lists of additional ones.
     named = [value for key, value in settings.values.items() if key.endswith("_token") and _token_text(value)]
     for key in ("additional_special_tokens", "extra_special_tokens"):
         more = settings.values.get(key) or []
@@ -179,7 +187,7 @@ def _chat_template(folder: Path, said: Members) -> ChatTemplate | None:
     if path.exists():
         source = _text(read_bytes(path, MAX_JSON_BYTES), path)
     elif isinstance(source, list):
-        # Several by name, of which a plain chat uses the default.
+        # Several named templates; a plain chat uses the default one.
         named = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}
         path, source = folder / SETTINGS, named.get("default")
     if source is None:
@@ -193,7 +201,7 @@ def _chat_template(folder: Path, said: Members) -> ChatTemplate | None:
 
 
 def _token_text(value: Any) -> str:
-    """A special token's text: older files have it as an object."""
+    """Return a special token's text, which older files have in an object; "" for other values."""
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) else ""
 

@@ -4,7 +4,8 @@ from typing import Final
 
 
 def _letters() -> dict[str, int]:
-    """The bytes of GPT-2's letters (bytes_to_unicode in its encoder): one for each byte, printable ones themselves."""
+    """Return the byte of each of GPT-2's letters (bytes_to_unicode in its encoder). Printable bytes are themselves."""
+    # Printable Latin-1 characters stand for themselves; the other bytes get the code points from 256 on, in order.
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}

@@ -1,7 +1,7 @@
-"""Makes tokens of a tenant's texts, chats and token lists; what can't fit into the model's context is refused first.
+"""Turns a tenant's texts, chats and token lists into tokens. Prompts that can't fit the context are refused first.
 
-It runs in processes of its own (text_processes.py): a tokenizer holds the interpreter's lock for seconds, and a chat
-template is a program.
+It runs in separate processes (text_processes.py), because a tokenizer holds the interpreter's lock for seconds, and a
+chat template is a program.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,47 +12,48 @@ from gpulease.client.decode.decode_requests import AdmissionReason
 from gpulease.client.decode.text.tokenizer import Tokenizer
 
 MAX_TEXT_BYTES: Final = 16 << 20
-"""Longest text or chat, in bytes of UTF-8, whatever the model: larger ones fill memory on their way."""
+"""Longest text or chat, in bytes of UTF-8, for any model, so that copies of it can't fill memory."""
 
 MAX_CHAT_DEPTH: Final = 32
-"""Levels of lists and objects in a message. Stops a nested one from ending the interpreter by its depth."""
+"""Most levels of lists and objects in a message, so that recursion over it can't exhaust the stack."""
 
 
 class PromptReader:
     """Reads prompts for one model.
 
     Attributes:
-        max_text_bytes: The longest text that is cut into tokens, and the most that a chat's texts have together: more
-            bytes can't be the model's context of tokens (text_bound.py). A template may leave parts of messages out;
-            they count all the same, because it works on them.
+        max_text_bytes: The longest text that is tokenized, and the most bytes of a chat's texts together: more can't
+            fit into the model's context (text_bound.py). Parts of messages that a template leaves out count, too,
+            because the template processes them.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: int) -> None:
-        """Args: context: Positions of a sequence."""
+        """Prepare to read. Args: context: Positions of a sequence."""
         most = tokenizer.most_bytes_per_token
         self.max_text_bytes = MAX_TEXT_BYTES if most is None else min(MAX_TEXT_BYTES, context * most)
         self._tokenizer, self._context = tokenizer, context
 
     def read_text(self, text: str, *, begins: bool = True) -> list[int]:
-        """Cut a text into tokens, the begin token before them if it `begins`.
+        """Tokenize a text, with the begin token first if `begins`.
 
-        Raises AdmissionRefused for one that can't fit, RequestRejected for one that is not UTF-8.
+        Raises AdmissionRefused for a text that can't fit, RequestRejected for one that is not valid Unicode.
         """
         self._check_bytes(_text_bytes(text), "the prompt")
         return self.checked(self._tokenizer.encode(text, begins=begins))
 
     def read_chat(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> list[int]:
-        """Put a chat into the model's template, and cut that into tokens.
+        """Put a chat into the model's template, and tokenize the result.
 
-        Raises AdmissionRefused for one that can't fit, RequestRejected for one that the template does not take.
+        Raises AdmissionRefused for a chat that can't fit, RequestRejected for one that the template refuses.
         """
+        # Bounded before the template runs. Roles are few and short, and names of members are not part of the prompt.
         texts = [[value for name, value in message.items() if name != "role"] for message in messages]
         self._check_bytes(_bytes_in([texts, variables], MAX_CHAT_DEPTH), "the chat")
         tokenizer = self._tokenizer
         return self.read_text(tokenizer.render_chat(messages, variables), begins=tokenizer.chat_begins)
 
     def checked(self, tokens: Sequence[int]) -> list[int]:
-        """Return tokens as a list. Raises AdmissionRefused for more than the context has."""
+        """Return tokens as a list. Raises AdmissionRefused for more tokens than the context has."""
         if len(tokens) > self._context:
             raise _too_large(f"the prompt has {len(tokens):,} tokens; the model's context has {self._context:,}")
         return list(tokens)
@@ -70,7 +71,7 @@ def _too_large(detail: str) -> AdmissionRefused:
 
 
 def _bytes_in(value: Any, depth: int) -> int:
-    """The bytes of all texts in a value of JSON's kinds; the names of members are none."""
+    """Return the UTF-8 bytes of all texts in a JSON value, without the names of members."""
     if isinstance(value, str):
         return _text_bytes(value)
     if not isinstance(value, dict | list | tuple):
@@ -81,5 +82,5 @@ def _bytes_in(value: Any, depth: int) -> int:
 
 
 def _text_bytes(text: str) -> int:
-    # Half of a surrogate pair is the tokenizer's to refuse.
+    # The tokenizer refuses unpaired surrogates later; here they only need a size.
     return len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))

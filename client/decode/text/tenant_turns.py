@@ -1,4 +1,4 @@
-"""Jobs of many tenants, taken in turns. Pure."""
+"""A queue of many tenants' jobs, from which tenants take turns. Pure: no I/O, no clock."""
 
 from collections import Counter, deque
 from typing import Generic, TypeVar
@@ -7,24 +7,24 @@ Job = TypeVar("Job")
 
 
 class TenantTurns(Generic[Job]):
-    """Queues of jobs, one for each tenant. Tenants with jobs have one each in turn, those of one in their order.
+    """Queues of jobs, one for each tenant. Tenants take turns, one job each; a tenant's jobs keep their order.
 
-    The number of jobs that a tenant has under way is limited; meanwhile others get its turns.
+    The number of jobs of a tenant that are under way is limited. At the limit, other tenants get its turns.
     """
 
     def __init__(self, most_at_once: int) -> None:
-        """Args: most_at_once: Most jobs of a tenant that are under way at a time."""
+        """Args: most_at_once: Most jobs of one tenant that are under way at the same time."""
         self._most_at_once = most_at_once
         self._queues: dict[str, deque[Job]] = {}
         self._under_way: Counter[str] = Counter()
 
     def add(self, tenant_id: str, job: Job, *, is_first: bool = False) -> None:
-        """Add a job as its tenant's last, or first."""
+        """Add a job to the end of its tenant's queue, or to its front if `is_first`."""
         queue = self._queues.setdefault(tenant_id, deque())
         queue.appendleft(job) if is_first else queue.append(job)
 
     def drop(self, tenant_id: str, job: Job) -> None:
-        """Take a job out that waits; one that does not wait changes nothing."""
+        """Remove a job that waits. Has no effect on one that does not wait."""
         queue = self._queues.get(tenant_id, deque())
         if job in queue:
             queue.remove(job)
@@ -32,11 +32,11 @@ class TenantTurns(Generic[Job]):
                 del self._queues[tenant_id]
 
     def take(self) -> Job | None:
-        """Return the job that is next, which is under way from now on; None if none may be."""
+        """Remove and return the next job, which is then under way; None if no tenant may have another."""
         for tenant_id, queue in self._queues.items():
             if self._under_way[tenant_id] < self._most_at_once:
                 job = queue.popleft()
-                # Behind the others, if it has another.
+                # The tenant goes to the end of the round. A dict keeps its keys in the order of insertion.
                 del self._queues[tenant_id]
                 if queue:
                     self._queues[tenant_id] = queue
@@ -45,13 +45,13 @@ class TenantTurns(Generic[Job]):
         return None
 
     def done(self, tenant_id: str) -> None:
-        """Note that a job of the tenant's that was under way is not any more."""
+        """Record that a job of the tenant is no longer under way."""
         self._under_way[tenant_id] -= 1
         if not self._under_way[tenant_id]:
             del self._under_way[tenant_id]
 
     def drain(self) -> list[Job]:
-        """Take all jobs out that wait, and return them."""
+        """Remove and return all jobs that wait."""
         jobs = [job for queue in self._queues.values() for job in queue]
         self._queues.clear()
         return jobs

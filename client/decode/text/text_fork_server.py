@@ -2,11 +2,11 @@
 
     python -m gpulease.client.decode.text.text_fork_server CONTROL TOKENIZER
 
-CONTROL is the number of a descriptor, a socket of packets. The server writes {"ready": true}, or {"rejected": text}
-and ends. Then it reads {"fork": number} with a socket for the new worker, and {"kill": number}. It writes
-{"forked": number} or {"failed": number, "why": text}, and {"ended": number, "status": status} once a worker is gone;
-the status is waitpid's. At the socket's end it kills its workers and ends.
-TOKENIZER is the number of a descriptor of a file: `Tokenizer.values`, the context and the limits.
+CONTROL is the number of a descriptor, a socket of packets. First the server sends {"ready": true}, or {"rejected":
+text} and exits. Then it receives {"fork": number} with a socket for the new worker, and {"kill": number}. It replies
+{"forked": number} or {"failed": number, "why": text}, and sends {"ended": number, "status": status}, with waitpid's
+status, when a worker has ended. When the socket is closed, it kills its workers and exits. TOKENIZER is the number of a
+descriptor of a file with `Tokenizer.values`, the context and the limits.
 
 The server never opens CUDA, never reads a tenant's text, and runs a single thread, so it may fork at any time.
 """
@@ -33,27 +33,28 @@ from gpulease.client.decode.text.text_jobs import LENGTH, TextLimits, framed, re
 from gpulease.client.decode.text.tokenizer import Tokenizer
 
 MAX_PACKET_BYTES: Final = 4096
-"""Most bytes of a packet of CONTROL."""
+"""Most bytes of a packet that CONTROL receives."""
 
 MAX_SAID_CHARACTERS: Final = 600
-"""Most characters of an error in a packet: each may take 6 bytes there."""
+"""Most characters of an error in a packet, where JSON may take 6 bytes for each."""
 
 MAX_KEPT_BYTES: Final = 64 << 20
-"""Memory that a worker may keep after a job, in addition to the tokenizer's; one that keeps more is replaced."""
+"""Memory that a worker may keep after a job, beyond its memory at the start. One that keeps more is replaced."""
 
 MAX_TRACEBACK_CHARACTERS: Final = 4000
-"""Most characters of a fault's traceback. Stops an error that repeats a text from filling the server's log."""
+"""Most characters of a traceback, so that an error that repeats a text can't fill the server's log."""
 
 OUT_OF_MEMORY_SCORE: Final = b"500"
 """The kernel's score: when the host runs out of memory, workers are killed before the server."""
 
 PR_SET_PDEATHSIG: Final = 1
-"""prctl's option, of linux/prctl.h."""
+"""prctl's option for the signal at the parent's death, from linux/prctl.h."""
 
 
 def main(control_fd: int, tokenizer_fd: int) -> None:
     """Serve until CONTROL's other end is closed."""
-    # Signals of a terminal or a service manager are the decode server's: it has answers to end first.
+    # Signals of a terminal or a service manager go to the whole group, but the decode server decides when this one
+    # ends: it has replies to finish first.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     control = socket.socket(fileno=control_fd)
@@ -65,7 +66,8 @@ def main(control_fd: int, tokenizer_fd: int) -> None:
         control.send(json.dumps({"rejected": str(error)[:MAX_SAID_CHARACTERS]}).encode())
         return
     del values
-    # What is there by now is never collected: its pages stay shared with the workers.
+    # Exempt all existing objects from collection: a collection would write to their pages, and end their sharing with
+    # the workers.
     gc.collect()
     gc.freeze()
     control.send(b'{"ready": true}')
@@ -95,6 +97,7 @@ class _ForkServer:
                 self._report_ends()
             if self._control in ready and not self._obey([selector, bell, ring]):
                 break
+        # CONTROL is closed: the decode server has ended, or no longer needs the workers.
         for pid in self._numbers:
             os.kill(pid, signal.SIGKILL)
         for pid in self._numbers:
@@ -102,19 +105,20 @@ class _ForkServer:
 
     def _report_ends(self) -> None:
         for pid, number in list(self._numbers.items()):
+            # One signal may stand for several workers, so check all of them.
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 del self._numbers[pid]
                 self._tell(ended=number, status=status)
 
     def _obey(self, own: list[Any]) -> bool:
-        """Do what a packet says; False at the end."""
+        """Obey one packet. Returns False when CONTROL is closed."""
         packet, sockets, _, _ = socket.recv_fds(self._control, MAX_PACKET_BYTES, 1)
         if not packet:
             return False
         asked = json.loads(packet)
         if "kill" in asked:
-            # A worker that is not waited for yet keeps its pid.
+            # The pid can't belong to another process: it is free for reuse only after waitpid, which removes it here.
             for pid in [pid for pid, number in self._numbers.items() if number == asked["kill"]]:
                 os.kill(pid, signal.SIGKILL)
             return True
@@ -125,6 +129,7 @@ class _ForkServer:
             os.close(sockets[0])
             self._tell(failed=asked["fork"], why=str(error))
             return True
+        # In the worker: close the fork server's descriptors, and never return to its loop.
         if not pid:
             for thing in (*own, self._control):
                 thing.close()
@@ -139,12 +144,13 @@ class _ForkServer:
 
 
 def _work(jobs: socket.socket, reader: PromptReader, limits: TextLimits, server: int) -> NoReturn:
-    """Do jobs in a worker that was just forked, until the socket ends; never returns to the server's code."""
+    """Do jobs in a newly forked worker until its socket is closed. Exits the process, and never returns."""
     code = 1
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        # A worker does not outlive the server, which alone can kill it.
+        # The kernel kills the worker when the server dies, since only the server could kill it otherwise. If the server
+        # died before this call, the parent is another process: then exit at once.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == server:
             kept = _confine(limits)
@@ -152,13 +158,15 @@ def _work(jobs: socket.socket, reader: PromptReader, limits: TextLimits, server:
                 _give_processor_time(limits)
                 answer = _answer(reader, unpacked(job))
                 del job
+                # After a failure, or with too much memory kept, the worker's state is in doubt: a new one takes its
+                # place.
                 is_last = "failed" in answer or _memory_bytes() > kept
                 jobs.sendall(framed(answer | {"is_last": is_last}))
                 if is_last:
                     break
         code = 0
     except (BrokenPipeError, ConnectionResetError):
-        code = 0  # The answer is not wanted any more.
+        code = 0  # The decode server has closed the socket and does not need the answer.
     except BaseException:
         traceback.print_exc()
     finally:
@@ -166,7 +174,8 @@ def _work(jobs: socket.socket, reader: PromptReader, limits: TextLimits, server:
 
 
 def _confine(limits: TextLimits) -> int:
-    """Set the limits that hold for a worker's life. Returns the memory that it may hold after a job and continue."""
+    """Set the limits for a worker's life. Returns the memory above which it is replaced after a job."""
+    # Not fatal: a container may forbid it.
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "wb", buffering=0) as score:
         score.write(OUT_OF_MEMORY_SCORE)
     own_bytes = _memory_bytes()
@@ -181,21 +190,22 @@ def _confine(limits: TextLimits) -> int:
 
 
 def _give_processor_time(limits: TextLimits) -> None:
-    """Let the process have so many seconds more; then SIGXCPU ends it, whatever it does."""
+    """Give the process `limits.processor_s` more seconds of CPU time, after which SIGXCPU ends it."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    # The limit counts from the process's start, so add to what earlier jobs have used.
     limit = ceil(used.ru_utime + used.ru_stime) + limits.processor_s
     resource.setrlimit(resource.RLIMIT_CPU, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
 def _memory_bytes() -> int:
-    """The size of this process's address space, which RLIMIT_AS bounds."""
+    """Return the size of this process's address space, which RLIMIT_AS limits."""
     with open("/proc/self/statm", "rb") as file:
         return int(file.read().split()[0]) * resource.getpagesize()
 
 
 def _answer(reader: PromptReader, job: dict[str, Any]) -> dict[str, Any]:
-    """Do one job. The server names the function; a tenant, its arguments at most."""
+    """Do one job and return the answer. The server names the function; a tenant controls only its arguments."""
     try:
         module, _, name = job["call"].partition(":")
         call: Callable[..., dict[str, Any]] = getattr(importlib.import_module(module), name)
@@ -209,7 +219,7 @@ def _answer(reader: PromptReader, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _receive(jobs: socket.socket) -> bytes:
-    """Return the next job's frame, b"" at the end."""
+    """Return the next job's message; b"" when the socket is closed."""
     head = _exactly(jobs, LENGTH.size)
     return _exactly(jobs, *LENGTH.unpack(head)) if head else b""
 

@@ -1,8 +1,8 @@
-"""Has tenants' texts read by processes of their own: by turns, within limits, whatever becomes of a process.
+"""Reads tenants' texts in worker processes: in turns, within limits, and robust against the death of a worker.
 
-A tokenizer holds the interpreter's lock for as long as a text is long, and a chat template is a program that can take
-all memory. In the process of the step loop either would stop every tenant's tokens. A job that exceeds a limit costs
-its own request, which is refused, and a worker, which is replaced; the others' jobs go on or wait.
+A tokenizer holds the interpreter's lock the longer the text is, and a chat template is a program that can take all
+memory. In the process of the step loop, either would stop every tenant's tokens. If a job exceeds a limit, its own
+request is refused and its worker replaced; other jobs continue or wait.
 """
 
 import asyncio
@@ -28,10 +28,10 @@ from gpulease.client.decode.text.text_jobs import MAX_JOB_BYTES, Job, TextLimits
 from gpulease.client.decode.text.tokenizer import Tokenizer
 
 MAX_WAIT_S: Final = 30.0
-"""Seconds that a text may wait for a process: they are all busy for as long with texts that take their whole time."""
+"""Seconds that a text may wait for a process. All of them may be busy with texts that take all of their CPU time."""
 
 MAX_TRIES: Final = 2
-"""How often a text is tried if its process ended without exceeding a limit: it may have been killed from outside."""
+"""How often a text is tried if its process ended without exceeding a limit. Something else may have killed it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -46,19 +46,20 @@ class _Job:
 class TextProcesses:
     """A fork server and its workers. `of` starts them, `stop` ends them.
 
-    At most all workers but one have jobs of the same tenant at a time, so the next one's text does not wait for them.
+    One tenant can occupy all workers but one, so that another tenant's text does not wait for it.
 
     Attributes:
         replaced: Workers that were replaced because a job exceeded a limit, or because they ended.
     """
 
     def __init__(self, tokenizer: Sequence[Any], context: int, count: int, limits: TextLimits, log: DecodeLog) -> None:
-        """Args: tokenizer: `Tokenizer.values`. context: Positions of a sequence. count: Workers."""
+        """Args: tokenizer: `Tokenizer.values`. context: Positions of a sequence. count: Number of workers."""
         self.replaced = 0
         self._log = log
         self._count, self._limits = count, limits
         self._turns = TenantTurns[_Job](max(1, count - 1))
         self._wake = asyncio.Event()
+        # Serialised once into memory, so that a fork server that replaces a lost one starts without the loop's help.
         self._tokenizer = os.memfd_create("tokenizer", os.MFD_CLOEXEC)
         with open(self._tokenizer, "wb", closefd=False) as file:
             file.write(packed([tokenizer, context, asdict(limits)]))
@@ -71,7 +72,7 @@ class TextProcesses:
     async def of(
         cls, tokenizer: Tokenizer, context: int, count: int, limits: TextLimits, log: DecodeLog
     ) -> "TextProcesses":
-        """Start them for a tokenizer, which a thread serialises first. Raises TextProcessesFailed."""
+        """Start the processes for a tokenizer. Raises TextProcessesFailed."""
         processes = cls(await asyncio.to_thread(tokenizer.values), context, count, limits, log)
         try:
             workers = [await processes._fork() for _ in range(count)]
@@ -82,16 +83,16 @@ class TextProcesses:
         return processes
 
     async def do(self, tenant_id: str, job: Job, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Have a worker do a job, and return its answer.
+        """Have a worker do a job, and return the answer.
 
         Args:
             tenant_id: The text's tenant.
-            job: The function, which a worker imports by its name.
-            arguments: Values of msgpack's kinds, by name.
+            job: The function, which the worker imports by name.
+            arguments: Its named arguments, of types that msgpack has.
 
-        Raises TextNotRead for a text that can't be read within the limits, AdmissionRefused for one that no process
-        was free for or that can't fit, RequestRejected for one that is refused, TextProcessesFailed if no process can
-        be started.
+        Raises TextNotRead for a text that can't be read within the limits, AdmissionRefused if it can't fit or no
+        process becomes free in time, RequestRejected for a text that is refused, TextProcessesFailed if the processes
+        can't be started.
         """
         try:
             frame = framed({"call": f"{job.__module__}:{job.__qualname__}", "arguments": arguments})
@@ -107,6 +108,7 @@ class TextProcesses:
         self._wake.set()
         try:
             await asyncio.wait((waiting.answer,), timeout=MAX_WAIT_S)
+            # The wait limits only the time in the queue. Once a worker has the job, the job's own limits apply.
             if not waiting.is_begun and not waiting.answer.done():
                 detail = f"no process was free for the text within {MAX_WAIT_S:g} s; send it later"
                 raise AdmissionRefused(AdmissionReason.POOL_EXHAUSTED, detail, None)
@@ -114,13 +116,13 @@ class TextProcesses:
         finally:
             self._turns.drop(tenant_id, waiting)
             if not waiting.answer.cancel() and not waiting.answer.cancelled():
-                waiting.answer.exception()  # It may have come while the caller gave up.
+                waiting.answer.exception()  # Retrieve an error that arrived just as the caller gave up.
         if "refused" in answer:
             raise refused(answer)
         return answer
 
     async def stop(self) -> None:
-        """End all processes; jobs that wait or are under way raise NoModelLoaded."""
+        """End all processes. Jobs that wait or are under way raise NoModelLoaded."""
         self._is_stopped = True
         for task in self._slots:
             task.cancel()
@@ -134,10 +136,11 @@ class TextProcesses:
     # --- a worker's life ---
 
     async def _work(self, worker: Worker | None) -> None:
-        """Keep one worker, and give it jobs."""
+        """Own one worker, replace it when necessary, and give it jobs, until cancelled."""
         while True:
             if worker is None:
-                # Before the next text needs it. If it can't be, that text tries again, and its caller gets the error.
+                # Fork ahead, so that the next text need not wait. If that fails, `_do` tries again and reports the
+                # error.
                 with contextlib.suppress(Exception):
                     worker = await self._fork()
             while (job := self._turns.take()) is None:
@@ -145,15 +148,18 @@ class TextProcesses:
                 await self._wake.wait()
             job.is_begun = True
             try:
+                # The caller may have been cancelled while the job waited.
                 if not job.answer.done():
                     worker = await self._do(worker, job)
             except asyncio.CancelledError:
                 _fail(job, decoder_closed())
                 raise
+            # The fork server can't be started: report it to this caller, and try again with the next text.
             except TextProcessesFailed as error:
                 self._log.error("text_process_not_started", tenant=job.tenant_id, cause=cause_of(error))
                 _fail(job, error)
                 worker = None
+            # A fault of ours. The worker may be in the middle of a job, so it is replaced.
             except Exception as error:
                 self._log.failure("text_failed", error, tenant=job.tenant_id)
                 _fail(job, error)
@@ -161,13 +167,13 @@ class TextProcesses:
                 worker = None
             finally:
                 self._turns.done(job.tenant_id)
-                # Its tenant may have another one under way now.
+                # A slot of the tenant is free, which another task may use for the tenant's next job.
                 self._wake.set()
 
     async def _do(self, worker: Worker | None, job: _Job) -> Worker | None:
-        """Do a job, and return the worker if it can do another."""
+        """Do a job. Returns the worker if it can do another one, otherwise None."""
         if worker is None or worker.ended.done() or job.tries:
-            # What ended the first worker under a job may have ended this one too, which is not seen before it is asked.
+            # A retry needs a fresh worker: whatever ended the first one may have ended this one, too, unnoticed so far.
             self._drop(worker)
             worker = await self._fork()
         job.tries += 1
@@ -178,6 +184,7 @@ class TextProcesses:
             self._refuse(job, f"took more than {self._limits.wall_s:g} s", "time")
             self._replace(worker)
             return None
+        # The normal end: an answer, possibly a refusal. The worker says whether it is to be replaced.
         if answer is not None and "failed" not in answer:
             if not job.answer.done():
                 job.answer.set_result(answer)
@@ -196,19 +203,21 @@ class TextProcesses:
         return None
 
     async def _take_end(self, worker: Worker, job: _Job) -> None:
-        """Say why a worker has ended under a job, or have the job done again."""
+        """Find out why a worker ended during a job: refuse the job, or queue it again."""
         if self._server is not None:
             self._server.kill(worker)
+        # The fork server reports waitpid's status; None if it ended itself.
         status = await worker.ended
         number = os.WTERMSIG(status) if status is not None and os.WIFSIGNALED(status) else 0
         if number == signal.SIGXCPU:
             self._refuse(job, f"takes more than {self._limits.processor_s} s of CPU time", "processor")
+        # Not a limit of ours: perhaps the kernel or an operator killed it. Try again, first in the tenant's queue.
         elif job.tries < MAX_TRIES:
             self._log.warning("text_read_again", tenant=job.tenant_id, signal=number)
             job.is_begun = False
             self._turns.add(job.tenant_id, job, is_first=True)
         elif number == signal.SIGABRT:
-            # How the tokenizer's library ends where it gets no memory.
+            # The tokenizer's library aborts when an allocation fails.
             self._refuse(job, f"needs more than {self._limits.memory_bytes >> 20} MiB of memory", "memory")
         else:
             self._refuse(job, f"ended the process that read it, {job.tries} times", "process")
@@ -226,11 +235,11 @@ class TextProcesses:
             self._server.kill(worker)
 
     async def _fork(self) -> Worker:
-        """Fork a worker, of another fork server if the last one has ended. Raises TextProcessesFailed."""
+        """Fork a worker, from a new fork server if the last one has ended. Raises TextProcessesFailed."""
         try:
             return await (await self._server_now()).fork()
         except OSError as error:
-            raise TextProcessesFailed(f"no process that reads texts can be started: {error}") from None
+            raise TextProcessesFailed(f"the processes that read texts can't be started: {error}") from None
 
     async def _server_now(self) -> ForkServer:
         async with self._starting:

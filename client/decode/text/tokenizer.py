@@ -1,7 +1,7 @@
 """A model's tokenizer: the `tokenizers` library's, with the model's begin token, its chat template and streams.
 
-The library tokenizes. Tokens become text here, by the bytes that each stands for: a stream then costs one table look-up
-a token, and holds back incomplete characters. The library would decode a part of the text again for every token.
+The library tokenizes. Decoding is done here, by the bytes that each token stands for: a stream then costs one table
+lookup per token, and holds back incomplete characters. The library would decode part of the text again for each token.
 """
 
 import codecs
@@ -19,7 +19,7 @@ from gpulease.client.decode.text.text_bound import most_bytes_per_token
 from gpulease.client.texts import quoted
 
 SPACE: Final = "▁"
-"""SentencePiece's mark of a space."""
+"""SentencePiece's character for a space."""
 
 PIECES_STEPS: Final = (
     {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
@@ -27,16 +27,16 @@ PIECES_STEPS: Final = (
     {"type": "Fuse"},
     {"type": "Strip", "content": " ", "start": 1, "stop": 0},
 )
-"""What the library does to put SentencePiece's tokens together; here it is done by bytes."""
+"""The library's decoder for SentencePiece's tokens, whose work is done by bytes here."""
 
 
 class Tokenizer:
     """A model's tokenizer.
 
     Attributes:
-        begin_token: The token that a prompt begins with; None if it begins without one.
-        chat_template: How a chat becomes a prompt; None for a model that is none for chats.
-        vocabulary: Number of tokens that texts can have; the model may have more.
+        begin_token: The token that every prompt begins with; None if there is none.
+        chat_template: Turns a chat into a prompt; None for a model without a chat template.
+        vocabulary: Number of tokens that texts can contain; the model may have more.
     """
 
     def __init__(
@@ -48,18 +48,18 @@ class Tokenizer:
         *,
         chat_begins: bool = True,
     ) -> None:
-        """Take the library's tokenizer.
+        """Wrap the library's tokenizer.
 
         Args:
-            library: The library's.
+            library: The library's tokenizer, which this one changes and keeps.
             begin_token: The attribute.
             chat_template: The attribute.
-            where: The file that it is of, for errors.
-            chat_begins: Whether a chat's prompt begins with the begin token where the template does not write it.
+            where: The file that contains it, for errors.
+            chat_begins: Whether a chat's prompt gets the begin token if the template does not write it.
 
-        Raises ModelRejected where its tokens are neither GPT-2's nor SentencePiece's.
+        Raises ModelRejected if its decoder is neither GPT-2's nor SentencePiece's.
         """
-        # What training cut and filled its texts to may be saved with the library's state.
+        # The saved state may contain truncation and padding from training; prompts must not be cut or padded.
         library.no_truncation()
         library.no_padding()
         self.begin_token = begin_token
@@ -69,24 +69,25 @@ class Tokenizer:
         self._library, self._where = library, where
         self._added = library.get_added_tokens_decoder()
         steps = _decoder_steps(library)
+        # Accept only the two decoders that `bytes_of` reproduces.
         kinds = {step["type"] for step in steps}
         pieces = [step for step in steps if step not in PIECES_STEPS]
         if not (kinds == {"ByteLevel"} or (kinds >= {"Replace", "ByteFallback"} and not pieces)):
             shown_steps = quoted(json.dumps(pieces or steps))
             raise ModelRejected(f"{where}: the tokenizer's decoder is not known: {shown_steps}")
         self._is_byte_level = "ByteLevel" in kinds
-        # SentencePiece's texts begin with a space that is not theirs.
+        # SentencePiece adds a space at the beginning of a text, which decoding must remove.
         self._begins_with_space = "Strip" in kinds
         self._bytes: dict[int, bytes] = {}
 
     def encode(self, text: str, *, begins: bool = True) -> list[int]:
-        """Cut a text into tokens. The names of special tokens in it become those tokens.
+        """Tokenize a text. The names of special tokens in it become those tokens.
 
         Args:
             text: The text.
-            begins: Put the model's begin token before it, where it has one and the text does not name it.
+            begins: Put the model's begin token first, if it has one and the text does not begin with it.
 
-        Raises RequestRejected for a text that is not UTF-8: one with half of a surrogate pair.
+        Raises RequestRejected for a text with an unpaired surrogate, which UTF-8 can't encode.
         """
         with rejected(RequestRejected, "the text can't be cut into tokens"):
             tokens: list[int] = self._library.encode(text, add_special_tokens=False).ids
@@ -95,94 +96,97 @@ class Tokenizer:
         return tokens
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Put the tokens of a whole text together, without the special ones. Broken bytes become U+FFFD."""
+        """Return the text of all tokens, without special ones. Invalid bytes become U+FFFD."""
         text = b"".join(map(self.bytes_of, tokens)).decode(errors="replace")
         return text.removeprefix(" ") if self._begins_with_space else text
 
     def stream(self) -> "TextStream":
-        """Begin a text that grows by tokens, after a prompt: a space at its beginning belongs to it."""
+        """Return a stream for a text that continues a prompt, so a space at its beginning is kept."""
         return TextStream(self.bytes_of)
 
     def bytes_of(self, token: int) -> bytes:
-        """Return the bytes that a token stands for; b"" for a special one and for one that texts don't have."""
+        """Return the bytes that a token stands for; b"" for a special one and for one outside of `vocabulary`."""
         known = self._bytes.get(token)
         if known is None:
             known = self._bytes[token] = self._find_bytes(token)
         return known
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
-        """Cut a chat into the tokens of a prompt.
+        """Return the tokens of a chat's prompt.
 
         Args:
-            messages: Each with `role` and `content`, the first one first.
-            variables: What the template takes besides, such as `enable_thinking`.
+            messages: The chat in order; each message has `role` and `content`.
+            variables: Further variables of the template, such as `enable_thinking`.
 
-        Raises RequestRejected for a model without a chat template, and for messages that it does not take.
+        Raises RequestRejected for a model without a chat template, and for messages that the template refuses.
         """
         return self.encode(self.render_chat(messages, variables), begins=self.chat_begins)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
-        """Put a chat into the model's template. Raises as `encode_chat` does."""
+        """Return a chat's prompt as text. Raises what `encode_chat` raises."""
         if self.chat_template is None:
             raise RequestRejected("the model has no chat template", "Send the prompt as a text, for a completion")
         return self.chat_template.render(messages, **variables)
 
     @property
     def most_bytes_per_token(self) -> int | None:
-        """How many bytes of a text one token can stand for, at most (text_bound.py); None if nothing bounds that."""
+        """The most bytes of a text that one token can stand for (text_bound.py); None if there is no bound."""
         return most_bytes_per_token(self._library)
 
     def values(self) -> list[Any]:
-        """Return all of it as plain values, for `of_values` in another process."""
+        """Return the tokenizer as plain values, for `of_values` in another process."""
         template = None if self.chat_template is None else self.chat_template.arguments
         return [self._library.to_str(), self.begin_token, template, self._where, self.chat_begins]
 
     @classmethod
     def of_values(cls, values: Sequence[Any]) -> Self:
-        """Make the tokenizer of which `values` came. Raises ModelRejected."""
+        """Make the tokenizer that `values` describes. Raises ModelRejected."""
         library, begin_token, template, where, chat_begins = values
         chat_template = None if template is None else ChatTemplate(*template)
         return cls(library_tokenizer(library, where), begin_token, chat_template, where, chat_begins=chat_begins)
 
     def _find_bytes(self, token: int) -> bytes:
+        # Special tokens have no text of their own; other added ones stand for their name.
         if token in self._added:
             added = self._added[token]
             return b"" if added.special else str(added.content).encode()
         if not 0 <= token < self.vocabulary:
             return b""
         piece = self._library.id_to_token(token) or ""
+        # GPT-2's kind: each letter is a byte. An entry with other characters stands for itself.
         if self._is_byte_level:
             return bytes(LETTERS[letter] for letter in piece) if LETTERS.keys() >= set(piece) else piece.encode()
+        # SentencePiece's kind: <0x41> is a single byte, anything else text in which ▁ is a space.
         if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
             return bytes.fromhex(piece[3:5])
         return piece.replace(SPACE, " ").encode()
 
 
 class TextStream:
-    """A text that grows by tokens: gives what is certain, and holds back a character that is not whole yet."""
+    """A text that grows token by token. It returns complete characters, and holds back an incomplete one."""
 
     def __init__(self, bytes_of: Callable[[int], bytes]) -> None:
-        """Args: bytes_of: Gives the bytes that a token stands for."""
+        """Args: bytes_of: Returns the bytes that a token stands for."""
         self._bytes_of = bytes_of
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, token: int) -> str:
-        """Add a token, and return the text that is certain by now and was not given before; "" for none."""
+        """Add a token, and return the characters that are complete now and were not returned before."""
         return self._decoder.decode(self._bytes_of(token))
 
     def end(self) -> str:
-        """Return the rest: U+FFFD for an incomplete character, otherwise ""."""
+        """End the text, and return the rest: U+FFFD for an incomplete character, otherwise ""."""
         return self._decoder.decode(b"", final=True)
 
 
 def library_tokenizer(text: str, where: str) -> tokenizers.Tokenizer:
-    """Make a tokenizer of a tokenizer.json's text. Raises ModelRejected."""
+    """Load a tokenizer from the text of a tokenizer.json. Raises ModelRejected."""
     with rejected(ModelRejected, f"{where}: not a valid tokenizer"):
         return tokenizers.Tokenizer.from_str(text)
 
 
 def _decoder_steps(library: tokenizers.Tokenizer) -> list[dict[str, Any]]:
-    """What the library does to put tokens together."""
+    """Return the steps of the library's decoder, with a sequence flattened."""
     if library.decoder is None:
         return []
     said = json.loads(library.decoder.__getstate__())

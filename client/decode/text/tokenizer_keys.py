@@ -1,4 +1,4 @@
-"""The keys of tokenizer.json and tokenizer_config.json, and what becomes of each.
+"""The keys of tokenizer.json and tokenizer_config.json, and the effect of each.
 
 The lists are those of the `tokenizers` library's file and of transformers' PreTrainedTokenizerBase, TokenizersBackend
 (PreTrainedTokenizerFast), LlamaTokenizer and Qwen2Tokenizer.
@@ -10,7 +10,7 @@ from gpulease.client.decode.file_keys import KeyTable, no_effect, refused, used
 
 TOKENIZER_KEYS: Final[KeyTable] = {
     **used("added_tokens", "normalizer", "pre_tokenizer", "post_processor", "decoder", "model"),
-    # Left behind by training. transformers and this engine switch both off: a prompt is taken whole, and alone.
+    # Left over from training. transformers and this engine turn both off: a prompt is never cut or padded.
     **no_effect("truncation", "padding"),
     **no_effect("version"),
 }
@@ -43,14 +43,14 @@ SETTINGS_KEYS: Final[KeyTable] = {
         "added_tokens_decoder",
         "additional_special_tokens",
         "extra_special_tokens",
-        # bos_token and its like, and tokens that a model's template names: image_token.
+        # bos_token and similar ones, and tokens that a template refers to, such as image_token.
         "*_token",
     ),
     **refused("the engine puts nothing after a prompt", {"add_eos_token": (False,)}),
     **refused("the engine takes names of special tokens as those", {"split_special_tokens": (False,)}),
     **refused("the engine cuts texts by tokenizer.json", {"fix_mistral_regex": (False,), "do_lower_case": (False,)}),
     **no_effect(
-        # What a caller of transformers has cut, filled or named.
+        # How transformers truncates, pads and names its outputs, if the caller requests it.
         "model_max_length",
         "max_len",
         "max_length",
@@ -63,7 +63,7 @@ SETTINGS_KEYS: Final[KeyTable] = {
         "truncation_strategy",
         "return_token_type_ids",
         "verbose",
-        # Of vocabularies that are converted into tokenizer.json, or read without it.
+        # For vocabularies in other files, which tokenizer.json replaces.
         "errors",
         "from_slow",
         "legacy",
@@ -71,16 +71,16 @@ SETTINGS_KEYS: Final[KeyTable] = {
         "spaces_between_special_tokens",
         "vocab_file",
         "merges_file",
-        # transformers 5 does not tidy texts of byte pairs.
+        # transformers 5 does not clean up spaces for byte-level BPE.
         "clean_up_tokenization_spaces",
         "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output",
-        # Default system prompts of old versions' own templates.
+        # For default system prompts in templates of old versions.
         "use_default_system_prompt",
-        # How answers are parsed.
+        # For parsing answers, which this engine leaves to the caller.
         "chat_control_tokens",
         "response_schema",
         "response_template",
-        # Who made it.
+        # Its origin.
         "_commit_hash",
         "auto_map",
         "backend",

@@ -1,8 +1,9 @@
 """Training of the tiny model that the decode engine's tests run: `python -m gpulease.client.decode.tiny.train`.
 
-The model is a Llama of 459,392 parameters. Its text is the help of the Python that runs (pydoc_data), so another
-version of Python gives another model. Everything random has a fixed seed. The files written are Hugging Face's:
-config.json, model.safetensors (bf16), tokenizer.json, tokenizer_config.json. A developer's tool: it needs jax.
+The model is a Llama of 459,392 parameters. It is trained on the help texts of the running Python (pydoc_data), so
+another version of Python gives another model. All random numbers have a fixed seed. The files written are Hugging
+Face's: config.json, model.safetensors (bf16), tokenizer.json, tokenizer_config.json. A tool for developers; it needs
+jax.
 """
 
 import argparse
@@ -52,13 +53,13 @@ SECOND_DECAY: Final = 0.98
 STEPS_BETWEEN_LINES: Final = 100
 
 Weights: TypeAlias = dict[str, jax.Array]
-"""Tensors f32 by their names in Hugging Face's files; a linear's are [outputs, inputs]."""
+"""Tensors in f32 by their names in Hugging Face's files. A linear's weights are [outputs, inputs]."""
 
 Tokens: TypeAlias = npt.NDArray[np.int32]
 
 
 def topics() -> list[str]:
-    """Texts of the standard library's help, in the order of their names."""
+    """Return the texts of the standard library's help, in the order of their names."""
     return [text for _, text in sorted(pydoc_data.topics.topics.items())]
 
 
@@ -78,13 +79,13 @@ def trained_tokenizer(texts: list[str]) -> Tokenizer:
 
 
 def tokens_of(tokenizer: Tokenizer, texts: list[str]) -> Tokens:
-    """Tokens of all texts, each with the end token behind it."""
+    """Return the tokens of all texts, with the end token after each."""
     end = tokenizer.token_to_id(END)
     return np.array([token for text in texts for token in [*tokenizer.encode(text).ids, end]], np.int32)
 
 
 def shapes() -> dict[str, tuple[int, ...]]:
-    """Shapes of the model's tensors by their names in Hugging Face's files."""
+    """Return the shapes of the model's tensors by their names in Hugging Face's files."""
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, WIDTH)}
     for number in range(LAYERS):
         layer = f"model.layers.{number}"
@@ -103,13 +104,14 @@ def shapes() -> dict[str, tuple[int, ...]]:
 
 
 def first_weights(random: np.random.Generator) -> Weights:
-    """Norms of one; everything else normal, as wide as keeps the values between layers near one."""
+    """Return initial weights: ones for norms, and for the rest normal values that keep activations near one."""
     weights = {}
     for name, shape in shapes().items():
         if len(shape) == 1:
             weights[name] = jnp.ones(shape)
         else:
             scale = 0.02 if "embed" in name else shape[1] ** -0.5
+            # The residual adds two outputs per layer, so theirs are smaller (GPT-2's initialisation).
             scale /= math.sqrt(2 * LAYERS) if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
             weights[name] = jnp.array(random.standard_normal(shape) * scale, jnp.float32)
     return weights
@@ -120,7 +122,7 @@ def _normed(values: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def _turned(heads: jax.Array) -> jax.Array:
-    """Turn each half pair of [batch, positions, heads, head width] by its position."""
+    """Rotate the two halves of each head of [batch, positions, heads, head width] by the position."""
     frequencies = ROPE_THETA ** (-np.arange(0, HEAD_WIDTH, 2) / HEAD_WIDTH)
     angles = np.outer(np.arange(heads.shape[1]), frequencies)[:, None]
     cosines, sines = jnp.cos(angles), jnp.sin(angles)
@@ -139,6 +141,7 @@ def _attended(weights: Weights, layer: str, values: jax.Array) -> jax.Array:
     q = _turned(heads("q", HEADS))
     k = jnp.repeat(_turned(heads("k", KEY_HEADS)), group, 2)
     v = jnp.repeat(heads("v", KEY_HEADS), group, 2)
+    # The causal mask: a position attends to itself and to earlier ones.
     later = jnp.triu(jnp.full((positions, positions), -1e9), 1)
     shares = jax.nn.softmax(jnp.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(HEAD_WIDTH) + later)
     mixed = jnp.einsum("bhij,bjhd->bihd", shares, v).reshape(batch, positions, -1)
@@ -146,7 +149,7 @@ def _attended(weights: Weights, layer: str, values: jax.Array) -> jax.Array:
 
 
 def logits(weights: Weights, tokens: jax.Array) -> jax.Array:
-    """Logits [batch, positions, vocabulary] f32 of tokens [batch, positions]."""
+    """Return logits [batch, positions, vocabulary] f32 of tokens [batch, positions]."""
     values = weights["model.embed_tokens.weight"][tokens]
     for number in range(LAYERS):
         layer = f"model.layers.{number}"
@@ -155,17 +158,18 @@ def logits(weights: Weights, tokens: jax.Array) -> jax.Array:
         gate = jax.nn.silu(inner @ weights[f"{layer}.mlp.gate_proj.weight"].T)
         up = inner @ weights[f"{layer}.mlp.up_proj.weight"].T
         values += (gate * up) @ weights[f"{layer}.mlp.down_proj.weight"].T
+    # The head is tied to the embedding.
     return _normed(values, weights["model.norm.weight"]) @ weights["model.embed_tokens.weight"].T
 
 
 def loss(weights: Weights, rows: jax.Array) -> jax.Array:
-    """Mean of -ln(probability) of each token but the first in rows [batch, positions + 1]."""
+    """Return the mean of -ln(probability) of each token except the first in rows [batch, positions + 1]."""
     chances = jax.nn.log_softmax(logits(weights, rows[:, :-1]))
     return -jnp.take_along_axis(chances, rows[:, 1:, None], -1).mean()
 
 
 def rate(step: jax.Array, steps: jax.Array) -> jax.Array:
-    """Learning rate of a step: up in a line, then down along a cosine."""
+    """Return the learning rate of a step: a linear warm-up, then a cosine decay."""
     fall = 0.5 * (1 + jnp.cos(jnp.pi * step / steps))
     return PEAK_RATE * jnp.minimum(1.0, step / WARM_UP_STEPS) * (LAST_RATE_SHARE + (1 - LAST_RATE_SHARE) * fall)
 
@@ -180,21 +184,23 @@ def _updated(
     speed = rate(step, steps)
     new = {}
     for name, weight in weights.items():
+        # The moments begin at zero; dividing corrects their bias.
         mean, square = first[name] / (1 - FIRST_DECAY**step), second[name] / (1 - SECOND_DECAY**step)
+        # Norms are not decayed.
         decay = WEIGHT_DECAY if weight.ndim == 2 else 0.0
         new[name] = weight - speed * (mean / (jnp.sqrt(square) + 1e-8) + decay * weight)
     return new, first, second, value
 
 
 def batches(tokens: Tokens, random: np.random.Generator) -> Iterator[Tokens]:
-    """Rows [BATCH, CONTEXT + 1] from random places, without end."""
+    """Yield rows [BATCH, CONTEXT + 1] from random places, without end."""
     while True:
         starts = random.integers(0, len(tokens) - CONTEXT - 1, BATCH)
         yield np.stack([tokens[start : start + CONTEXT + 1] for start in starts])
 
 
 def mean_loss(weights: Weights, tokens: Tokens) -> float:
-    """Loss over all whole contexts of `tokens`."""
+    """Return the mean loss over all whole contexts of `tokens`."""
     starts = range(0, len(tokens) - CONTEXT - 1, CONTEXT)
     rows = np.stack([tokens[start : start + CONTEXT + 1] for start in starts])
     return float(np.mean([float(_loss_of(weights, row[None])) for row in rows]))
@@ -224,7 +230,7 @@ def train(training: Tokens, validation: Tokens, steps: int, seconds: float) -> W
 
 
 def write(folder: Path, weights: Weights, tokenizer: Tokenizer) -> None:
-    """Write the model's files, weights in bf16."""
+    """Write the model's files in Hugging Face's formats. The weights are written as they are given."""
     end = tokenizer.token_to_id(END)
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -263,7 +269,6 @@ def write(folder: Path, weights: Weights, tokenizer: Tokenizer) -> None:
 
 
 def main() -> None:
-    """Train and write the model."""
     parser = argparse.ArgumentParser(description="Train the decode engine's tiny model.")
     parser.add_argument("--steps", type=int, default=1_500, help=f"steps of {BATCH} rows of {CONTEXT} tokens")
     parser.add_argument("--seconds", type=float, default=math.inf, help="stop after these, before all steps")
@@ -273,6 +278,7 @@ def main() -> None:
     digest = hashlib.sha256("\n".join(texts).encode()).hexdigest()
     print(f"python {platform.python_version()}, jax {jax.__version__}, steps {asked.steps:,} of {BATCH} x {CONTEXT}")
     print(f"text: {len(texts)} topics, {sum(map(len, texts)):,} characters, sha256 {digest}")
+    # The last texts are for validation, so neither the tokenizer nor the weights see them.
     ends = np.cumsum([len(text) for text in texts])
     cut = int(np.searchsorted(ends, TRAINING_SHARE * ends[-1]))
     tokenizer = trained_tokenizer(texts[:cut])
@@ -280,6 +286,7 @@ def main() -> None:
     characters = sum(map(len, texts[cut:])) / len(validation)
     print(f"tokens: {len(training):,} to train on, {len(validation):,} to validate, {characters:.2f} characters each")
     weights = train(training, validation, asked.steps, asked.seconds)
+    # Report the loss of the weights that are written, which bf16 has rounded.
     rounded = {name: weight.astype(jnp.bfloat16) for name, weight in weights.items()}
     write(asked.to, rounded, tokenizer)
     last = mean_loss({name: weight.astype(jnp.float32) for name, weight in rounded.items()}, validation)

@@ -1,4 +1,4 @@
-"""`gpulease-dra`: a driver of Kubernetes' Dynamic Resource Allocation, with leases as its devices."""
+"""`gpulease-dra`: a driver for Kubernetes' Dynamic Resource Allocation whose devices are leases."""
 
 import os
 import signal
@@ -18,14 +18,14 @@ from gpulease.protocol.address import ADDRESS_VARIABLE, DEFAULT_ADDRESS
 from gpulease.protocol.messages import Empty
 
 DEFAULT_LEASE_S: Final = 86_400.0
-"""A day, the longest that a daemon leases by default."""
+"""A day, the longest lease that a daemon grants by default."""
 
 _ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 
 @click.group()
 def main() -> None:
-    """Kubernetes' claims as gpulease's leases. client/integrations/kubernetes/README.md is the guide."""
+    """Serve Kubernetes' claims with leases. client/integrations/kubernetes/README.md is the guide."""
 
 
 _node = click.option("--node", required=True, envvar="NODE_NAME", help="The node's name in the cluster (NODE_NAME).")
@@ -76,12 +76,14 @@ def serve(
     from gpulease.client.integrations.kubernetes.kubernetes_objects import DRIVER, ApiServer
     from gpulease.client.integrations.kubernetes.node_files import NodeFiles
 
+    # Handlers first: a signal during the start must not kill the driver halfway through a claim.
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
     folder, registry = kubelet / "plugins" / DRIVER, kubelet / "plugins_registry"
     for needed in (folder, registry):
         needed.mkdir(mode=0o750, parents=True, exist_ok=True)
+    # In a pod, the cluster provides the server's address, the token and the CA.
     if api_server is None:
         api_server, api_token, api_ca = _cluster(), _ACCOUNT / "token", _ACCOUNT / "ca.crt"
     reader = ApiServer(api_server, api_token, api_ca)
@@ -98,6 +100,7 @@ def serve(
     _say(f"serves {DRIVER} on {plugin.socket}, for the daemon at {address}")
     try:
         refresh_at = time.monotonic() + TOKEN_REFRESH_S
+        # The kubelet's requests run in gRPC's threads. This loop renews tokens, and recreates removed sockets.
         while not stopped.wait(LOOK_S):
             if time.monotonic() >= refresh_at:
                 claims.refresh_tokens()

@@ -1,9 +1,9 @@
-"""Leases of claims: prepare is acquire, unprepare is free and wait for the proof.
+"""Leases of claims: to prepare is to acquire, to unprepare is to free and wait for the proof.
 
-A claim's steps are: a short lease for each device, each in the record before the next; then the leases' full time; then
-tokens and the CDI specification; then the record says ready. A driver that is killed in between leaves leases that the
-record names, and at most one that it does not, which ends by itself within FIRST_LEASE_S. A daemon that knows requests
-by their ids gives that one to the next try.
+A claim is prepared in steps: acquire a short lease for each device, and record each before the next; extend the leases
+to their full time; write tokens and the CDI specification; mark the record as ready. A driver that is killed in between
+leaves leases that are in the record, and at most one that is not, which ends by itself within FIRST_LEASE_S. A daemon
+that supports request ids returns that one to the next attempt.
 """
 
 import base64
@@ -44,49 +44,49 @@ from gpulease.protocol.messages import Empty, LeaseAlloc, LeaseRenew
 from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE
 
 FIRST_LEASE_S: Final = 30.0
-"""Life of a lease until its record is on the disk: a driver that is killed between the two forgets it."""
+"""Life of a lease until its record is on the disk. If the driver is killed before that, the lease ends by itself."""
 
 TOKEN_S: Final = 300.0
-"""Life of a pod's token, the longest that a node issues."""
+"""Seconds of a pod's token, the longest that a node issues."""
 
 TOKEN_REFRESH_S: Final = 20.0
-"""Seconds between new tokens. Each opens one connection, so a container that starts again waits for the next."""
+"""Seconds between new tokens. Each opens one connection, so a restarted container waits for the next token."""
 
 PROOF_LIMIT_S: Final = 30.0
-"""Seconds to wait until memory is proved free; the kubelet gives the whole request 45 s, and asks again."""
+"""Seconds to wait until memory is proved free. The kubelet's limit for the whole request is 45 s, then it retries."""
 
 LEAST_PROOF_S: Final = 1.0
-"""Seconds for each further lease of a claim, whatever those before it took."""
+"""Least seconds to wait for each lease of a claim, even if earlier leases used up PROOF_LIMIT_S."""
 
 AUDIENCE_LIMIT_S: Final = 15.0
-"""Seconds for a process that asks the node for a user's audience."""
+"""Seconds for the process that requests a user's audience from the node."""
 
 _POD_PERMISSIONS: Final = (
     Permission.LEASE_QUERY | Permission.TASKLET_SUBMIT | Permission.MEM_READ | Permission.MEM_WRITE
 )
-"""A pod uses its lease. It can't renew, free or revoke it: that is the driver's."""
+"""A pod may use its lease. Only the driver may renew, free or revoke it."""
 
 _PARAMETERS: Final = (
-    EXCLUSIVITY.parameter(Exclusivity.SHARED),  # containers of a pod, and pods, may share a claim
-    ORPHAN.parameter(0),  # no connection stays open between the pod's
+    EXCLUSIVITY.parameter(Exclusivity.SHARED),  # containers and pods may share a claim
+    ORPHAN.parameter(0),  # the lease must survive times without any connection
 )
 
 
 class LeaseOver(GpuLeaseError):
-    """An operator revoked a prepared claim's lease; a restart of its pod must not get it another one."""
+    """An operator revoked a prepared claim's lease. A restart of its pod must not acquire another one."""
 
     default_hint = "Delete the pod. The audit log says who revoked it, and why"
 
 
 class ClaimReader(Protocol):
-    """The cluster's API, as far as the driver needs it."""
+    """The part of the cluster's API that the driver uses."""
 
     def claim(self, ref: ClaimRef) -> object:
-        """Return the ResourceClaim's object. Raises ClaimRefused."""
+        """Return the ResourceClaim object from the API server. Raises ClaimRefused."""
 
 
 class ClaimLeases:
-    """Prepares claims on one node's daemon. Threads may call it; requests about one claim take turns."""
+    """Prepares claims on one node's daemon. Thread-safe; requests about the same claim run one after another."""
 
     def __init__(
         self,
@@ -97,15 +97,15 @@ class ClaimLeases:
         lease_s: float,
         on_message: Callable[[str], None],
     ) -> None:
-        """Raises InvalidRequest for a daemon elsewhere: a pod reaches it by its socket.
+        """Raises InvalidRequest for a daemon on another host, because pods need its socket.
 
         Args:
-            address: The daemon's, `unix:PATH`.
+            address: The daemon's address, `unix:PATH`.
             node: The node's name in the cluster.
-            files: Where records, tokens and specifications lie.
+            files: The records, tokens and specifications.
             reader: Reads claims.
-            lease_s: Seconds that leases last if the claim does not say.
-            on_message: Gets sentences for the log.
+            lease_s: Seconds of a lease if the claim does not set `leaseSeconds`.
+            on_message: Called with messages for the log.
         """
         if not address.startswith("unix:/"):
             raise InvalidRequest(f"the daemon's address {address}: pods reach it by a Unix socket", "Say unix:/PATH")
@@ -114,16 +114,20 @@ class ClaimLeases:
         self._lease_s, self._on_message = lease_s, on_message
         self._guard, self._turns = threading.Lock(), dict[str, tuple[threading.Lock, int]]()
 
-    # --- what the kubelet asks ---
+    # --- the kubelet's requests ---
 
     def prepare(self, ref: ClaimRef) -> list[PreparedDevice]:
-        """Acquire a claim's leases, or return those that it has. Raises GpuLeaseError."""
+        """Acquire a claim's leases, or return the ones that it has. Raises GpuLeaseError."""
         check_ref(ref)
         with self._turn(ref.uid):
             record = self._files.record(ref.uid)
+            # State 1: left over from a killed driver, an earlier boot or expired leases. Free what remains, then start
+            # over.
             if record is not None and not self._is_whole(record):
                 self._end(record)
                 record = None
+            # State 2: not prepared. State 3: prepared, so the kubelet repeats itself: rewrite what a pod needs, in case
+            # files were lost, and return the same devices.
             if record is None:
                 record = self._acquire(ref)
             else:
@@ -135,7 +139,7 @@ class ClaimLeases:
             ]
 
     def unprepare(self, ref: ClaimRef) -> None:
-        """End a claim's leases and wait for the proof. Raises NotProvedFree; then nothing is forgotten."""
+        """End a claim's leases and wait for the proof. If it raises NotProvedFree, the record stays."""
         check_ref(ref)
         with self._turn(ref.uid):
             record = self._files.record(ref.uid)
@@ -145,9 +149,9 @@ class ClaimLeases:
     # --- tokens ---
 
     def refresh_tokens(self) -> None:
-        """Give every pod a new token; a failure for one claim or lease is reported, and tried again at the next call.
+        """Write a new token for every pod. A failure for one claim or lease is logged, and retried at the next call.
 
-        A claim that is being prepared or unprepared is left out: its wait for a proof must not hold up the others.
+        A claim that is being prepared or unprepared is skipped: its wait for a proof must not delay the others.
         """
         for uid in self._files.uids():
             with self._turn(uid, waits=False) as is_ours:
@@ -166,7 +170,7 @@ class ClaimLeases:
                 self._give_token(record, number)
             except (GpuLeaseError, OSError) as error:
                 self._on_message(f"claim {record.uid}: no new token for lease {lease.lease_id}: {error}")
-                # The lease's state decides, not the error: a daemon that is busy, or starts, says no for a moment.
+                # Drop the old token only if the lease is over: a daemon that is busy or starting refuses temporarily.
                 if self._report(lease)["state"] != "active":
                     self._files.drop_token(record.uid, number)
 
@@ -183,6 +187,7 @@ class ClaimLeases:
     # --- leases ---
 
     def _acquire(self, ref: ClaimRef) -> ClaimRecord:
+        # Check everything that can be refused before the first lease: the claim, its cards, and its pods' user.
         want = parse_claim(self._reader.claim(ref), ref, DRIVER, self._node)
         cards = {device_name(card["uuid"]): card for card in self._cards()}
         if missing := [device.device for device in want.devices if device.device not in cards]:
@@ -190,24 +195,27 @@ class ClaimLeases:
         audience = audience_of_user(want.user, self._address, self._socket)
         record = ClaimRecord(ref.uid, boot_id(), want.user, audience.hex())
         try:
+            # Step 1: a short lease for each device, each of them on the disk before the next is requested.
             for number, device in enumerate(want.devices):
                 record = record.with_lease(self._lease(device, cards[device.device], request_id(ref.uid, number)))
                 self._files.save(record)
+            # Step 2: extend them to the claim's time; a renewal also ends old tokens, so tokens come after it.
             self._lengthen(record, want)
             self._give_tokens(record)
             self._files.write_spec(record, self._socket)
+            # Step 3: mark as ready. Only now may the kubelet be told, since a pod can start at once.
             record = replace(record, is_ready=True)
             self._files.save(record)
             return record
         except BaseException:
-            # What can't be ended now stays in the record, for the kubelet's next request.
+            # Leases that can't be ended now stay in the record, for the kubelet's next request.
             self._end(record)
             raise
 
     def _lease(self, device: DeviceWant, card: Any, request: bytes) -> HeldLease:
         size_bytes = card["capacity_bytes"] if device.size_bytes is None else device.size_bytes
         first_ms = milliseconds(FIRST_LEASE_S, "the first time", least_ms=1)
-        # Without a wait: a kubelet asks again, and would also do so during a wait.
+        # No queueing in the daemon: the kubelet retries, and would also retry during a wait.
         parameters = (*_PARAMETERS, REQUEST_ID.parameter(request.hex()))
         wanted = LeaseAlloc(GPU_RESOURCE_TYPE, size_bytes, first_ms, 0, card["uuid"], parameters)
         given = ask(Opcode.LEASE_ALLOC, wanted, self._address)
@@ -225,20 +233,24 @@ class ClaimLeases:
         return report_of(lease_id_of(lease.lease_id), self._address)
 
     def _is_whole(self, record: ClaimRecord) -> bool:
-        """Return whether a claim has all of its leases, so that it need not be prepared again. Raises LeaseOver.
+        """Return whether all leases of a claim are active, so that it need not be prepared again. Raises LeaseOver.
 
-        The kubelet asks before it makes a pod's sandbox: containers that used a lease that is over are gone.
+        The kubelet prepares before it creates a pod's sandbox, so the containers that used an ended lease are gone.
         """
         if not record.is_ready or record.boot_id != boot_id():
             return False
         reports = list(map(self._report, record.leases))
+        # Expired is replaced silently; revoked is an operator's decision, and must not be undone by a restart.
         for lease, report in zip(record.leases, reports, strict=True):
             if report["cause"] == REVOKED:
                 raise LeaseOver(f"an operator revoked the lease {lease.lease_id} of this claim")
         return all(report["state"] == "active" for report in reports)
 
     def _end(self, record: ClaimRecord) -> None:
-        """Free a record's leases, wait until every byte is proved free, forget the claim. Raises NotProvedFree."""
+        """Free a record's leases, wait until every byte is proved free, then delete the record.
+
+        Raises NotProvedFree.
+        """
         until_s = time.monotonic() + PROOF_LIMIT_S
         for lease in record.leases:
             left_s = max(until_s - time.monotonic(), LEAST_PROOF_S)
@@ -247,8 +259,9 @@ class ClaimLeases:
 
     @contextmanager
     def _turn(self, uid: str, *, waits: bool = True) -> Iterator[bool]:
-        """Give a claim's turn to the caller; without `waits`, whether it was free."""
+        """Hold a claim's lock during the block. Yields False if `waits` is False and another thread holds it."""
         with self._guard:
+            # Locks are created on demand, and counted so that the last user removes its lock.
             lock, users = self._turns.get(uid, (threading.Lock(), 0))
             self._turns[uid] = lock, users + 1
         is_ours = lock.acquire(blocking=waits)
@@ -264,15 +277,16 @@ class ClaimLeases:
 
 
 def request_id(uid: str, number: int) -> bytes:
-    """Return the 16 bytes by which a daemon knows a claim's request for its lease of that number again."""
+    """Return the request id, 16 bytes, by which a daemon recognises a repeated request for this lease of a claim."""
     return hashlib.sha256(f"gpulease dra 1 {uid} {number}".encode()).digest()[:16]
 
 
-# --- who the pod's user is to the node ---
+# --- the audience of a pod's user ---
 
 
 def audience_of_user(user: int, address: str, socket: Path) -> bytes:
-    """Ask the node for a user's audience, by a process of that user's. Raises GpuLeaseError."""
+    """Return a user's audience, which a process of that user requests from the node. Raises GpuLeaseError."""
+    # The daemon identifies peers by the kernel's credentials, so only a process of that user can ask.
     command = [sys.executable, "-P", "-m", __name__, str(user), str(socket.stat().st_gid), address]
     try:
         told = subprocess.run(
@@ -288,8 +302,8 @@ def audience_of_user(user: int, address: str, socket: Path) -> bytes:
     return bytes.fromhex(told.stdout)
 
 
-def _tell_audience(user: int, group: int, address: str) -> None:
-    """Become a user and print its audience. All is imported before: the user may not be able to read this package."""
+def _print_audience(user: int, group: int, address: str) -> None:
+    """Become a user and print its audience. Everything is imported before: the user may not be able to read files."""
     if os.geteuid() != user:
         os.setgroups([])
         os.setresgid(group, group, group)
@@ -298,4 +312,4 @@ def _tell_audience(user: int, group: int, address: str) -> None:
 
 
 if __name__ == "__main__":
-    _tell_audience(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    _print_audience(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

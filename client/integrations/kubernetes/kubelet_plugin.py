@@ -1,8 +1,8 @@
 """The kubelet's two services, over Unix sockets: plugin registration v1, and DRA v1 and v1beta1.
 
-Messages are built from descriptors written here, so no compiler of .proto files runs, at install or later. The
-kubelet's `pkg/apis/dra` and `pkg/apis/pluginregistration` define the numbers. DRA v1 differs from
-v1beta1 by `share_id` alone.
+Messages are built from the descriptors below, so no .proto compiler is needed, neither at install nor later. The
+kubelet's `pkg/apis/dra` and `pkg/apis/pluginregistration` define the numbers. DRA v1 differs from v1beta1 only in
+`share_id`.
 """
 
 import os
@@ -19,16 +19,16 @@ from google.protobuf.message import Message
 from gpulease.client.http.unix_path import file_at, remove_abandoned, remove_path
 
 DRA_VERSIONS: Final = ("v1", "v1beta1")
-"""Versions of the DRA service that this driver speaks, the newest first; the kubelet chooses."""
+"""The supported versions of the DRA service, newest first. The kubelet chooses one."""
 
 MAX_MESSAGE_BYTES: Final = 1 << 20
-"""Largest request: a claim's reference is some hundred bytes, and a kubelet sends those of one pod."""
+"""Largest request. A claim's reference has a few hundred bytes, and a kubelet sends those of one pod."""
 
 MAX_CLAIMS: Final = 256
-"""Most claims of one request. Each becomes a process on the GPU; a pod names a handful."""
+"""Most claims of one request. Each becomes a process on the GPU; a pod has a handful."""
 
 SERVICE_THREADS: Final = 8
-"""Requests served together. One that waits for the proof of freed memory must not hold up the others."""
+"""Requests served at the same time. One that waits for the proof of freed memory must not delay the others."""
 
 STOP_LIMIT_S: Final = 5.0
 """Seconds for requests in flight when the driver stops."""
@@ -42,7 +42,7 @@ _MANY: Final = descriptor_pb2.FieldDescriptorProto.LABEL_REPEATED
 
 @dataclass(frozen=True, slots=True)
 class ClaimRef:
-    """A claim as the kubelet names it; nothing of it is checked."""
+    """A claim's reference as the kubelet sent it, unchecked."""
 
     namespace: str
     uid: str
@@ -51,7 +51,7 @@ class ClaimRef:
 
 @dataclass(frozen=True, slots=True)
 class PreparedDevice:
-    """A card's slice that is prepared for one request of a claim."""
+    """A slice of a card that is prepared for one request of a claim; `cdi_id` is its CDI device."""
 
     request: str
     pool: str
@@ -61,13 +61,13 @@ class PreparedDevice:
 
 
 class Claims(Protocol):
-    """The driver behind the services. The text of what it raises is shown in the pod's events."""
+    """The driver behind the services. Texts of its errors are shown in the pod's events."""
 
     def prepare(self, ref: ClaimRef) -> list[PreparedDevice]:
-        """Make a claim's devices ready; asked again, return the same ones."""
+        """Prepare a claim's devices. A repeated call returns the same devices."""
 
     def unprepare(self, ref: ClaimRef) -> None:
-        """Return once a claim holds no device; asked again, do nothing."""
+        """Return once the claim holds no device. A repeated call does nothing."""
 
 
 # --- messages ---
@@ -79,7 +79,7 @@ def _field(name: str, number: int, kind: str | int = _STRING, label: int = _ONE)
 
 
 def _map_entry(name: str, value: str) -> descriptor_pb2.DescriptorProto:
-    """Describe the message that protobuf makes for an entry of map<string, value>."""
+    """Describe the message that protobuf generates for an entry of map<string, value>."""
     entry = descriptor_pb2.DescriptorProto(name=name)
     for field in (_field("key", 1), _field("value", 2, value)):
         entry.field.add(**field)
@@ -113,11 +113,13 @@ def _dra_file(version: str) -> descriptor_pb2.FileDescriptorProto:
         "NodeUnprepareResourceResponse": [_field("error", 1)],
     }
     file = _file(package, messages)
+    # map<string, NodePrepareResourceResponse> claims = 1: on the wire, a repeated nested message.
     for verb in ("Prepare", "Unprepare"):
         reply = file.message_type.add(name=f"Node{verb}ResourcesResponse")
         reply.nested_type.append(_map_entry("ClaimsEntry", f".{package}.Node{verb}ResourceResponse"))
         reply.field.add(**_field("claims", 1, f".{package}.{reply.name}.ClaimsEntry", _MANY))
     if version == "v1":
+        # An optional field of proto3 is a oneof of its own.
         (found,) = (message for message in file.message_type if message.name == "Device")
         found.oneof_decl.add(name="_share_id")
         found.field.add(**_field("share_id", 5), proto3_optional=True, oneof_index=0)
@@ -156,17 +158,17 @@ def dra_message(version: str, name: str) -> Any:
 
 
 class KubeletPlugin:
-    """A DRA driver as the kubelet finds it: a socket to register by, and one to be asked by."""
+    """The two gRPC servers of a DRA driver: one for registration with the kubelet, one for its requests."""
 
     def __init__(self, driver: str, claims: Claims, registry: Path, folder: Path, on_message: Callable[[str], None]):
-        """Listen. Both folders must be there. Raises OSError if another process listens at one of the sockets.
+        """Start both servers. The folders must exist. Raises OSError if another process listens at one of the sockets.
 
         Args:
             driver: The driver's name, a DNS subdomain.
             claims: Does the work.
-            registry: The kubelet's folder in which it looks for plugins' sockets.
-            folder: The folder for the service's own socket.
-            on_message: Gets sentences for the log.
+            registry: The folder in which the kubelet looks for plugins' sockets.
+            folder: The folder for the socket of the DRA service.
+            on_message: Called with messages for the log.
         """
         self.socket = folder / "dra.sock"
         self.registration_socket = registry / f"{driver}-reg.sock"
@@ -175,9 +177,10 @@ class KubeletPlugin:
         self._servers = [grpc.server(ThreadPoolExecutor(SERVICE_THREADS), options=options) for _ in range(2)]
         self._servers[0].add_generic_rpc_handlers(tuple(map(self._dra_handlers, DRA_VERSIONS)))
         self._servers[1].add_generic_rpc_handlers((self._registration_handlers(),))
-        # The service answers before the kubelet can learn of it.
+        # The DRA service starts first: the kubelet calls it as soon as it finds the registration socket.
         for server, path in zip(self._servers, (self.socket, self.registration_socket), strict=True):
             remove_abandoned(str(path))
+            # Mode 0600: only root may connect, as which the kubelet runs.
             mask = os.umask(0o177)
             try:
                 server.add_insecure_port(f"unix:{path}")
@@ -186,27 +189,30 @@ class KubeletPlugin:
             server.start()
 
     def close(self) -> None:
-        """Stop listening; requests in flight get a moment."""
+        """Stop both servers. Requests in flight have STOP_LIMIT_S to end."""
+        # Unregister first, so that the kubelet sends no further request.
         remove_path(str(self.registration_socket))
         for stopped in [server.stop(STOP_LIMIT_S) for server in reversed(self._servers)]:
             stopped.wait()
         remove_path(str(self.socket))
 
     def lost_sockets(self) -> list[Path]:
-        """Return the sockets that the kubelet can't reach, because their files were removed."""
+        """Return the sockets whose files were removed, so that the kubelet can't reach them."""
         return [path for path in (self.socket, self.registration_socket) if file_at(str(path)) is None]
 
     def _dra_handlers(self, version: str) -> "grpc.GenericRpcHandler[Any, Any]":
         def prepare(request: Any, context: grpc.ServicerContext) -> Message:
             answer = dra_message(version, "NodePrepareResourcesResponse")()
             for ref in _claims_of(request, context):
+                # Each claim has its own result: one that fails does not fail the others.
                 one = answer.claims[ref.uid]
                 try:
                     for device in self._claims.prepare(ref):
                         _add_device(one, device)
                 except Exception as error:
+                    # A partial list of devices must not look like a success.
                     one.Clear()
-                    one.error = self._told("prepare", ref, error)
+                    one.error = self._logged("prepare", ref, error)
             return answer  # type: ignore[no-any-return]
 
         def unprepare(request: Any, context: grpc.ServicerContext) -> Message:
@@ -216,7 +222,7 @@ class KubeletPlugin:
                 try:
                     self._claims.unprepare(ref)
                 except Exception as error:
-                    one.error = self._told("unprepare", ref, error)
+                    one.error = self._logged("unprepare", ref, error)
             return answer  # type: ignore[no-any-return]
 
         methods = {
@@ -245,7 +251,7 @@ class KubeletPlugin:
         }
         return grpc.method_handlers_generic_handler("pluginregistration.Registration", methods)
 
-    def _told(self, doing: str, ref: ClaimRef, error: Exception) -> str:
+    def _logged(self, doing: str, ref: ClaimRef, error: Exception) -> str:
         self._on_message(f"{doing} {ref.uid!r}: {type(error).__name__}: {error}")
         return str(error) or type(error).__name__
 
@@ -269,5 +275,6 @@ def _add_device(answer: Any, device: PreparedDevice) -> None:
         device_name=device.device,
         cdi_device_ids=[device.cdi_id],
     )
+    # v1beta1 has no such field.
     if device.share_id and "share_id" in added.DESCRIPTOR.fields_by_name:
         added.share_id = device.share_id

@@ -1,7 +1,7 @@
-"""Kubernetes' objects as far as this driver knows them: ResourceSlices that it offers, ResourceClaims that it reads.
+"""Kubernetes' objects that this driver uses: ResourceSlices that it publishes, and ResourceClaims that it reads.
 
-Cards have consumable capacity (KEP-5075): the scheduler gives several claims parts of one card's `vram`. The daemon
-decides again at each lease, so a scheduler with an old view can't grant a byte twice.
+Cards have consumable capacity (KEP-5075): the scheduler assigns parts of one card's `vram` to several claims. The
+daemon decides again at each lease, so that a scheduler with an outdated view can't assign a byte twice.
 """
 
 import http.client
@@ -20,7 +20,7 @@ from gpulease.client.errors import GpuLeaseError
 from gpulease.client.integrations.kubernetes.kubelet_plugin import ClaimRef
 
 DRIVER: Final = "dra.gpulease.internal"
-"""The driver's name. No one can register a domain under the top-level domain `internal`."""
+"""The driver's name. The top-level domain `internal` is reserved for private use."""
 
 API: Final = "resource.k8s.io/v1"
 PARAMETERS_API: Final = "gpulease.internal/v1"
@@ -28,22 +28,22 @@ PARAMETERS_KIND: Final = "LeaseParameters"
 CAPACITY: Final = "vram"
 
 LEAST_VRAM: Final = 1 << 20
-"""Smallest slice that a claim may ask for, and the step between sizes."""
+"""Smallest slice that a claim may request, and the step between sizes."""
 
 DEFAULT_VRAM: Final = 1 << 30
-"""Size of a claim that does not say."""
+"""Default size of a claim's slice."""
 
 MAX_CLAIM_BYTES: Final = 2 << 20
-"""Largest object that an API server stores is 1.5 MiB; more is not from one."""
+"""Most bytes of a claim that are read. An API server stores objects of at most 1.5 MiB."""
 
 MAX_DEVICES: Final = 32
-"""Most devices of one claim: Kubernetes' own limit. Each is a process."""
+"""Most devices of one claim, which is Kubernetes' own limit. Each device is a process."""
 
 MAX_USER: Final = 2**32 - 2
-"""Largest id of a user; the next one means "unchanged" to setuid."""
+"""Largest user id. The next number means "unchanged" in setresuid(2)."""
 
 API_LIMIT_S: Final = 10.0
-"""Seconds to wait for the API server: the kubelet gives the whole request 45 s."""
+"""Seconds to wait for the API server. The kubelet's limit for the whole request is 45 s."""
 
 _UID: Final = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _LABEL: Final = "[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
@@ -58,14 +58,17 @@ _SCALE: Final = {
 
 
 class ClaimRefused(GpuLeaseError):
-    """A claim can't be prepared as it is; its author must change it, or the cluster's operator the driver's rights."""
+    """A claim can't be prepared: its author must change it, or the operator must change the driver's permissions."""
 
     default_hint = "Compare the claim with client/integrations/kubernetes/README.md"
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceWant:
-    """A part of one card that the scheduler gave a claim. `size_bytes` None: all that the card may lease."""
+    """A part of one card that the scheduler assigned to a claim.
+
+    `size_bytes` None means all that the card may lease.
+    """
 
     request: str
     pool: str
@@ -76,7 +79,7 @@ class DeviceWant:
 
 @dataclass(frozen=True, slots=True)
 class ClaimWant:
-    """A claim's devices, the user that its pods run as, and the seconds that its leases last; None: the default."""
+    """A claim's devices, the user of its pods, and the seconds of its leases; None means the default."""
 
     devices: tuple[DeviceWant, ...]
     user: int
@@ -84,7 +87,7 @@ class ClaimWant:
 
 
 def check_ref(ref: ClaimRef) -> None:
-    """Raises ClaimRefused unless Kubernetes could have made all three names: they become parts of paths."""
+    """Raises ClaimRefused unless all three names have Kubernetes' form, because they become parts of paths."""
     for what, text, form in (
         ("uid", ref.uid, _UID),
         ("namespace", ref.namespace, _NAMESPACE),
@@ -92,15 +95,16 @@ def check_ref(ref: ClaimRef) -> None:
     ):
         if len(text) > 253 or not form.fullmatch(text):
             raise ClaimRefused(
-                f"{text[:64]!r} is not a claim's {what}", "The kubelet sends what Kubernetes made; who asks?"
+                f"{text[:64]!r} is not a claim's {what}", "Only the kubelet, with names from Kubernetes, may call this"
             )
 
 
 def parse_quantity(text: object) -> int:
-    """Convert Kubernetes' quantity, such as "4Gi", to whole bytes, rounded up. Raises ClaimRefused."""
+    """Convert a Kubernetes quantity, such as "4Gi", to whole bytes, rounded up. Raises ClaimRefused."""
     found = _QUANTITY.fullmatch(str(text)) if isinstance(text, str | int) and not isinstance(text, bool) else None
     if not found:
         raise ClaimRefused(f"{str(text)[:64]!r} must be a quantity of bytes")
+    # Decimal, because a float would round large sizes.
     number, suffix, exponent = found.groups()
     scale = _SCALE[suffix] if suffix else Decimal(10) ** int(exponent or 0)
     size = math.ceil(Decimal(number) * scale)
@@ -110,12 +114,12 @@ def parse_quantity(text: object) -> int:
 
 
 def parse_claim(claim: object, ref: ClaimRef, driver: str, pool: str) -> ClaimWant:
-    """Read what a ResourceClaim was given on this node. Raises ClaimRefused.
+    """Parse the devices of this node that were allocated to a ResourceClaim. Raises ClaimRefused.
 
     Args:
-        claim: The object as the API server answers it.
-        ref: The claim that the kubelet named. A claim of another uid is another claim of the same name.
-        driver: This driver's name; devices of others are not looked at.
+        claim: The object that the API server returned.
+        ref: The claim that the kubelet named. The same name with another uid is another claim.
+        driver: This driver's name; devices of other drivers are ignored.
         pool: This node's pool.
     """
     uid = _at(claim, "metadata", "uid")
@@ -124,12 +128,14 @@ def parse_claim(claim: object, ref: ClaimRef, driver: str, pool: str) -> ClaimWa
             f"the claim {ref.namespace}/{ref.name} has the uid {str(uid)[:64]}, not {ref.uid}",
             "It was deleted and made again: delete the pod, too",
         )
+    # The scheduler's result is in the status. The spec is only what the author requested.
     allocated = _at(claim, "status", "allocation", "devices")
     results = [one for one in _list(allocated, "results") if _at(one, "driver") == driver]
     if not 0 < len(results) <= MAX_DEVICES:
         raise ClaimRefused(f"the claim has {len(results)} devices of {driver}; 1 to {MAX_DEVICES} can be prepared")
     if others := {str(_at(one, "pool"))[:64] for one in results} - {pool}:
         raise ClaimRefused(f"the claim's devices are of {', '.join(sorted(others))}; this node is {pool}")
+    # Parameters from the class and from the claim, in this order, so that the claim's override the class's.
     given: dict[str, Any] = {}
     for config in _list(allocated, "config"):
         if _at(config, "opaque", "driver") == driver:
@@ -182,11 +188,11 @@ def _list(found: object, name: str) -> list[Any]:
     return listed if isinstance(listed, list) else []
 
 
-# --- what the node offers ---
+# --- the node's ResourceSlice ---
 
 
 def device_name(card_uuid: str) -> str:
-    """Return a card's name as a device, a DNS label made of its UUID."""
+    """Return a card's name as a device: its UUID as a DNS label."""
     return re.sub("[^a-z0-9]+", "-", card_uuid.lower()).strip("-")[:63]
 
 
@@ -196,7 +202,7 @@ def resource_slices(cards: Sequence[Mapping[str, Any]], node: str, generation: i
     Args:
         cards: The inventory's cards, with `uuid`, `name`, `driver` and `capacity_bytes`.
         node: The node's name in the cluster, and its pool's.
-        generation: Must rise when the cards change.
+        generation: Must increase when the cards change.
     """
     devices = [
         {
@@ -225,6 +231,7 @@ def resource_slices(cards: Sequence[Mapping[str, Any]], node: str, generation: i
 
 
 def _capacity(size_bytes: int) -> dict[str, Any]:
+    # Whole steps only, because the scheduler rounds requests up to a step.
     usable = size_bytes // LEAST_VRAM * LEAST_VRAM
     policy = {
         "default": str(min(DEFAULT_VRAM, usable)),
@@ -237,14 +244,16 @@ def _capacity(size_bytes: int) -> dict[str, Any]:
 
 
 class ApiServer:
-    """Reads claims from the cluster's API server, as the service account of this pod."""
+    """Reads claims from the cluster's API server, with the service account of this pod."""
 
     def __init__(self, url: str, token_file: Path | None, ca_file: Path | None) -> None:
-        """Raises ClaimRefused for an address that would carry the account's token in the clear over a network."""
+        """Raises ClaimRefused for an address to which the account's token would go unencrypted over a network."""
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
         if parts.scheme not in ("https", "http") or (parts.scheme == "http" and host not in ("127.0.0.1", "localhost")):
-            raise ClaimRefused(f"the API server {url!r} is not https", "Plain http is for this host's `kubectl proxy`")
+            raise ClaimRefused(
+                f"the API server must be https, not {url!r}", "Use http only for this host's `kubectl proxy`"
+            )
         self._token_file = token_file
         self._connect: Callable[[], http.client.HTTPConnection]
         if parts.scheme == "https":
@@ -254,13 +263,13 @@ class ApiServer:
             self._connect = lambda: http.client.HTTPConnection(host, port, timeout=API_LIMIT_S)
 
     def claim(self, ref: ClaimRef) -> object:
-        """Return a claim's object. Raises ClaimRefused where the server has none, or does not give it."""
+        """Return a claim's object. Raises ClaimRefused if it does not exist, or can't be read."""
         check_ref(ref)
         headers = {"Accept": "application/json"}
         connection = self._connect()
         try:
             if self._token_file is not None:
-                # The kubelet replaces it every hour.
+                # Read for each request, because the kubelet replaces the token every hour.
                 headers["Authorization"] = f"Bearer {self._token_file.read_text().strip()}"
             path = f"/apis/{API}/namespaces/{ref.namespace}/resourceclaims/{ref.name}"
             connection.request("GET", path, headers=headers)

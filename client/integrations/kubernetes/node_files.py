@@ -1,6 +1,6 @@
-"""Files of the driver on its node: what it prepared, tokens for pods, and CDI specifications.
+"""The driver's files on its node: records of prepared claims, tokens for pods, and CDI specifications.
 
-Each claim has a record, a folder with its tokens, and a specification. Every file is replaced whole. The record is on
+Each claim has a record, a folder with its tokens, and a specification. Files are replaced atomically. The record is on
 the disk before anything is reported to the kubelet.
 """
 
@@ -22,27 +22,27 @@ CDI_VERSION: Final = "0.6.0"
 CDI_KIND: Final = "gpulease.internal/lease"
 
 POD_FOLDER: Final = "/run/gpulease"
-"""Folder inside a container: the daemon's socket lies there, and a folder for each claim."""
+"""Folder inside a container, which has the daemon's socket and a folder for each claim."""
 
 TOKEN_VARIABLE: Final = "GPULEASE_TOKEN_FILE"
-"""Environment variable by which a container finds its token; with _REQUEST behind it, that of a claim's request."""
+"""Environment variable with the path of a container's token; with the suffix _REQUEST, of that request's token."""
 
 MAX_RECORD_BYTES: Final = 1 << 20
-"""Largest record: one of 32 devices has some 10 KiB. A larger one is not this driver's."""
+"""Most bytes of a record that are read. A record of 32 devices has some 10 KiB."""
 
 _RECORD_VERSION: Final = 1
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 class RecordUnreadable(GpuLeaseError):
-    """A file of prepared claims can't be understood."""
+    """The record of a prepared claim is invalid or from another version."""
 
     default_hint = "Was it changed, or written by a newer driver? Move it away once no pod uses its claim"
 
 
 @dataclass(frozen=True, slots=True)
 class HeldLease:
-    """A lease that serves one request of a claim. `lease_id` has 32 hex digits, as reports do."""
+    """A lease that serves one request of a claim. `lease_id` is 32 hex digits, as in reports."""
 
     request: str
     pool: str
@@ -53,15 +53,15 @@ class HeldLease:
 
 @dataclass(frozen=True, slots=True)
 class ClaimRecord:
-    """A claim that holds leases.
+    """The record of a claim that holds leases.
 
     Attributes:
         uid: The claim's uid.
-        boot_id: The host's (random(4)) when the leases were made. No lease outlives a boot.
+        boot_id: The host's boot id (random(4)) when the leases were made. No lease survives a reboot.
         user: The user id that its pods run as.
         audience: The user's audience on the node, in hex digits.
-        leases: The leases that were made for it so far.
-        is_ready: True once all of them last for the claim's time; the kubelet is told only then.
+        leases: The leases that were acquired for it so far.
+        is_ready: Whether the claim is fully prepared. The kubelet is notified only then.
     """
 
     uid: str
@@ -72,15 +72,15 @@ class ClaimRecord:
     is_ready: bool = False
 
     def with_lease(self, lease: HeldLease) -> Self:
-        """Return the record with one more lease."""
+        """Return a copy of the record with one more lease."""
         return replace(self, leases=(*self.leases, lease))
 
 
 class NodeFiles:
-    """The driver's files in two folders, its own and the one in which container runtimes look for CDI."""
+    """The driver's files in two folders: its own, and the one in which container runtimes look for CDI."""
 
     def __init__(self, state: Path, cdi: Path) -> None:
-        """Make the folders. Only this user can read the driver's own one: it holds tokens."""
+        """Create the folders. Only this user can read the driver's own folder, because it contains tokens."""
         self._records, self._tokens, self._cdi = state / "claims", state / "tokens", cdi
         state.mkdir(mode=0o700, parents=True, exist_ok=True)
         for folder in (self._records, self._tokens):
@@ -94,7 +94,7 @@ class NodeFiles:
         return sorted(path.stem for path in self._records.glob("*.json"))
 
     def record(self, uid: str) -> ClaimRecord | None:
-        """Return a claim's record, None if it has none. Raises RecordUnreadable, OSError."""
+        """Return a claim's record; None if it has none. Raises RecordUnreadable, OSError."""
         try:
             return self._read(self._records / f"{uid}.json")
         except FileNotFoundError:
@@ -106,6 +106,7 @@ class NodeFiles:
                 found = json.loads(file.read(MAX_RECORD_BYTES))
             if found.pop("version") != _RECORD_VERSION or found["uid"] != path.stem:
                 raise ValueError("another version, or another claim's")
+            # Unknown or missing members make this raise TypeError, which counts as unreadable.
             record = ClaimRecord(**found | {"leases": tuple(HeldLease(**lease) for lease in found["leases"])})
             _check(record)
             return record
@@ -113,12 +114,12 @@ class NodeFiles:
             raise RecordUnreadable(f"{path}: {error}") from None
 
     def save(self, record: ClaimRecord) -> None:
-        """Write a claim's record; it is on the disk when this returns."""
+        """Write a claim's record. It is on the disk when this returns."""
         text = json.dumps({"version": _RECORD_VERSION} | asdict(record))
         _replace(self._records / f"{record.uid}.json", text.encode(), 0o600, is_synced=True)
 
     def forget(self, uid: str) -> None:
-        """Take a claim's files away, its record last. Raises OSError; then the record stays."""
+        """Delete a claim's files, its record last. If it raises OSError, the record stays."""
         self._spec_path(uid).unlink(missing_ok=True)
         with suppress(FileNotFoundError):
             shutil.rmtree(self._tokens / uid)
@@ -128,15 +129,16 @@ class NodeFiles:
     # --- what pods get ---
 
     def write_token(self, record: ClaimRecord, number: int, token: str) -> None:
-        """Write the token of a claim's lease, for the pod's user alone."""
+        """Write the token of a claim's lease, readable only for the pod's user."""
         folder = self._tokens / record.uid
         folder.mkdir(mode=0o500, exist_ok=True)
+        # The pod's user may enter the folder, but not write to it.
         if os.geteuid() != record.user:
             os.chown(folder, record.user, -1)
         _replace(folder / f"token-{number}", token.encode(), 0o400, owner=record.user)
 
     def drop_token(self, uid: str, number: int) -> None:
-        """Take the token of a lease that is over away."""
+        """Delete the token of a lease that is over."""
         (self._tokens / uid / f"token-{number}").unlink(missing_ok=True)
 
     def write_spec(self, record: ClaimRecord, daemon_socket: Path) -> None:
@@ -149,7 +151,7 @@ class NodeFiles:
 
 
 def _check(record: ClaimRecord) -> None:
-    """Raises ValueError or TypeError for a record that this driver never wrote: its parts go on to the kernel."""
+    """Raises ValueError or TypeError for a record that this driver can't have written, before its parts are used."""
     if type(record.user) is not int or not 0 < record.user <= MAX_USER or type(record.is_ready) is not bool:
         raise ValueError("its user is missing, or its readiness is")
     if not isinstance(record.boot_id, str):
@@ -162,19 +164,19 @@ def _check(record: ClaimRecord) -> None:
 
 
 def boot_id() -> str:
-    """Return the host's boot id (random(4)), in containers too."""
+    """Return the host's boot id (random(4)), which is the same in containers."""
     return _BOOT_ID.read_text().strip()
 
 
 def cdi_id(uid: str, number: int) -> str:
-    """Return the name by which the kubelet has a container runtime add a claim's device."""
+    """Return the CDI name of a claim's device, by which a container runtime adds it to a container."""
     return f"{CDI_KIND}={uid}-{number}"
 
 
 def cdi_spec(record: ClaimRecord, daemon_socket: Path, tokens: Path) -> dict[str, Any]:
-    """Describe what a container gets: the daemon's socket, its tokens, two variables, and no device node.
+    """Return the specification of what a container gets: the daemon's socket, its tokens and environment variables.
 
-    A GPU's device nodes would let it pass the daemon by.
+    It gets no device node of a GPU, with which it could bypass the daemon.
     """
     folder = f"{POD_FOLDER}/claims/{record.uid}"
     common = {
@@ -186,6 +188,7 @@ def cdi_spec(record: ClaimRecord, daemon_socket: Path, tokens: Path) -> dict[str
     }
     devices = []
     for number, lease in enumerate(record.leases):
+        # A request's name is a DNS label, which may have dashes; a variable's name may not.
         of_request = "".join(mark if mark.isalnum() else "_" for mark in lease.request.upper())
         path = f"{folder}/token-{number}"
         env = [f"{TOKEN_VARIABLE}={path}", f"{TOKEN_VARIABLE}_{of_request}={path}"]
@@ -198,6 +201,8 @@ def _mount(host: str, container: str) -> Mapping[str, Any]:
 
 
 def _replace(path: Path, data: bytes, mode: int, *, owner: int | None = None, is_synced: bool = False) -> None:
+    # Write a new file and rename it over the old one, so that readers see one or the other in full. O_EXCL refuses a
+    # link that another user may have placed there.
     new = path.with_name(f".{path.name}.new")
     new.unlink(missing_ok=True)
     descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
@@ -210,6 +215,7 @@ def _replace(path: Path, data: bytes, mode: int, *, owner: int | None = None, is
         if is_synced:
             os.fsync(file.fileno())
     new.replace(path)
+    # The rename itself is on the disk only once the folder is.
     if is_synced:
         _sync(path.parent)
 

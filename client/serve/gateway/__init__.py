@@ -1,4 +1,4 @@
-"""Serve each request on a lease of its own, with one effect however often the request is sent.
+"""Serves each request on its own lease, with one effect even if the request is sent repeatedly.
 
     from gpulease.client.serve.gateway import DaemonEffects, InferenceKernel, InferenceRequest
     from gpulease.client.serve.gateway import NodeAuthority, SqliteStore

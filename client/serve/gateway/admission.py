@@ -1,4 +1,4 @@
-"""Bounds on a gateway's work: requests served at a time, requests that wait, and how long they wait."""
+"""Limits of a gateway's work: requests served at the same time, requests that wait, and the time that they wait."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -9,7 +9,7 @@ from typing import Final
 from gpulease.client.serve.gateway.gateway_errors import Overloaded
 
 RETRY_S: Final = 1.0
-"""Seconds after which a request that found no room may be sent again."""
+"""Seconds of Retry-After for a request that found no room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,12 +17,12 @@ class Bounds:
     """Limits of one gateway.
 
     Attributes:
-        max_in_flight: Requests served at the same time, each on a lease of its own.
-        max_queue: Requests that may wait in addition. They hold no lease and no reservation.
-        queue_s: Seconds that a request waits, here and in the daemon's queue together.
+        max_in_flight: Requests served at the same time, each on its own lease.
+        max_queue: Further requests that may wait. They hold no lease and no reservation.
+        queue_s: Seconds that a request may wait, here and in the daemon's queue together.
         body_s: Seconds in which a request's body must arrive.
-        join_s: Seconds that a request waits for another attempt at the same one.
-        keep_s: Seconds for which an outcome is kept.
+        join_s: Seconds that a request waits for another attempt at the same request.
+        keep_s: Seconds for which outcomes are kept.
     """
 
     max_in_flight: int = 4
@@ -37,7 +37,7 @@ class Admission:
     """The places of one gateway, in one event loop.
 
     Attributes:
-        taken: Places taken, by requests that are served and by requests that wait.
+        taken: Places taken by requests that are served or wait.
         in_flight: Requests being served.
     """
 
@@ -49,8 +49,12 @@ class Admission:
 
     @contextmanager
     def place(self) -> Iterator[None]:
-        """Hold a place to be served from or to wait in; taken before the body is read. Raises Overloaded."""
+        """Hold a place, for serving or waiting, during the block.
+
+        Take it before reading the body. Raises Overloaded.
+        """
         most = self._bounds.max_in_flight + self._bounds.max_queue
+        # No await between the check and the increment, so requests of one loop can't both take the last place.
         if self.taken >= most:
             raise Overloaded(f"{most} requests are served or wait, the most there may be", RETRY_S, is_queue_full=True)
         self.taken += 1
@@ -61,7 +65,7 @@ class Admission:
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[float]:
-        """Wait for the right to be served; yields the seconds of waiting that are left. Raises Overloaded."""
+        """Wait for a slot and hold it during the block. Yields the seconds of waiting left. Raises Overloaded."""
         loop = asyncio.get_running_loop()
         until = loop.time() + self._bounds.queue_s
         try:
@@ -75,6 +79,7 @@ class Admission:
             ) from None
         self.in_flight += 1
         try:
+            # The rest of `queue_s` may be spent in the daemon's queue.
             yield max(0.0, until - loop.time())
         finally:
             self.in_flight -= 1

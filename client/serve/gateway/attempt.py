@@ -1,21 +1,21 @@
-"""An attempt at a request, on a lease of its own, with one effect however often the request is sent.
+"""An attempt at a request, on its own lease, with one effect even if the request is sent repeatedly.
 
-The order of the steps, and why:
+The order of the steps, and the reasons:
 
-1. Reserve the request in the store. The store answers a request that was done. If another attempt is under way, wait
-   for it, then refuse.
-2. Acquire the lease, issue a grant of exactly SUBMISSION, and validate it: all before any work on the card.
-3. As the lease's owner, copy the input in. The grant permits no copies: the memory stays its owner's.
-4. By the grant, load the module. Then record in the store, under the reservation's epoch, that the effect may begin.
-   An attempt that was replaced by another learns it here, and stops. Then launch and wait.
+1. Reserve the request in the store. If it was done, the store returns its outcome. If another attempt is under way,
+   wait for it, then refuse.
+2. Acquire the lease, issue a grant of exactly SUBMISSION, and validate it, all before any work on the card.
+3. As the lease's owner, copy the input in. The grant permits no copies, so only the owner has access to the memory.
+4. With the grant, load the module. Then record in the store, under the reservation's epoch, that the effect may begin.
+   If another attempt has replaced this one, the store refuses, and this attempt stops. Then launch and wait.
 5. As the owner again, read the output. (The lease is SESSION_EXCLUSIVE: one connection at a time. Owner and grant
-   alternate, and no third connection can come between.)
-6. Record the outcome, free the lease and with it all of its memory, answer.
+   alternate, and no third connection can come in between.)
+6. Record the outcome, free the lease with all of its memory, and reply.
 
-Until the launch, any failure releases the reservation: nothing was done, and the request may be tried again. From the
-launch on, a failure is the outcome, and every later request of that id gets it. If this process dies, the daemon
-ends the lease at its deadline. The claim runs out CLAIM_MARGIN_S later, so the attempt that takes the request over
-finds that nothing of the earlier one can still be running.
+Before the launch, any failure releases the reservation: nothing was done, and the request may be retried. From the
+launch on, a failure is the outcome, and every later request of that id gets it. If this process dies, the daemon ends
+the lease at its deadline. The claim expires CLAIM_MARGIN_S later, so when another attempt takes the request over,
+nothing of the earlier one can still be running.
 """
 
 import math
@@ -52,44 +52,44 @@ from gpulease.protocol.back_off import back_off_s
 from gpulease.protocol.capabilities import Permission, names_of
 
 SUBMISSION: Final = Permission.LEASE_QUERY | Permission.TASKLET_SUBMIT
-"""The permissions of a request's grant, no more and no less. Its holder can load and launch. It can neither read the
-lease's memory through the session nor renew, free or revoke the lease."""
+"""The exact permissions of a request's grant. Its holder can load and launch. It can neither read the lease's memory
+through the session nor renew, free or revoke the lease."""
 
 MAX_TOKEN_S: Final = 300.0
-"""Longest life of a token in seconds, by the protocol."""
+"""Longest life of a token in seconds, which the protocol sets."""
 
 
 class Authority(Protocol):
-    """Issues grants and validates them."""
+    """Issues the grants of requests, and validates them before they are used."""
 
     def issue(self, lease: GpuLease, audience: bytes | None, ttl_s: float, nonce: int) -> Grant:
-        """Issue a grant of SUBMISSION on a lease."""
+        """Issue a grant of SUBMISSION on a lease, for `audience`; None means this program's own user."""
         ...
 
     def check(self, grant: Grant, lease: GpuLease, now_unix_s: float) -> None:
-        """Raise CapabilityRefused unless this program may submit to the lease by the grant, and do nothing else."""
+        """Raise CapabilityRefused unless the grant permits SUBMISSION on this lease, and nothing else."""
         ...
 
 
 class NodeAuthority:
-    """The lease's own node: it signs the grant, and validates it again before any work is done."""
+    """The lease's node as the authority: it signs the grant, and validates it before any work is done."""
 
     def issue(self, lease: GpuLease, audience: bytes | None, ttl_s: float, nonce: int) -> Grant:
-        """Have the lease's node issue a grant of SUBMISSION."""
         return lease.issue(SUBMISSION, audience, min(ttl_s, MAX_TOKEN_S), nonce)
 
     def check(self, grant: Grant, lease: GpuLease, now_unix_s: float) -> None:
-        """Have the lease's node say what the grant permits. Raises CapabilityRefused."""
+        """Compare the grant, as the lease's node reads it, with what it must permit. Raises CapabilityRefused."""
         try:
             held = lease.inspect_token(grant)
         except Denied as error:
             raise CapabilityRefused(f"the grant is refused: {error.message}", error.hint) from None
         if held.lease_id != lease.lease_id:
             raise CapabilityRefused(f"the grant is of lease {held.lease_id}, not of {lease.lease_id}")
+        # Equality, not "at least": a grant with more rights than needed is refused, too.
         if held.permissions != SUBMISSION:
             given, wanted = ", ".join(names_of(held.permissions)), ", ".join(names_of(SUBMISSION))
             raise CapabilityRefused(f"the grant permits {given}; it must permit {wanted}, no less and no more")
-        # The node's date is in whole seconds, rounded down.
+        # The node's date is in whole seconds, rounded down, so compare with the floor.
         if held.ttl_s <= 0 or held.expires_at_unix_secs < math.floor(now_unix_s):
             raise CapabilityRefused(
                 f"the grant ends at {held.expires_at_unix_secs}, and by the request's date it is {now_unix_s:.0f}",
@@ -98,7 +98,7 @@ class NodeAuthority:
 
 
 class Effects(Protocol):
-    """Every effect of serving a request, behind one object, so that a test can fail each step.
+    """Every external effect of serving a request, behind one interface, so that tests can make each step fail.
 
     Attributes:
         store: Reserves and completes requests.
@@ -111,35 +111,35 @@ class Effects(Protocol):
     join_s: float
 
     def monotonic_s(self) -> float:
-        """Return the time for waits, in seconds."""
+        """Return the clock that measures waits, in seconds."""
         ...
 
     def sleep(self, seconds: float) -> None:
-        """Wait."""
+        """Wait between two looks at another attempt."""
         ...
 
     def acquire(self, min_vram_bytes: int, ttl_s: float) -> GpuLease:
-        """Acquire a SESSION_EXCLUSIVE lease. Raises CapacityExceeded if there is no room in time."""
+        """Acquire a SESSION_EXCLUSIVE lease. Raises CapacityExceeded if no room becomes free in time."""
         ...
 
     def open(self, lease: GpuLease) -> GpuSession:
-        """Open the lease's session as its owner."""
+        """Open the lease's session as the lease's owner, which may copy."""
         ...
 
     def attach(self, grant: Grant, lease: GpuLease) -> GpuSession:
-        """Open the lease's session by a grant; the session's worker refuses operations outside the grant."""
+        """Open the lease's session with a grant. The worker refuses operations that the grant does not permit."""
         ...
 
 
 COPYING: Final = Permission.MEM_READ | Permission.MEM_WRITE
-"""Permissions of the owner's own sessions where the daemon demands a token: copy in and out, launch nothing."""
+"""Permissions of the owner's own sessions if the daemon requires a token: copy in and out, but not launch."""
 
 
 class DaemonEffects:
-    """Effects on a store and on the daemon at `address` (None: the one that `GpuBuilder` finds).
+    """The real effects, with a store and the daemon at `address` (None: the one that `GpuBuilder` finds).
 
-    With `by_token`, a grant of COPYING that the owner issues to itself opens each of the owner's sessions: a token
-    opens one session. Daemons with `require_token = ["attach"]` need that.
+    With `by_token`, the owner opens each of its sessions with a new grant of COPYING to itself, because a token opens
+    only one session. Daemons with `require_token = ["attach"]` need that.
     """
 
     def __init__(
@@ -155,37 +155,34 @@ class DaemonEffects:
         self._address, self._by_token = address, by_token
 
     def monotonic_s(self) -> float:
-        """Return the time for waits, in seconds."""
         return time.monotonic()
 
     def sleep(self, seconds: float) -> None:
-        """Wait."""
         time.sleep(seconds)
 
     def acquire(self, min_vram_bytes: int, ttl_s: float) -> GpuLease:
-        """Acquire a SESSION_EXCLUSIVE lease from the daemon."""
         builder = GpuBuilder(self._address).min_vram(min_vram_bytes).lease_secs(ttl_s).timeout(self.wait_s)
-        # All requests share one interpreter: a thread that spins for its reply keeps the others from theirs.
+        # Block instead of spinning: all requests share one interpreter, and a spinning thread would delay the others.
         builder = builder.exclusivity(Exclusivity.SESSION_EXCLUSIVE).waiting(Waiting.BLOCK)
         return builder.acquire()
 
     def open(self, lease: GpuLease) -> GpuSession:
-        """Open the lease's session as its owner."""
         if self._by_token:
             return GpuSession(lease, grant=lease.issue(COPYING, ttl_secs=MAX_TOKEN_S))
         return GpuSession(lease)
 
     def attach(self, grant: Grant, lease: GpuLease) -> GpuSession:
-        """Open the lease's session by a grant."""
         return GpuSession(lease, grant=grant)
 
 
 CLAIM_MARGIN_S: Final = 15.0
-"""Seconds after the end of its lease in which an attempt may still record its outcome."""
+"""Seconds after the end of its lease in which an attempt may still record its outcome, before its claim expires."""
 
 END_MARGIN_S: Final = 0.5
-"""Seconds. A grant that ends so shortly before its lease ended because of it: the clocks step, and a host may be
-slow."""
+"""Seconds.
+
+A grant that ends this shortly before its lease ended with it: clocks are adjusted, and a host may be slow.
+"""
 
 _JOIN_PAUSE_S: Final = 0.02
 _LONGEST_JOIN_PAUSE_S: Final = 0.25
@@ -198,20 +195,21 @@ def serve_inference_request(
     module_bytes: bytes,
     kernel: InferenceKernel,
 ) -> InferenceResponse:
-    """Serve the request once, or return the outcome of the time it was served.
+    """Serve the request, or return the outcome if it was served before.
 
     Raises:
-        InvalidRequest: The request makes no sense, or its input or output is too large.
-        OperationConflict: Its id stands for another operation.
-        OperationInProgress: Another attempt has not ended within `effects.join_s`.
+        InvalidRequest: The request is invalid, or its input or output is too large.
+        OperationConflict: Its id was used for another operation.
+        OperationInProgress: Another attempt did not end within `effects.join_s`.
         CapabilityRefused: The grant does not permit the submission. Nothing was done on the card.
-        OperationFailed: The request was attempted and failed, now or earlier. It is not done again.
-        OutcomeUnknown: An earlier attempt may have done the request. It is not done again.
-        StaleEpoch: This attempt was taken for dead, and another has its place.
+        OperationFailed: The request was attempted and failed, now or earlier. It is not executed again.
+        OutcomeUnknown: An earlier attempt may have executed the request. It is not executed again.
+        StaleEpoch: This attempt was presumed dead, and another one replaced it.
         StoreUnavailable: The store does not answer.
-        CapacityExceeded, LoadFailed and other GpuLeaseErrors: Nothing was launched; the request may be tried again.
+        CapacityExceeded, LoadFailed and other GpuLeaseErrors: Nothing was launched; the request may be retried.
     """
     request.check()
+    # Step 1 of the module's docstring. A request that was done before needs no lease.
     held = _reserve(effects, request)
     if isinstance(held, InferenceResponse):
         return held
@@ -220,11 +218,12 @@ def serve_inference_request(
         try:
             return _serve_on_lease(effects, authority, request, module_bytes, kernel, held, lease)
         finally:
-            # The outcome is known already, and the daemon ends the lease at its deadline anyway.
+            # Step 6. A failure here is ignored: the outcome is recorded, and the daemon ends the lease at its deadline.
             with suppress(GpuLeaseError), lease:
                 pass
     except BaseException:
-        # The store refuses this once the effect may have begun. If the store is away, the claim runs out by itself.
+        # Allow a retry. Once the effect may have begun, the store refuses the release. If the store does not answer,
+        # the claim expires by itself.
         with suppress(GatewayError):
             effects.store.release(held)
         raise
@@ -232,6 +231,7 @@ def serve_inference_request(
 
 def _reserve(effects: Effects, request: InferenceRequest) -> Reservation | InferenceResponse:
     key, operation = request.key(), request.operation()
+    # The claim must outlive everything that this attempt can still do: its wait, its lease, and recording the outcome.
     claim_ttl_s = effects.wait_s + request.lease_ttl_secs + CLAIM_MARGIN_S
     until = effects.monotonic_s() + effects.join_s
     looks = 0
@@ -247,6 +247,7 @@ def _reserve(effects: Effects, request: InferenceRequest) -> Reservation | Infer
                     "retried"
                 )
             case InFlight(remaining_s=remaining_s):
+                # Poll, because the other attempt may be in another gateway.
                 left_s = until - effects.monotonic_s()
                 if left_s <= 0:
                     raise OperationInProgress(f"{key}: another attempt is at it", remaining_s)
@@ -263,34 +264,42 @@ def _serve_on_lease(
     held: Reservation,
     lease: GpuLease,
 ) -> InferenceResponse:
+    # Step 2.
     grant = authority.issue(lease, request.audience, request.lease_ttl_secs, request.token_nonce)
     authority.check(grant, lease, request.now_secs)
+    # Step 3.
     into, out_of = _copy_in(effects, request, kernel, lease)
+    # Step 4. Everything that can fail without an effect, such as loading, comes before `start`.
     with effects.attach(grant, lease) as guest:
         module = guest.module_load(module_bytes)
         args = _arguments(kernel, request, into, out_of)
+        # The point of no return: durable in the store before the launch. From here on any failure is the outcome.
         effects.store.start(held)
         with _recorded_on_failure(effects, held):
             _run(guest, lease, module, kernel, args, request.output_len)
     with _recorded_on_failure(effects, held):
+        # Step 5, and the record of step 6.
         output = _copy_out(effects, request, lease, out_of)
         return _complete(effects, request, held, lease, grant, output)
 
 
 def _input_bytes(request: InferenceRequest, kernel: InferenceKernel) -> int:
-    """Size of the input's memory; at least 1, because a kernel gets an address for an empty input, too."""
+    """Return the size of the input's memory: at least 1, because a kernel gets an address even for an empty input."""
     return max(1, len(request.input), request.output_len if kernel.is_in_place else 0)
 
 
 def _copy_in(effects: Effects, request: InferenceRequest, kernel: InferenceKernel, lease: GpuLease) -> tuple[int, int]:
-    """Return the device addresses of the input and of the output, which is zeroed or is the input's own memory."""
+    """Copy the input in. Returns the device addresses of the input and of the output.
+
+    The output is zeroed memory, or the input's own memory if the kernel works in place.
+    """
     with effects.open(lease) as owner:
         into = owner.mem_alloc(_input_bytes(request, kernel))
         out_of = into if kernel.is_in_place else owner.mem_alloc(request.output_len)
         if request.input:
             owner.mem_write(into, 0, request.input)
         if owner.owns_memory:
-            # The guest needs them after this session's end.
+            # Memory ends with its session unless it is kept, and the grant's session needs it next.
             owner.keep(into, "in")
             if out_of is not into:
                 owner.keep(out_of, "out")
@@ -315,7 +324,7 @@ def _run(
     try:
         guest.sync()
     except Denied as error:
-        # The grant ends with its lease, and chance decides which end is noticed first.
+        # The grant ends together with the lease, and either end may be noticed first. Report the lease's end.
         if lease.remaining_s > END_MARGIN_S:
             raise
         raise LeaseExpired(f"the lease ended, and with it the grant, before the kernel did: {error.message}") from error
@@ -337,7 +346,7 @@ def _complete(
 
 @contextmanager
 def _recorded_on_failure(effects: Effects, held: Reservation) -> Iterator[None]:
-    """Record a failure after the launch as the outcome; errors of the store itself are passed on."""
+    """Record a failure after `start` as the request's outcome. Errors of the store itself are raised unchanged."""
     try:
         yield
     except GatewayError:

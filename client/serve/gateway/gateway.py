@@ -1,17 +1,17 @@
 """`Gateway`: one lease per request, over HTTP. `http.application` has the routes.
 
-A body of application/octet-stream is the input, and `?output_len=` says how many bytes of output are wanted. A body of
-application/json is `{"input_base64": "...", "output_len": 4096}`. The answer has the form of the body, or the one that
-Accept names. Every request needs the header Idempotency-Key: a client that sends the same request with the same
-key gets the same outcome.
+A body of application/octet-stream is the input, and `?output_len=` is the number of output bytes. A body of
+application/json is `{"input_base64": "...", "output_len": 4096}`. The reply has the body's media type, or the one that
+Accept names. Every request needs the header Idempotency-Key: repeating a request with the same key returns the same
+outcome.
 
-A request that is not served is answered by a problem (RFC 9457):
+A request that fails gets a problem reply (RFC 9457):
 
 | status | code | meaning | Retry-After |
 |---|---|---|---|
-| 400 | invalid_request | the request makes no sense | |
-| 403 | foreign_page | another site's page asks, in a browser: see `protocol.http_origin` | |
-| 404 | no_such_model | this gateway serves no such model | |
+| 400 | invalid_request | the request is invalid | |
+| 403 | foreign_page | another site's page sent it, in a browser: see `protocol.http_origin` | |
+| 404 | no_such_model | this gateway does not serve this model | |
 | 408 | body_too_slow | the body did not arrive in time | |
 | 409 | in_progress | another attempt at the same request has not ended | yes |
 | 413 | too_large | the body is larger than any input | |
@@ -19,15 +19,15 @@ A request that is not served is answered by a problem (RFC 9457):
 | 421 | unknown_host | the Host header does not name this gateway: see `--host-name` | |
 | 422 | key_conflict | the Idempotency-Key was used for another request | |
 | 429 | queue_full | too many requests wait already | yes |
-| 500 | operation_failed | the request was attempted and failed (`kind`); it is not done again | |
-| 500 | outcome_unknown | the request was begun, and its outcome is unknown; it is not done again | |
-| 500 | not_started | the model can't be run: it does not load, or needs more memory than its lease has | |
-| 500 | internal | the gateway is at fault; its log says more | |
+| 500 | operation_failed | the request was attempted and failed (`kind`); it is not executed again | |
+| 500 | outcome_unknown | the request was begun, and its outcome is unknown; it is not executed again | |
+| 500 | not_started | the model can't be run: it can't be loaded, or needs more memory than its lease has | |
+| 500 | internal | the gateway failed; its log has the error | |
 | 502 | capability_refused | the node did not accept the grant; nothing was done | |
 | 503 | queue_timeout, no_capacity | no place here, or no room on a card, in time | yes |
 | 503 | unavailable | no daemon or store answers, the node is drained, or the lease ended before the launch | yes |
 
-Ask again, with the same Idempotency-Key, after 409 and after any status of 429 and above with Retry-After.
+Retry, with the same Idempotency-Key, after 409 and after any status of 429 and above with Retry-After.
 """
 
 import asyncio
@@ -84,11 +84,11 @@ FORGET_EVERY_S: Final = 600.0
 _log: Final = logging.getLogger("gpulease.gateway")
 
 MakeEffects = Callable[[float, float], Effects]
-"""Makes Effects from two waits in seconds: for a lease, and for another attempt."""
+"""Makes Effects from two limits in seconds: of the wait for a lease, and of the wait for another attempt."""
 
 
 class Gateway:
-    """Serves inference requests over HTTP, each on a lease of its own."""
+    """Serves inference requests over HTTP, each on its own lease."""
 
     def __init__(
         self,
@@ -106,7 +106,6 @@ class Gateway:
         self._ended_by_id: dict[str, asyncio.Event] = {}
 
     def app(self) -> Starlette:
-        """Return the ASGI application."""
         return make_application(
             infer=self._infer,
             models=self._describe_models,
@@ -117,6 +116,7 @@ class Gateway:
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        # An attempt blocks, so each has a thread. Made here because it needs the running loop.
         self._threads = anyio.CapacityLimiter(self._bounds.max_in_flight)
         forgetting = asyncio.create_task(self._forget_old_outcomes())
         try:
@@ -130,15 +130,17 @@ class Gateway:
         while True:
             try:
                 await anyio.to_thread.run_sync(self._store.forget, self._bounds.keep_s)
+            # Not urgent: the next round removes them.
             except StoreUnavailable as error:
                 _log.warning("outcomes are kept for longer: %s", error)
             await asyncio.sleep(FORGET_EVERY_S)
 
     async def _infer(self, request: Request) -> Response:
         began_s, request_id = time.monotonic(), ""
+        # Only served models become labels of metrics, so that callers can't create series.
         model_id = request.path_params["model"] if request.path_params["model"] in self._models else ""
         try:
-            # First of all checks, so that a client that asks too much learns that before anything else.
+            # Take a place before any other check, so that an overloaded gateway spends nothing on the request.
             with self._admission.place():
                 if not model_id:
                     raise RequestRefused(Problem(404, "no_such_model", "This gateway serves no such model."))
@@ -157,6 +159,7 @@ class Gateway:
             problem = problem_of(error)
             if problem.code == "internal":
                 _log.exception("request %s failed", request_id)
+            # The client does not see the error's own text, so the log must have it.
             elif problem.detail != str(error):
                 _log.warning("request %s: %s: %s", request_id, type(error).__name__, str(error))
             outcome, answer = problem.code, _problem_response(problem, request_id)
@@ -168,6 +171,7 @@ class Gateway:
         if parsed.output_len > model.max_output_bytes:
             text = f"Model {model_id} gives at most {model.max_output_bytes} bytes of output."
             raise RequestRefused(Problem(400, "invalid_request", text))
+        # First wait for other requests of the same id, then for a slot: a repeated request must not occupy two.
         async with self._exclusively(request_id) as join_s, self._admission.slot() as left_s:
             inference = InferenceRequest(
                 request_id,
@@ -181,7 +185,8 @@ class Gateway:
                 now_secs=time.time(),
             )
             effects = self._effects(left_s, join_s)
-            # The thread is not abandoned: a client that hangs up does not end an attempt.
+            # Not abandoned on cancellation: a client that disconnects must not end an attempt between launch and
+            # record.
             return await anyio.to_thread.run_sync(
                 serve_inference_request,
                 effects,
@@ -194,9 +199,9 @@ class Gateway:
 
     @asynccontextmanager
     async def _exclusively(self, request_id: str) -> AsyncIterator[float]:
-        """Wait until no other request of this id is served here, without taking a slot that another request could use.
+        """Wait until this gateway serves no other request of this id, and hold the id during the block.
 
-        Yields the seconds left to wait for an attempt of another gateway.
+        The wait takes no slot. Yields the seconds left to wait for an attempt in another gateway.
         """
         loop = asyncio.get_running_loop()
         until = loop.time() + self._bounds.join_s
@@ -232,12 +237,12 @@ def _problem_response(problem: Problem, request_id: str) -> Response:
 
 
 RETRY_S: Final = 1.0
-"""Seconds after which an attempt makes sense again."""
+"""Seconds of Retry-After for a failure that is usually short."""
 LONGEST_RETRY_S: Final = 5.0
-"""Longest Retry-After, in seconds: another attempt mostly ends long before its claim does."""
+"""Longest Retry-After in seconds: another attempt usually ends long before its claim expires."""
 
 _BY_KIND: Final[tuple[tuple[type[Exception], int, str, float | None], ...]] = (
-    # The first match counts, so subclasses come before their bases.
+    # The first class that matches counts, so subclasses come before their bases.
     (OperationConflict, 422, "key_conflict", None),
     (StaleEpoch, 409, "in_progress", RETRY_S),
     (OutcomeUnknown, 500, "outcome_unknown", None),
@@ -259,7 +264,7 @@ _BY_KIND: Final[tuple[tuple[type[Exception], int, str, float | None], ...]] = (
 
 
 def problem_of(error: BaseException) -> Problem:
-    """Return the problem that reports this error to a client."""
+    """Return the problem reply for an error. Texts that could reveal the host's details are replaced."""
     text, kind = str(error), type(error).__name__
     match error:
         case RequestRefused(problem=problem):
@@ -275,6 +280,7 @@ def problem_of(error: BaseException) -> Problem:
             return Problem(503, "unavailable", "The store of outcomes does not answer.", kind, RETRY_S)
     for known, status, code, retry_after_s in _BY_KIND:
         if isinstance(error, known):
+            # Errors of the host may name its sockets and addresses.
             if status >= 500 and isinstance(error, errors.GpuLeaseError):
                 text = text_for_callers(error)
             return Problem(status, code, text, kind, retry_after_s)
@@ -284,7 +290,7 @@ def problem_of(error: BaseException) -> Problem:
 
 
 MAX_JSON_BYTES: Final = (MAX_INPUT_BYTES + 2) // 3 * 4 + 1024
-"""Largest JSON body: the largest input in base64, and the text around it."""
+"""Largest JSON body: the largest input in base64, and the JSON around it."""
 
 _FIELDS: Final = frozenset({"input_base64", "output_len"})
 _QUOTED: Final = re.compile(r'"((?:[^"\\]|\\["\\])*)"')
@@ -293,14 +299,14 @@ _DIGITS: Final = re.compile(r"[0-9]{1,20}")
 
 @dataclass(frozen=True, slots=True)
 class ParsedBody:
-    """The input and the output length that a body asks for."""
+    """The parsed body of a request: the input, and the requested bytes of output."""
 
     input: bytes
     output_len: int
 
 
 def checked_media_type(header: str) -> str:
-    """Return BINARY or JSON. Raises RequestRefused for any other type."""
+    """Return the media type of a Content-Type header, BINARY or JSON. Raises RequestRefused for any other."""
     found = media_type_of(header)
     if found not in (BINARY, JSON):
         raise RequestRefused(
@@ -310,7 +316,7 @@ def checked_media_type(header: str) -> str:
 
 
 def answer_type(accept: str, body_type: str) -> str:
-    """Return the media type of the answer: the first one accepted that is known, else the body's."""
+    """Return the media type of the reply: the first known one in the Accept header, otherwise the body's."""
     accepted = [part.partition(";")[0].strip().lower() for part in accept.split(",")]
     return next((found for found in accepted if found in (BINARY, JSON)), body_type)
 
@@ -321,7 +327,7 @@ def idempotency_key(values: list[str]) -> str:
     Raises InvalidRequest.
     """
     if len(values) != 1:
-        raise InvalidRequest("a request has one header Idempotency-Key, which makes it the same when it is asked again")
+        raise InvalidRequest("a request must have one header Idempotency-Key, which identifies it when it is repeated")
     text = values[0].strip()
     if quoted := _QUOTED.fullmatch(text):
         text = re.sub(r"\\(.)", r"\1", quoted[1])
@@ -329,7 +335,7 @@ def idempotency_key(values: list[str]) -> str:
 
 
 def parse_body(body: bytes, body_type: str, output_len: str) -> ParsedBody:
-    """Parse a body; a binary one needs the query's `output_len`. Raises InvalidRequest."""
+    """Parse a body. For a binary one, `output_len` comes from the query. Raises InvalidRequest."""
     if body_type == BINARY:
         if not _DIGITS.fullmatch(output_len):
             raise InvalidRequest("a binary request must have ?output_len= with the number of output bytes")
@@ -350,7 +356,6 @@ def parse_body(body: bytes, body_type: str, output_len: str) -> ParsedBody:
 
 
 def answer_of(response: InferenceResponse) -> dict[str, Any]:
-    """Return a response as a JSON object."""
     return {
         "request_id": response.request_id,
         "lease_id": str(response.lease_id),
@@ -361,7 +366,7 @@ def answer_of(response: InferenceResponse) -> dict[str, Any]:
 
 
 def headers_of(response: InferenceResponse) -> dict[str, str]:
-    """Return the headers that go with an output in bytes."""
+    """Return the headers of a binary reply, which have what JSON has as members."""
     return {
         "Gpulease-Lease-Id": str(response.lease_id),
         "Gpulease-Token-Expires-At": str(response.token_expires_at_unix_secs),
@@ -370,8 +375,8 @@ def headers_of(response: InferenceResponse) -> dict[str, str]:
 
 
 BUCKETS_S: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""Upper bounds in seconds: a warm context on a card takes tens of milliseconds, a fresh one hundreds; the rest is
-waiting."""
+"""Upper bounds in seconds. A request with a warm context takes tens of milliseconds, with a new one hundreds; the
+larger ones are for waiting."""
 
 
 class GatewayMetrics(ServerMetrics):
@@ -404,11 +409,11 @@ class GatewayMetrics(ServerMetrics):
         queued.set_function(lambda: admission.taken - admission.in_flight)
 
     def count_request(self, model: str, outcome: str, seconds: float) -> None:
-        """Count one answered request and how long it took."""
+        """Count one request by its outcome, with its duration."""
         self._requests.labels(model, outcome).inc()
         self._seconds.labels(model).observe(seconds)
 
     def count_bytes(self, model: str, input_bytes: int, output_bytes: int) -> None:
-        """Count one request's input and output."""
+        """Count the bytes of one request's input and output."""
         self._input.labels(model).inc(input_bytes)
         self._output.labels(model).inc(output_bytes)

@@ -1,11 +1,11 @@
-"""Errors between a request and its effect, in addition to a lease's own (`gpulease.client.errors`).
+"""Errors of serving a request, in addition to those of leases (`gpulease.client.errors`).
 
 GatewayError
 ├── OperationConflict   the id was used for another operation
 ├── OperationInProgress another attempt at the same operation has not ended
-├── OperationFailed     the operation was attempted and failed; it is not done again
-│   └── OutcomeUnknown  the operation may have been done; it is not done again
-├── StaleEpoch          another attempt has taken this one's place
+├── OperationFailed     the operation was attempted and failed; it is not executed again
+│   └── OutcomeUnknown  the operation may have been executed; it is not executed again
+├── StaleEpoch          another attempt has replaced this one
 ├── CapabilityRefused   the grant does not permit the submission
 ├── StoreUnavailable    the idempotency store does not answer
 └── Overloaded          the gateway has no room for the request
@@ -15,11 +15,11 @@ from gpulease.client.errors import GpuLeaseError
 
 
 class GatewayError(GpuLeaseError):
-    """A request was not served."""
+    """Base of the errors of a request that was not served."""
 
 
 class OperationConflict(GatewayError):
-    """The request's id stands for another operation already: another model, input or output length."""
+    """The request's id was used for another operation: another model, input or output length."""
 
     default_hint = "Use a new id for a new request"
 
@@ -28,7 +28,7 @@ class OperationInProgress(GatewayError):
     """Another attempt at the same operation has not ended.
 
     Attributes:
-        retry_after_s: Seconds after which that attempt has ended, or its claim is over, at the latest.
+        retry_after_s: Seconds after which that attempt has ended, or its claim has expired.
     """
 
     default_hint = "Ask again with the same id"
@@ -39,7 +39,7 @@ class OperationInProgress(GatewayError):
 
 
 class OperationFailed(GatewayError):
-    """The operation was attempted and failed; asking again with the same id gives the same answer.
+    """The operation was attempted and failed. Repeating the request with the same id returns the same error.
 
     Attributes:
         kind: The class of the error that ended it.
@@ -57,13 +57,13 @@ class OutcomeUnknown(OperationFailed):
 
 
 class StaleEpoch(GatewayError):
-    """The reservation is over: its claim ran out, and another attempt has taken its place."""
+    """The reservation is over: its claim expired, and another attempt has replaced this one."""
 
-    default_hint = "Ask again with the same id for what came of the other attempt"
+    default_hint = "Repeat the request with the same id to get the other attempt's outcome"
 
 
 class CapabilityRefused(GatewayError):
-    """The grant does not permit the submission; nothing was done on the card."""
+    """The grant does not permit the submission. Nothing was done on the card."""
 
 
 class StoreUnavailable(GatewayError):
@@ -76,8 +76,8 @@ class Overloaded(GatewayError):
     """The gateway has no room for the request.
 
     Attributes:
-        retry_after_s: Seconds after which asking again makes sense.
-        is_queue_full: True if the request found no place in the queue; False if it waited there for too long.
+        retry_after_s: Seconds after which the request may be retried.
+        is_queue_full: True if the queue had no place; False if the request waited in it for too long.
     """
 
     default_hint = "Ask again with the same id in a moment"

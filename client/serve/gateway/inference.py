@@ -1,4 +1,4 @@
-"""An inference request, its response, the kernel that computes it, and the outcome that a store keeps of it."""
+"""An inference request, its response, the kernel that computes it, and the encoded outcome in a store."""
 
 import json
 import math
@@ -12,13 +12,13 @@ from gpulease.client.serve.gateway.ledger import checked_id, operation_hash, ope
 from gpulease.protocol.lease_ids import LeaseId, lease_id_of
 
 MAX_INPUT_BYTES: Final = 16 << 20
-"""Largest input. Stops one request from taking the gateway's memory."""
+"""Largest input, so that one request can't fill the gateway's memory."""
 
 MAX_OUTPUT_BYTES: Final = 16 << 20
-"""Largest output. The idempotency store keeps it, too."""
+"""Largest output, which the idempotency store also keeps."""
 
 MAX_LEASE_S: Final = 300.0
-"""Longest lease of one request in seconds: its grant must last as long, and no grant lives for longer."""
+"""Longest lease of one request in seconds: the longest life of its grant, which must last as long."""
 
 MAX_THREADS: Final = 1024
 """Most threads in a block (CUDA C++ Programming Guide, compute capabilities)."""
@@ -27,14 +27,14 @@ DEFAULT_THREADS: Final = 256
 DEFAULT_BYTES_PER_THREAD: Final = 4
 
 MAX_MESSAGE_CHARS: Final = 2000
-"""Most characters of an error's text that are kept. Stops a compiler's log from filling the store."""
+"""Most characters of an error's text that are kept, so that a compiler's log can't fill the store."""
 
 _HEAD_BYTES: Final = struct.Struct(">I")
 
 
 @dataclass(frozen=True, slots=True)
 class InferenceRequest:
-    """An inference request. The first four attributes say what to compute; the others, how.
+    """An inference request. The first four attributes are what to compute; the others are how.
 
     Attributes:
         request_id: Two requests with the same id are the same request.
@@ -42,9 +42,9 @@ class InferenceRequest:
         input: The model's input.
         output_len: Bytes of output.
         min_vram: Bytes of device memory that its lease needs.
-        lease_ttl_secs: How long its lease lasts; nothing more is computed after that.
-        audience: The audience of the grant, as `my_audience()` says; None for this program's own user.
-        token_nonce: A number of 128 bits that no grant of the lease has had; 0: the daemon draws one.
+        lease_ttl_secs: Seconds of its lease. At its end the computation is ended, too.
+        audience: The audience of the grant, as `my_audience()` returns it; None for this program's own user.
+        token_nonce: A number of 128 bits that no grant of the lease has had; 0: the daemon chooses one.
         now_secs: The caller's date in seconds since 1970; a grant that ends before it is refused.
     """
 
@@ -63,18 +63,16 @@ class InferenceRequest:
         checked_id(self.request_id, "request id")
         checked_id(self.model_id, "model id")
         if len(self.input) > MAX_INPUT_BYTES:
-            raise InvalidRequest(f"an input of {len(self.input)} bytes; at most {MAX_INPUT_BYTES} are taken")
+            raise InvalidRequest(f"the input must have at most {MAX_INPUT_BYTES} bytes, not {len(self.input)}")
         if not 0 < self.output_len <= MAX_OUTPUT_BYTES:
-            raise InvalidRequest(f"an output of {self.output_len} bytes; 1 to {MAX_OUTPUT_BYTES} can be had")
+            raise InvalidRequest(f"the output must have 1 to {MAX_OUTPUT_BYTES} bytes, not {self.output_len}")
         if not 0 < self.lease_ttl_secs <= MAX_LEASE_S:
-            raise InvalidRequest(
-                f"a lease of {self.lease_ttl_secs} s for a request; at most {MAX_LEASE_S:g} s are taken"
-            )
+            raise InvalidRequest(f"a request's lease must have at most {MAX_LEASE_S:g} s, not {self.lease_ttl_secs}")
         if not math.isfinite(self.now_secs):
             raise InvalidRequest(f"{self.now_secs} is not a date")
 
     def key(self) -> str:
-        """Return the key that reserves it."""
+        """Return the key under which a store reserves the request."""
         return operation_key(self.request_id)
 
     def operation(self) -> bytes:
@@ -83,11 +81,11 @@ class InferenceRequest:
 
 
 BUFFERS: Final = ("in", "out", "inout")
-"""Arguments that are memory: the input; the output, zeroed; or one memory that begins with the input, is zeroed behind
-it, and is read from its begin as the output."""
+"""Arguments that are memory: the input; the output, zeroed; or one buffer that begins with the input, is zeroed after
+it, and is read from its start as the output."""
 
 LENGTHS: Final = ("input_len:u32", "input_len:u64", "output_len:u32", "output_len:u64")
-"""Arguments that are sizes in bytes."""
+"""Arguments that are sizes in bytes, as u32 or u64."""
 
 DEFAULT_ARGUMENTS: Final = ("in", "input_len:u64", "out", "output_len:u64")
 
@@ -113,32 +111,32 @@ class InferenceKernel:
             raise InvalidRequest(f"kernel {self.name}: 1 to {MAX_THREADS} threads a block, at least a byte a thread")
         known = BUFFERS + LENGTHS
         if unknown := [argument for argument in self.arguments if argument not in known]:
-            raise InvalidRequest(f"kernel {self.name}: arguments: {unknown[0]!r} is none of {', '.join(known)}")
+            raise InvalidRequest(f"kernel {self.name}: arguments: {unknown[0]!r} must be one of {', '.join(known)}")
         if len(set(self.arguments)) != len(self.arguments):
-            raise InvalidRequest(f"kernel {self.name}: arguments: each can be there once")
+            raise InvalidRequest(f"kernel {self.name}: arguments: each must occur only once")
         if sorted(argument for argument in self.arguments if argument in BUFFERS) not in (["in", "out"], ["inout"]):
             raise InvalidRequest(f'kernel {self.name}: arguments: there must be "in" and "out", or "inout" alone')
 
     @property
     def is_in_place(self) -> bool:
-        """True if one memory holds the input and the output."""
+        """Whether one buffer holds both the input and the output."""
         return "inout" in self.arguments
 
     def blocks(self, output_bytes: int) -> int:
-        """Return the number of blocks for an output."""
+        """Return the number of blocks that compute an output of `output_bytes`, rounded up."""
         return -(-output_bytes // (self.threads_per_block * self.bytes_per_thread))
 
 
 @dataclass(frozen=True, slots=True)
 class InferenceResponse:
-    """The outcome of a request.
+    """The outcome of a request that succeeded.
 
     Attributes:
         request_id: The request.
-        lease_id: The lease that computed it; it is over.
+        lease_id: The lease that computed it, which is over.
         token_expires_at_unix_secs: The latest end of its grant, by the daemon's date.
         output: The model's output.
-        is_replayed: True if an earlier request of the same id was served.
+        is_replayed: Whether this is the outcome of an earlier request with the same id.
     """
 
     request_id: str
@@ -155,13 +153,14 @@ def response_to_outcome(response: InferenceResponse) -> bytes:
 
 
 def failure_to_outcome(error: Exception) -> bytes:
-    """Encode the failure of an attempt whose effect had begun."""
+    """Encode the failure of an attempt that had begun its effect."""
     head = {"kind": type(error).__name__, "message": str(error)[:MAX_MESSAGE_CHARS]}
     return _outcome({"version": 1, "failed": head}, b"")
 
 
 def outcome_to_response(request_id: str, outcome: bytes) -> InferenceResponse:
     """Decode an outcome. Raises OperationFailed if it is a failure."""
+    # The output follows the head as raw bytes: base64 in the JSON would take a third more room.
     (size,) = _HEAD_BYTES.unpack_from(outcome)
     head = json.loads(outcome[_HEAD_BYTES.size : _HEAD_BYTES.size + size])
     if "failed" in head:

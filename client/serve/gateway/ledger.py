@@ -1,4 +1,4 @@
-"""The rules of the idempotency store, without I/O and without a clock: one entry and one request in, one entry out.
+"""The rules of the idempotency store. Pure: an entry and a request in, the next entry out; no I/O, no clock.
 
     (no entry) --reserve--> RESERVED --start--> STARTED --complete--> COMPLETED
                                |  ^                |
@@ -6,13 +6,13 @@
                                v  |                v
                              RELEASED            UNKNOWN
 
-An entry is RESERVED while an attempt prepares: whatever happens to that attempt, it has had no effect. It is STARTED
-from just before the effect may begin. The claim of an attempt that dies expires. If the entry was RESERVED then, the
-next attempt to reserve takes it over with a higher epoch, which the store requires for every later step. The earlier
-attempt, if it was only slow, can begin nothing after that. If the entry was STARTED, it can't be known whether the
-effect happened: the entry stays UNKNOWN forever, and the operation is not done again.
+An entry is RESERVED while an attempt prepares: if that attempt fails, it has had no effect. It is STARTED from just
+before the effect may begin. If an attempt dies, its claim expires. If the entry was RESERVED then, the next attempt to
+reserve takes it over with a higher epoch, which the store requires for every later step. If the earlier attempt was
+only slow, it can begin nothing after that. If the entry was STARTED, it is unknown whether the effect happened: the
+entry stays UNKNOWN forever, and the operation is not executed again.
 
-Every rule can be applied twice with the same claim id: a store may repeat a transaction if its end was not reported.
+Every rule is idempotent for the same claim id, because a store may repeat a transaction whose outcome it does not know.
 
 The key of an operation is `inference:` and the request's id. Its hash identifies it: SHA-256 (FIPS 180-4) over
 five fields in this order, each preceded by its length in bytes as a big-endian u32:
@@ -25,10 +25,10 @@ five fields in this order, each preceded by its length in bytes as a big-endian 
 
 and the payload is
 
-    request id (UTF-8) 0x00 model id (UTF-8) 0x00 output length in bytes (u64, big-endian) input (all that is left)
+    request id (UTF-8) 0x00 model id (UTF-8) 0x00 output length in bytes (u64, big-endian) input (the rest)
 
-Neither id holds a zero byte, so no two requests have the same payload. Each field says how long it is, so no two lists
-of fields have the same bytes. `vectors/gateway/operations.json` has examples for other languages.
+Neither id contains a zero byte, so no two requests have the same payload. Each field is preceded by its length, so no
+two lists of fields have the same bytes. `vectors/gateway/operations.json` has examples for other languages.
 """
 
 import hashlib
@@ -46,7 +46,7 @@ VERB: Final = "serve"
 SCHEMA_ID: Final = "gpulease.inference.v1"
 
 MAX_ID_BYTES: Final = 200
-"""Longest request or model id in UTF-8. Stops keys that no store can index, and unreadable log lines."""
+"""Longest request or model id in UTF-8, so that stores can index keys and log lines stay readable."""
 
 MAX_OUTPUT_WIRE: Final = 2**64 - 1
 
@@ -55,12 +55,12 @@ _OUTPUT_LEN: Final = struct.Struct(">Q")
 
 
 def operation_key(request_id: str) -> str:
-    """Return the key that reserves a request. Raises InvalidRequest for a bad id."""
+    """Return the key under which a store reserves a request. Raises InvalidRequest for an invalid id."""
     return f"{KIND}:{checked_id(request_id, 'request id')}"
 
 
 def operation_hash(request_id: str, model_id: str, output_len: int, input_bytes: bytes) -> bytes:
-    """Return the 32 bytes that identify this operation. Raises InvalidRequest."""
+    """Return the hash, 32 bytes, that identifies this operation. Raises InvalidRequest."""
     payload = operation_payload(request_id, model_id, output_len, input_bytes)
     digest = hashlib.sha256()
     for field in (RESOURCE.encode(), KIND.encode(), VERB.encode(), SCHEMA_ID.encode(), payload):
@@ -70,7 +70,7 @@ def operation_hash(request_id: str, model_id: str, output_len: int, input_bytes:
 
 
 def operation_payload(request_id: str, model_id: str, output_len: int, input_bytes: bytes) -> bytes:
-    """Return the last of the hashed fields. Raises InvalidRequest."""
+    """Return the payload, the last of the hashed fields. Raises InvalidRequest."""
     if not 0 < output_len <= MAX_OUTPUT_WIRE:
         raise InvalidRequest(f"output_len must be at least 1 and fit a u64, not {output_len}")
     ids = (checked_id(request_id, "request id").encode(), checked_id(model_id, "model id").encode())
@@ -84,23 +84,23 @@ def checked_id(text: str, what: str) -> str:
     except (UnicodeEncodeError, AttributeError):
         size = 0
     if not 0 < size <= MAX_ID_BYTES or not text.isprintable():
-        raise InvalidRequest(f"a {what} has 1 to {MAX_ID_BYTES} bytes of UTF-8, all of them printable characters")
+        raise InvalidRequest(f"a {what} must have 1 to {MAX_ID_BYTES} bytes of UTF-8, all of them printable characters")
     return text
 
 
 MAX_OUTCOME_BYTES: Final = 17 << 20
-"""Largest outcome kept: an output of 16 MiB and its head. Stops a model whose outputs fill the store."""
+"""Largest outcome that is kept: an output of 16 MiB and its head."""
 
 
 def checked_outcome(outcome: bytes) -> bytes:
     """Return the outcome. Raises InvalidRequest if it is too large to keep."""
     if len(outcome) > MAX_OUTCOME_BYTES:
-        raise InvalidRequest(f"an outcome of {len(outcome)} bytes; at most {MAX_OUTCOME_BYTES} are kept")
+        raise InvalidRequest(f"an outcome must have at most {MAX_OUTCOME_BYTES} bytes to be kept, not {len(outcome)}")
     return outcome
 
 
 class Phase(IntEnum):
-    """The progress of an operation. Stores keep the numbers."""
+    """The progress of an operation. Stores contain the numbers, so they must not change."""
 
     RESERVED = 1
     STARTED = 2
@@ -110,16 +110,16 @@ class Phase(IntEnum):
 
 
 ENDED: Final = frozenset({Phase.RELEASED, Phase.COMPLETED, Phase.UNKNOWN})
-"""Phases in which no attempt is under way."""
+"""The phases in which no attempt is under way."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A time of the clock by which claims run out.
+    """A time of the clock by which claims expire.
 
     Attributes:
         clock_id: The clock, for example a host's boot. Times of different clocks can't be compared.
-        now_s: Its seconds.
+        now_s: The clock's time in seconds.
     """
 
     clock_id: str
@@ -132,9 +132,9 @@ class Entry:
 
     Attributes:
         request_hash: The operation that the key stands for.
-        epoch: The fence: goes up with each reservation, and when the entry becomes UNKNOWN.
+        epoch: The fencing token, which increases with each reservation, and when the entry becomes UNKNOWN.
         claim_id: 16 random bytes of the attempt that reserved it.
-        phase: Its progress.
+        phase: The operation's progress.
         clock_id: The clock of `claim_until_s`.
         claim_until_s: The time until which its attempt is presumed alive.
         outcome: The outcome, once COMPLETED.
@@ -151,7 +151,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """The right to make one attempt at an operation, until another attempt reserves it."""
+    """The right to make one attempt at an operation, which ends when another attempt reserves it."""
 
     key: str
     request_hash: bytes
@@ -161,7 +161,7 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """Another attempt is under way, for `remaining_s` more at most."""
+    """Another attempt is under way. Its claim expires in `remaining_s`."""
 
     epoch: int
     remaining_s: float
@@ -169,7 +169,7 @@ class InFlight:
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """The operation was done, with this outcome."""
+    """The operation was executed, with this outcome."""
 
     epoch: int
     outcome: bytes
@@ -177,7 +177,7 @@ class Completed:
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """An attempt began the operation and is gone: it may have been done, and is not done again."""
+    """An attempt began the operation and died. It may have been executed, and is not executed again."""
 
     epoch: int
 
@@ -188,9 +188,10 @@ ReserveResult: TypeAlias = Reservation | InFlight | Completed | Unknown
 def reserve(
     entry: Entry | None, key: str, request_hash: bytes, claim_id: bytes, at: Moment, claim_ttl_s: float
 ) -> tuple[Entry | None, ReserveResult]:
-    """Return the entry to keep and the answer. Raises OperationConflict if the key stands for another operation."""
+    """Return the entry to store and the answer. Raises OperationConflict if the key was used for another operation."""
     if entry is not None and entry.request_hash != request_hash:
-        raise OperationConflict(f"{key} was used for another operation: its model, input or output length was another")
+        raise OperationConflict(f"{key} was used for another operation, with another model, input or output length")
+    # This very call reserved it before, in a transaction whose outcome the store did not learn.
     if entry is not None and entry.claim_id == claim_id and entry.phase is Phase.RESERVED:
         return entry, Reservation(key, request_hash, entry.epoch, claim_id)
     if entry is not None and entry.phase is Phase.COMPLETED:
@@ -198,11 +199,14 @@ def reserve(
     if entry is not None and entry.phase is Phase.UNKNOWN:
         return entry, Unknown(entry.epoch)
     if entry is not None and entry.phase is not Phase.RELEASED:
+        # RESERVED or STARTED. Times of another clock, such as before a reboot, count as expired.
         remaining_s = entry.claim_until_s - at.now_s if entry.clock_id == at.clock_id else 0.0
         if remaining_s > 0:
             return entry, InFlight(entry.epoch, remaining_s)
+        # Its attempt died after the effect may have begun. The higher epoch also stops that attempt, if it only slept.
         if entry.phase is Phase.STARTED:
             return replace(entry, epoch=entry.epoch + 1, phase=Phase.UNKNOWN), Unknown(entry.epoch + 1)
+    # New, released, or abandoned before its effect: this attempt takes it.
     epoch = 1 if entry is None else entry.epoch + 1
     made = Entry(request_hash, epoch, claim_id, Phase.RESERVED, at.clock_id, at.now_s + claim_ttl_s)
     return made, Reservation(key, request_hash, epoch, claim_id)
@@ -226,10 +230,12 @@ def release(entry: Entry | None, held: Reservation) -> Entry:
 def _advanced(
     entry: Entry | None, held: Reservation, to: Phase, from_phases: tuple[Phase, ...], outcome: bytes = b""
 ) -> Entry:
+    # Only the attempt with the current epoch may advance the entry.
     is_held = entry is not None and (entry.epoch, entry.claim_id) == (held.epoch, held.claim_id)
     if is_held and entry is not None:
         if entry.phase in from_phases:
             return replace(entry, phase=to)
+        # Advanced already: a repeated transaction.
         if entry.phase is to and entry.outcome == outcome:
             return entry
     why = "is gone" if entry is None else f"has epoch {entry.epoch} and is {entry.phase.name.lower()}"

@@ -1,24 +1,24 @@
-"""The idempotency store in PostgreSQL: for gateways of many hosts. Needs `pip install '.[postgres]'`.
+"""The idempotency store in PostgreSQL, for gateways on several hosts. Needs `pip install '.[postgres]'`.
 
-Every method is one transaction, at READ COMMITTED. It makes its key's row if there is none and locks it before it
-looks: `INSERT ... ON CONFLICT DO NOTHING`, then `SELECT ... FOR UPDATE` (PostgreSQL documentation, 13.2.1 and 13.3.2).
-So of two gateways that reserve the same operation, the second sees what the first did.
+Every method is one transaction, at READ COMMITTED. It inserts its key's row if that does not exist, and locks it before
+it reads: `INSERT ... ON CONFLICT DO NOTHING`, then `SELECT ... FOR UPDATE` (PostgreSQL documentation, 13.2.1 and
+13.3.2). So of two gateways that reserve the same operation, the second one sees the first one's reservation.
 
 If the server disconnects during a transaction, it is unknown whether the transaction was committed. The store then
 repeats it from the start, on a new connection, for up to `patience_s`. By the claim id, drawn once for each call, the
 rules recognise the row as this call's own. A standby is not written to: `target_session_attrs` finds the primary among
 the hosts of the connection string (libpq, 34.1.2), and TCP notices within seconds that a host is gone.
 
-A commit must be on the disk before it is reported: `synchronous_commit` is turned on where the server has less.
-Operations survive the loss of the primary only if `synchronous_standby_names` is set there. Each commit then waits
-until a standby has it on its disk, too, and the promoted standby knows every claim that a caller got. A server that
-gives up that wait commits all the same, and says so by a warning alone (documentation, 27.2.8.2; syncrep.c); the commit
-would be lost with the primary. So the store does not trust a transaction with a warning, and repeats it. The store also
-gives up after `commit_s`: while there is no standby, no attempt begins. A primary that still runs next to the promoted
-one can complete no commit, since no standby follows it.
+A commit must be on the disk before it is reported, so `synchronous_commit` is turned on if the server's setting is
+lower. Operations survive the loss of the primary only if `synchronous_standby_names` is set there. Each commit then
+waits until a standby also has it on its disk, so a promoted standby has every claim that was returned to a caller. If a
+server gives up that wait, it commits nevertheless, and only sends a warning (documentation, 27.2.8.2; syncrep.c); the
+commit would be lost with the primary. So the store does not trust a transaction with a warning, and repeats it. The
+store also gives up after `commit_s`: while no standby is available, no attempt begins. A primary that still runs next
+to the promoted one can't complete any commit, because no standby follows it.
 
-Claims run out by the primary's clock, which all gateways share. If somebody sets it, attempts are taken for dead
-sooner or later than they should; that never makes an effect happen twice.
+Claims expire by the primary's clock, which all gateways share. If the clock is set, attempts are presumed dead too
+early or too late, but an effect never happens twice.
 """
 
 import logging
@@ -42,15 +42,14 @@ WatchedConnection = TypeVar("WatchedConnection", bound=Hashable)
 
 
 class CommitWatch(Generic[WatchedConnection]):
-    """Cancels commits that take too long: a server that waits for a standby sets that wait no bound.
+    """Cancels commits that take too long, because a server waits for a standby without a limit.
 
-    One thread watches all commits of a store; it sleeps while there are none. Only the first commit after that wakes
-    it.
-    It then sleeps until the commit that began first must have ended. Commits that began since then end later.
+    One thread watches all commits of a store, and sleeps while there are none. Only the first commit after that wakes
+    it. It then sleeps until the limit of the oldest commit; newer ones have later limits.
     """
 
     def __init__(self, limit_s: float, give_up: Callable[[WatchedConnection], object]) -> None:
-        """Args: limit_s: Longest commit in seconds. give_up: Cancels a commit at the server; raises nothing."""
+        """Args: limit_s: Longest commit in seconds. give_up: Cancels a commit at the server, and must not raise."""
         self._limit_s, self._give_up = limit_s, give_up
         self._ends: dict[WatchedConnection, float] = {}
         self._given_up: WatchedConnection | None = None
@@ -59,7 +58,7 @@ class CommitWatch(Generic[WatchedConnection]):
         self._thread: threading.Thread | None = None
 
     def begins(self, connection: WatchedConnection) -> None:
-        """Watch the commit on a connection."""
+        """Begin to watch the commit on a connection. `ended` must follow."""
         with self._changed:
             self._ends[connection] = time.monotonic() + self._limit_s
             if self._thread is None:
@@ -69,16 +68,16 @@ class CommitWatch(Generic[WatchedConnection]):
                 self._changed.notify_all()
 
     def ended(self, connection: WatchedConnection) -> None:
-        """Forget a commit that ended, or never began.
+        """Stop watching a commit that ended or never began.
 
-        Waits for a cancellation under way, which would otherwise hit the connection's next statement.
+        Waits for a cancellation in progress, which would otherwise cancel the connection's next statement.
         """
         with self._changed:
             self._ends.pop(connection, None)
             self._changed.wait_for(lambda: self._given_up is not connection)
 
     def close(self) -> None:
-        """End the thread once no commit is under way; a second call does nothing."""
+        """End the thread when no commit is under way. A second call does nothing."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -93,10 +92,10 @@ class CommitWatch(Generic[WatchedConnection]):
                 self._changed.notify_all()
 
     def _next(self) -> WatchedConnection | None:
-        """Wait for a commit that took too long; None once the watch is closed and no commit is under way."""
+        """Wait for a commit that takes too long. Returns None when the watch is closed and no commit is under way."""
         with self._changed:
             while self._ends or not self._is_closed:
-                # The dict keeps the order of their begins, which is that of their ends.
+                # A dict keeps the order of insertion. All have the same limit, so the oldest one ends first.
                 first = next(iter(self._ends), None)
                 left_s = None if first is None else self._ends[first] - time.monotonic()
                 if first is not None and left_s is not None and left_s <= 0:
@@ -114,33 +113,32 @@ T = TypeVar("T")
 Connection = psycopg.Connection[tuple[Any, ...]]
 
 MAX_CONNECTIONS: Final = 8
-"""Most connections of one store. Stops a gateway from taking all connections of the server."""
+"""Most connections of one store, so that a gateway does not take all of the server's connections."""
 
 CONNECT_S: Final = 5
-"""Seconds for one try to connect, a whole number as libpq wants it."""
+"""Seconds for one attempt to connect, a whole number as libpq requires."""
 
 STATEMENT_MS: Final = 10_000
-"""Milliseconds for one statement, with the wait for the row's lock. Stops a hung gateway's lock from hanging the
+"""Milliseconds for one statement, including the wait for the row's lock, so that one hung gateway does not block the
 others."""
 
 COMMIT_S: Final = 4.0
-"""Seconds for one commit, with the wait for a standby's disk. Stops a standby that is gone from holding every
-request for
-good: the server itself sets that wait no bound."""
+"""Seconds for one commit, including the wait for a standby's disk, which the server itself does not limit. Without a
+limit, requests would wait forever for a standby that is gone."""
 
 CANCEL_S: Final = 2.0
-"""Seconds for telling the server to cancel a commit."""
+"""Seconds for the request that cancels a commit at the server."""
 
 PATIENCE_S: Final = 10.0
-"""Seconds for which a transaction is repeated while the server is away. A primary that restarts takes seconds."""
+"""Seconds for which a transaction is repeated while the server is down. A primary's restart takes seconds."""
 
 _PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 0.5
 
 _NAME: Final = "gpulease-gateway"
 _HAS_GONE: Final = {"keepalives_idle": 2, "keepalives_interval": 1, "keepalives_count": 3, "tcp_user_timeout": 5000}
-"""Bounds after which a silent host is given up (libpq, 34.1.2), in seconds, the last in milliseconds. Without them a
-request to a host that lost its power waits for hours."""
+"""Limits after which a silent host counts as lost (libpq, 34.1.2), in seconds, the last one in milliseconds. Without
+them, a request to a host that lost its power would wait for hours."""
 _OPTIONS: Final = f"-c statement_timeout={STATEMENT_MS} -c default_transaction_isolation=read\\ committed"
 
 _TABLES: Final = (
@@ -159,7 +157,10 @@ _TABLES: Final = (
     "CREATE INDEX IF NOT EXISTS gpulease_operation_changed ON gpulease_operation (changed_s)",
 )
 _TABLE_LOCK: Final = 0x6770756C65617365
-"""Key of pg_advisory_xact_lock: two stores that make the table at once would both fail, whatever IF NOT EXISTS says."""
+"""Key of pg_advisory_xact_lock.
+
+If two stores created the table at the same time, both would fail despite IF NOT EXISTS.
+"""
 
 _DURABILITY: Final = """
 SELECT current_setting('synchronous_commit'), current_setting('synchronous_standby_names'),
@@ -180,20 +181,20 @@ WHERE key = %s
 _FORGET: Final = "DELETE FROM gpulease_operation WHERE changed_s < %s"
 
 
-class _NotBelieved(Exception):
-    """The server committed with a warning, so the commit may not last."""
+class _NotTrusted(Exception):
+    """The server committed with a warning, so a standby may not have the commit."""
 
 
 _AGAIN: Final = (
     psycopg.OperationalError,  # the connection ended, the server starts or stops, a deadlock, a serialization failure
-    psycopg.InterfaceError,  # the connection had ended before
+    psycopg.InterfaceError,  # the connection was closed before
     sql_errors.ReadOnlySqlTransaction,  # the primary has become a standby
-    _NotBelieved,
+    _NotTrusted,
 )
 
 
 class PostgresStore:
-    """A ReplicatedIdempotencyStore in the table `gpulease_operation`, which is made if it does not exist."""
+    """A ReplicatedIdempotencyStore in the table `gpulease_operation`, which is created if it does not exist."""
 
     def __init__(
         self,
@@ -203,10 +204,10 @@ class PostgresStore:
         commit_s: float = COMMIT_S,
         now_s: Callable[[], float] | None = None,
     ) -> None:
-        """Connect and make the table. Raises StoreUnavailable if either fails.
+        """Connect, and create the table if necessary. Raises StoreUnavailable if either fails.
 
         Args:
-            conninfo: The primary, or several hosts of which one is the primary.
+            conninfo: A libpq connection string of the primary, or of several hosts one of which is the primary.
             patience_s: Seconds for which a transaction is repeated.
             commit_s: Longest commit in seconds.
             now_s: Replaces the primary's clock.
@@ -224,18 +225,19 @@ class PostgresStore:
             raise
 
     def reserve(self, key: str, request_hash: bytes, claim_ttl_s: float) -> ReserveResult:
-        """Reserve an operation, or say why that is not needed or not allowed."""
+        """Implement `ReplicatedIdempotencyStore.reserve`."""
         claim_id = secrets.token_bytes(16)
 
         def job(connection: Connection) -> ReserveResult:
             now_s = self._now(connection)
             fresh, answer = ledger.reserve(None, key, request_hash, claim_id, Moment("", now_s), claim_ttl_s)
             assert fresh is not None
+            # The common case is a new operation: one INSERT, no read. A conflict means that the row exists.
             while connection.execute(_INSERT, (key, *_columns(fresh), now_s)).rowcount == 0:
                 before = _load(connection, key)
                 if before is None:
-                    continue  # the row was dropped in between
-                # Read the time again after the wait for the row's lock: the earlier claim may have run out.
+                    continue  # the row was deleted in between, so insert again
+                # Read the time again after the wait for the row's lock: the earlier claim may have expired.
                 at = Moment("", self._now(connection))
                 after, answer = ledger.reserve(before, key, request_hash, claim_id, at, claim_ttl_s)
                 _save(connection, key, before, after, at.now_s)
@@ -245,26 +247,23 @@ class PostgresStore:
         return self._transact(job)
 
     def start(self, held: Reservation) -> None:
-        """Record that the effect may begin."""
         self._move(held, lambda entry: ledger.start(entry, held))
 
     def complete(self, held: Reservation, outcome: bytes) -> None:
-        """Record the outcome."""
         kept = checked_outcome(outcome)
         self._move(held, lambda entry: ledger.complete(entry, held, kept))
 
     def release(self, held: Reservation) -> None:
-        """Give the reservation back."""
         self._move(held, lambda entry: ledger.release(entry, held))
 
     def forget(self, older_than_s: float) -> int:
-        """Drop old operations; return their number."""
+        """Implement `ReplicatedIdempotencyStore.forget`."""
         return self._transact(
             lambda connection: connection.execute(_FORGET, (self._now(connection) - older_than_s,)).rowcount
         )
 
     def close(self) -> None:
-        """Close idle connections now, and the others when their transactions end; a second call does nothing."""
+        """Close idle connections now, and the others when their transactions end. A second call does nothing."""
         with self._lock:
             self._is_closed = True
         self._drop_idle()
@@ -287,7 +286,7 @@ class PostgresStore:
         return float(row[0])
 
     def _transact(self, job: Callable[[Connection], T]) -> T:
-        """Run one transaction, and repeat it for as long as it is unknown whether it was committed."""
+        """Run one transaction. Repeat it, for up to `patience_s`, while it is unknown whether it was committed."""
         until = time.monotonic() + self._patience_s
         failures = 0
         while True:
@@ -312,10 +311,11 @@ class PostgresStore:
         if connection is None:
             connection = self._connect()
         try:
-            with _believed(connection):
+            with _trusted(connection):
                 try:
                     with connection.transaction():
                         result = job(connection)
+                        # From here on only the commit is left, whose wait for a standby must be limited.
                         self._watch.begins(connection)
                 finally:
                     self._watch.ended(connection)
@@ -328,14 +328,16 @@ class PostgresStore:
     def _connect(self) -> Connection:
         ours: dict[str, Any] = {"connect_timeout": CONNECT_S, "target_session_attrs": "read-write"} | _HAS_GONE
         given = conninfo_to_dict(self._conninfo)
-        # The operator's options come first: of a setting made twice, the last one counts.
+        # The operator's options come first, because the last one counts if a setting occurs twice.
         options = f"{given.get('options') or ''} {_OPTIONS}"
         everything = ours | {"application_name": _NAME} | given | {"options": options}
         connection = psycopg.connect(make_conninfo(**everything), autocommit=True)
         row = connection.execute(_DURABILITY).fetchone()
         assert row is not None
+        # With less, a crash could lose a commit that was reported.
         if row[0] in ("off", "local", "remote_write"):
             connection.execute("SET synchronous_commit TO on")
+        # Several hosts suggest a failover, but without synchronous standbys it may lose operations.
         if not row[1] and len(str(given.get("host", "")).split(",")) > 1 and not self._has_warned:
             self._has_warned = True
             _log.warning(
@@ -347,7 +349,7 @@ class PostgresStore:
     _has_warned = False
 
     def _drop_idle(self) -> None:
-        """Close the idle connections: the event that ended one has likely ended all."""
+        """Close the idle connections, because the event that broke one has probably broken all."""
         with self._lock:
             idle, self._idle = self._idle, []
         for connection in idle:
@@ -356,6 +358,7 @@ class PostgresStore:
 
     def _give_back(self, connection: Connection) -> None:
         with self._lock:
+            # Reuse only a connection without a transaction: after an error it may be in an unknown state.
             is_usable = not self._is_closed and not connection.closed
             if is_usable and connection.info.transaction_status is psycopg.pq.TransactionStatus.IDLE:
                 self._idle.append(connection)
@@ -370,8 +373,8 @@ def _cancel(connection: Connection) -> None:
 
 
 @contextmanager
-def _believed(connection: Connection) -> Iterator[None]:
-    """Raise _NotBelieved if a warning came with the block's statements."""
+def _trusted(connection: Connection) -> Iterator[None]:
+    """Raise _NotTrusted if the server sent a warning with any of the block's statements."""
     warnings: list[str] = []
 
     def on_notice(notice: psycopg.errors.Diagnostic) -> None:
@@ -384,7 +387,7 @@ def _believed(connection: Connection) -> Iterator[None]:
     finally:
         connection.remove_notice_handler(on_notice)
     if warnings:
-        raise _NotBelieved(warnings[0])
+        raise _NotTrusted(warnings[0])
 
 
 def _make_tables(connection: Connection) -> None:

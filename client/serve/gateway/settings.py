@@ -1,4 +1,4 @@
-"""The models that a gateway serves: a TOML file, read once, of tables `[models.NAME]`: see `ModelTable`."""
+"""The models that a gateway serves: a TOML file of tables `[models.NAME]`, read at the start. See `ModelTable`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
 from gpulease.protocol.settings_reader import Setting, must_be
 
 MAX_VRAM_BYTES: Final = 2**63
-"""More than any card has: a typing mistake."""
+"""Limit of `min_vram_bytes`, which is more than any card has, to find typing mistakes."""
 
 EXAMPLE: Final = Path(__file__).with_name("example") / "models.toml"
 """The example: y = 2 x + 1 of 32-bit floats."""
@@ -28,14 +28,14 @@ EXAMPLE: Final = Path(__file__).with_name("example") / "models.toml"
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model and the lease of each of its requests.
+    """A model, and the size and time of its requests' leases.
 
     Attributes:
         image: PTX or a cubin.
-        kernel: The kernel in it, and its launch.
+        kernel: The kernel in the image, and how it is launched.
         min_vram_bytes: Device memory of the lease.
         lease_s: Seconds that the lease lasts.
-        max_output_bytes: Largest output that a request may ask for.
+        max_output_bytes: Largest output that a request may have.
     """
 
     image: bytes
@@ -53,9 +53,9 @@ def _read_arguments(value: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ModelTable:
-    """A table `[models.NAME]`."""
+    """The table `[models.NAME]` of one model."""
 
-    ptx: Annotated[str, Setting("PTX or a cubin, beside this file.", example='"affine.ptx"')]
+    ptx: Annotated[str, Setting("PTX or a cubin, in this file's folder.", example='"affine.ptx"')]
     kernel: Annotated[str, Setting("The kernel in it.", example='"affine"')]
     min_vram_bytes: Annotated[
         int,
@@ -78,12 +78,12 @@ class ModelTable:
         10.0
     )
     max_output_bytes: Annotated[
-        int, Setting("The largest output that a request may ask for.", least=1, most=MAX_OUTPUT_BYTES)
+        int, Setting("The largest output that a request may have.", least=1, most=MAX_OUTPUT_BYTES)
     ] = MAX_OUTPUT_BYTES
 
 
 def load_models(path: Path) -> dict[str, Model]:
-    """Return a file's models by id. Raises InvalidRequest that says what is wrong in it."""
+    """Return a file's models by id. Raises InvalidRequest, which names the setting that is wrong."""
     tables = read_model_tables(path)
     return {checked_id(name, f"model id in {path}"): _model(path, name, table) for name, table in tables.items()}
 

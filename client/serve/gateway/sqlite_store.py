@@ -1,11 +1,11 @@
-"""The idempotency store in one SQLite file: for gateways of one host.
+"""The idempotency store in one SQLite file, for gateways of one host.
 
 One thread owns the connection. It puts all waiting changes into one transaction, so that many callers share one sync of
-the disk ("group commit"). The write-ahead log with `synchronous=FULL` (sqlite.org/pragma.html) keeps committed changes
-through a crash of the host. Other processes may use the same file: `BEGIN IMMEDIATE` makes each transaction the only
-writer before it reads. The file must not lie on a network: SQLite's locks do not hold there.
+the disk ("group commit"). With the write-ahead log and `synchronous=FULL` (sqlite.org/pragma.html), committed changes
+survive a crash of the host. Other processes may use the same file: `BEGIN IMMEDIATE` makes each transaction the only
+writer before it reads. The file must not be on a network file system, where SQLite's locks do not work.
 
-Claims run out by CLOCK_BOOTTIME (clock_gettime(2)). All processes of a host share that clock, it can't be set, and it
+Claims expire by CLOCK_BOOTTIME (clock_gettime(2)). All processes of a host share that clock, it can't be set, and it
 continues while the host sleeps. A claim from before the host's last boot has expired.
 """
 
@@ -29,13 +29,13 @@ T = TypeVar("T")
 _Job = tuple[Callable[[sqlite3.Connection], Any], "Future[Any]"]
 
 GROUP_MAX: Final = 64
-"""Most callers whose changes share a transaction. Bounds the wait of the first for the others."""
+"""Most changes in one transaction. Limits the wait of the first caller for the others."""
 
 BUSY_S: Final = 5.0
-"""Seconds that another process may keep the file locked before a caller gets StoreUnavailable."""
+"""Seconds that another process may lock the file before StoreUnavailable is raised."""
 
 FORMAT: Final = 1
-"""Format of the tables, kept as the file's `user_version`."""
+"""The format of the tables, stored as the file's `user_version`."""
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
@@ -66,7 +66,7 @@ def host_clock() -> Moment:
 
 
 class SqliteStore:
-    """A ReplicatedIdempotencyStore in a file; a new file is readable by its owner alone."""
+    """A ReplicatedIdempotencyStore in a file. Only its owner can read a new file."""
 
     def __init__(
         self,
@@ -75,12 +75,12 @@ class SqliteStore:
         clock: Callable[[], Moment] = host_clock,
         unix_s: Callable[[], float] = time.time,
     ) -> None:
-        """Open the file, or make it. Raises StoreUnavailable if it can't be opened or has another format.
+        """Open or create the file. Raises StoreUnavailable if it can't be opened or has another format.
 
         Args:
             path: The file.
-            clock: The clock by which claims run out.
-            unix_s: The date by which operations are forgotten, in seconds since 1970.
+            clock: The clock by which claims expire.
+            unix_s: The clock by which old operations are deleted, in seconds since 1970.
         """
         self._path, self._clock, self._unix_s = Path(path), clock, unix_s
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -92,7 +92,7 @@ class SqliteStore:
         opened.result()
 
     def reserve(self, key: str, request_hash: bytes, claim_ttl_s: float) -> ReserveResult:
-        """Reserve an operation, or say why that is not needed or not allowed."""
+        """Implement `ReplicatedIdempotencyStore.reserve`."""
         claim_id = secrets.token_bytes(16)
 
         def job(connection: sqlite3.Connection) -> ReserveResult:
@@ -104,25 +104,22 @@ class SqliteStore:
         return self._do(job)
 
     def start(self, held: Reservation) -> None:
-        """Record that the effect may begin."""
         self._move(held, lambda entry: ledger.start(entry, held))
 
     def complete(self, held: Reservation, outcome: bytes) -> None:
-        """Record the outcome."""
         kept = checked_outcome(outcome)
         self._move(held, lambda entry: ledger.complete(entry, held, kept))
 
     def release(self, held: Reservation) -> None:
-        """Give the reservation back."""
         self._move(held, lambda entry: ledger.release(entry, held))
 
     def forget(self, older_than_s: float) -> int:
-        """Drop old operations; return their number."""
+        """Implement `ReplicatedIdempotencyStore.forget`."""
         before_unix_s = self._unix_s() - older_than_s
         return self._do(lambda connection: connection.execute(_FORGET, (before_unix_s,)).rowcount)
 
     def close(self) -> None:
-        """Commit waiting changes, then close the file; a second call does nothing."""
+        """Commit waiting changes, then close the file. A second call does nothing."""
         with self._closing:
             if not self._is_closed:
                 self._is_closed = True
@@ -143,6 +140,7 @@ class SqliteStore:
         with self._closing:
             if self._is_closed:
                 raise StoreUnavailable(f"the store {self._path} is closed")
+            # Under the lock, so that no job comes after the end marker that `close` puts.
             self._jobs.put((job, done))
         return done.result()
 
@@ -172,7 +170,7 @@ class SqliteStore:
             connection.close()
 
     def _next_group(self) -> list[_Job] | None:
-        """Return the waiting changes, at least one; None once the store is closed and nothing waits."""
+        """Wait for changes, and return all that wait. Returns None when the store is closed and none waits."""
         first = self._jobs.get()
         if first is None:
             return None
@@ -187,19 +185,20 @@ class SqliteStore:
         return group
 
     def _commit(self, connection: sqlite3.Connection, group: list[_Job]) -> None:
-        """Commit the changes in one transaction, and answer each caller only once it is on the disk."""
+        """Commit the changes in one transaction, and wake each caller only when it is on the disk."""
         answers: list[tuple[Future[Any], Any]] = []
         try:
             connection.execute("BEGIN IMMEDIATE")
             for job, done in group:
                 try:
                     answers.append((done, job(connection)))
-                except GatewayError as refused:  # before anything was changed
+                except GatewayError as refused:  # the rule refused it, without any change
                     answers.append((done, refused))
             connection.execute("COMMIT")
         except (OSError, sqlite3.Error) as error:
             with suppress(sqlite3.Error):
                 connection.execute("ROLLBACK")
+            # The whole transaction failed, also for callers whose own rule had succeeded.
             answers = [(done, _unavailable(self._path, error)) for _, done in group]
         for done, answer in answers:
             if isinstance(answer, BaseException):
@@ -209,7 +208,7 @@ class SqliteStore:
 
 
 def _open(path: Path) -> sqlite3.Connection:
-    # The file holds outputs of requests. SQLite gives its other files the same mode.
+    # Create it with this mode, because it holds outputs of requests. SQLite gives its other files the same mode.
     os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
     connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)
     try:

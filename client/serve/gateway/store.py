@@ -1,7 +1,7 @@
-"""The idempotency store: which operations were begun, and what came of them.
+"""The idempotency store: which operations were begun, and their outcomes.
 
-A store outlives the processes that use it, and several may use it at once. Its rules are in `ledger`. A store makes
-each of them one durable transaction: when a method returns, its effect survives a crash.
+A store outlives the processes that use it, and several may use it at the same time. Its rules are in `ledger`. A store
+makes each rule one durable transaction: when a method returns, its effect survives a crash.
 """
 
 from typing import Final, Protocol
@@ -16,39 +16,39 @@ class ReplicatedIdempotencyStore(Protocol):
     """A thread-safe store. Every method raises StoreUnavailable if the store does not answer."""
 
     def reserve(self, key: str, request_hash: bytes, claim_ttl_s: float) -> ReserveResult:
-        """Reserve an operation, or say why that is not needed or not allowed.
+        """Reserve an operation, or return why that is unnecessary or impossible.
 
-        An operation can be reserved again, with a higher epoch, once its attempt was released. So can one if its
-        claim expired before the attempt began the effect.
+        An operation can be reserved again, with a higher epoch, if its attempt was released, or if the attempt's claim
+        expired before the effect began.
 
         Args:
             key: The operation's key.
             request_hash: The operation's hash.
-            claim_ttl_s: Seconds after which the attempt is presumed dead. Longer than the effect can last.
+            claim_ttl_s: Seconds after which the attempt is presumed dead. Must be longer than the effect can last.
 
         Raises:
-            OperationConflict: The key stands for another operation.
+            OperationConflict: The key was used for another operation.
         """
         ...
 
     def start(self, held: Reservation) -> None:
-        """Record that the effect may begin, before it does. Raises StaleEpoch: then it must not begin."""
+        """Record that the effect may begin, before it does. If this raises StaleEpoch, it must not begin."""
         ...
 
     def complete(self, held: Reservation, outcome: bytes) -> None:
-        """Record the outcome, for every later request of the key. Raises StaleEpoch."""
+        """Record the outcome, which every later request with the key gets. Raises StaleEpoch."""
         ...
 
     def release(self, held: Reservation) -> None:
-        """Give the reservation back, with nothing begun. Raises StaleEpoch."""
+        """Give up the reservation without having begun the effect. Raises StaleEpoch."""
         ...
 
     def forget(self, older_than_s: float) -> int:
-        """Drop operations that have not changed for that long; return their number. They could be done again."""
+        """Delete operations that have not changed for that long, which may then run again. Returns their number."""
         ...
 
     def close(self) -> None:
-        """Close the store; its records stay."""
+        """Close the store. Its records stay, for the next process that opens it."""
         ...
 
 
@@ -66,11 +66,12 @@ def open_store(url: str) -> ReplicatedIdempotencyStore:
     if url.startswith(SQLITE) and len(url) > len(SQLITE):
         return SqliteStore(url.removeprefix(SQLITE))
     if not url.startswith(POSTGRES):
-        raise InvalidRequest(f"{url!r} is not a store", "Write sqlite:PATH or postgresql://HOST/DATABASE")
+        raise InvalidRequest(f"a store must be sqlite:PATH or postgresql://HOST/DATABASE, not {url!r}")
     try:
         from gpulease.client.serve.gateway.postgres_store import PostgresStore
     except ImportError as error:
         raise StoreUnavailable(
-            f"no PostgreSQL: {error}", "Install it: pip install '.[postgres]' in gpulease's repository"
+            f"PostgreSQL's client library is missing: {error}",
+            "Install it: pip install '.[postgres]' in gpulease's repository",
         ) from None
     return PostgresStore(url)

@@ -1,4 +1,4 @@
-"""A model server: each model on a lease of its own that is kept for as long as the model is served.
+"""A model server: each model on its own lease, which is kept for as long as the model is served.
 
 `gpulease serve models` runs one: `model_server`, with calls through shared memory (`gpulease.client.serve.rpc`).
 `ModelHost` serves models inside another program, `Instance` one model. `model_settings` describes a model.

@@ -1,4 +1,4 @@
-"""Several models in one process: route each request to a model, and end all models together."""
+"""Several models in one process: routes each request to a model, and ends all models together."""
 
 import asyncio
 import json
@@ -16,13 +16,13 @@ from gpulease.client.serve.rpc import Outcome
 from gpulease.protocol.rpc import CallError, CallErrorCode
 
 STOP_LIMIT_S: Final = 20.0
-"""Seconds for all models to compute what waits and to free their leases, before they are cancelled."""
+"""Seconds for all models to compute waiting requests and to free their leases, before they are cancelled."""
 
 _log: Final = logging.getLogger("gpulease.models")
 
 
 class ModelHost:
-    """Serves models while its `async with` block lasts; on leaving it, requests that wait are computed first.
+    """Serves models while its `async with` block lasts. At its end, requests that wait are computed first.
 
     Args:
         models: By name.
@@ -48,17 +48,18 @@ class ModelHost:
     ) -> None:
         for instance in self._instances.values():
             instance.stop()
+        # First let them end by themselves, then cancel those that did not.
         await asyncio.wait(self._tasks, timeout=STOP_LIMIT_S)
         for task in self._tasks:
             task.cancel()
         await asyncio.wait(self._tasks)
 
     def submit(self, name: str, payload: bytes, deadline_s: float | None = None) -> "asyncio.Future[Outcome]":
-        """Have a model compute some items, or a smaller variant while there is no room for it; see Instance.submit."""
+        """Have a model compute some items, or its smaller variant while it has no room. See Instance.submit."""
         return self._instances[self._with_room(name)].submit(payload, deadline_s)
 
     def call(self, method_id: int, payload: bytes, deadline_s: float | None = None) -> "asyncio.Future[Outcome]":
-        """Submit items by the model's number: the handler of an RpcServer."""
+        """Submit items to the model with this number, as the handler of an RpcServer."""
         name = self._names.get(method_id)
         if name is not None:
             return self.submit(name, payload, deadline_s)
@@ -67,19 +68,19 @@ class ModelHost:
         return refused
 
     def name_of(self, method_id: int) -> str:
-        """Return a model's name by its number."""
+        """Return the name of the model with this number. Raises KeyError."""
         return self._names[method_id]
 
     def description(self) -> dict[str, Any]:
-        """Describe the models, by name."""
+        """Return a description of each model, by name, for callers."""
         return {name: _described(model) for name, model in self.models.items()}
 
     def describe(self) -> bytes:
-        """Describe the models as JSON: the answer to DESCRIBE."""
+        """Return the description of the models as JSON, the answer to DESCRIBE."""
         return json.dumps(self.description()).encode()
 
     def state(self) -> dict[str, Any]:
-        """Report each model's lease, its queue, and the error for want of which it has no lease."""
+        """Return each model's lease, its queue, and the error that keeps it from having a lease."""
         return {
             name: {
                 "lease_id": found.lease_id_text,
@@ -90,11 +91,12 @@ class ModelHost:
         }
 
     def count_lease_time(self) -> None:
-        """Count the time that leases were held until now."""
+        """Add the time that leases were held since the last call to the metrics."""
         for instance in self._instances.values():
             instance.count_lease_time()
 
     def _with_room(self, name: str) -> str:
+        # Follow the chain of smaller variants to the first one with room, or to its end.
         while self._instances[name].lacks_room and (smaller := self.models[name].smaller):
             name = smaller
         return name
@@ -107,7 +109,7 @@ class ModelHost:
             try:
                 return await instance.run()
             except Exception:
-                # A fault in this code must cost a model a moment, not stop it for good.
+                # A bug here must interrupt the model only briefly, not end it.
                 _log.exception("%s: failed, and is restarted", instance.settings.name)
                 await asyncio.sleep(1.0)
 

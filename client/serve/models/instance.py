@@ -1,4 +1,4 @@
-"""A served model: `Instance` leases, serves and leases again; `BatchRunner` computes batches in a session."""
+"""A served model: `Instance` acquires a lease, serves, and acquires again; `BatchRunner` computes batches."""
 
 import asyncio
 import logging
@@ -29,13 +29,13 @@ from gpulease.protocol.rpc import CallError, CallErrorCode
 
 
 class BatchRunner:
-    """Runs batches one after the other; made by `open`.
+    """Computes batches in one session, one after the other. `open` makes it.
 
-    Inputs and outputs lie in memory that the session's worker shares (`session.empty`): a batch is put together where
+    Inputs and outputs are in memory that the session's worker shares (`session.empty`), so a batch is assembled where
     the card reads it.
 
     Attributes:
-        is_warm: Whether a batch was computed. The first one also compiles or loads the kernel.
+        is_warm: Whether a batch was computed. The first batch also compiles or loads the kernel.
     """
 
     def __init__(self, session: GpuSession, settings: ModelSettings, module: Module, buffers: list[Buffer]) -> None:
@@ -56,6 +56,7 @@ class BatchRunner:
             settings.max_batch * settings.input_bytes,
             settings.max_batch * settings.output_bytes,
         )
+        # Allocated once, for the largest batch; smaller batches use the beginning.
         buffers = [await session.mem_alloc(size) for size in sizes]
         if settings.weights:
             await session.mem_write(buffers[0], 0, settings.weights)
@@ -63,17 +64,20 @@ class BatchRunner:
         return cls(session, settings, module, buffers)
 
     async def run(self, payloads: Sequence[bytes]) -> list[bytes]:
-        """Compute payloads of whole items in one launch and return their outputs. Raises the session's errors."""
+        """Compute payloads of whole items in one launch, and return their outputs. Raises the session's errors."""
+        # Step 1: assemble the inputs one after the other in shared memory.
         settings, at = self._settings, 0
         for payload in payloads:
             self._in_view[at : at + len(payload)] = payload
             at += len(payload)
+        # Step 2: copy in, launch, copy out.
         items = at // settings.input_bytes
         size = items * settings.output_bytes
         await self._session.mem_write(self._input, 0, self._into[:at])
         grid, block = [items * settings.blocks_per_item], [settings.threads_per_block]
         await self._session.launch(self._module, settings.kernel, grid, block, self._args_for(items))
         await self._session.mem_read(self._output, 0, size, into=self._out_of[:size])
+        # Step 3: cut the outputs apart, and copy them, because the next batch overwrites the array.
         outputs, at = [], 0
         for payload in payloads:
             part = len(payload) // settings.input_bytes * settings.output_bytes
@@ -83,10 +87,11 @@ class BatchRunner:
         return outputs
 
     async def check(self) -> None:
-        """Raise the error that ended the session, if it has ended. Not for use during a batch."""
+        """Raise the error that ended the session, if it has ended. Must not be called during a batch."""
         await self._session.sync()
 
     def _args_for(self, items: int) -> KernelArgs:
+        # Only the number of items changes between launches, so the arguments are cached by it.
         found = self._args.get(items)
         if found is None:
             found = KernelArgs().push_buffer(self._weights).push_buffer(self._input).push_buffer(self._output)
@@ -98,10 +103,10 @@ class BatchRunner:
 
 
 CLOSE_LIMIT_S: Final = 5.0
-"""Seconds for freeing a lease. The lease ends at its deadline in any case."""
+"""Seconds for freeing a lease, which otherwise ends at its deadline."""
 
 WAIT_FOR_ROOM_S: Final = 2.0
-"""Seconds to wait for room where there is no smaller variant: requests that wait at the daemon are not overtaken."""
+"""Seconds to wait in the daemon's queue for room if there is no smaller variant, so that others do not overtake."""
 
 _log: Final = logging.getLogger("gpulease.models")
 
@@ -109,18 +114,17 @@ _STOPS: Final = CallError(CallErrorCode.UNAVAILABLE, "the server stops")
 _CUT_OFF: Final = CallError(CallErrorCode.LEASE_LOST, "the server stops")
 
 Ended = asyncio.Future[GpuLeaseError]
-"""Completes with the error that ended the lease."""
+"""Done when the lease has ended, with the error that ended it."""
 
 
 class Instance:
-    """Serves one model; `run` is its life.
+    """Serves one model. `run` acquires leases and computes batches until `stop`.
 
     Args:
         settings: The model.
         address: The daemon's address; None for the default one.
         metrics: The model's metrics.
-        pass_on: Hands waiting requests to a smaller variant when there is no room for this model; None if there is
-            none.
+        pass_on: Passes waiting requests to a smaller variant when this model has no room; None without a variant.
     """
 
     def __init__(
@@ -144,26 +148,26 @@ class Instance:
 
     @property
     def lease_id_text(self) -> str:
-        """Id of the lease that the model computes on; "" while there is none."""
+        """The id of the lease that the model computes on; "" without a lease."""
         return "" if self._lease is None else self._lease.lease_id_text
 
     @property
     def lacks_room(self) -> bool:
-        """True if the card had no room for the model when it was tried, a moment ago."""
+        """Whether the card recently had no room for the model, so that a smaller variant should serve."""
         return self._loop.time() < self._no_room_until
 
     @property
     def trouble(self) -> GpuLeaseError | None:
-        """The error for want of which the model has no lease; None if it has one, or wants none."""
+        """The error that keeps the model from having a lease; None if it has one, or does not need one."""
         return self._intake.trouble
 
     @property
     def waiting_items(self) -> int:
-        """Number of items that wait."""
+        """The number of items in the queue."""
         return self._intake.queue.items
 
     def submit(self, payload: bytes, deadline_s: float | None = None) -> "asyncio.Future[Outcome]":
-        """Have some items computed; refused at once if that is impossible, or impossible within `deadline_s`."""
+        """Queue some items. They are refused at once if they can't be computed, or not within `deadline_s`."""
         left_s = None if self._lease is None else self._lease.remaining_s
         return self._intake.submit(payload, deadline_s, left_s or None)
 
@@ -172,18 +176,19 @@ class Instance:
         self._intake.adopt(requests)
 
     def count_lease_time(self) -> None:
-        """Count the time that the lease was held since the last call."""
+        """Add the time that the lease was held since the last call to the metrics."""
         if self._held_from is not None:
             now = self._loop.time()
             self._metrics.lease_seconds.inc(now - self._held_from)
             self._held_from = now
 
-    # --- its life ---
+    # --- leases and batches ---
 
     async def run(self) -> None:
-        """Lease, serve, and lease again, until the instance is stopped."""
+        """Acquire a lease, serve, and acquire again, until the instance is stopped."""
         intake = self._intake
         while not intake.is_stopping:
+            # Leased on demand: wait for the first request before acquiring.
             if self.settings.idle_secs and not intake.queue:
                 intake.trouble = None
                 await self._wait_for_change(None)
@@ -192,19 +197,20 @@ class Instance:
                 async with self._leased() as (lease, runner, ended):
                     await self._serve(lease, runner, ended)
             except GpuLeaseError as error:
-                # Without the frames of the traceback, which hold the lease and its arrays.
+                # Without its traceback, whose frames would keep the lease and its arrays alive.
                 await self._recover(error.with_traceback(None))
         intake.dismiss(_STOPS)
 
     def stop(self) -> None:
-        """Begin to end: admit nothing more, compute what waits, free the lease. Then `run` returns."""
+        """Begin to stop: admit no more requests, compute the waiting ones, free the lease. Then `run` returns."""
         self._intake.is_stopping = True
         self._intake.changed_event.set()
 
     @asynccontextmanager
     async def _leased(self) -> AsyncIterator[tuple[GpuLease, BatchRunner, Ended]]:
-        """Hold a lease with the model loaded, and keep it alive. Raises GpuLeaseError."""
+        """Hold a renewed lease with the model loaded during the block. Raises GpuLeaseError."""
         settings, began = self.settings, self._loop.time()
+        # With a smaller variant, do not wait for room: the variant can serve meanwhile.
         builder = GpuBuilder(self._address).min_vram(settings.min_vram_bytes).lease_secs(settings.lease_secs)
         builder.max_kernel_secs(settings.max_kernel_secs).timeout(WAIT_FOR_ROOM_S if self._pass_on is None else 0)
         lease = await builder.acquire()
@@ -218,6 +224,7 @@ class Instance:
                     lease.keep_alive(lambda error: self._on_renewal_failed(error, ended)),
                 ):
                     self._intake.starts.add(self._loop.time() - began, self._loop.time())
+                    # The model serves from here on. The duration so far tells admission what a new lease costs.
                     self._lease, self._intake.trouble, self._no_room_until = lease, None, 0.0
                     _log.info("%s: serves on lease %s", settings.name, lease.lease_id_text)
                     try:
@@ -241,10 +248,10 @@ class Instance:
             await asyncio.wait((watch,))
 
     async def _watch(self, lease: GpuLease, ended: Ended) -> None:
-        """Learn of the lease's end at once, rather than from the next batch or renewal.
+        """Watch the lease's events, so that its end is noticed at once and not at the next batch or renewal.
 
-        A lost event stream proves nothing: a lease and its session may outlast the daemon's restart. `_serve` therefore
-        checks the session between two batches; a check during a batch could receive the batch's own failure.
+        A lost event stream proves nothing, because a lease and its session can survive a restart of the daemon. So
+        `_serve` checks the session between two batches; a check during a batch could receive the batch's own failure.
         """
         pause = RestartPause()
         while lease.remaining_s > 0:
@@ -263,7 +270,7 @@ class Instance:
                 return
 
     def _on_renewal_failed(self, error: GpuLeaseError, ended: Ended) -> None:
-        # A drained node's lease is good to its end; admission counts the time that is left of it.
+        # On a drained node the lease is valid until its end; admission takes the remaining time into account.
         if not isinstance(error, Drained):
             self._set_ended(ended, error.with_traceback(None))
 
@@ -273,17 +280,18 @@ class Instance:
         self._intake.changed_event.set()
 
     async def _serve(self, lease: GpuLease, runner: BatchRunner, ended: Ended) -> None:
-        """Compute batch after batch; return when stopped or idle for long. Raises the error that ended the lease."""
+        """Compute batch after batch until stopped, or idle for `idle_secs`. Raises the error that ended the lease."""
         intake, idle_s, idle_from = self._intake, self.settings.idle_secs, self._loop.time()
         while True:
             if ended.done():
                 raise ended.result()
             if lease.remaining_s <= 0:
-                # This process was stopped for a while. Queued requests have lost nothing yet.
+                # This process was suspended for a while. Queued requests are not lost: the next lease computes them.
                 raise LeaseExpired("the lease's time ran out before it was renewed")
             if self._must_check_session:
                 self._must_check_session = False
                 await runner.check()
+            # Three cases: an empty queue, a batch that may still grow, and a batch that is due.
             due, now = intake.queue.due_at(self.settings.max_delay_ms / 1000), self._loop.time()
             if due is None:
                 if intake.is_stopping or (idle_s and now >= idle_from + idle_s):
@@ -299,13 +307,14 @@ class Instance:
                 idle_from = self._loop.time()
 
     async def _wait_for_change(self, until: float | None) -> None:
-        """Wait until the queue or the lease changes, or until a time."""
+        """Wait until the queue or the lease changes, or until the time `until`; None means no limit."""
         self._intake.changed_event.clear()
         with suppress(TimeoutError):
             async with asyncio.timeout_at(until):
                 await self._intake.changed_event.wait()
 
     async def _compute(self, runner: BatchRunner, batch: list[WaitingRequest]) -> None:
+        # Attempts are counted before the launch: a request that kills this process's lease was attempted.
         intake, began, was_warm = self._intake, self._loop.time(), runner.is_warm
         for request in batch:
             request.attempts += 1
@@ -319,7 +328,7 @@ class Instance:
             self._on_batch_failed(batch, error)
             raise
         except BaseException as error:
-            # Answer every request, whether the server ends or this code is at fault.
+            # Answer every request, both when the server stops and after a bug here.
             is_end = isinstance(error, asyncio.CancelledError)
             why = _CUT_OFF if is_end else CallError(CallErrorCode.INTERNAL, "the server failed; its log says more")
             for request in batch:
@@ -328,7 +337,7 @@ class Instance:
         finally:
             intake.is_running = False
         now = self._loop.time()
-        # The first batch says nothing of those that follow.
+        # The first batch is slower than the others, so it does not count for the estimate.
         if was_warm:
             intake.batches.add(now - began, now)
         self._pause.succeeded()
@@ -338,11 +347,12 @@ class Instance:
     # --- failures ---
 
     def _on_batch_failed(self, batch: list[WaitingRequest], error: GpuLeaseError) -> None:
-        """Queue the requests again that can safely be computed again, and answer the others."""
+        """Put the requests that can safely be computed again back into the queue, and answer the others."""
         is_kernels = isinstance(error, GpuSessionFailed | OperationFailed)
         again = []
         for request in batch:
-            # Another request of the batch may have made it fail. A revoked lease is reported to the caller, not hidden.
+            # Compute again after a lost daemon, or if another request of the batch may be at fault: then each in its
+            # own batch. A revoked lease is an operator's decision, and is reported to the caller.
             is_cured = isinstance(error, Disconnected) or (is_kernels and len(batch) > 1)
             if self.settings.is_pure and is_cured and request.attempts < MAX_ATTEMPTS and not request.answer.done():
                 request.is_alone = is_kernels
@@ -352,16 +362,18 @@ class Instance:
         self._intake.put_back(again)
 
     async def _recover(self, error: GpuLeaseError) -> None:
-        """After the lease ended or was refused: pause, so that repeated failures do not take time from others."""
+        """Pause after the lease ended or was refused, so that repeated failures do not take time from others."""
         intake = self._intake
         intake.trouble, pause_s = error, self._pause.after(error)
         _log.warning("%s: has no lease, retries in %.2f s: %s", self.settings.name, pause_s, error)
         if isinstance(error, CapacityExceeded):
+            # No room: for about two attempts, requests go to the smaller variant, also those that wait already.
             self._no_room_until = self._loop.time() + 2 * pause_s
             if self._pass_on is not None:
                 self._pass_on(intake.queue.take_all())
                 intake.changed()
         elif is_broken(error):
+            # The model itself is at fault, so waiting would not help its requests.
             text = f"{self.settings.name} can't be served: {text_for_callers(error)}"
             intake.dismiss(CallError(CallErrorCode.UNAVAILABLE, text))
         until = self._loop.time() + pause_s

@@ -1,8 +1,8 @@
-"""Inputs and outputs as JSON's numbers: the numbers that a model takes, and bounds on a body before it is parsed.
+"""Inputs and outputs as JSON numbers: their conversion, and limits that are checked before a body is parsed.
 
-An item is an array of numbers, as many as `input_bytes` holds of `input_type`; several items are an array of such
-arrays. Numbers are packed little-endian, each rounded to the nearest of its type. JSON (RFC 8259, 6) has neither NaN
-nor infinities. A number that would become one, or that its type can't hold, is refused.
+An item is an array of `input_bytes` divided by the size of `input_type` numbers; several items are an array of such
+arrays. Numbers are packed little-endian, each rounded to the nearest value of its type. JSON (RFC 8259, 6) has neither
+NaN nor infinities. A number that would become one, or that its type can't represent, is refused.
 """
 
 import json
@@ -24,32 +24,31 @@ FORMATS: Final = {
     "u32": "I",
     "u64": "Q",
 }
-"""The types of numbers, and the letters of the module struct for them."""
+"""The types of numbers, and their letters in the module `struct`."""
 
 MAX_NUMBERS: Final = 1 << 18
-"""Most numbers in a request, and in its answer. Stops bodies that take the server's time from others: parsing a number
-costs 0.1 us, and a number in Python's memory takes 32 bytes."""
+"""Most numbers in a request, and in its reply, so that one body does not delay the others: parsing a number takes
+0.1 us, and a number in Python takes 32 bytes."""
 
 MAX_NUMBER_CHARS: Final = 32
-"""Most characters of a body for each of its numbers: a 64-bit float has 24 digits at most, with a comma and a space
-26."""
+"""Most characters of a body per number. A 64-bit float has at most 24, with a comma and a space 26."""
 
 _SHOWN_CHARS: Final = 40
 
 
 class NumbersRefused(ValueError):
-    """The numbers do not fit the model; the message is a sentence for the client."""
+    """The numbers do not fit the model. The message is a sentence for the client."""
 
 
 def size_of(kind: str) -> int:
-    """Return the bytes of a number of that type."""
+    """Return the bytes of one number of a type in FORMATS."""
     return struct.calcsize(f"<{FORMATS[kind]}")
 
 
 def parsed_input(body: bytes, max_items: int, numbers: int) -> Any:
-    """Parse `{"input": ...}` with at most so many items of so many numbers, for `pack`. Raises NumbersRefused.
+    """Parse `{"input": ...}` with at most `max_items` items of `numbers` numbers, for `pack`. Raises NumbersRefused.
 
-    Commas and brackets are counted before parsing, because they bound the memory that the parsed body takes.
+    Commas and brackets are counted before parsing, because they limit the memory of the parsed body.
     """
     most = min(max_items * numbers, MAX_NUMBERS)
     if body.count(b",") >= most or body.count(b"[") > 1 + max_items or body.count(b"{") > 1:
@@ -59,14 +58,14 @@ def parsed_input(body: bytes, max_items: int, numbers: int) -> Any:
     except NumbersRefused:
         raise
     except (ValueError, RecursionError) as error:
-        raise NumbersRefused(f"It is not JSON: {error}.") from None
+        raise NumbersRefused(f"It must be JSON: {error}.") from None
     if not isinstance(asked, dict) or asked.keys() != {"input"} or not isinstance(asked["input"], list):
-        raise NumbersRefused('It is an object of one array, "input", or of "input_base64".')
+        raise NumbersRefused('It must be an object with one array, "input", or with "input_base64".')
     return asked["input"]
 
 
 def pack(value: list[Any], kind: str, numbers: int) -> bytes:
-    """Pack one item, or an array of items, as a kernel reads them. Raises NumbersRefused."""
+    """Pack one item, or an array of items, into the bytes that a kernel reads. Raises NumbersRefused."""
     if not value or not isinstance(value[0], list):
         return _packed(value, kind, numbers, "The input")
     for at, item in enumerate(value):
@@ -76,22 +75,23 @@ def pack(value: list[Any], kind: str, numbers: int) -> bytes:
 
 
 def unpack(payload: bytes, kind: str, numbers: int, *, is_several: bool) -> list[Any]:
-    """Return outputs as JSON's numbers: one item's, or an array for each. Raises NumbersRefused for NaN or infinity."""
+    """Return outputs as numbers: one item's, or an array per item. Raises NumbersRefused for NaN or infinity."""
     found = struct.unpack(f"<{len(payload) // size_of(kind)}{FORMATS[kind]}", payload)
     if not all(map(math.isfinite, found)):
-        raise NumbersRefused("The output has NaN or infinity, which JSON can't say: ask in base64 or in bytes.")
+        raise NumbersRefused("The output has NaN or infinity, which JSON can't represent: use base64 or bytes.")
     return [list(found[at : at + numbers]) for at in range(0, len(found), numbers)] if is_several else list(found)
 
 
 def _packed(item: Sequence[Any], kind: str, numbers: int, what: str) -> bytes:
     if len(item) != numbers:
-        raise NumbersRefused(f"{what} has {len(item)} numbers; there must be {numbers}.")
+        raise NumbersRefused(f"{what} must have {numbers} numbers, not {len(item)}.")
     try:
-        # A bool is an int to struct; infinity, which 1e999 is to Python, a float.
+        # struct accepts a bool as an integer, and infinity (Python's value of 1e999) as a float.
         if not any(type(number) is bool for number in item) and all(map(math.isfinite, item)):
             return struct.pack(f"<{numbers}{FORMATS[kind]}", *item)
     except (TypeError, ValueError, OverflowError, struct.error):
         pass
+    # The whole item failed: find the number for the message. This slow path is only for errors.
     at = next(at for at, number in enumerate(item) if not _fits(number, kind))
     raise NumbersRefused(f"{what}: value {at} must be {kind}, not {_shown(item[at])}.")
 

@@ -1,4 +1,4 @@
-"""The metrics of a model server, in Prometheus' text format.
+"""The metrics of a model server, in Prometheus's text format.
 
     gpu_lease_seconds_total{model}      counter: how long the model has held leases
     kernel_launch_total{model}          counter: batches launched
@@ -10,7 +10,7 @@
     batch_items{model}                  histogram: items in a launch
     requests_total{model, outcome}      counter: requests answered; outcome: done, or a CallErrorCode in small letters
 
-`model` is the model that the client named, or the smaller variant that computed the request instead.
+`model` is the model that the client named, or the smaller variant that computed the request in its place.
 """
 
 from typing import Final
@@ -24,7 +24,7 @@ BATCH_BUCKETS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
 
 
 class ModelMetrics:
-    """The metrics of one model: those of the server with its name filled in."""
+    """The metrics of one model: the server's, with the label `model` set."""
 
     def __init__(self, metrics: "ModelServerMetrics", model: str) -> None:
         self.lease_seconds = metrics.lease_seconds.labels(model)
@@ -38,12 +38,12 @@ class ModelMetrics:
         self._requests, self._model = metrics.requests, model
 
     def answered(self, outcome: str) -> None:
-        """Count one answered request."""
+        """Count one request by its outcome."""
         self._requests.labels(self._model, outcome).inc()
 
 
 class ModelServerMetrics(ServerMetrics):
-    """The metrics of one server, by model."""
+    """The metrics of one server, with the label `model`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,15 +1,15 @@
-"""`ModelServer`: models over HTTP, and, while that runs, over shared memory. `http.application` has the routes.
+"""`ModelServer`: models over HTTP, and at the same time over shared memory. `http.application` has the routes.
 
-A body of application/octet-stream holds the items' inputs, one behind the other; the answer holds their outputs.
-A body of application/json is `{"input_base64": "..."}`, answered by `{"model": "...", "output_base64": "..."}`. Where
-the model's file names the type of its numbers, the body may be `{"input": [...]}` with the numbers of one item or an
-array for each of several items. The answer is then `{"model": "...", "output": [...]}` in the shape of the input (see
+A body of application/octet-stream has the items' inputs one after the other; the reply has their outputs.
+A body of application/json is `{"input_base64": "..."}`, and the reply `{"model": "...", "output_base64": "..."}`. If
+the model's settings name the type of its numbers, the body may be `{"input": [...]}` with the numbers of one item, or
+an array for each of several items. The reply is then `{"model": "...", "output": [...]}` in the shape of the input (see
 `json_numbers`).
 
-The header `Gpulease-Deadline-Ms` says how many milliseconds the request may take. The header `Gpulease-Model` of the
-answer names the model that computed it, perhaps a smaller variant.
+The header `Gpulease-Deadline-Ms` is the number of milliseconds that the request may take. The reply's header
+`Gpulease-Model` names the model that computed it, which may be a smaller variant.
 
-A request that is not served is answered by a problem (RFC 9457). Its code is one of `protocol.rpc.CallErrorCode`, or:
+A request that fails gets a problem reply (RFC 9457). Its code is one of `protocol.rpc.CallErrorCode`, or:
 too_large (413), body_too_slow (408), unsupported_media_type (415), not_finite (500: JSON has no number for the output),
 foreign_page (403) and unknown_host (421), see `protocol.http_origin`.
 """
@@ -52,16 +52,16 @@ from gpulease.client.serve.rpc import Outcome, RpcServer
 from gpulease.protocol.rpc import CallError, CallErrorCode
 
 BODY_LIMIT_S: Final = 10.0
-"""Seconds in which a body must arrive. Stops peers that send a byte now and then."""
+"""Seconds for a body to arrive, so that a peer can't hold a connection by sending a byte now and then."""
 
 MAX_DEADLINE_MS: Final = 3_600_000
 
 _JSON_ROOM: Final = 256
-"""Bytes of a JSON body in addition to the base64 or the numbers."""
+"""Bytes of a JSON body around the base64 or the numbers."""
 
 
 class _Form(Enum):
-    """The form of a request and of its answer."""
+    """The form of a request's body, which the reply also has."""
 
     BYTES = "bytes"
     BASE64 = "base64"
@@ -80,16 +80,16 @@ _STATUS: Final = {
     CallErrorCode.KERNEL_FAILED: 500,
 }
 _RETRYABLE: Final = {CallErrorCode.QUEUE_FULL, CallErrorCode.TOO_LATE, CallErrorCode.UNAVAILABLE}
-"""Codes of requests of which nothing was computed."""
+"""Codes of requests that were not begun, so a retry is safe and useful."""
 
 
 class ModelServer:
-    """Models over HTTP, and over a Unix socket by RPC.
+    """Serves models over HTTP, and over a Unix socket by RPC.
 
     Args:
         models: By name.
         address: The daemon's address; None for the default one.
-        rpc: A Unix socket that listens for callers; None for none.
+        rpc: A listening Unix socket for RPC; None for HTTP only.
     """
 
     def __init__(self, models: Mapping[str, ModelSettings], address: str | None, rpc: socket.socket | None) -> None:
@@ -98,7 +98,6 @@ class ModelServer:
         self._rpc = rpc
 
     def app(self) -> Starlette:
-        """Return the ASGI application."""
         return make_application(
             infer=self._infer,
             models=self._host.description,
@@ -113,6 +112,7 @@ class ModelServer:
             server = RpcServer(self._rpc, self._host.call, self._host.describe) if self._rpc is not None else None
             if server is not None:
                 await stack.enter_async_context(server)
+            # The host ends first, so that it can still answer the RPC callers' waiting requests.
             await stack.enter_async_context(self._host)
             try:
                 yield
@@ -165,12 +165,12 @@ def _problem_response(problem: Problem) -> Response:
 
 
 def _deadline_s(request: Request) -> float | None:
-    """Return the request's deadline; None if the header is absent. Raises RequestRefused."""
+    """Return the request's deadline in seconds; None without the header. Raises RequestRefused."""
     text = request.headers.get("Gpulease-Deadline-Ms")
     if text is None:
         return None
     if not (text.isascii() and text.isdecimal() and len(text) < 9 and 0 < int(text) <= MAX_DEADLINE_MS):
-        detail = f"Gpulease-Deadline-Ms is a number of milliseconds from 1 to {MAX_DEADLINE_MS}."
+        detail = f"Gpulease-Deadline-Ms must be a number of milliseconds from 1 to {MAX_DEADLINE_MS}."
         raise RequestRefused(Problem(400, "invalid_request", detail))
     return int(text) / 1000
 
@@ -182,6 +182,7 @@ async def _payload(request: Request, body_type: str, model: ModelSettings) -> tu
         return _Form.BYTES, await read_body(request, most_bytes, BODY_LIMIT_S, "It")
     if body_type != JSON:
         raise RequestRefused(Problem(415, "unsupported_media_type", f"The body is {BINARY} or {JSON}."))
+    # The form is only known after reading, so allow the larger of both.
     room = max(4 * (-(-most_bytes // 3)), _numbers_room(model))
     body = await read_body(request, room + _JSON_ROOM, BODY_LIMIT_S, "It")
     try:
@@ -197,13 +198,14 @@ def _numbers_room(model: ModelSettings) -> int:
 
 
 def _from_numbers(body: bytes, model: ModelSettings) -> tuple[_Form, bytes]:
-    """Pack inputs that were sent as numbers. Raises NumbersRefused."""
+    """Return the form and the packed inputs of a body of numbers. Raises NumbersRefused."""
     if not model.input_type:
         raise NumbersRefused('It must be an object with "input_base64": this model declares no number type.')
     numbers = model.input_bytes // size_of(model.input_type)
     value = parsed_input(body, model.max_batch, numbers)
     form = _Form.ITEMS if value and isinstance(value[0], list) else _Form.ITEM
     payload = pack(value, model.input_type, numbers)
+    # Refuse before computing: a small input may have a huge output.
     answered = len(payload) // model.input_bytes * model.output_bytes // size_of(model.output_type)
     if answered > MAX_NUMBERS:
         raise NumbersRefused(f"Its answer would have {answered} numbers, more than {MAX_NUMBERS}: use base64.")
@@ -212,10 +214,11 @@ def _from_numbers(body: bytes, model: ModelSettings) -> tuple[_Form, bytes]:
 
 def _from_base64(body: bytes) -> bytes:
     try:
-        # An object of one string has no comma and no array. Bodies that could grow in memory are not parsed.
+        # An object with one string has neither commas nor arrays. Others are not parsed, because they may grow in
+        # memory.
         asked = None if b"," in body or b"[" in body else json.loads(body)
         if not isinstance(asked, dict) or asked.keys() != {"input_base64"}:
-            raise ValueError("it is an object of input_base64")
+            raise ValueError("it must be an object with input_base64")
         return base64.b64decode(asked["input_base64"], validate=True)
     except (ValueError, TypeError, RecursionError, binascii.Error) as error:
-        raise RequestRefused(Problem(400, "invalid_request", f"The body is not what it should be: {error}")) from None
+        raise RequestRefused(Problem(400, "invalid_request", f"The body is invalid: {error}")) from None

@@ -1,4 +1,4 @@
-"""The models that a server serves: a TOML file, read once, of tables `[models.NAME]`: see `ModelSettings`."""
+"""The models of a model server: a TOML file of tables `[models.NAME]`, read at the start. See `ModelSettings`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
 from gpulease.protocol.settings_reader import Setting, must_be, read_text
 
 MAX_BATCH_BYTES: Final = 256 << 20
-"""Most bytes of a batch's inputs, and of its outputs. They lie in memory shared with the lease's worker, 1 GiB in
-all."""
+"""Most bytes of a batch's inputs, and of its outputs. They are in the memory shared with the lease's worker, which has
+1 GiB."""
 
 MAX_FILE_BYTES: Final = 1 << 30
-"""Most bytes of weights. Stops a wrong path from filling the server's memory."""
+"""Most bytes of weights, so that a wrong path can't fill the server's memory."""
 
 MAX_NAME_CHARACTERS: Final = 64
 
@@ -32,13 +32,13 @@ def _read_constants(value: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSettings:
-    """A model, computed by one kernel.
+    """A model that one kernel computes.
 
         name(const void *weights, const void *input, void *output, u32 items, u32 constants...)
 
-    `input` and `output` hold `items` items one behind the other. The kernel runs on items x blocks_per_item blocks. It
-    must write every byte of the output, where an earlier batch's bytes may lie. It gets nothing else, and its output
-    for one item must depend on that item alone.
+    `input` and `output` contain `items` items one after the other. The kernel runs on items x blocks_per_item blocks.
+    It must write every byte of the output, which may contain an earlier batch's bytes. It gets nothing else, and its
+    output for one item must depend only on that item.
 
     `name` is the model's name in URLs. `module` and `weights` are the files' bytes.
     """
@@ -49,7 +49,7 @@ class ModelSettings:
     ]
     module: Annotated[
         bytes,
-        Setting("PTX or a cubin, beside this file.", what="a file's name", read=read_text, example='"digits.ptx"'),
+        Setting("PTX or a cubin, in this file's folder.", what="a file's name", read=read_text, example='"digits.ptx"'),
     ]
     kernel: Annotated[str, Setting("The kernel in it.", example='"digits"')]
     input_bytes: Annotated[int, Setting("Bytes of one item's input.", least=1, most=MAX_BATCH_BYTES, example="256")]
@@ -69,7 +69,7 @@ class ModelSettings:
     weights: Annotated[
         bytes,
         Setting(
-            "The file of bytes that the kernel gets a pointer to; copied to the card once a lease.",
+            "The file of bytes that the kernel gets a pointer to; copied to the card once per lease.",
             what="a file's name",
             read=read_text,
             example='"digits.weights"',
@@ -78,7 +78,7 @@ class ModelSettings:
     constants: Annotated[
         tuple[int, ...],
         Setting(
-            "The kernel's u32 arguments behind the others.",
+            "The kernel's u32 arguments after the others.",
             what="a list of integers",
             read=_read_constants,
             example="[64]",
@@ -101,9 +101,7 @@ class ModelSettings:
         ),
     ] = 0.0
     max_queue: Annotated[int, Setting("Items that wait.", least=1, most=2**20)] = 256
-    deadline_ms: Annotated[float, Setting("The deadline of a request that names none.", least=1, most=3_600_000)] = (
-        10_000.0
-    )
+    deadline_ms: Annotated[float, Setting("The deadline of a request without one.", least=1, most=3_600_000)] = 10_000.0
     idle_secs: Annotated[
         float,
         Setting(
@@ -119,29 +117,30 @@ class ModelSettings:
     is_pure: Annotated[
         bool,
         Setting(
-            "Whether a request may be computed again after a failure that its caller was not notified of. Otherwise a"
-            " request that was begun is answered with the failure."
+            "Whether a request may be computed again after a failure, without notifying its caller. Otherwise a request"
+            " that was begun gets the failure as its answer."
         ),
     ] = False
 
 
 _FILES: Final = {"module": MAX_PAYLOAD_BYTES, "weights": MAX_FILE_BYTES}
-"""Most bytes of the files that settings name."""
+"""The most bytes of each file that the settings name."""
 
 
 def load_settings(path: Path) -> dict[str, ModelSettings]:
-    """Return a file's models by name. Raises InvalidRequest that says what is wrong in it."""
+    """Return a file's models by name. Raises InvalidRequest, which names the setting that is wrong."""
     models = {name: _model(path, name, table) for name, table in read_model_tables(path).items()}
     check_together(models)
     return models
 
 
 def check_together(models: Mapping[str, ModelSettings]) -> None:
-    """Raise InvalidRequest if two models share a number, or a smaller variant can't stand in for its model."""
+    """Raise InvalidRequest if two models have the same number, or a smaller variant can't replace its model."""
     numbers: dict[int, str] = {}
     for name, model in models.items():
         if (other := numbers.setdefault(model.method_id, name)) != name:
-            raise InvalidRequest(f"models {other} and {name} have one method_id, {model.method_id}")
+            raise InvalidRequest(f"models {other} and {name} have the same method_id, {model.method_id}")
+        # Follow the chain of variants. It must end, and each must have the same inputs and outputs.
         chain = [name]
         while (smaller := models[chain[-1]].smaller) != "":
             if smaller not in models or smaller in chain:
@@ -149,7 +148,7 @@ def check_together(models: Mapping[str, ModelSettings]) -> None:
             chain.append(smaller)
             found = models[smaller]
             if _shape(found) != _shape(model):
-                raise InvalidRequest(f"model {name}: {smaller} has other inputs or outputs, and can't stand in for it")
+                raise InvalidRequest(f"model {name}: {smaller} has other inputs or outputs, and can't replace it")
 
 
 def _shape(model: ModelSettings) -> tuple[object, ...]:
@@ -159,7 +158,7 @@ def _shape(model: ModelSettings) -> tuple[object, ...]:
 def _model(path: Path, name: str, table: Any) -> ModelSettings:
     where = f"{path}: models.{name}"
     if not 0 < len(name) <= MAX_NAME_CHARACTERS or not name.isascii() or not name.replace("-", "").isalnum():
-        raise InvalidRequest(f"{where}: a name has 1 to {MAX_NAME_CHARACTERS} letters, digits and hyphens")
+        raise InvalidRequest(f"{where}: a name must have 1 to {MAX_NAME_CHARACTERS} letters, digits and hyphens")
     found = values_of(path, ModelSettings, table, "models", name)
     found |= {key: _file(path, where, key, found[key]) for key in _FILES if key in found}
     model = ModelSettings(name=name, **found)
@@ -170,7 +169,7 @@ def _model(path: Path, name: str, table: Any) -> ModelSettings:
         if kind and size % size_of(kind):
             raise InvalidRequest(f"{where}: {side}_bytes must be a multiple of the size of {kind}, not {size}")
     if ("input_type" in found) is not ("output_type" in found):
-        raise InvalidRequest(f"{where}: input_type and output_type are said together, or neither")
+        raise InvalidRequest(f"{where}: input_type and output_type must be set together, or neither")
     return model
 
 

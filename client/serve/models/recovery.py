@@ -1,4 +1,4 @@
-"""After a lease or a batch failed: the pause before the next lease, and the error that requests get. No I/O."""
+"""Rules for failed leases and batches: the pause before the next lease, and the errors of requests. No I/O."""
 
 import random
 from collections.abc import Callable
@@ -10,18 +10,18 @@ from gpulease.protocol.failures import lease_end
 from gpulease.protocol.rpc import CallErrorCode
 
 FIRST_PAUSE_S: Final = 0.05
-"""Seconds before a lease is requested again. They double with each failure until a batch succeeds."""
+"""Seconds before a lease is requested again, which double with each failure until a batch succeeds."""
 
 MAX_PAUSE_S: Final = 5.0
 
 PRESSURE_PAUSE_S: Final = 0.5
-"""Least pause in seconds after a refusal for want of room: other tenants' leases mostly last for seconds."""
+"""Least pause in seconds after a refusal for lack of room, because other tenants' leases usually last for seconds."""
 
 _BROKEN: Final = (errors.LoadFailed, errors.AllocFailed, errors.Denied, errors.Unsupported)
 
 
 class RestartPause:
-    """The pause before a lease is requested again.
+    """The growing, randomised pause before a lease is requested again.
 
     Args:
         uniform: Draws random numbers from 0 to 1.
@@ -32,11 +32,12 @@ class RestartPause:
         self._failures = 0
 
     def after(self, error: errors.GpuLeaseError) -> float:
-        """Return the seconds to wait after this error."""
+        """Return the seconds to wait after this error, and count it as a failure."""
         has_no_room = isinstance(error, errors.CapacityExceeded)
         least_s = PRESSURE_PAUSE_S if has_no_room or is_broken(error) else 0.0
         pause_s = back_off_s(self._failures, FIRST_PAUSE_S, MAX_PAUSE_S)
         self._failures += 1
+        # Half of it is random, so that models that failed together do not all retry together.
         return max(least_s, pause_s * (0.5 + self._uniform() / 2))
 
     def succeeded(self) -> None:
@@ -45,12 +46,12 @@ class RestartPause:
 
 
 def is_broken(error: errors.GpuLeaseError) -> bool:
-    """Return True if the model or its settings are at fault, so that waiting would not help."""
+    """Return whether the model or its settings are at fault, so that waiting would not help."""
     return isinstance(error, _BROKEN) or type(error) is errors.InvalidRequest
 
 
 def lease_end_of(event: LeaseEvent) -> errors.GpuLeaseError | None:
-    """Return the error that an event of the lease's end means; None while the lease lives."""
+    """Return the error that an event means for the lease; None if the lease has not ended."""
     if event.phase in (Phase.ACTIVE, Phase.WARNING):
         return None
     kind = errors.error_class(lease_end(event.cause).status)
@@ -58,7 +59,7 @@ def lease_end_of(event: LeaseEvent) -> errors.GpuLeaseError | None:
 
 
 def code_of(error: errors.GpuLeaseError) -> CallErrorCode:
-    """Return the code that the requests of a failed batch are answered with."""
+    """Return the error code for the requests of a batch that failed with this error."""
     if isinstance(error, errors.GpuSessionFailed | errors.OperationFailed):
         return CallErrorCode.KERNEL_FAILED
     return CallErrorCode.LEASE_LOST

@@ -1,4 +1,4 @@
-"""`RequestIntake`: the bounded queue of one model, its admission by foretold times, and its deadlines."""
+"""`RequestIntake`: the bounded queue of one model, its admission by predicted times, and its deadlines."""
 
 import asyncio
 import math
@@ -16,7 +16,7 @@ from gpulease.client.serve.rpc import Answer, Outcome
 from gpulease.protocol.rpc import CallError, CallErrorCode
 
 MAX_ATTEMPTS: Final = 2
-"""Most attempts at a request of a pure model: a request that ends every lease must not be tried forever."""
+"""Most attempts at a request of a pure model, so that a request that ends every lease is not tried forever."""
 
 
 @dataclass(eq=False, slots=True)
@@ -26,12 +26,12 @@ class WaitingRequest:
     Attributes:
         payload: The inputs of its items.
         items: The number of items.
-        at: Arrival, in seconds of a monotonic clock.
-        deadline: The time after which it is not begun.
-        answer: Receives the outcome. Already done if the caller hung up.
+        at: When it arrived, in monotonic seconds.
+        deadline: The time after which it must not be begun.
+        answer: Gets the outcome. Cancelled if the caller disconnected.
         attempts: How often it was begun.
-        is_alone: True after a batch with it failed: it then gets a batch of its own.
-        timer: Answers it at its deadline.
+        is_alone: True after a batch with it failed: it is then computed in a separate batch.
+        timer: Refuses it at its deadline.
     """
 
     payload: bytes
@@ -44,7 +44,7 @@ class WaitingRequest:
     timer: asyncio.TimerHandle | None = None
 
     def settle(self, outcome: Outcome) -> None:
-        """Answer the request unless it is answered already."""
+        """Answer the request, unless it was answered before."""
         if self.timer is not None:
             self.timer.cancel()
         if not self.answer.done():
@@ -52,14 +52,14 @@ class WaitingRequest:
 
 
 class BatchQueue:
-    """A bounded queue, first come, first served.
+    """A bounded FIFO queue, from which batches are taken.
 
     Args:
         max_items: Most items that wait.
         max_batch: Most items in a batch.
 
     Attributes:
-        items: Items that wait.
+        items: The number of items that wait.
     """
 
     def __init__(self, max_items: int, max_batch: int) -> None:
@@ -71,7 +71,7 @@ class BatchQueue:
         return bool(self._waiting)
 
     def add(self, request: WaitingRequest) -> bool:
-        """Append a request; False if the queue is full."""
+        """Append a request. Returns False if the queue has no room for it."""
         if self.items + request.items > self.max_items:
             return False
         self._waiting.append(request)
@@ -79,13 +79,13 @@ class BatchQueue:
         return True
 
     def put_first(self, requests: Iterable[WaitingRequest]) -> None:
-        """Return begun requests to the front. Their places are still free, because they were taken from there."""
+        """Put begun requests back at the front, in their order. This may exceed `max_items`."""
         for request in reversed(list(requests)):
             self._waiting.appendleft(request)
             self.items += request.items
 
     def remove(self, request: WaitingRequest) -> bool:
-        """Remove a request; False if it is not queued."""
+        """Remove a request. Returns False if it is not in the queue."""
         try:
             self._waiting.remove(request)
         except ValueError:
@@ -94,19 +94,23 @@ class BatchQueue:
         return True
 
     def due_at(self, max_delay_s: float) -> float | None:
-        """Return the time at which to begin the next batch: 0 (at once) if it is full, None if the queue is empty."""
+        """Return when to begin the next batch: 0 (at once) if it is full, None if the queue is empty."""
         if not self._waiting:
             return None
         first = self._waiting[0]
         return 0.0 if self.items >= self.max_batch or first.is_alone else first.at + max_delay_s
 
     def next_batch(self) -> list[WaitingRequest]:
-        """Remove and return the requests from the front that fit a batch; drop those of callers that hung up."""
+        """Remove and return the requests from the front that fit into a batch.
+
+        Drops those whose callers disconnected.
+        """
         batch: list[WaitingRequest] = []
         items = 0
         while self._waiting:
             request = self._waiting[0]
             is_wanted = not request.answer.done()
+            # The next request does not fit, or must be computed alone: leave it for the next batch.
             if is_wanted and batch and (request.is_alone or items + request.items > self.max_batch):
                 break
             self._waiting.popleft()
@@ -119,7 +123,7 @@ class BatchQueue:
         return batch
 
     def take_all(self) -> list[WaitingRequest]:
-        """Empty the queue and return its requests."""
+        """Remove and return all requests."""
         found = list(self._waiting)
         self._waiting.clear()
         self.items = 0
@@ -131,11 +135,11 @@ class RequestIntake:
 
     Attributes:
         queue: Requests that wait.
-        batches, starts: Estimated durations of a batch, and of acquiring a lease.
-        is_running: True while a batch is computed.
-        is_stopping: True once no request is admitted any more.
+        batches, starts: Estimates of the durations of a batch, and of acquiring a lease.
+        is_running: Whether a batch is being computed.
+        is_stopping: Whether no more requests are admitted.
         lease_left_s: Seconds left of the lease at the last arrival; None if there was no lease.
-        trouble: The error for want of which there is no lease; None while there is one, or none is wanted.
+        trouble: The error that keeps the model from having a lease; None with a lease, or if none is needed.
         changed_event: Set whenever the queue changes.
     """
 
@@ -150,13 +154,14 @@ class RequestIntake:
         self.changed_event = asyncio.Event()
 
     def submit(self, payload: bytes, deadline_s: float | None, lease_left_s: float | None) -> "asyncio.Future[Outcome]":
-        """Admit some items, or refuse them at once; see Instance.submit."""
+        """Admit some items, or refuse them at once. See Instance.submit."""
         now, settings = self._loop.time(), self.settings
         self.lease_left_s = lease_left_s
         answer: asyncio.Future[Outcome] = self._loop.create_future()
         left_s = settings.deadline_ms / 1000 if deadline_s is None else deadline_s
         items = len(payload) // settings.input_bytes
         request = WaitingRequest(payload, items, now, now + left_s, answer)
+        # Added before a refusal, so that refused requests are counted, too.
         answer.add_done_callback(lambda _: self._on_answered(request))
         if refusal := self._refusal(request, left_s):
             answer.set_result(refusal)
@@ -166,7 +171,7 @@ class RequestIntake:
         return answer
 
     def adopt(self, requests: Iterable[WaitingRequest]) -> None:
-        """Queue requests, as far as there is room; refuse the others."""
+        """Queue requests while there is room, and refuse the others."""
         for request in requests:
             if self.is_stopping:
                 request.settle(CallError(CallErrorCode.UNAVAILABLE, "the server stops"))
@@ -181,7 +186,7 @@ class RequestIntake:
         self.changed()
 
     def put_back(self, requests: list[WaitingRequest]) -> None:
-        """Return begun requests to the front of the queue, unless their deadline has passed."""
+        """Put begun requests back at the front of the queue, and refuse those whose deadline has passed."""
         self.queue.put_first(requests)
         for request in requests:
             if request.deadline <= self._loop.time():
@@ -189,9 +194,9 @@ class RequestIntake:
         self.changed()
 
     def drop_late(self, batch: list[WaitingRequest], lease_left_s: float) -> list[WaitingRequest]:
-        """Return the requests that can still meet their deadlines.
+        """Return the requests that can still meet their deadlines, and refuse the others.
 
-        Earlier batches may have taken longer than foretold.
+        Earlier batches may have taken longer than predicted.
         """
         now = self._loop.time()
         forecast = replace(self._forecast(now), items_ahead=0, start_s=0.0, lease_left_s=lease_left_s)
@@ -204,7 +209,7 @@ class RequestIntake:
         return in_time
 
     def dismiss(self, outcome: CallError) -> None:
-        """Answer every queued request with an error."""
+        """Empty the queue, and answer every request in it with an error."""
         for request in self.queue.take_all():
             request.settle(outcome)
         self.changed()
@@ -257,7 +262,7 @@ class RequestIntake:
         if request.timer is not None:
             request.timer.cancel()
         if request.answer.cancelled():
-            # The caller hung up: do not compute what no one will read.
+            # The caller disconnected: do not compute its request.
             if self.queue.remove(request):
                 self.changed()
             self._metrics.answered("cancelled")
@@ -272,31 +277,32 @@ class RequestIntake:
 MEAN_PART: Final = 1 / 8
 DEVIATION_PART: Final = 1 / 4
 DEVIATIONS: Final = 4
-"""Durations are foretold as RFC 6298, 2, foretells round trips: mean and four deviations."""
+"""Durations are predicted like round-trip times in RFC 6298, 2: the mean plus four deviations."""
 
 HALF_LIFE_S: Final = 1.0
-"""Seconds in which an estimate halves while nothing is measured. Otherwise one slow batch could make every request be
-refused that would measure another."""
+"""Seconds in which an estimate halves while nothing is measured. Otherwise, after one slow batch, every request could
+be refused, and none would be computed that would correct the estimate."""
 
 
 class Estimate:
-    """The foretold duration of the next event of a kind, in seconds; 0 until one was measured."""
+    """Predicts the duration of the next event of a kind, in seconds. It is 0 until one was measured."""
 
     def __init__(self) -> None:
         self._mean_s = self._deviation_s = 0.0
         self._measured_at: float | None = None
 
     def add(self, took_s: float, now: float) -> None:
-        """Take one measured duration into account."""
+        """Include a measured duration, as of the time `now`."""
         if self._measured_at is None:
             self._mean_s, self._deviation_s = took_s, took_s / 2
         else:
+            # RFC 6298 (2.3): the deviation is updated with the old mean, before the mean.
             self._deviation_s += DEVIATION_PART * (abs(took_s - self._mean_s) - self._deviation_s)
             self._mean_s += MEAN_PART * (took_s - self._mean_s)
         self._measured_at = now
 
     def seconds(self, now: float) -> float:
-        """Return the duration to expect now."""
+        """Return the predicted duration at the time `now`."""
         if self._measured_at is None:
             return 0.0
         age_s = max(0.0, now - self._measured_at)
@@ -310,10 +316,10 @@ class Forecast:
     Attributes:
         items_ahead: Items that wait before it.
         max_batch: Most items in a batch.
-        is_running: True while a batch is computed.
+        is_running: Whether a batch is being computed.
         batch_s: Expected seconds of a batch.
-        start_s: Expected seconds until there is a lease; 0 if there is one.
-        lease_left_s: Seconds left of the lease; None if there is none yet.
+        start_s: Expected seconds until the model has a lease; 0 if it has one.
+        lease_left_s: Seconds left of the lease; None without a lease.
     """
 
     items_ahead: int
@@ -324,12 +330,13 @@ class Forecast:
     lease_left_s: float | None
 
     def expected_s(self, items: int) -> float:
-        """Return in how many seconds so many further items will be done."""
+        """Return the expected seconds until `items` further items are done."""
+        # Whole batches: those that wait, with these items in the last one, after the one that is running.
         batches = math.ceil((self.items_ahead + items) / self.max_batch) + self.is_running
         return self.start_s + batches * self.batch_s
 
     def refusal(self, items: int, left_s: float) -> str:
-        """Explain why the items can't be done in `left_s`; "" if they can, as far as can be foretold."""
+        """Return why the items can't be done in `left_s`; "" if they can, according to the prediction."""
         expected_s = self.expected_s(items)
         if expected_s > left_s:
             return f"it would take {expected_s:.3f} s, and has {left_s:.3f} s"

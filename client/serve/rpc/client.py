@@ -1,6 +1,6 @@
 """The caller's side of calls through shared memory, blocking.
 
-Threads may share a client, but its calls run one after the other: for parallel calls, make more clients.
+Threads may share a client, but its calls run one after the other. For parallel calls, use several clients.
 """
 
 import json
@@ -37,11 +37,11 @@ from gpulease.protocol.rpc import (
 
 
 class CallFailed(GpuLeaseError):
-    """The server answered with an error; or, TOO_LATE, the call's deadline passed before it was sent.
+    """The server returned an error, or the call's deadline passed before it was sent (TOO_LATE).
 
     Attributes:
         code: The server's reason.
-        retry_after_s: Seconds after which asking again makes sense; 0 if unknown.
+        retry_after_s: Seconds after which the call may be retried; 0 if unknown.
     """
 
     def __init__(self, error: CallError) -> None:
@@ -52,29 +52,30 @@ class CallFailed(GpuLeaseError):
 
 
 class CallTimedOut(Disconnected):
-    """No answer came in time. The call may have been done, or may still be running."""
+    """No reply came in time. The call may have been executed, or may still be running."""
 
     default_hint = "Give it more time, or see why the server is slow"
 
 
 SPIN_NS: Final = 200_000
-"""Nanoseconds for which a caller polls for its reply before it sleeps, where the host has cores to spare."""
+"""Nanoseconds that a caller polls for its reply before it sleeps, if the host has enough cores."""
 
 LOOKS_PER_CLOCK: Final = 16
-"""Polls between two readings of the clock, which on some hosts take as long as a poll."""
+"""Polls between two readings of the clock, each of which takes as long as a poll on some hosts."""
 
 FIRST_BACKOFF_S: Final = 0.02
-"""Seconds before the second try to connect. They double with each further try, and half of them is random."""
+"""Seconds before the second attempt to connect. They double with each further attempt, and half is random."""
 
 MAX_BACKOFF_S: Final = 1.0
 
 ANSWER_ROOM_S: Final = 0.5
-"""Seconds beyond its deadline for which a call without a timeout is waited for: the server's TOO_LATE is then on its
-way."""
+"""Seconds after its deadline that a call without a timeout is waited for, in which the server's TOO_LATE arrives."""
 
 MAX_DESCRIPTORS: Final = 4
-"""Most descriptors received with the greeting. One is right; room for more shows that more came, and they are
-closed."""
+"""Most descriptors received with the greeting.
+
+One is correct. With room for more, wrong ones are noticed and closed.
+"""
 
 _MAX_ID: Final = 2**64 - 1
 _BELLS_BYTES: Final = 4096
@@ -84,10 +85,10 @@ class RpcClient:
     """Calls a model server on this host.
 
     Args:
-        address: Its socket, `unix:/path`.
-        timeout_s: Longest call in seconds, for calls that name no timeout.
-        spin_ns: Nanoseconds to look for a reply before sleeping. None: 200 us where the host has at least four cores.
-            Never done on processors where looking is not ordered; see `protocol.rpc`.
+        address: The server's socket, `unix:/path`.
+        timeout_s: Longest call in seconds, for calls without a timeout.
+        spin_ns: Nanoseconds to poll for a reply before sleeping. None: 200 us if the host has at least four cores.
+            Not used on processors where polls are not ordered; see `protocol.rpc`.
     """
 
     def __init__(self, address: str, timeout_s: float = 30.0, spin_ns: int | None = None) -> None:
@@ -117,31 +118,31 @@ class RpcClient:
         deadline_s: float | None = None,
         is_idempotent: bool = False,
     ) -> Answer:
-        """Make one call; return the answer, with the method that gave it.
+        """Make one call, and return the answer with the method that computed it.
 
-        The client waits for a server that is not there yet, with pauses that grow. A call that the server may have
-        received is sent again only with `is_idempotent`.
+        The client waits for a server that is not running yet, with growing pauses. A call that the server may have
+        received is repeated only with `is_idempotent`.
 
-        The server does not begin a call after its deadline. It answers TOO_LATE as soon as it can foretell that the
-        call would be late. A call that it began is waited for until the timeout.
+        The server does not begin a call after its deadline. It replies TOO_LATE as soon as it predicts that the call
+        would be late. After the server has begun a call, the client waits until the timeout.
 
         Args:
             method_id: The method.
-            payload: Any buffer's bytes, at most MAX_PAYLOAD_BYTES.
-            timeout_s: Seconds for the whole call. None: `deadline_s` and ANSWER_ROOM_S, or the client's timeout.
-            deadline_s: Seconds in which the call must begin; None: the model's own, at the server.
-            is_idempotent: Whether the call may be done twice.
+            payload: The bytes of any buffer, at most MAX_PAYLOAD_BYTES.
+            timeout_s: Seconds for the whole call. None: `deadline_s` plus ANSWER_ROOM_S, or the client's timeout.
+            deadline_s: Seconds within which the call must begin; None: the model's own deadline, at the server.
+            is_idempotent: Whether the call may be executed twice.
 
         Raises:
-            CallFailed: The server answered with an error; or, TOO_LATE, the call was never sent in its time.
-            CallTimedOut: No answer came in time.
-            Disconnected: The server went away, or broke the protocol.
+            CallFailed: The server returned an error, or the call was not sent before its deadline (TOO_LATE).
+            CallTimedOut: No reply came in time.
+            Disconnected: The server ended, or violated the protocol.
         """
         data = bytes(memoryview(payload))
         if len(data) > MAX_PAYLOAD_BYTES:
             raise InvalidRequest(f"rpc: {len(data)} bytes; a call takes {MAX_PAYLOAD_BYTES}", "Use HTTP for more")
         if deadline_s is not None and not 0 < deadline_s < math.inf:
-            raise InvalidRequest(f"rpc: a deadline of {deadline_s} s", "It is a number of seconds above 0")
+            raise InvalidRequest(f"rpc: a deadline must be a number of seconds above 0, not {deadline_s}")
         span = _Span.of(self._timeout_s if timeout_s is None and deadline_s is None else timeout_s, deadline_s)
         if not self._lock.acquire(timeout=min(span.to_ask_s(), threading.TIMEOUT_MAX)):
             raise _too_late("other threads' calls took all of its time")
@@ -151,7 +152,7 @@ class RpcClient:
             self._lock.release()
 
     def describe(self) -> dict[str, Any]:
-        """Return the models by name, with their methods' numbers and sizes in bytes."""
+        """Return the server's models by name, with their methods' numbers and sizes in bytes."""
         try:
             found = json.loads(self.call(DESCRIBE, b"", is_idempotent=True).payload)
         except (ValueError, RecursionError):
@@ -161,7 +162,6 @@ class RpcClient:
         return found
 
     def close(self) -> None:
-        """Close the connection."""
         with self._lock:
             self._hang_up()
 
@@ -178,8 +178,10 @@ class RpcClient:
             try:
                 return self._try(method_id, data, span)
             except _NotReceived as error:
-                # After an attempt that may have been carried out, its error says more than this one.
+                # The server can't have received it, so a retry is safe. An earlier attempt that may have been executed
+                # matters more to the caller, so its error is raised.
                 cause = uncertain or error.cause
+            # The reply may still come, so this connection can't be used for another call.
             except CallTimedOut:
                 self._hang_up()
                 raise
@@ -204,7 +206,7 @@ class RpcClient:
         try:
             connection.ask(self._last_id, method_id, data, left_ms)
         except OSError as error:
-            # The server closed the connection before the bell, and reads no request without one.
+            # The connection was closed before the bell was sent, and the server reads no request without a bell.
             self._hang_up()
             raise _NotReceived(_gone(self._path, error)) from None
         try:
@@ -220,14 +222,14 @@ class RpcClient:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """The end of the wait for a call, and the time by which it must begin, if any; monotonic, in seconds."""
+    """The limits of a call in monotonic seconds: when the wait ends, and when the call must have begun, if set."""
 
     until: float
     deadline: float | None
 
     @classmethod
     def of(cls, timeout_s: float | None, deadline_s: float | None) -> Self:
-        """Begin now; at least one of the arguments is given."""
+        """Return the limits of a call that begins now. At least one of the arguments must be given."""
         now = time.monotonic()
         deadline = None if deadline_s is None else now + deadline_s
         if timeout_s is not None:
@@ -235,12 +237,12 @@ class _Span:
         return cls(now + (deadline_s or 0.0) + ANSWER_ROOM_S, deadline)
 
     def to_ask_s(self) -> float:
-        """Return the seconds left for sending the call, 0 if none."""
+        """Return the seconds left for sending the call; 0 if the time is over."""
         ends = self.until if self.deadline is None else min(self.until, self.deadline)
         return max(0.0, ends - time.monotonic())
 
     def left_ms(self) -> int:
-        """Return the milliseconds to send to the server; 0 for no deadline. Raises _NotReceived after the deadline."""
+        """Return the milliseconds left until the deadline; 0 without a deadline. Raises _NotReceived after it."""
         if self.deadline is None:
             return 0
         left_ms = int((self.deadline - time.monotonic()) * 1000)
@@ -262,7 +264,7 @@ class _NotReceived(Exception):
 
 
 class _Connection:
-    """A connection to the server, with its shared memory."""
+    """A connection to the server, with the memory that it shares with this caller."""
 
     def __init__(self, sock: socket.socket, shared: SharedCall) -> None:
         self._sock, self._shared = sock, shared
@@ -270,7 +272,8 @@ class _Connection:
         self._bell.register(sock, select.POLLIN)
 
     def ask(self, request_id: int, method_id: int, data: bytes, left_ms: int) -> None:
-        """Write the request and ring. Raises OSError if the server is gone."""
+        """Write the request and ring the bell. Raises OSError if the server has closed the connection."""
+        # Order matters: the reply's region is emptied first, and the request's status is written last, by `put`.
         self._shared.reply.status = CallStatus.EMPTY
         self._shared.say_time_left(request_id, left_ms)
         self._shared.request.put(request_id, method_id, data, CallStatus.REQUEST_READY)
@@ -278,10 +281,11 @@ class _Connection:
             self._sock.send(b"\0", socket.MSG_NOSIGNAL)
 
     def answer(self, request_id: int, until: float, spin_ns: int) -> Answer:
-        """Wait for the reply and read it. Raises CallFailed, CallTimedOut, Disconnected, OSError."""
+        """Wait for the reply and return it. Raises CallFailed, CallTimedOut, Disconnected, OSError."""
         if not self._spin(spin_ns):
             self._sleep(until)
         reply = self._shared.reply
+        # The server's memory is not trusted: check id, size and status of one copy of the header.
         header = reply.header()
         if header.request_id != request_id or not header.fits or header.status not in _ENDS:
             raise Disconnected("rpc: the server's reply can't be followed")
@@ -309,11 +313,12 @@ class _Connection:
         return False
 
     def _sleep(self, until: float) -> None:
-        """Sleep until the server rang and the reply is there."""
+        """Sleep until the server has rung the bell and the reply is written."""
         while True:
             left_ms = (until - time.monotonic()) * 1000
             if left_ms <= 0 or not self._bell.poll(left_ms):
                 raise CallTimedOut("rpc: no answer in time; the call may have been done")
+            # Old bells may be left over from replies that were found by polling, so look at the reply itself.
             has_ended = not self._sock.recv(_BELLS_BYTES)
             if self._shared.reply.status:
                 return
@@ -347,7 +352,7 @@ def _connected(path: str, until: float) -> _Connection:
 
 
 def _greeted(sock: socket.socket) -> SharedCall:
-    """Map the memory that comes with the greeting. Raises OSError or ValueError."""
+    """Receive the greeting, and map the memory that comes with it. Raises OSError or ValueError."""
     space = socket.CMSG_SPACE(MAX_DESCRIPTORS * array("i").itemsize)
     data, rights, _, _ = sock.recvmsg(GREETING_BYTES, space, socket.MSG_CMSG_CLOEXEC)
     descriptors = array("i")
@@ -356,6 +361,7 @@ def _greeted(sock: socket.socket) -> SharedCall:
             descriptors.frombytes(raw[: len(raw) - len(raw) % descriptors.itemsize])
     if len(descriptors) == 1 and is_greeting(data):
         return SharedCall(descriptors[0])
+    # Not a greeting: close whatever came with it, so that no descriptor leaks.
     for fd in descriptors:
         os.close(fd)
     raise ConnectionResetError("it accepts no more callers" if not data else "it is not a model server of this version")

@@ -1,10 +1,11 @@
-"""The server's side of calls through shared memory: callers on a Unix socket, each with memory of its own.
+"""The server's side of calls through shared memory: callers on a Unix socket, each with separate memory.
 
-`protocol.rpc` has the layout. The server lives in an event loop and never spins: it sleeps until a caller rings, and
-looks at that caller's memory alone. A spinning thread would take the interpreter from the threads that do the work.
+`protocol.rpc` has the layout. The server runs in an event loop and never spins: it sleeps until a caller rings its
+bell, and then reads only that caller's memory. A spinning thread would keep the interpreter from the threads that do
+the work.
 
-No caller can reach another one. A caller that dies in any state is a closed socket; one that writes nonsense gets an
-error or is dropped; one that rings without a request is dropped.
+Callers can't reach each other. A caller that dies in any state is a closed socket. One that writes invalid requests
+gets an error or is disconnected, and so is one that repeatedly rings without a request.
 """
 
 import asyncio
@@ -30,24 +31,23 @@ from gpulease.protocol.rpc import (
 )
 
 MAX_CALLERS: Final = 256
-"""Most connections at a time; one more is closed at once. Stops callers from taking all descriptors and memory: each
-has two descriptors and 64 KiB."""
+"""Most connections at the same time; a further one is closed at once. Each takes two descriptors and 64 KiB."""
 
 MAX_FALSE_BELLS: Final = 64
-"""Most bells in a row without a request. Stops a caller that takes the server's time by ringing alone."""
+"""Most bells in a row without a request, so that a caller can't take the server's time by only ringing."""
 
 ACCEPT_PAUSE_S: Final = 0.5
-"""Seconds without accepting after descriptors ran out, instead of retrying at once, forever."""
+"""Seconds without accepting after descriptors ran out, so that the loop does not retry continually."""
 
 BELLS_BYTES: Final = 4096
-"""Most bells read at a time."""
+"""Most bells that are read at once."""
 
 _log: Final = logging.getLogger("gpulease.rpc")
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The result of a call: the payload, and the method that gave it."""
+    """The result of a call: the payload, and the method that computed it."""
 
     method_id: int
     payload: bytes
@@ -55,9 +55,9 @@ class Answer:
 
 Outcome = Answer | CallError
 Handler = Callable[[int, bytes, float | None], "asyncio.Future[Outcome]"]
-"""Begins a call of (method, payload, seconds in which it must begin; None if the caller named no deadline).
+"""Begins a call of (method, payload, seconds within which it must begin; None if the caller set no deadline).
 
-A call that can't begin in that time must be answered TOO_LATE. The future is cancelled if the caller hangs up; an
+A call that can't begin in that time must be answered TOO_LATE. The future is cancelled if the caller disconnects. An
 exception in it is a fault of the server."""
 
 
@@ -76,7 +76,7 @@ class RpcServer:
 
     @property
     def callers(self) -> int:
-        """Number of connected callers."""
+        """The number of connected callers."""
         return len(self._callers)
 
     async def __aenter__(self) -> Self:
@@ -94,7 +94,7 @@ class RpcServer:
             caller.close()
 
     def stop_accepting(self) -> None:
-        """Accept no more callers; connected ones continue."""
+        """Accept no more callers. Connected ones can continue to call."""
         if self._is_stopping:
             return
         self._loop.remove_reader(self._sock)
@@ -111,6 +111,7 @@ class RpcServer:
         self._loop.remove_reader(self._sock)
         if self._made is not None:
             self._made.close()
+        # The original socket is not closed: it belongs to the caller of this class.
         self._sock = self._made = made
         self._loop.add_reader(made, self._accept)
 
@@ -124,6 +125,7 @@ class RpcServer:
             self._loop.remove_reader(self._sock)
             self._loop.call_later(ACCEPT_PAUSE_S, self._accept_again)
             return
+        # Accepted and closed, rather than left in the backlog, so that the caller notices at once.
         if len(self._callers) >= MAX_CALLERS:
             peer.close()
             return
@@ -148,7 +150,7 @@ class RpcServer:
 
 
 class _Caller:
-    """A connection of one caller, with its shared memory."""
+    """A connection of one caller, with the memory shared with it. It has at most one call at a time."""
 
     def __init__(
         self,
@@ -157,7 +159,7 @@ class _Caller:
         begin: Handler,
         gone: Callable[["_Caller"], object],
     ) -> None:
-        """Raises OSError if there is no memory or descriptor for the caller; `sock` then stays open."""
+        """Raises OSError if memory or descriptors for the caller run out; `sock` then stays open."""
         self._sock, self._loop, self._begin, self._gone = sock, loop, begin, gone
         self._call: asyncio.Future[Outcome] | None = None
         self._false_bells = 0
@@ -165,6 +167,7 @@ class _Caller:
         self._shared, fd = SharedCall.make()
         try:
             sock.setblocking(False)
+            # The greeting carries the descriptor of the shared memory. This process keeps only its mapping.
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [fd]))]
             sock.sendmsg([greeting()], rights)
         except BaseException:
@@ -175,7 +178,7 @@ class _Caller:
         loop.add_reader(sock, self._on_bell)
 
     def close(self) -> None:
-        """Close the connection and cancel its call."""
+        """Close the connection, and cancel its call if there is one. A second call does nothing."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -196,6 +199,7 @@ class _Caller:
         if not bells:
             self.close()
         elif self._call is not None or self._shared.request.status != CallStatus.REQUEST_READY:
+            # A bell during a call, or without a request: harmless, but counted.
             self._false_bells += len(bells)
             if self._false_bells > MAX_FALSE_BELLS:
                 _log.warning("a caller rings for nothing: it is dropped")
@@ -207,9 +211,10 @@ class _Caller:
     def _begin_call(self) -> None:
         request = self._shared.request
         header = request.header()
+        # The header was copied before: from here on, the caller's changes to the region have no effect.
         request.status = CallStatus.PROCESSING
         if not header.fits:
-            text = f"a payload of {header.payload_len} bytes; a region takes {MAX_PAYLOAD_BYTES}"
+            text = f"a payload must have at most {MAX_PAYLOAD_BYTES} bytes, not {header.payload_len}"
             self._answer(header, CallError(CallErrorCode.INVALID_REQUEST, text))
             return
         left_ms = self._shared.time_left_ms(header.request_id)
@@ -226,7 +231,7 @@ class _Caller:
         self._call = None
         if self._is_closed:
             if not call.cancelled():
-                call.exception()  # retrieved, or asyncio would log that it was not
+                call.exception()  # retrieve it, or asyncio would log that it was not retrieved
             return
         if call.cancelled():
             outcome: Outcome = CallError(CallErrorCode.UNAVAILABLE, "the server stops")
@@ -240,7 +245,7 @@ class _Caller:
     def _answer(self, header: CallHeader, outcome: Outcome) -> None:
         if isinstance(outcome, Answer) and len(outcome.payload) > MAX_PAYLOAD_BYTES:
             outcome = CallError(CallErrorCode.INVALID_REQUEST, "the answer is larger than a region: ask for less")
-        # Before the reply: a caller that sees the reply may write its next request at once.
+        # Empty the request's region before the reply: on the reply, the caller may write its next request at once.
         self._shared.request.status = CallStatus.EMPTY
         reply = self._shared.reply
         if isinstance(outcome, Answer):
@@ -250,7 +255,7 @@ class _Caller:
         try:
             self._sock.send(b"\0", socket.MSG_NOSIGNAL)
         except BlockingIOError:
-            pass  # the caller has bells that it has not read yet
+            pass  # the socket is full of bells that the caller has not read, and one is enough
         except OSError:
             self.close()
 

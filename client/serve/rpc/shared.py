@@ -1,12 +1,12 @@
 """The memory that one caller shares with its server: allocation, mapping, reads and writes.
 
-**Which memory.** The server makes 64 KiB for each connection and passes its descriptor. It must not be a piece of a
-session's arena, which the lease's worker shares with the server. A descriptor gives access to all of its memory: each
-caller would see the requests of all others, and could change them under the worker. A copy of at most 32 KiB between
-the two costs a microsecond or two. The server's batches lie in the arena (`session.empty`), so nothing is copied a
-third time before the card reads it.
+**Which memory.** The server allocates 64 KiB for each connection and passes its descriptor. It must not be part of a
+session's arena, which the lease's worker shares with the server. A descriptor gives access to all of its memory, so
+each caller could read the requests of all others, and change them while the worker uses them. A copy of at most 32 KiB
+between the two takes a microsecond or two. The server's batches are in the arena (`session.empty`), so nothing is
+copied a third time before the card reads it.
 
-Memory that shrinks would end a process that touches it by SIGBUS. So it is sealed (memfd_create(2), F_ADD_SEALS of
+If the memory could shrink, SIGBUS would end a process that touches it. So it is sealed (memfd_create(2), F_ADD_SEALS of
 fcntl(2)), and the receiver checks the seals.
 """
 
@@ -35,18 +35,18 @@ from gpulease.protocol.rpc import (
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 LOOKING_IS_ORDERED: Final = platform.machine() == "x86_64"
-"""True if a change seen without having received the bell can be relied on; see `protocol.rpc`."""
+"""Whether a change that is seen by polling, without the bell, is reliable; see `protocol.rpc`."""
 
 
 class Region:
-    """The place of a request or of a reply."""
+    """The region of a request or of a reply within the shared memory."""
 
     def __init__(self, memory: memoryview, at: int) -> None:
         self._memory = memory[at : at + HEADER_BYTES + MAX_PAYLOAD_BYTES]
 
     @property
     def status(self) -> int:
-        """The status byte as it is now: any value."""
+        """The current status byte, which may have any value, since the peer can write it."""
         return self._memory[STATUS_AT]
 
     @status.setter
@@ -54,26 +54,26 @@ class Region:
         self._memory[STATUS_AT] = status
 
     def header(self) -> CallHeader:
-        """Return the header, copied before it is parsed."""
+        """Return the header. It is copied before it is parsed, so that the peer can't change it in between."""
         return CallHeader.from_bytes(bytes(self._memory[:HEADER_BYTES]))
 
     def payload(self, size_bytes: int) -> bytes:
-        """Return a copy of so many bytes of the payload; at most MAX_PAYLOAD_BYTES, as `CallHeader.fits` says."""
+        """Return a copy of `size_bytes` of the payload; at most MAX_PAYLOAD_BYTES, which `CallHeader.fits` checks."""
         return bytes(self._memory[HEADER_BYTES : HEADER_BYTES + size_bytes])
 
     def put(self, request_id: int, method_id: int, payload: bytes | memoryview, status: CallStatus) -> None:
-        """Write header and payload, the status last. Raises ValueError if the payload is too large."""
+        """Write payload and header, and the status last. Raises ValueError if the payload is too large."""
         size = len(payload)
         if size > MAX_PAYLOAD_BYTES:
             raise ValueError(f"{size} bytes do not fit in a region, which takes {MAX_PAYLOAD_BYTES}")
         memory = self._memory
         memory[HEADER_BYTES : HEADER_BYTES + size] = payload
-        # The old status stays until everything else is written. By the rules, the peer does not write it meanwhile.
+        # The old status stays until everything else is written. The protocol forbids the peer to write it meanwhile.
         HEADER_FAST.pack_into(memory, 0, request_id, method_id, memory[STATUS_AT], size)
         memory[STATUS_AT] = status
 
     def release(self) -> None:
-        """Release the view of the memory."""
+        """Release the view of the memory, so that the mapping can be closed."""
         self._memory.release()
 
 
@@ -86,7 +86,7 @@ class SharedCall:
     """
 
     def __init__(self, fd: int) -> None:
-        """Map the memory and close the descriptor. Raises OSError or ValueError if the memory is not of this kind."""
+        """Map the memory and close the descriptor. Raises OSError or ValueError if it has another size or no seals."""
         try:
             if os.fstat(fd).st_size != SHARED_BYTES or fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
                 raise ValueError("the shared memory has another size, or may change it")
@@ -100,7 +100,7 @@ class SharedCall:
 
     @classmethod
     def make(cls) -> tuple[Self, int]:
-        """Make zeroed memory; return it and a descriptor to pass on, which the caller closes."""
+        """Allocate zeroed memory. Returns it, and a descriptor to pass on, which the caller must close."""
         fd = os.memfd_create("gpulease-rpc", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, SHARED_BYTES)
@@ -111,15 +111,15 @@ class SharedCall:
             raise
 
     def say_time_left(self, request_id: int, left_ms: int) -> None:
-        """Write the milliseconds in which the next request must begin, 0 for none; before the request itself."""
+        """Write the milliseconds within which the next request must begin, 0 for no limit. Call it before `put`."""
         self._time_left[:] = TimeLeft(request_id, left_ms).to_bytes()
 
     def time_left_ms(self, request_id: int) -> int | None:
-        """Read the time that was written for that request; before its reply is written."""
+        """Return the milliseconds that were written for that request; None if none were. Call it before replying."""
         return TimeLeft.from_bytes(bytes(self._time_left)).of_call(request_id)
 
     def close(self) -> None:
-        """Unmap the memory."""
+        """Unmap the memory. A view that is still in use delays that until it is released."""
         self._time_left.release()
         self.request.release()
         self.reply.release()

@@ -1,4 +1,4 @@
-"""Ask a server of the example's models for the digits on all test images, through shared memory.
+"""Classify all test images with a server of the example's models, through shared memory.
 
 `python -m gpulease.client.serve.models.example.classify unix:/tmp/models.sock`
 """

@@ -2,12 +2,12 @@
 
     python -m gpulease.client.serve.models.example.digits [FOLDER]
 
-makes `digits.weights`, `digits-small.weights` and `digits-test.npz`, by default beside this file. The images are those
-that scikit-learn ships (the UCI repository's optical recognition of handwritten digits). The test file holds the images
-that no network was trained on, so that the example and its tests need no scikit-learn.
+makes `digits.weights`, `digits-small.weights` and `digits-test.npz`, by default in this file's folder. The images are
+those that scikit-learn ships (the UCI repository's optical recognition of handwritten digits). The test file contains
+the images that no network was trained on, so that the example and its tests do not need scikit-learn.
 
-All randomness has fixed seeds. Another processor's linear algebra may round otherwise and give other weights, as
-good.
+All randomness has fixed seeds. Another processor's linear algebra may round differently and give other, equally good
+weights.
 """
 
 import sys
@@ -33,7 +33,7 @@ HIDDEN: Final = {"digits": 64, "digits-small": 16}
 TESTS: Final = "digits-test.npz"
 
 TEST_EVERY: Final = 5
-"""Each fifth image is for tests."""
+"""Every fifth image is kept for tests, and not trained on."""
 
 _SEED: Final = 7
 _EPOCHS: Final = 120
@@ -65,13 +65,13 @@ class Weights:
 
     @classmethod
     def from_bytes(cls, data: bytes, hidden: int) -> Self:
-        """Read the bytes of `to_bytes`."""
+        """Return the weights that `to_bytes` wrote, for a hidden layer of `hidden` units."""
         sizes = np.cumsum([PIXELS * hidden, hidden, hidden * DIGITS])
         first, bias, last, last_bias = np.split(np.frombuffer(data, "<f4"), sizes)
         return cls(first.reshape(PIXELS, hidden), bias, last.reshape(hidden, DIGITS), last_bias)
 
     def scores(self, images: Floats) -> Floats:
-        """Return the reference, (images, DIGITS) float32: the largest of ten scores names the digit.
+        """Return the reference scores, (images, DIGITS) float32. The largest of an image's ten scores is its digit.
 
         Args:
             images: (images, PIXELS) float32.
@@ -85,7 +85,7 @@ class Weights:
 
 
 def load_weights(model: str, folder: Path = HERE) -> Weights:
-    """Read a model's weights from its file."""
+    """Read the weights of a model in HIDDEN from its file."""
     return Weights.from_bytes((folder / f"{model}.weights").read_bytes(), HIDDEN[model])
 
 
@@ -106,6 +106,7 @@ def train(images: Floats, digits: NDArray[np.uint8], hidden: int, epochs: int = 
     """
     draw = np.random.default_rng(_SEED)
     sizes = ((PIXELS, hidden), (hidden,), (hidden, DIGITS), (DIGITS,))
+    # He initialisation for the layer of rectified units; biases begin at zero.
     parts = [(draw.normal(0, (2 / size[0]) ** 0.5, size) if len(size) == 2 else np.zeros(size)) for size in sizes]
     steps = [np.zeros_like(part) for part in parts]
     wanted = np.eye(DIGITS)[digits]
@@ -126,6 +127,7 @@ def _slopes(parts: list[Any], images: Floats, wanted: Any) -> tuple[Any, ...]:
     units = np.maximum(images @ first + first_bias, 0)
     scores = units @ last + last_bias
     chances = np.exp(scores - scores.max(1, keepdims=True))
+    # The gradient of softmax and cross entropy together is the difference of the probabilities.
     off = (chances / chances.sum(1, keepdims=True) - wanted) / len(images)
     below = (off @ last.T) * (units > 0)
     return images.T @ below, below.sum(0), units.T @ off, off.sum(0)
@@ -140,7 +142,7 @@ def data_set() -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
 
 
 def main(folder: Path = HERE) -> None:
-    """Make all three files."""
+    """Train both networks, and write the three files to `folder`."""
     pixels, digits = data_set()
     is_test = np.arange(len(pixels)) % TEST_EVERY == 0
     np.savez_compressed(folder / TESTS, pixels=pixels[is_test], digits=digits[is_test])

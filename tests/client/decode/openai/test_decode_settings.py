@@ -93,7 +93,7 @@ def test_the_engine_s_settings_are_the_decoder_s(tmp_path: Path) -> None:
         (MODEL + TENANT + "context_tokens = 5\n", "set either max_blocks or context_tokens"),
         (MODEL + TENANT + "weight = 0\n", "tenants.ann.weight must be a number above 0, not 0"),
         (MODEL + TENANT + 'key_file = "k"\n', "set either key_sha256 or key_file"),
-        (MODEL + TENANT + TENANT.replace("ann", "bob"), "ann and bob have one key"),
+        (MODEL + TENANT + TENANT.replace("ann", "bob"), "ann and bob have the same key"),
         (
             MODEL + TENANT.replace("max_concurrent = 2", "max_concurrent = true"),
             "tenants.ann.max_concurrent must be a whole number of at least 1, not True",
@@ -137,7 +137,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     """A FIFO would wait for a writer."""
     os.mkfifo(tmp_path / "key")
     text = MODEL + TENANT.replace(f'key_sha256 = "{DIGEST}"', 'key_file = "key"')
-    with pytest.raises(InvalidRequest, match=r"key_file .*key: it is a folder, a FIFO or a device"):
+    with pytest.raises(InvalidRequest, match=r"key_file .*key: it must be a file, not a folder"):
         loaded(tmp_path, text)
-    with pytest.raises(InvalidRequest, match="key: it is a folder, a FIFO or a device"):
+    with pytest.raises(InvalidRequest, match="key: it must be a file, not a folder"):
         load_decode_settings(tmp_path / "key")

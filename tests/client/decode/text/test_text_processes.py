@@ -259,7 +259,7 @@ def test_a_tokenizer_that_can_t_be_made_there_is_refused(monkeypatch: pytest.Mon
             with pytest.raises(ModelRejected, match="a file: not a valid tokenizer"):
                 await TextProcesses.of(made, CONTEXT, 1, LIMITS, DecodeLog())
         monkeypatch.setattr("sys.executable", "/nowhere/python")
-        with pytest.raises(TextProcessesFailed, match="can be started"):
+        with pytest.raises(TextProcessesFailed, match="can't be started"):
             await TextProcesses.of(made, CONTEXT, 1, LIMITS, DecodeLog())
 
     asyncio.run(part())

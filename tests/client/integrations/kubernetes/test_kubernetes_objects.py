@@ -104,5 +104,5 @@ def test_any_object_is_read_or_refused(found: Any, at: str) -> None:
 
 def test_the_account_s_token_never_goes_in_the_clear() -> None:
     for url in ("http://api.example:6443", "ftp://127.0.0.1", "api.example"):
-        with pytest.raises(ClaimRefused, match="not https"):
+        with pytest.raises(ClaimRefused, match="must be https"):
             ApiServer(url, None, None)

@@ -117,5 +117,5 @@ def test_its_url(path: Path) -> None:
     store.close()
     assert path.exists()
     for url in ("", "sqlite:", str(path), "redis://x"):
-        with pytest.raises(InvalidRequest, match="is not a store"):
+        with pytest.raises(InvalidRequest, match="a store must be sqlite:PATH"):
             open_store(url)

@@ -63,7 +63,7 @@ def test_what_is_not_said_is_usual(tmp_path: Path) -> None:
         (["max_batch = 4096", "[models.two]"], "models.two.method_id must be given, and module, and kernel"),
         (['input_type = "f33"'], "models.one.input_type must be 'f16', 'f32', "),
         (["input_type = [1]"], "models.one.input_type must be 'f16', "),
-        (['input_type = "f32"'], "said together"),
+        (['input_type = "f32"'], "must be set together"),
         (['input_type = "f64"', 'output_type = "f64"'], "output_bytes must be a multiple of the size of f64, not 4"),
     ],
 )
@@ -83,11 +83,11 @@ def test_what_is_wrong(tmp_path: Path, lines: list[str], said: str) -> None:
         ([f"[models.m{n}]" for n in range(MAX_MODELS + 1)], "there must be 1 to"),
         ([model('"a b"')], "letters, digits and hyphens"),
         ([model('""')], "letters, digits and hyphens"),
-        ([model("one"), model("two")], "one method_id"),
+        ([model("one"), model("two")], "the same method_id"),
         ([model("one", 'smaller = "two"'), model("two", 'smaller = "one"', method_id=2)], "must be another model"),
         (
             [model("one", 'smaller = "two"'), model("two", method_id=2).replace("input_bytes = 8", "input_bytes = 9")],
-            "can't stand in",
+            "can't replace it",
         ),
         ([model("one", "max_batch = 4096").replace("output_bytes = 4", "output_bytes = 100_000")], "is more than"),
     ],
