@@ -104,6 +104,7 @@ class Members:
             return None
         if not isinstance(value, dict):
             raise self._wrong(key, value, "an object")
+        # Errors in the nested object name its path within the file.
         return Members(value, f"{self.where}: {key}")
 
     def tokens(self, key: str) -> tuple[int, ...]:

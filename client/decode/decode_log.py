@@ -69,6 +69,7 @@ class DecodeLog:
         self, level: int, event: str, tenant: str, fields: dict[str, Field], fault: BaseException | None = None
     ) -> None:
         key = event, tenant
+        # Each event and tenant has its own budget, so that a flood of one does not hide the others.
         budget = self._budgets.get(key)
         if budget is None:
             budget = self._budgets[key] = LogBudget(LINES_AT_ONCE, round(LINE_EVERY_S * NS_PER_S))
@@ -77,6 +78,7 @@ class DecodeLog:
             return
         if tenant:
             fields = {"tenant": tenant, **fields}
+        # The first line after a gap says how many are missing.
         if suppressed:
             fields["suppressed"] = suppressed
         line = " ".join([event, *(f"{name}={_shown(value)}" for name, value in fields.items())])

@@ -69,6 +69,7 @@ class SamplingParameters:
     @property
     def inverse_temperature(self) -> float:
         """The reciprocal of the temperature, as in a row's record; 0 for greedy sampling."""
+        # The kernel multiplies by it, and 0 selects the greedy choice.
         return 1 / self.temperature if self.temperature else 0.0
 
 
@@ -130,6 +131,7 @@ class PromptRequest:
     replayed_tokens: int = 0
 
     def __post_init__(self) -> None:
+        # A replay's id is the caller's with a suffix, so it may be a little longer.
         if not self.continues and not 1 <= len(self.request_id) <= MAX_REQUEST_ID_CHARACTERS:
             most = f"1 to {MAX_REQUEST_ID_CHARACTERS} characters"
             raise RequestRejected(f"the request's id must have {most}, not {len(self.request_id)} of them")

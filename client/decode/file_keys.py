@@ -55,6 +55,7 @@ class Key:
 
     def is_neutral(self, value: Any) -> bool:
         """Return whether a value changes nothing. Types must match: "1", 1 and true are different values."""
+        # A list is neutral if all of its items are, such as one value per layer.
         values = value if isinstance(value, list) else [] if value is None or value == {} else [value]
         neutral = {(_kind(one), one) for one in self.neutral}
         return all(isinstance(one, Hashable) and (_kind(one), one) in neutral for one in values)
@@ -98,6 +99,7 @@ def judged(said: Members, table: KeyTable) -> Members:
             # Unknown keys are ignored, as the reference does, but logged: they may come from a newer version of it.
             unknown.append(name)
         elif key.effect is Effect.USED:
+            # Only these reach the loader, so it can't depend on a key that the table does not have.
             kept[name] = value
         elif key.effect is Effect.REFUSED and not key.is_neutral(value):
             raise ModelRejected(f"{said.where}: {name} is {quoted_value(value)}; {key.why}")

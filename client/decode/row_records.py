@@ -29,6 +29,7 @@ ROW: Final = np.dtype(
 )
 """A row of a step. The kernels have the fields' offsets as constants (kernels/triton_source.py)."""
 
+# What a step sends back for each row: enough to report log-probabilities without the logits.
 RESULT: Final = np.dtype([("token", "<i4"), ("logit", "<f4"), ("top_logit", "<f4"), ("total", "<f4")])
 """A row's token, its logit, the highest logit, and the sum of e^(logit - highest) over all tokens."""
 

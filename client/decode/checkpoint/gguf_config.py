@@ -21,12 +21,14 @@ def gguf_config(said: Members, vocabulary: int, is_tied: bool) -> ModelConfig:
         vocabulary: Rows of the embedding.
         is_tied: Whether the file has no separate weights for the head.
     """
+    # The architecture comes first: it is also the prefix of the model's other keys.
     name = said.text("general.architecture")
     try:
         family = Family(name)
     except ValueError:
         must = f"general.architecture must be one of {', '.join(Family)}"
         raise ModelRejected(f"{said.where}: {must}, not {quoted(name)}") from None
+    # From here on only keys that the table declares as used are visible.
     said = judged(said, GGUF_KEYS[family])
     at = f"{family}."
     width, heads = said.whole(f"{at}embedding_length"), said.whole(f"{at}attention.head_count")

@@ -58,6 +58,7 @@ class GgufFile:
         self.name = str(path)
         self._file = TensorFile(path)
         header = gguf_header(self._file.mapped, path)
+        # From here on all names are Hugging Face's, as everywhere else.
         entries = {_canonical(name): entry for name, entry in header.tensors.items()}
         if len(entries) < len(header.tensors):
             raise ModelRejected(f"{path}: a layer's tensor is in it twice")
@@ -92,6 +93,7 @@ class GgufFile:
         half = self.config.head_width // 2
         if entry is None:
             return np.ones(half)
+        # The values are divisors, so zero or NaN would break every position's rotation.
         divisors: NDArray[np.float64] = self._tensor(ROTARY_DIVISORS, entry, (half,)).f32(0, 1)[0].astype(np.float64)
         if not (np.isfinite(divisors) & (divisors > 0)).all():
             raise ModelRejected(f"{self.name}: tensor {ROTARY_DIVISORS} has values that divide no frequency")
@@ -105,6 +107,7 @@ class GgufFile:
             what = f"tensor {name} is of type {kinds.get(entry.kind_number, entry.kind_number)}"
             raise ModelRejected(f"{self.name}: {what}; the engine reads {', '.join(TYPES.values())}")
         rows = FileRows(self._file, entry.offset, row_bytes(entry.kind, wanted[-1], f"{self.name}: tensor {name}"))
+        # The converter permutes only Llama's q and k; for Qwen, ggml rotates halves as Hugging Face does.
         if self.config.family is Family.LLAMA and name.endswith(PERMUTED):
             return Tensor(name, wanted, entry.kind, _paired_rows(rows, self.config.head_width // 2))
         return Tensor(name, wanted, entry.kind, rows)
@@ -114,6 +117,7 @@ def _canonical(name: str) -> str:
     """Return a tensor's name in Hugging Face's checkpoints; its GGUF name if it has no other."""
     if name in TOP:
         return TOP[name]
+    # blk.N.PART.weight or blk.N.PART.bias; other names stay, and `check_names` refuses them.
     block, _, rest = name.removeprefix("blk.").partition(".")
     part, _, end = rest.rpartition(".")
     if name.startswith("blk.") and block.isdecimal() and part in LAYER and end in ("weight", "bias"):

@@ -142,6 +142,7 @@ class _Reader:
         return GgufTensor(entry.shape, entry.kind, entry.kind_number, offset)
 
     def _pair(self) -> tuple[str, Any]:
+        # A pair is a key, the number of its type, and its value; a list also has the type and count of its items.
         key = self._text("a key")
         (kind,) = self._numbers("<I")
         if kind != LIST:
@@ -158,6 +159,7 @@ class _Reader:
         return key, np.frombuffer(self._take(count * dtype.itemsize, key), dtype).tolist()
 
     def _tensor(self) -> tuple[str, GgufTensor]:
+        # An entry is a name, the sizes (fastest first), the type and the offset.
         name = self._text("a tensor's name")
         (dimensions,) = self._numbers("<I")
         if not 1 <= dimensions <= MAX_DIMENSIONS:
@@ -180,6 +182,7 @@ class _Reader:
         return np.dtype(SCALARS[kind])
 
     def _text(self, what: str) -> str:
+        # A text is a length of 64 bits and UTF-8 bytes, without a terminator.
         (size,) = self._numbers("<Q")
         return self._take(size, what).decode()
 
@@ -193,5 +196,6 @@ class _Reader:
                 f"{self._path}: truncated: {size:,} bytes of {quoted(what)} from byte {self._at:,} on; the file ends"
                 f" at {len(self._mapped):,}"
             )
+        # Slicing a map copies the bytes, so nothing refers to the file afterwards.
         self._at += size
         return self._mapped[self._at - size : self._at]

@@ -31,6 +31,7 @@ def hugging_face_config(said: Members, generation: Members | None, begin_token: 
         generation: Those of generation_config.json, which names more end tokens; None without such a file.
         begin_token: The token that the tokenizer puts before a prompt.
     """
+    # The family decides which table of keys applies, so it is read first.
     family = _family(said)
     said = judged(said, CONFIG_KEYS[family])
     # The head width: named, or else the class's default, which for Llama and Qwen2 is the width over the heads.
@@ -79,6 +80,7 @@ def _family(said: Members) -> Family:
         raise ModelRejected(
             f"{said.where}: model_type must be one of {', '.join(Family)}, not {quoted(name)}"
         ) from None
+    # A model with the right type but another class, such as a classifier, has other weights.
     architectures = said.values.get("architectures")
     if architectures is not None and architectures != [ARCHITECTURES[family]]:
         raise ModelRejected(
@@ -93,6 +95,7 @@ def _rotary(said: Members) -> tuple[float, RopeScaling | None]:
     The rule is transformers 5's (convert_rope_params_to_dict, standardize_rope_params): `rope_scaling`, or else
     `rope_parameters`, which takes precedence over members next to it.
     """
+    # An empty object counts as missing.
     scaling = said.object("rope_scaling")
     if scaling is None or not scaling.values:
         scaling = said.object("rope_parameters")
@@ -105,6 +108,7 @@ def _rotary(said: Members) -> tuple[float, RopeScaling | None]:
         )
     scaling = judged(scaling, ROPE_KEYS)
     theta = scaling.number("rope_theta", theta)
+    # `type` is the older name of `rope_type`.
     kind = scaling.text("rope_type", scaling.text("type", "default"))
     if kind == "default":
         return theta, None
@@ -120,6 +124,7 @@ def _rotary(said: Members) -> tuple[float, RopeScaling | None]:
             scaling.whole("original_max_position_embeddings", said.whole("max_position_embeddings")),
         ),
     )
+    # Other values would make the rule (`rotary.divisors_of`) divide by zero, or scale in the wrong direction.
     if not (found.factor >= 1 and 0 < found.low_frequency_factor < found.high_frequency_factor):
         raise ModelRejected(
             f"{scaling.where}: factor {found.factor}, from {found.low_frequency_factor} to"

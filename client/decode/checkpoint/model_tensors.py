@@ -42,6 +42,7 @@ def model_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"{at}mlp.up_proj.weight", (inner, width)
         yield f"{at}mlp.down_proj.weight", (width, inner)
     yield NORM, (width,)
+    # A tied head is the embedding, so the file need not have one.
     if not config.is_tied:
         yield HEAD, (config.vocabulary, width)
 
@@ -51,6 +52,7 @@ def check_names(config: ModelConfig, names: Iterable[str], where: str) -> None:
 
     Ignoring a tensor, such as a bias that the family does not have, would compute a different model.
     """
+    # The head is always allowed: files of tied models may contain it, and it is ignored.
     there, wanted = set(names), {HEAD}
     for name, _ in model_tensors(config):
         if name not in there:

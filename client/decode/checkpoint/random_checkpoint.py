@@ -34,6 +34,7 @@ class RandomCheckpoint:
         self.config = config
         self._seed = seed
         self._shapes = dict(model_tensors(config))
+        # One array of values is shared by all tensors, scaled for each shape.
         most = max(int(np.prod(shape)) for shape in self._shapes.values())
         self._normal = np.random.default_rng(seed).standard_normal(min(PERIOD, most), np.float32)
         self._scaled: dict[tuple[float, float], NDArray[np.uint16]] = {}
@@ -41,6 +42,7 @@ class RandomCheckpoint:
     def tensor(self, name: str) -> Tensor:
         """Return a tensor of the model. Raises KeyError for a name that it does not have."""
         shape = self._shapes[name]
+        # Matrices keep activations near one; norms are near one, biases near zero.
         if len(shape) > 1:
             mean, spread = 0.0, shape[-1] ** -0.5
         else:
@@ -68,6 +70,7 @@ class RandomCheckpoint:
 
 def _reader(block: NDArray[np.uint16], start: int, columns: int) -> RowReader:
     def read(begin: int, end: int) -> NDArray[np.uint8]:
+        # The doubled block makes most reads one slice; only a chunk longer than a period is tiled.
         first, count = (start + begin * columns) % (len(block) // 2), (end - begin) * columns
         turns = -(-(first + count) // len(block))
         values = block if turns == 1 else np.tile(block, turns)

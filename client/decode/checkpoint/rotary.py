@@ -37,6 +37,7 @@ def divisors_of(config: ModelConfig) -> Floats:
     frequencies = frequencies_of(config)
     if scaling is None:
         return np.ones_like(frequencies)
+    # How often each frequency turns within the original context.
     turns = scaling.original_context * frequencies / (2 * math.pi)
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     # 1 where a frequency stays as it is, 0 where it is divided by the whole factor.
@@ -46,6 +47,7 @@ def divisors_of(config: ModelConfig) -> Floats:
 
 def frequencies_of(config: ModelConfig) -> Floats:
     """Return the head_width / 2 frequencies, in radians per position, before any scaling."""
+    # Decimal powers, because a host's own pow differs in the last bit between C libraries.
     base, width = Decimal(config.rope_theta), config.head_width
     with localcontext(DIGITS):
         return np.array([float(base ** (Decimal(-i) / width)) for i in range(0, width, 2)])
@@ -63,6 +65,7 @@ def rotary_tables(
     for part in PARTS:
         rest = rest - quarters * part
     square = rest * rest
+    # Both from polynomials in the rest, within an eighth of a turn, where Taylor's series are exact enough.
     sine, cosine = rest * _polynomial(SINE, square), _polynomial(COSINE, square)
     # By the quarter that the angle is in, the two are swapped and negated.
     quarter = quarters.astype(np.int64) & 3
@@ -77,6 +80,7 @@ def _parts_of(value: Decimal) -> list[float]:
     with localcontext(DIGITS):
         for bits in (PART_BITS - 1, 2 * PART_BITS - 1):
             parts.append(math.floor(value * 2**bits) / 2**bits)
+            # What remains is exact in decimals, and goes into the next part.
             value -= Decimal(parts[-1])
     return [*parts, float(value)]
 
@@ -85,6 +89,7 @@ PARTS: Final = _parts_of(HALF_PI)
 
 
 def _polynomial(coefficients: list[float], x: Floats) -> Floats:
+    # Horner's scheme from the highest coefficient, in IEEE products and sums.
     total = np.full_like(x, coefficients[-1])
     for coefficient in reversed(coefficients[:-1]):
         total = total * x + coefficient

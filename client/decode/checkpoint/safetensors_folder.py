@@ -48,6 +48,7 @@ class SafetensorsFolder:
         self.name = str(folder)
         self._folder = folder
         said = self._members("config.json")
+        # Optional: older models have its keys in config.json.
         generation = self._members("generation_config.json") if self._has("generation_config.json") else None
         self.config = hugging_face_config(said, generation, folder_begin_token(folder))
         # Step 1: collect the tensors of all files. The index's assignment of tensors to files is not needed.
@@ -95,6 +96,7 @@ class SafetensorsFolder:
         return Members(json_object(read_bytes(path, MAX_JSON_BYTES), path), str(path))
 
     def _files(self) -> list[Path]:
+        # One file takes precedence over an index. Without either, opening the file reports what is missing.
         if self._has(WEIGHTS) or not self._has(INDEX):
             return [self._folder / WEIGHTS]
         index = self._members(INDEX)

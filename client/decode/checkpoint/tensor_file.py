@@ -52,6 +52,7 @@ class TensorFile:
 
     def fill(self, offset: int, into: NDArray[np.uint8]) -> None:
         """Copy the bytes from `offset` on to `into`. Raises ModelRejected if the file has become too short."""
+        # Request the part that a later copy will need; madvise takes whole pages.
         ahead = (offset + AHEAD_BYTES) // mmap.PAGESIZE * mmap.PAGESIZE
         if ahead < len(self.mapped):
             self.mapped.madvise(mmap.MADV_WILLNEED, ahead, into.nbytes)

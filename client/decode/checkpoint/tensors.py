@@ -99,6 +99,7 @@ class Tensor:
         """
         if self.kind is TensorType.BF16:
             return self.read(begin, end).view(np.uint16)
+        # Convert in slices that fit a core's cache, instead of making an f32 copy of the whole chunk.
         result = np.empty((end - begin, self.columns), np.uint16)
         step = max(1, SLICE_VALUES // self.columns)
         for at in range(begin, end, step):
@@ -116,6 +117,7 @@ class Tensor:
 
 def row_bytes(kind: TensorType, columns: int, name: str) -> int:
     """Return the bytes of a row. Raises ModelRejected if rows end inside a block; `name` is the tensor in the error."""
+    # A row of a quantised tensor must consist of whole blocks, or its rows could not be read separately.
     values, nbytes = BLOCKS[kind]
     if columns % values:
         raise ModelRejected(
@@ -143,6 +145,7 @@ def rounded_to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
 
 def q8_0_planes(data: NDArray[np.uint8]) -> tuple[NDArray[Any], ...]:
     """Split rows of Q8_0, blocks of an f16 scale and 32 bytes, into values i8 [R, K] and scales f16 [R, K / 32]."""
+    # A block of Q8_0: 2 bytes of scale, then 32 values.
     blocks = data.reshape(data.shape[0], -1, 34)
     values = blocks[:, :, 2:].reshape(data.shape[0], -1).view(np.int8)
     scales = np.ascontiguousarray(blocks[:, :, :2]).view(np.float16)
@@ -159,6 +162,7 @@ def q4_k_planes(data: NDArray[np.uint8]) -> tuple[NDArray[Any], ...]:
     to 3 in their low 6 bits, the next four the minimums of these groups. The last four have the low 4 bits of the
     scale and the minimum of groups 4 to 7, whose high 2 bits are the top bits of the first eight bytes.
     """
+    # A block of Q4_K: 4 bytes of factors, 12 bytes of scales and minimums, 128 bytes of values.
     rows = data.shape[0]
     blocks = data.reshape(rows, -1, 144)
     values = blocks[:, :, 16:].reshape(rows, -1)

@@ -80,6 +80,7 @@ class _Target:
         for tensor in self.tensors:
             most = CHUNK_BYTES if self.rows_of(tensor) is None else WINDOW_BYTES
             step = max(1, most // sum(self.row_bytes))
+            # Chunks never cross tensors, because each tensor may be in another file.
             for begin in range(0, tensor.rows, step):
                 end = min(begin + step, tensor.rows)
                 offsets = tuple((before + begin) * nbytes for nbytes in self.row_bytes)
@@ -119,6 +120,7 @@ class _Made:
 
 def size_bytes(checkpoint: Checkpoint, *, packed: bool = True, positions: int) -> int:
     """Return the card memory that `load_weights` takes, rounded like a card rounds allocations, to size a lease."""
+    # Small allocations share pages; large ones are rounded up to whole pages of their own.
     own = shared = 0
     sizes = [size for target in _model_targets(checkpoint, packed) for size in target.sizes]
     sizes += 2 * [_table_bytes(checkpoint, positions)]
@@ -158,6 +160,7 @@ async def load_weights(
             f"{checkpoint.name} takes {wanted:,} bytes; the lease has {session.slice_bytes:,}",
             "Acquire a lease of at least the model's bytes, and those of its sequences",
         )
+    # Allocate everything first, then copy: a lease without room fails before any file is read.
     loader = _Loader(session, progress)
     try:
         weights = await loader.load(checkpoint, packed, positions, wanted)
@@ -183,6 +186,7 @@ class _Loader:
     async def load(self, checkpoint: Checkpoint, packed: bool, positions: int, size: int) -> ModelWeights:
         """Allocate all buffers, and queue the chunks that fill them."""
         config = checkpoint.config
+        # The embedding is always bf16: a row of it is looked up, not multiplied.
         embedding = (await self._make(_bf16_of(checkpoint.tensor(EMBEDDING))))[0]
         layers = tuple([await self._layer(checkpoint, layer, packed) for layer in range(config.layers)])
         norm = (await self._make(_f32_of(checkpoint.tensor(NORM))))[0]
@@ -192,6 +196,7 @@ class _Loader:
         else:
             head = await self._linear(_linear_of((checkpoint.tensor(HEAD),), packed))
         cosines, sines = [await self._alloc(_table_bytes(checkpoint, positions)) for _ in range(2)]
+        # The tables are small and computed here, so they are written at once.
         await self._write_tables(checkpoint, positions, cosines, sines)
         return ModelWeights(config, embedding, layers, norm, head, cosines, sines, size)
 
@@ -200,6 +205,7 @@ class _Loader:
         ahead: deque[_Made] = deque()
         try:
             for chunk in (chunk for chunks in self._chunks for chunk in chunks):
+                # Keep AHEAD chunks in preparation while the oldest one is copied; copies stay in order.
                 ahead.append(self._begin(chunk))
                 if len(ahead) > AHEAD:
                     await self._write(ahead.popleft())
@@ -243,6 +249,7 @@ class _Loader:
         )
 
     async def _linear(self, target: _Target) -> Linear:
+        # All tensors of a packed target have one type (`_linear_of`), so the first one's decides the layout.
         first = target.tensors[0]
         layout = PACKED[first.kind] if target.planes is _packed else Layout.BF16
         return Linear(layout, target.rows, first.columns, await self._make(target))
@@ -271,6 +278,7 @@ class _Loader:
         window = self._windows.pop() if has_room else self._session.empty(max(size, WINDOW_BYTES), np.uint8)
 
         def read() -> Planes:
+            # In a thread: page faults and the copy release the interpreter's lock.
             rows.fill(chunk.begin, window[:size])
             return (window[:size],)
 
@@ -343,13 +351,16 @@ def _linear_of(tensors: tuple[Tensor, ...], packed: bool) -> _Target:
         return _bf16_of(*tensors)
     columns = tensors[0].columns
     if kind is TensorType.Q8_0:
+        # Planes of a row: K values, and an f16 scale per 32 of them.
         row_bytes: tuple[int, ...] = (columns, columns // 16)
     else:
+        # Planes of a row: K / 2 bytes of values, two f16 factors per 256, a scale and a minimum per 32.
         row_bytes = (columns // 2, columns // 64, columns // 16)
     return _Target(row_bytes, tensors, _packed, is_as_read=False)
 
 
 def _bf16_of(*tensors: Tensor) -> _Target:
+    # Rows that are bf16 in the file need no conversion, so they are copied as they are.
     is_as_read = all(tensor.kind is TensorType.BF16 for tensor in tensors)
     return _Target((tensors[0].columns * 2,), tensors, _bf16, is_as_read)
 

@@ -61,6 +61,7 @@ def lease_bytes(checkpoint: Checkpoint, limits: StepLimits, pools: Iterable[int]
     more positions than the model's context.
     """
     check_positions(checkpoint.config, limits.positions)
+    # The lease holds the weights, a step's buffers and every tenant's region, rounded up as the daemon rounds them.
     granules = [-(-blocks * block_bytes(checkpoint.config) // REGION_GRANULE_BYTES) for blocks in pools]
     weights = size_bytes(checkpoint, packed=packed, positions=limits.positions)
     buffers = sum(buffer_sizes(checkpoint.config, limits).values())
@@ -140,6 +141,7 @@ class DecodeEngine:
         """
         check_positions(checkpoint.config, limits.positions)
         async with AsyncExitStack() as stack:
+            # Each resource is pushed as soon as it exists, so a failure at any point closes what was opened.
             session = await GpuSession(lease)
             stack.push_async_callback(session.close)
             weights = await load_weights(
@@ -149,6 +151,7 @@ class DecodeEngine:
             await forward.prepare()
             engine = cls(lease, session, forward)
             stack.push_async_callback(engine.close)
+            # Recording needs loaded kernels and allocated buffers, because graphs contain their addresses.
             await engine._record()
             stack.pop_all()
         return engine
@@ -258,6 +261,7 @@ class DecodeEngine:
         """
         if blocks and not 0 <= min(blocks) <= max(blocks) < pool.blocks:
             raise RequestRejected(f"A block is not one of the pool's {pool.blocks}", "Give blocks from 0 on")
+        # A refusal of a step invalidates the whole pass, so count refusals before and compare after it.
         size_bytes = kept.shape[1]
         for _ in range(MAX_COPY_TRIES):
             refusals = self._refusals
@@ -299,6 +303,7 @@ class DecodeEngine:
         # The step before was refused, so this one has no tokens to start from.
         if self._refused is not None:
             raise self._refused
+        # The two steps under way alternate between two streams and two sets of arrays.
         number, parity = self._next, self._next % self.max_steps
         bucket = self._bucket(count)
         given, stream = self._rows[parity], self._streams[parity]
@@ -315,6 +320,7 @@ class DecodeEngine:
                 await stream.wait_for(self._streams[1 - parity])
             else:
                 await self.session.mem_write(self.forward.rows, 0, given[:bucket], stream=stream)
+            # `position` comes back in a refusal, by which it is assigned to its step.
             await self._graphs[bucket, parity].launch(stream=stream, regions=named, position=number)
         except BaseException as error:
             # It did not start. A refusal here may be that of the step before, which `_keep` then remembers for
@@ -375,6 +381,7 @@ class DecodeEngine:
         """
         self._refusals += 1
         number = error.position
+        # Not one of our steps: for example a copy of a pool that has ended.
         if number is None or all(step.number != number for step in self._steps):
             return False
         if self._refused is None or number < (self._refused.position or 0):

@@ -47,6 +47,7 @@ def parts_of(rows: int, columns: int) -> tuple[int, int]:
     # Double the parts while all programs still fit on the card at once and no part gets too short.
     splits = 1
     while 2 * splits <= MAX_SPLITS and -(-rows // 64) * 2 * splits <= MAX_PROGRAMS:
+        # Parts this short would cost more to write and read again than they save.
         if columns // (2 * splits) < LEAST_CHUNK:
             break
         splits *= 2
@@ -114,6 +115,7 @@ def buffer_sizes(config: ModelConfig, limits: StepLimits) -> dict[str, int]:
     )
     # Bytes of one f32 per head and part of a sequence, for the steps whose attention is cut.
     attention = _split_rows(rows, config) * heads * limits.splits * 4
+    # Buffers of one step, reused by every layer. Two steps under way run one after the other on the card.
     sizes = {
         "h": rows * config.width * 4,
         "x": rows * max(config.width, heads * config.head_width) * 2,
@@ -132,6 +134,7 @@ def buffer_sizes(config: ModelConfig, limits: StepLimits) -> dict[str, int]:
         "tables": limits.tables * limits.table_blocks * 4,
     }
     for name, size in sizes.items():
+        # Check here, before the lease is requested: in the kernels a larger index would wrap around.
         if size > MAX_BUFFER_BYTES:
             raise RequestRejected(
                 f"{limits.max_rows} rows of {limits.positions} positions need {size:,} bytes for {name} alone; a buffer"
@@ -204,13 +207,16 @@ class ForwardPass:
         # norm has none, because `embed` writes the residual itself.
         before: Linear | None = None
         for index, layer in enumerate(self.weights.layers):
+            # Attention: norm, qkv, rotation and append, attend, output projection.
             yield self._normalise(rows, layer.attention_norm, before)
             yield from self._attend(rows, index, layer)
             yield self._linear(layer.output, rows, "x")
+            # Feed-forward: norm (which adds the attention's output), gate and up, down projection.
             yield self._normalise(rows, layer.inner_norm, layer.output)
             yield from self._gate(rows, layer.gate_up)
             yield self._linear(layer.down, rows, "gated")
             before = layer.down
+        # The last norm adds the last layer's output; then the head, and the choice of tokens.
         yield self._normalise(rows, self.weights.norm, before)
         yield self._linear(self.weights.head, rows, "x", "logits")
         yield from self._sample(rows)
@@ -222,6 +228,7 @@ class ForwardPass:
         logits: dict[str, Value] = {
             "parts": b["logits"], "splits": _splits(self.weights.head), "stride": rows * vocabulary, "V": vocabulary,
         }  # fmt: skip
+        # Two kernels, because the vocabulary of a row must be scanned by many programs to be fast.
         yield KernelLaunch("scan", (rows, blocks), **scanned, **logits, blocks=blocks)
         yield KernelLaunch("sample", (rows,), results=b["results"], rows=b["rows"], **scanned, **logits, blocks=blocks)
 
@@ -238,6 +245,7 @@ class ForwardPass:
         """Yield the launches that turn h's norm, in x, into the attention's output, also in x."""
         config, b, limits = self.weights.config, self._buffers, self.limits
         heads, key_heads, width = config.heads, config.key_heads, config.head_width
+        # Where this layer's keys and values are within a block of a region.
         place: dict[str, Value] = {"layer_bytes": index * layer_bytes(config), "block_bytes": block_bytes(config)}
         yield self._linear(layer.qkv, rows, "x")
         # Rotate q and k, and append k and v to the rows' blocks. Rows of one step see each other's keys in the next
@@ -260,6 +268,7 @@ class ForwardPass:
         if limits.splits == 1 or rows > _split_rows(rows, config):
             yield KernelLaunch(f"attend_whole_{width}", (rows, key_heads), x=b["x"], **read)
             return
+        # The parts of a sequence's attention, which `combine` adds in ascending order.
         parts: dict[str, Value] = {name: b[name] for name in ("totals", "tops", "sums")}
         parts["splits"] = limits.splits
         programs = min(limits.splits, -(-MAX_ATTENTION_PROGRAMS // (rows * key_heads)))
@@ -270,6 +279,7 @@ class ForwardPass:
         """Yield the launches that turn h's norm, in x, into the gated values: fused if the sums are not cut."""
         b, inner, splits = self._buffers, self.weights.config.inner_width, _splits(gate_up)
         if gate_up.layout is Layout.BF16 and splits == 1:
+            # Without parts the products are final, so the gate can be applied before they are written.
             name = tile_of("linear_silu_bf16", self.target, rows, inner, 1)
             (plane,) = gate_up.planes
             shape = {"R": rows, "F": inner, "K": gate_up.columns}

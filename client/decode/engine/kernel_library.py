@@ -60,6 +60,7 @@ class Manifest:
 @cache
 def manifest() -> Manifest:
     """Return the package's manifest, which `build` wrote. It is read once per process."""
+    # The parameters' order is the kernel's, so launches can name them instead of counting positions.
     found = json.loads(files(_FOLDER).joinpath("manifest.json").read_text())
     kernels = {
         name: KernelFacts(
@@ -80,6 +81,7 @@ def kernels_sha256() -> str:
     """Return the SHA-256 of the manifest and all PTX, on which the bits of results depend."""
     digest = hashlib.sha256()
     names = sorted(f"{name}.ptx" for name in manifest().kernels)
+    # Digests of digests, in a fixed order: the result depends on each file's name and content.
     for name in ("manifest.json", *names):
         digest.update(hashlib.sha256(files(_FOLDER).joinpath(name).read_bytes()).digest())
     return digest.hexdigest()
@@ -115,12 +117,14 @@ class KernelLibrary:
         """Load the kernels that are not loaded yet. Raises LoadFailed."""
         for name in names:
             if name not in self._modules:
+                # Loading compiles PTX for the card, which takes time; so each module is loaded once and kept.
                 ptx = files(_FOLDER).joinpath(f"{name}.ptx").read_bytes()
                 self._modules[name] = await self._session.module_load(ptx)
 
     async def launch(self, launch: KernelLaunch) -> None:
         """Launch, or record, a loaded kernel."""
         facts, values = manifest().kernels[launch.name], launch.values
+        # A kernel and its launch must change together; a mismatch would read wrong addresses.
         if set(values) != set(facts.parameters):
             raise TypeError(f"{launch.name} takes {', '.join(facts.parameters)}, not {', '.join(values)}")
         # Push in the kernel's order. The Python type decides the width: a buffer or null is 64 bits, a number 32.

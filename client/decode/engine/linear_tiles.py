@@ -44,6 +44,7 @@ def tile_of(function: str, target: str, rows: int, columns: int, parts: int) -> 
     # Up to the smallest tile's rows, or without tiles for this card alone: the smallest tile that has all rows.
     if rows <= _rows(smallest) or not own:
         return next((name for name in (smallest, *others) if _rows(name) >= rows), others[-1])
+    # Tiles of the card's own architecture, in ascending size.
     small, medium, large = own
     # Larger tiles read the weights less often, if they still fill the card.
     if rows <= _rows(small):
@@ -54,6 +55,7 @@ def tile_of(function: str, target: str, rows: int, columns: int, parts: int) -> 
 def tiles_of(function: str, target: str) -> list[str]:
     """Return the names of the kernels of a function for an architecture, those of smaller tiles first."""
     kernels = manifest().kernels
+    # One function compiled for several tiles: the manifest has an entry for each.
     found = [name for name, facts in kernels.items() if facts.kernel == function and facts.target == target]
     return sorted(found, key=lambda name: (_rows(name), kernels[name].constants["BN"]))
 

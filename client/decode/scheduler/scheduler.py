@@ -121,13 +121,16 @@ class ContinuousBatchScheduler:
         self._live: dict[str, LiveSequence] = {}
         self._waiting: dict[str, WaitingRequest] = {}
         self._decoding: list[LiveSequence] = []
+        # Tenants with prompts to compute, as an ordered set.
         self._prefilling: dict[TenantState, None] = {}
+        # Free rows of the block tables, highest first, so that `pop` gives the lowest.
         self._tables = list(range(settings.max_sequences - 1, -1, -1))
         self._unanswered: list[StepPlan] = []
         self._step_number = self._admissions = self._arrivals = 0
         self._prompt_turns = 0
         self._virtual_counter = self._virtual_prefilled = 0.0
         self._next_deadline = float("inf")
+        # `_has_room`: something that admission depends on changed. `_has_ended`: `_decoding` still has ended sequences.
         self._has_room = self._has_ended = False
         self._isolated: Set[str] | None = None
         for tenant in tenants:
@@ -169,6 +172,7 @@ class ContinuousBatchScheduler:
         """Add a tenant with a region of `blocks` blocks; None means `max_blocks`, and 0 that it waits for `rebound`."""
         if config.id in self.tenants:
             raise ValueError(f"tenant {config.id} is there already")
+        # The limiter belongs to the tenant and not to the engine, so an engine's loss does not reset it.
         limiter = CellRate(self.settings.rebinds_at_once, self.settings.rebind_interval_s)
         tenant = TenantState(config, limiter)
         if blocks != 0:
@@ -221,6 +225,7 @@ class ContinuousBatchScheduler:
         Returns:
             One Completed, or nothing.
         """
+        # Live: its rows under way are discarded when their step is answered.
         if sequence := self._live.get(request_id):
             return [self._finish(sequence, reason)]
         if waiting := self._waiting.get(request_id):
@@ -307,6 +312,7 @@ class ContinuousBatchScheduler:
         if not step.is_void:
             if step not in self._unanswered:
                 raise ValueError(f"step {step.number} was answered already")
+            # The step behind a failed one took tokens from it, so it is void, too.
             self._void(self._unanswered.index(step))
         return [] if tenant_id is None else self.revoked(tenant_id, reason, now)
 
@@ -388,6 +394,7 @@ class ContinuousBatchScheduler:
         can't use.
         """
         tenant = self.tenants[tenant_id]
+        # Its sequences leave the list of decoding ones, and keep their blocks, tables and places in `live`.
         if not tenant.is_held:
             tenant.is_held = True
             tenant.parked = [sequence for sequence in self._decoding if sequence.tenant is tenant]
@@ -399,6 +406,7 @@ class ContinuousBatchScheduler:
         tenant = self.tenants[tenant_id]
         if tenant.is_held:
             tenant.is_held = False
+            # Some may have been cancelled while the tenant was held.
             self._decoding += [sequence for sequence in tenant.parked if not sequence.is_ended]
             tenant.parked = []
             self._enter_prefill(tenant)
@@ -410,6 +418,7 @@ class ContinuousBatchScheduler:
         """Explain why a request can never be admitted; "" if it can."""
         if request.positions > self.settings.context:
             return f"it can take {request.positions} positions; the model's context has {self.settings.context}"
+        # Without a region, judge by the largest that the tenant may get; `rebound` checks again.
         blocks = tenant.region_blocks or tenant.config.max_blocks
         if request.blocks > blocks:
             return f"it can need {request.blocks} blocks; tenant {tenant.config.id} has {blocks} in all"
@@ -439,6 +448,7 @@ class ContinuousBatchScheduler:
 
     def _obstacle(self, tenant: TenantState, request: PromptRequest) -> tuple[AdmissionReason, str]:
         """Return what keeps a waiting request out now: the reason, and a sentence for the caller."""
+        # The tenant's own limit first: only this obstacle is the tenant's own doing (429 instead of 503).
         if len(tenant.live) >= tenant.config.max_concurrent:
             return AdmissionReason.QUOTA_EXCEEDED, f"{tenant.config.max_concurrent} of its sequences live already"
         if not tenant.region_blocks:
@@ -474,6 +484,7 @@ class ContinuousBatchScheduler:
         events: list[AnyEvent] = []
         for waiting in late:
             tenant = self.tenants[waiting.request.tenant_id]
+            # The obstacle at the end of the wait is reported, not the one at its beginning.
             kept_out_by, detail = self._obstacle(tenant, waiting.request)
             detail = f"tenant {tenant.config.id}: {detail}; it waited as long as it may, send it later"
             reason = CompletionReason.DEADLINE_EXCEEDED
@@ -522,6 +533,7 @@ class ContinuousBatchScheduler:
             One Completed, or nothing if preemption is off or no sequence may be preempted.
         """
         weight = heavier.config.weight
+        # Never among equals: preemption between tenants of the same weight would only move the waiting around.
         victims = [
             sequence
             for sequence in self._live.values()
@@ -529,6 +541,7 @@ class ContinuousBatchScheduler:
         ]
         if not self.settings.preempts or not victims:
             return []
+        # The youngest has computed the least, so the least is computed again.
         victim = min(victims, key=lambda sequence: (sequence.tenant.config.weight, -sequence.number))
         # The replay has no deadline: its caller was admitted once and did not choose to wait again.
         replay = self._replay_of(victim, self._live.keys() | self._waiting.keys())
@@ -541,6 +554,7 @@ class ContinuousBatchScheduler:
         new: list[TenantState] = []
         for tenant in self.tenants.values():
             if tenant.waiting and self._may_enter(tenant, tenant.waiting[0].request):
+                # A tenant stays in `old` only while it contends without interruption.
                 (old if tenant.is_contending else new).append(tenant)
             else:
                 tenant.is_contending = False
@@ -581,8 +595,10 @@ class ContinuousBatchScheduler:
         left = max_rows - decoding
         if prompts > left:
             # More live sequences than rows: the prompts get their turns' rows, over the steps exactly.
+            # The remainder carries over to the next step, so that the shares are exact in the long run.
             turns, self._prompt_turns = divmod(self._prompt_turns + max_rows * prompts, decoding + prompts)
             left = max(left, turns)
+        # Limit prompt rows while others decode, because each makes their next token later.
         left = min(left, self.settings.prefill_rows if decoding else max_rows)
         # Share them between tenants: PREFILL_GRAIN rows at a time to the tenant with the least weighted prompt rows.
         needed = {tenant: tenant.prompt_rows for tenant in self._prefilling}
@@ -653,6 +669,7 @@ class ContinuousBatchScheduler:
     ) -> SchedulerEvent.Completed:
         """End a live sequence, and free its blocks and its table for the next admission."""
         request, tenant = sequence.request, sequence.tenant
+        # The lists of decoding sequences are cleaned up in one pass at the next `plan`.
         sequence.is_ended = self._has_ended = self._has_room = True
         del self._live[request.request_id], tenant.live[request.request_id]
         # Blocks of a lost region do not come back: `bind` starts with a full list.
@@ -724,6 +741,7 @@ class ContinuousBatchScheduler:
         # The replay's prompt is the caller's prompt and all emitted tokens; what may still be emitted shrinks by those.
         own_prompt = len(request.token_ids) - request.replayed_tokens
         kept = len(sequence.tokens) if self.settings.replays else own_prompt
+        # A caller may have used such an id for another request, so skip the ones that are taken.
         first_id, attempt = request.continues or request.request_id, request.attempt + 1
         while f"{first_id}.{attempt}" in taken:
             attempt += 1

@@ -51,7 +51,9 @@ class LiveSequence:
         self.request, self.tenant, self.table, self.blocks, self.number = request, tenant, table, blocks, number
         self.tokens = list(request.token_ids)
         self.prompt = len(self.tokens)
+        # The row at the last position yields the last token to emit, which itself is never computed.
         self.last = request.positions - 1
+        # `next` moves when a row is planned, `filled` when its step is answered: the two differ by what is under way.
         self.filled = self.next = 0
         self.row = NO_ROW
         self.preemptions = 0
@@ -60,6 +62,7 @@ class LiveSequence:
     @property
     def length(self) -> int:
         """The number of positions whose keys and values answered steps have computed."""
+        # Once the prompt is filled, every known token but the newest has been computed.
         return self.filled if self.filled < self.prompt else len(self.tokens) - 1
 
 
@@ -111,6 +114,7 @@ class StepPlan:
 
     def add_chunk(self, sequence: LiveSequence, count: int) -> None:
         """Append rows for the next `count` positions of a prompt."""
+        # Rows of one prompt are contiguous and ascending, so its tokens and blocks are slices.
         first_row, begin = len(self.sequences), sequence.next
         end = begin + count
         self.sequences += [sequence] * count
@@ -121,6 +125,7 @@ class StepPlan:
         self.blocks += [blocks[position // PAGE] for position in range(begin, end)]
         self.tables += [sequence.table] * count
         self.chunks.append((sequence, first_row, count))
+        # The sequence's first rows: the harness sets up its constant fields with this step.
         if begin == 0:
             self.joined.append(sequence)
         sequence.next = end

@@ -50,6 +50,7 @@ class TenantState:
 
     def __init__(self, config: TenantConfig, limiter: CellRate) -> None:
         self.config, self.limiter = config, limiter
+        # Replays are at the front of this queue, in their order; new requests join at its end.
         self.waiting: deque[WaitingRequest] = deque()
         self.live: dict[str, LiveSequence] = {}
         self.prefilling: list[LiveSequence] = []
@@ -58,10 +59,12 @@ class TenantState:
         self.owes_permit = self.is_held = self.is_contending = False
         self.parked: list[LiveSequence] = []
         self.counter = self.prefilled = 0.0
+        # Counters grow by tokens over weight: of two tenants, the one with twice the weight gets twice the tokens.
         self.price = 1 / config.weight
 
     def fits(self, request: PromptRequest) -> bool:
         """Return whether its own limits and its region have room for the request now."""
+        # All blocks that the request can need must be free now, because they are reserved at once.
         return len(self.live) < self.config.max_concurrent and request.blocks <= len(self.free_blocks)
 
     def bind(self, blocks: int) -> None:
@@ -87,6 +90,7 @@ class TenantState:
     @property
     def written_blocks(self) -> list[int]:
         """The blocks with keys and values of live sequences. Valid only while no step with its rows is under way."""
+        # Only blocks up to the last planned position have contents; reserved ones after it are empty.
         live = self.live.values()
         return sorted(block for sequence in live for block in sequence.blocks[: -(-sequence.next // PAGE)])
 

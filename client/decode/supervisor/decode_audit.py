@@ -66,6 +66,7 @@ class TokenDigest:
 
     @classmethod
     def of(cls, tokens: Sequence[int]) -> Self:
+        # A fixed byte order, so that the digest is the same on every host.
         words = array("I", tokens)
         if byteorder == "big":
             words.byteswap()
@@ -127,6 +128,7 @@ def note_of(finished: FinishedRequest, by: ComputedBy, server: str, number: int)
             # A seed may be larger than the integers that a record holds.
             "seed": str(sampling.seed),
         },
+        # Times are in whole microseconds: a record has no floats, whose text is not canonical.
         "reason": str(finished.reason),
         "replays": finished.replays,
         "compute_us": round(finished.compute_s * US_PER_S),
@@ -147,6 +149,7 @@ class DecodeRecord:
     @classmethod
     def read(cls, note: Mapping[str, Any]) -> Self:
         """Parse a note. Raises ValueError if it is not the record of a request."""
+        # Other notes of the same lease, such as the server's start.
         if note.get("event") != EVENT:
             raise ValueError("it describes no request")
         try:
@@ -185,6 +188,7 @@ class DecodeAudit(DecoderObserver):
     def on_finished(self, report: FinishedRequest) -> None:
         """Queue the record of a request. A lost record uses up a number, too, so the audit log shows a gap."""
         self._finished += 1
+        # Losing the newest records keeps the order of the others intact.
         if len(self._kept) >= MAX_KEPT:
             self._lose(1, f"{MAX_KEPT} wait already")
             return

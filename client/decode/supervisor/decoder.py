@@ -187,6 +187,8 @@ class Decoder:
             lambda report: self._ledger.report(lambda observer: observer.on_prompt_refused(report)),
             self.log,
         )
+        # The supervisor owns the engine, the loop drives it, and the ledger knows the callers. They share the
+        # scheduler.
         self._supervisor = EngineSupervisor(spec, address, scheduler, self._ledger, self.log, clock)
         self._steps = StepLoop(spec.limits.tables, scheduler, self._ledger, self._supervisor, self.log, clock)
 
@@ -318,6 +320,7 @@ class Decoder:
         # In the ledger before the scheduler gets it, because the scheduler may end it at once.
         generation = ledger.open(request, self.cancel, now)
         try:
+            # The events may already contain a refusal or a preemption.
             ledger.tell(self.scheduler.submit(request, now))
         except BaseException:
             ledger.forget(generation)
@@ -341,6 +344,7 @@ class Decoder:
         Raises ModelRejected for a model without a tokenizer, TextNotRead for a text that takes more than a text may,
         and what `submit` and the generation's iterator raise.
         """
+        # Loaded first, so that a model without a tokenizer is refused before the text takes a place.
         tokenizer = await self.tokenizer()
         with self.prompts.place(tenant_id):
             tokens = await self.prompts.read_text(tenant_id, text)
@@ -370,6 +374,7 @@ class Decoder:
 
     def cancel(self, generation: Generation) -> None:
         """End a generation. Has no effect on one that has ended, even if a later request has its id now."""
+        # Compare the generation, not the id: a later request may have the same id.
         if generation.reason is None:
             self._ledger.tell(self.scheduler.cancel(generation.request.request_id))
             self._steps.wake()
@@ -434,6 +439,7 @@ def _engine_spec(checkpoint: Checkpoint, tenants: tuple[TenantConfig, ...], sett
     """Return the specification of the engine, with the lease's size. Raises what `lease_bytes` raises."""
     positions = settings.positions or min(checkpoint.config.context, MAX_POSITIONS)
     limits = StepLimits(settings.max_rows, settings.max_sequences, positions)
+    # Without tenants, one gets all sequences, and blocks for a few of full length.
     tenants = tenants or (_only_tenant(limits),)
     pools = [tenant.max_blocks for tenant in tenants]
     if settings.region_life_s is not None:

@@ -262,6 +262,7 @@ class EngineLifecycle(Generic[EngineT]):
         self.phase: Phase[EngineT] = Serving(engine, now)
         self.isolation = FaultIsolation()
         self._requests = requests
+        # History that outlives a phase: it decides pauses, deadlines and the numbers of losses.
         self._losses_in_a_row = self._losses = 0
         self._steps_at_loss = 0
         self._outage_began = now
@@ -328,6 +329,7 @@ class EngineLifecycle(Generic[EngineT]):
 
     def report_loss(self, engine: EngineT, error: Exception) -> list[Effect[EngineT]]:
         """Take the report of an engine's loss from outside of any step. Reports on other engines change nothing."""
+        # A late report of an engine that was lost or replaced before.
         if not self.is_engaged(engine):
             return []
         pending = self.phase.pending_loss
@@ -418,6 +420,7 @@ class EngineLifecycle(Generic[EngineT]):
         if isinstance(phase, Closed):
             raise phase.error
         assert not isinstance(phase, Adopting)
+        # The phase before continues inside, so a loss can still be reported until the hand-over.
         self.phase = Adopting(engine, phase)
         return [Wake()]
 

@@ -158,6 +158,7 @@ class EngineSupervisor:
         self._apply(self._life.adopt(now))
         # Regions that were bound may have ended requests, so the suspects are chosen after that.
         self._apply(self._life.isolate_next())
+        # Report the change: after a loss with its cause, otherwise as a planned move.
         loss = phase.before if isinstance(phase.before, lifecycle.Lost) else None
         cause = "the load was moved" if loss is None else cause_of(loss.error)
         took_s = self._clock() - (now if loss is None else loss.at)
@@ -176,6 +177,7 @@ class EngineSupervisor:
         if self._life.is_engaged(serving):
             self.reopened += 1
             self.log.info("region_reopened", tenant=tenant.id, region=lease_text(pool.region.lease_id))
+            # Replays of the tenant that waited for this region can be admitted now.
             self._ledger.tell(self.scheduler.rebound(tenant.id, pool.blocks, self._clock()))
             self._steps.wake()
 
@@ -250,6 +252,7 @@ class EngineSupervisor:
         A tenant that has lost too many regions recently gets it later.
         """
         now, regions = self._clock(), self.serving.regions
+        # A copy, because replacing a region removes it from `pools`.
         for tenant_id, pool in list(regions.pools.items()):
             # The limiter outlives engines: a new engine must not give a tenant its permits back.
             if self.scheduler.rebind_delay_s(tenant_id, now):
@@ -313,6 +316,7 @@ class EngineSupervisor:
         async with self._changing:
             self.check_alive()
             old, address = self.serving, address or self._address
+            # The old engine keeps computing while the model is loaded on the new lease.
             successor = await ServingEngine.open(self._spec, self, address)
             try:
                 await self._take_over(successor)
@@ -325,6 +329,7 @@ class EngineSupervisor:
     async def _leave(self, left: ServingEngine, warning: GpuLeaseError) -> None:
         """Move the load from an engine to another node of its fleet, unless it was lost or replaced meanwhile."""
         async with self._changing:
+            # Another change, which held the lock, has made this one unnecessary.
             if left is not self.serving or not self._life.is_serving:
                 return
             successor = None
@@ -356,6 +361,7 @@ class EngineSupervisor:
             await self._hand_over
         except BaseException:
             if self.serving is not successor:
+                # Not adopted: the decoder ended, or the caller was cancelled.
                 self._life.withdraw(successor)
                 await successor.abandon()
             raise
@@ -377,6 +383,7 @@ class EngineSupervisor:
         failure = self._life.failure
         assert failure is not None
         self._ended.set()
+        # Every caller gets the error now; nothing computes their requests any more.
         self._ledger.end_all(failure)
         self._steps.release_waiters()
         if self._hand_over is not None and not self._hand_over.done():

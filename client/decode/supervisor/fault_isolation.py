@@ -59,6 +59,7 @@ class FaultIsolation:
         Returns the requests that were also under way at the previous kill and have emitted fewer than `most` tokens
         since. They may be the reason why the host ran out of memory.
         """
+        # A request counts as a suspect only if it was near the same position at two kills in a row.
         before, self._killed_at = self._killed_at, dict(tokens)
         return [name for name, count in tokens.items() if name in before and count < before[name] + most]
 

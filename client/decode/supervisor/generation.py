@@ -83,11 +83,13 @@ class Generation:
 
     def emit(self, token: int, position: int, log_probability: float) -> None:
         self.tokens.append(token)
+        # Buffered without a limit: a caller that is slow delays no step, and max_tokens bounds the buffer.
         self._emitted.append(Emitted(token, position, log_probability, self.replays))
         self._wake()
 
     def replay(self, request_id: str) -> None:
         """Continue as another request of the scheduler, with the id `request_id`. The caller's `request_id` stays."""
+        # Cancelling must name the scheduler's current request.
         self.request = replace(self.request, request_id=request_id)
         self.replays += 1
 

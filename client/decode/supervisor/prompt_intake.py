@@ -78,6 +78,7 @@ class PromptIntake:
         if tenant is None:
             raise RequestRejected(f"the decoder has no tenant {tenant_id!r}")
         config, here = tenant.config, len(tenant.live) + len(tenant.waiting)
+        # Live, waiting and coming requests share the same places, so a request never loses its place on the way.
         if here + self.coming[tenant_id] >= config.max_concurrent + config.max_waiting:
             full = f"{config.max_waiting} of its requests wait"
             if not config.max_waiting:
@@ -117,6 +118,7 @@ class PromptIntake:
         messages are.
         """
         processes = await self._started()
+        # Known to be at fault: do not spend a process on it again.
         if is_chat and self._is_template_sound is False:
             raise _broken_template()
         try:

@@ -152,9 +152,11 @@ class RequestLedger:
         for event in events:
             entry = self._entries.pop(event.request.request_id, None)
             assert not isinstance(event, SchedulerEvent.Token)
+            # Its generation has ended already, so its caller has the outcome.
             if entry is None:
                 continue
             if isinstance(event, SchedulerEvent.AdmissionRejected):
+                # Refused at its admission, or as a replay. The iterator raises the refusal.
                 refusal = AdmissionRefused(event.reason, event.detail, event.retry_after_s)
                 self._log_lost(entry, event.reason)
                 self._end(entry, CompletionReason.CANCELLED, refusal, event.reason, event.detail, now)
@@ -178,6 +180,7 @@ class RequestLedger:
     def end_all(self, error: GpuLeaseError) -> None:
         """End every request: the decoder has ended."""
         now = time.monotonic()
+        # Detached first, so that a callback can't end an entry twice.
         entries, self._entries = self._entries, {}
         for entry in entries.values():
             self._end(entry, CompletionReason.ENGINE_ERROR, error, CompletionReason.ENGINE_ERROR, str(error), now)
@@ -193,6 +196,7 @@ class RequestLedger:
     ) -> None:
         generation = entry.generation
         self._generations.pop(generation.request_id, None)
+        # Recorded before observers are called, so that none of them can keep it from the caller.
         generation.end(reason, error)
         if not self.observers:
             return

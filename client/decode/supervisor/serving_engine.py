@@ -132,6 +132,7 @@ class ServingEngine:
         serving: Self | None = None
 
         def lose(error: GpuLeaseError) -> None:
+            # Before the engine has opened, its failure is raised by `open` itself.
             if serving is not None:
                 user.engine_failed(serving, error)
 
@@ -190,6 +191,7 @@ class ServingEngine:
                 if warning is None:
                     await self._report_end(user)
                     return
+                # The daemon answered: an earlier outage is over.
                 away_since = None
             except TimeoutError:
                 continue
@@ -205,6 +207,7 @@ class ServingEngine:
             except GpuLeaseError:
                 await self._report_end(user)
                 return
+            # Only in a fleet is there another node to move to.
             if warning is not None and self.is_of_fleet:
                 user.lease_warned(self, warning)
             await asyncio.sleep(WATCH_PAUSE_S)

@@ -159,6 +159,7 @@ class StepLoop:
         """Start steps while the scheduler has rows and the engine takes another step."""
         serving = self._life.phase.engine
         engine = serving.engine
+        # Run ahead by one step: while the card computes it, the host plans the next.
         while self.scheduler.unanswered_steps < engine.max_steps:
             now = self._clock()
             plan = self.scheduler.plan(now)
@@ -167,6 +168,7 @@ class StepLoop:
                 return
             # From here on a loss makes its requests suspects, even if the start has not returned (`drop`).
             self._starting = plan
+            # The step names exactly these regions. If one has ended, the daemon refuses the whole step.
             pools = [serving.regions.pools[tenant.config.id] for tenant in plan.tenants]
             try:
                 await engine.start(self._rows_of(plan), pools)
@@ -200,11 +202,13 @@ class StepLoop:
         self._pending.popleft()
         self.computed += 1
         begun_at, self._begun_at = self._begun_at, self._clock()
+        # The scheduler decides which results are tokens, and which sequences end with them.
         events = self.scheduler.completed(plan, results["token"].tolist())
         self._ledger.computed(plan, events, results, self._begun_at - begun_at)
 
     async def _sleep(self) -> None:
         """Wait until `wake` is called, or until the first deadline of a waiting request."""
+        # Only waiting requests have deadlines; without any, sleep until something wakes the loop.
         deadline = self.scheduler.next_deadline
         delay_s = None if deadline is None else max(0.0, deadline - self._clock())
         with suppress(TimeoutError):
@@ -231,6 +235,7 @@ class StepLoop:
 
     def _on_region_lost(self, error: RegionFailed) -> None:
         """Keep a step's refusal until no step is under way, and report it to observers once per region."""
+        # The same region may refuse two steps in a row.
         known, self._refusal = self._refusal, error
         tenant_id = self.regions.tenant_of(error.lease_id)
         if tenant_id is None or (known is not None and known.lease_id == error.lease_id):
@@ -264,6 +269,7 @@ class StepLoop:
             sequences=sequences,
         )
         self._ledger.tell(self.scheduler.revoked(tenant_id, reason, self._clock()))
+        # Start opening the next region in the background; `region_opened` brings the replays in.
         self.regions.replace(tenant_id)
         self.wake()
 

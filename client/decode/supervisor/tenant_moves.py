@@ -108,6 +108,7 @@ class TenantMoves:
         async with self._one_at_a_time:
             pool = self._pool_of(tenant_id)
             async with self._held(tenant_id):
+                # In `_saved` before the hold ends, so that `_held` leaves the tenant held.
                 saved = self._saved[tenant_id] = await self._save(tenant_id, pool)
             await saved.regions.release(tenant_id)
 
@@ -154,6 +155,7 @@ class TenantMoves:
                     saved = await self._save(tenant_id, old)
                     await self._user.engine.load_pool(pool, saved.blocks, saved.contents)
                     self._check_current(tenant_id, saved)
+                    # From here on the tenant's rows use the new region; the old one is closed in the background.
                     regions.exchange(tenant_id, pool)
                     self._moved(tenant_id, pool)
             except BaseException:
@@ -184,6 +186,7 @@ class TenantMoves:
             # Sleep until the first region is due to be left, but look at ended ones every LOOK_S.
             pause_s = min(left_s, default=LOOK_S) - regions.move_before_s
             await asyncio.sleep(min(max(pause_s, SHORTEST_LOOK_S), LOOK_S))
+            # Renewals failed, or regions have a fixed life: leave before the end, while a copy is still possible.
             for tenant_id in regions.ending():
                 try:
                     await self.move(tenant_id)

@@ -68,6 +68,7 @@ class TenantRegions:
         self._engine, self._scheduler, self._log = engine, scheduler, log
         self._on_opened, self._on_failure = on_opened, on_failure
         self._life_s = life_s
+        # With very short lives, leave in the last quarter.
         self.move_before_s = min(MOVE_BEFORE_S, (life_s or REGION_TTL_S) / 4)
         self._renewals: dict[str, KeepAlive] = {}
         self._rebinding = BackgroundTasks()

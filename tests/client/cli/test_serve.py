@@ -18,7 +18,11 @@ from helpers.daemon import Daemon
         ([], 2, "--models FILE"),
         (["--models", "nowhere.toml"], 1, "nowhere.toml"),
         (["--models", str(EXAMPLE), "--listen", "tcp:0.0.0.0:80"], 1, "where only this host can connect"),
-        (["--models", str(EXAMPLE), "--listen", "tcp:127.0.0.1:0", "--store", "redis://x"], 1, "a store must be sqlite:PATH or postgresql://HOST/DATABASE, not"),
+        (
+            ["--models", str(EXAMPLE), "--listen", "tcp:127.0.0.1:0", "--store", "redis://x"],
+            1,
+            "a store must be sqlite:PATH or postgresql://HOST/DATABASE, not",
+        ),
         (["--demo", "--max-in-flight", "0"], 2, "max-in-flight"),
     ],
 )

@@ -63,7 +63,10 @@ def test_a_kernel_s_own_arguments(file: Path) -> None:
             "models.m.threads_per_block must be a whole number from 1 to 1024, not 1025",
         ),
         ("[models.m]\n" + RIGHT + 'arguments = "inout"', "models.m.arguments must be a list, not 'inout'"),
-        ("[models.m]\n" + RIGHT + 'arguments = ["inout", 1]', "models.m: kernel k: arguments: 1 must be one of in, out"),
+        (
+            "[models.m]\n" + RIGHT + 'arguments = ["inout", 1]',
+            "models.m: kernel k: arguments: 1 must be one of in, out",
+        ),
         ("[models.m]\n" + RIGHT + 'arguments = [["inout"]]', r"\['inout'\] must be one of in, out"),
         ("[models.m]\n" + RIGHT + 'arguments = ["inout", "output_len"]', "'output_len' must be one of in, out"),
         ("[models.m]\n" + RIGHT + 'arguments = ["in", "in", "out"]', "each must occur only once"),
