@@ -48,6 +48,7 @@ def measure(driver_name: str, ptx: bytes, launches: int, samples: int, copy_size
 
     # Warm up: the first launches load code and grow the driver's queues.
     _timed_us(launch_and_sync, 50)
+    # Launches that are awaited one by one, and then a long row of them: latency and throughput.
     round_trips = _timed_us(launch_and_sync, samples)
     started = time.perf_counter()
     for _ in range(launches):
@@ -159,6 +160,7 @@ def _small_copies(context: Context, samples: int) -> dict[str, float]:
 
 def _copies(context: Context, size: int, pinned: memoryview) -> dict[str, float]:
     """Return the GB/s of copies from and to pinned memory, and pageable memory."""
+    # The host's buffer is reused: the first touch of its pages is not part of a copy.
     address, name = context.mem_alloc(size), f"{size >> 20}m"
     pageable = memoryview(bytearray(size))
 

@@ -120,6 +120,7 @@ class SimulatedNode:
 
     def start(self) -> None:
         self._change()
+        # The node has no leases of an earlier process, so the list of live claims is empty.
         self._post(Started())
         self._post(LiveClaims())
 
@@ -164,11 +165,13 @@ class SimulatedNode:
                     self.measured.failed += 1
 
     def _fire(self) -> None:
+        # A changed record makes the heartbeat larger: it carries the whole record.
         if self._draw.random() < CHANGED_PART:
             self._change()
         self._post(TimerFired())
 
     def _take_claim(self, number: int, *, is_given: bool) -> None:
+        # Claims of the time before the measurement are answered too, and not counted.
         sent_s = self._wanted_s.pop(number)
         if self.measured is not None and is_given:
             self.measured.claim_s.append(time.monotonic() - sent_s)
@@ -229,6 +232,7 @@ async def _run_nodes(
     found = [
         SimulatedNode(f"{first + at:05d}", terms, clients[at % CLIENTS], Random(draw.random())) for at in range(nodes)
     ]
+    # All at once would measure how etcd handles a crowd.
     room = asyncio.Semaphore(AT_A_TIME)
 
     async def join(at: int, node: SimulatedNode) -> None:
@@ -381,6 +385,7 @@ def _largest(sizes: list[StoreSize]) -> int:
 
 
 def _cpu_s(pid: int) -> float:
+    # Fields 14 and 15: user and system time in clock ticks (proc_pid_stat(5)). Field 3 comes behind the name.
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

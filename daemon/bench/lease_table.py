@@ -132,16 +132,19 @@ class Load:
         # At most `_at_a_time` requests wait for their answers, as with so many connections.
         asked = 0
         for make in events:
+            # Wait for an answer before the next request, as a connection with a bounded pipeline does.
             while self._open >= self._at_a_time:
                 self._changed.clear()
                 await self._changed.wait()
             self._open += 1
             asked += 1
             self._runtime.post(make(self._runtime.expect(self._answered)))
+            # Give the loop a turn: the broker answers between the packets of its clients.
             if asked % PER_TURN == 0:
                 await asyncio.sleep(0)
                 if until_ns and time.monotonic_ns() > until_ns:
                     break
+        # The rate counts answers, so the last ones are awaited.
         while self._open:
             self._changed.clear()
             await self._changed.wait()
@@ -196,6 +199,7 @@ async def _rate(
     name: str, load: Load, events: Iterator[Callable[[int], Event]], seconds: float | None, counted: float = 1.0
 ) -> dict[str, float]:
     """Return the requests a second, and the CPU time that each costs the broker's thread."""
+    # The thread's own time: on a busy host the wall clock alone would measure the other processes.
     cpu_s, began_ns = time.thread_time(), time.monotonic_ns()
     until_ns = 0 if seconds is None else began_ns + int(seconds * NS_PER_S)
     asked = counted * await load.ask(events, until_ns)
@@ -213,6 +217,7 @@ def _over_and_over(load: Load) -> Iterator[Callable[[int], Event]]:
 def _churn(load: Load) -> Iterator[Callable[[int], Event]]:
     """Yield grants, renewals, and as many frees as grants, so that the number of leases stays the same."""
     while True:
+        # From the middle, so that old and young leases end.
         yield release(load.live.pop(len(load.live) // 2))
         yield load.acquire(LONG_MS)
         for other in load.live[-2:]:
@@ -240,6 +245,7 @@ async def _expire_evenly(load: Load, workers: SimulatedWorkers, leases: int) -> 
 
 async def _expire_at_once(load: Load, workers: SimulatedWorkers) -> list[float]:
     workers.late_ms.clear()
+    # All deadlines at one moment: each time to live is what is left until then.
     until_ns = time.monotonic_ns() + NS_PER_S
     await load.ask(load.acquire(max(1, (until_ns - time.monotonic_ns()) // NS_PER_MS)) for _ in range(BURST))
     await workers.refused(BURST)

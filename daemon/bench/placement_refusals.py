@@ -68,6 +68,7 @@ class SimulatedFleet:
     def publish(self, node: int) -> None:
         """Let the directory see a node as it is now."""
         free = self.free_gib[node]
+        # As nodes do: a record is written only if it has changed.
         if self._known[node] != free:
             self._known[node] = list(free)
             cards = tuple(
@@ -83,6 +84,7 @@ class SimulatedFleet:
         fitting = [(gib, number) for number, gib in enumerate(free) if gib >= size_gib]
         if not fitting:
             return False
+        # The node decides by its own free bytes, which the directory's view may not show yet.
         _, card = max(fitting) if self.order is PlacementOrder.SPREAD else min(fitting)
         free[card] -= size_gib
         self.used_gib += size_gib
@@ -113,6 +115,7 @@ class SimulatedFleet:
 
     def ask(self, size_gib: int, now_s: float) -> int:
         """Place one lease as a tenant does; return the number of nodes asked, 0 if it is refused."""
+        # Like a client: each candidate in turn, and then a second question that names those that refused.
         tried: list[str] = []
         for _ in range(TRIES):
             wanted = PlaceWanted(size_gib * GIB, tried=frozenset(tried))
@@ -143,6 +146,7 @@ def simulate(nodes: int, used: float, order: PlacementOrder, seed: int = 7) -> d
         while published * VIEW_S / nodes < now_s:
             fleet.publish(published % nodes)
             published += 1
+        # Only the second half counts, when the leases of the filling have mostly ended.
         tries = fleet.ask(draw.choice(SIZES_GIB), now_s)
         if now_s > HOLDS * HOLD_S / 2:
             asked += 1

@@ -88,6 +88,7 @@ class StampedContext:
         self.context.launch(kernel, grid, block, shared_bytes, params, tag)
 
     def native(self) -> NativeLaunch | None:
+        # Native code notes the time itself, because a call back into Python would take longer than what is measured.
         own = self.context.native()
         if own is None:
             return None
@@ -126,6 +127,7 @@ class Revoker:
         parent_pid = os.getpid()
         # The last core for the process that revokes, and the others for the session.
         cores = sorted(os.sched_getaffinity(0))
+        # The child only writes pages and times; it never touches the driver.
         if os.fork() == 0:
             try:
                 os.sched_setaffinity(0, cores[-1:])
@@ -141,6 +143,7 @@ class Revoker:
 
     def revoked_ns(self, number: int) -> tuple[int, int]:
         """Return when the process began to set a page's word, and when it had."""
+        # The process has set the word already, or does so within milliseconds.
         while not self._stamps[2 * number + 1]:
             time.sleep(0)
         return self._stamps[2 * number], self._stamps[2 * number + 1]
@@ -175,7 +178,7 @@ def measure(driver_name: str, card: str, ptx: bytes, count: int) -> dict[str, fl
 
 def _sample(revoker: Revoker, number: int, context: StampedContext, module: Module) -> tuple[int, int]:
     """Return nanoseconds from the word to the refusal, and launches that began after the word."""
-    # Step 1: a session whose lease lives, warmed up by one launch.
+    # Step 1: a session of a live lease, warmed up by one launch.
     page = revoker.pages[number]
     page.set_deadline(FAR_NS, 1)
     with _session(page, context, module) as (session, launch):
@@ -211,6 +214,7 @@ def _session(page: BrokerPage, context: StampedContext, module: Module) -> Itera
     """Yield a session on a page, and the frame of a quiet launch in it."""
     view = WorkerPage(page.fds)
     ledger = Ledger(SLICE_BYTES)
+    # A session as a worker has it: a ledger with one allocation and one module.
     address = context.context.mem_alloc(BYTES)
     ledger.add_allocation(address, BYTES)
     number = ledger.add_module(module, 1)

@@ -77,6 +77,7 @@ class Caller:
 
     def check_peer(self, op: Opcode) -> None:
         """Raise Refused if the peer may not do `op`: a reader may only read, and some operations need an operator."""
+        # The web process is an operator by its rights, and may still change nothing.
         if self.peer.is_reader and op not in _READ_ONLY:
             raise Refused(Failure(Status.DENIED, f"{op.name} is not for {self.peer}, which may only read"))
         if op in _OPERATORS:
@@ -84,6 +85,7 @@ class Caller:
 
     def need_memory(self) -> None:
         """Raise Refused if the broker has no memory for new work."""
+        # Asked before anything is kept for the request.
         if not self.runtime.memory_reserve.is_enough():
             hint = "Leases continue, and can be renewed and freed: try again later."
             raise Refused(Failure(Status.BUSY, "the daemon is out of memory", hint=hint))

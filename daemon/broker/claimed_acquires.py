@@ -43,6 +43,7 @@ class ClaimedAcquires:
 
     def begin(self, event: AcquireRequested) -> None:
         """Have an acquire checked, then claimed, then placed. Its answer comes like that of any other request."""
+        # Kept by its number: the check is answered by an effect, not by a call.
         acquire = _ClaimedAcquire(self._table, self._claims(), self._post, self._on_refused, event)
         self.by_number[event.request] = acquire
         acquire.check()
@@ -107,6 +108,7 @@ class _ClaimedAcquire:
 
     def cancel(self) -> bool:
         """Cancel the claim that is on its way. Returns False if none is."""
+        # Taken out first: cancelling twice must not cancel a later claim.
         cancel, self._cancel = self._cancel, None
         if cancel is not None:
             cancel()
@@ -127,6 +129,7 @@ class _ClaimedAcquire:
             self._cancel = cancel
 
     def _on_claim(self, answer: ClaimAnswer) -> None:
+        # Counted, so that `_wait` notices an answer that came before it returned.
         self._answers, self._cancel = self._answers + 1, None
         if isinstance(answer, Failure):
             self._refuse(self._event, answer)

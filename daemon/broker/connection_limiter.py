@@ -64,6 +64,7 @@ class ConnectionLimiter:
 
     def release(self, connection: LimitedConnection) -> None:
         """Stop counting a closed connection. One that was refused was never counted."""
+        # Refused connections had buffers too.
         self._trimmer.count_closed()
         if connection in self._admitted:
             self._admitted.discard(connection)

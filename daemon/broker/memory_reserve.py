@@ -74,6 +74,7 @@ class MemoryReserve:
         # Not even at the start: the daemon then begins with a shortage, and grants nothing until it has the reserve.
         if self._mapping is None:
             return
+        # Unmapped before it is reported: the log line needs memory too.
         self.close()
         self.is_short = True
         log_event(LogEvent.MEMORY_SHORT)
@@ -104,6 +105,7 @@ class MemoryReserve:
 
     def _keep_back(self) -> None:
         with contextlib.suppress(OSError):
+            # Only addresses: the pages cost memory when they are touched, which never happens.
             self._mapping = _map(RESERVE_BYTES)
         if self._mapping is None:
             self.is_short = True

@@ -107,6 +107,7 @@ def release_all(claims: Claims | None, tenant: str, lease_id: int, held: LeaseTe
     """
     if claims is None:
         return
+    # An epoch means a claim of a name, fleet bytes a claim of a quota's bytes; a lease may have both.
     if held.epoch:
         claims.release(held.name, held.epoch)
     if held.fleet_bytes:

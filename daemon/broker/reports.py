@@ -174,6 +174,7 @@ def _submit(submit: SubmitSnapshot) -> dict[str, Any]:
 
 
 def _entry(card: CardSnapshot) -> InventoryEntry:
+    # Any fenced byte sets the flag: an operator has to act.
     flags = InventoryFlag.FENCED if card.fenced_bytes else InventoryFlag(0)
     return InventoryEntry(
         _uuid_number(card.uuid), GPU_RESOURCE_TYPE, int(flags), card.capacity_bytes, card.available_bytes

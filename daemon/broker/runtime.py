@@ -533,7 +533,7 @@ class PendingRequests:
         self._on_answered = on_answered
         self._last_number = 0
         self._answers: dict[int, OnResult] = {}
-        # Numbers that the table has decided, and whose outcome is held.
+        # Requests that the table has decided, while their outcome is held back.
         self._decided: set[int] = set()
         self._numbers: dict[RequestKey, int] = {}
         self._keys: dict[int, RequestKey] = {}

@@ -79,6 +79,7 @@ class Subscription:
         """Send an event, or keep it in place of an earlier one that is still unsent. Returns whether it was sent."""
         # Numbered even if it is not sent: the gap shows the peer how much it missed.
         self.sequence += 1
+        # A reader that is too slow gets the newest state; the ones between are counted.
         if self.latest is not None:
             self.lost += 1
         self.latest = replace(event, sequence=self.sequence, lost=self.lost)
@@ -120,6 +121,7 @@ class Publisher:
                     hint="End those that are not needed, or subscribe to lease 0, which means all leases.",
                 )
             )
+        # Counted by tenant over all of its connections.
         self._by_tenant[subscription.tenant] += 1
         of_kind = self._watches if subscription.is_watch else self._by_lease
         of_kind.setdefault(subscription.lease_id, []).append(subscription)
@@ -162,6 +164,7 @@ class Publisher:
 
     def on_effects(self, effects: Sequence[Effect]) -> None:
         """Send the changes that these effects made to leases. Called after the effects were executed."""
+        # Most daemons have no subscriber, so this costs nothing there.
         if not self._by_lease:
             return
         # Which leases may have changed; each is queried once, however many effects concern it.
@@ -191,6 +194,7 @@ class Publisher:
 
     def _update(self, lease_id: int) -> None:
         """Send the state of a lease if it is new to its subscribers."""
+        # The last subscriber may have left while a timer was armed.
         if lease_id not in self._by_lease and EVERY_LEASE not in self._by_lease:
             return
         now_ns = time.monotonic_ns()
@@ -237,6 +241,7 @@ class Publisher:
 
     def _send_to(self, subscribers: Iterable[Subscription], event: LeaseEvent | RegionEvent) -> None:
         for subscription in subscribers:
+            # Checked at each event: a token may have expired, or the lease may belong to another tenant.
             if subscription.may_see(event.lease_id) and not subscription.send(event):
                 self._slow.add(subscription)
                 self._schedule_flush()

@@ -96,6 +96,7 @@ class WebActionRunner:
         self._runtime.metrics.refused(operation, Status.DENIED)
 
     def _post(self, event_for: Callable[[int], Event], on_outcome: OnResult) -> None:
+        # Logged and recorded as the page's: a person with the token is behind it, and no tenant.
         number = self._runtime.expect(on_outcome)
         self._runtime.history.asked_by(number, BY_PAGE)
         self._runtime.post(event_for(number))

@@ -98,6 +98,7 @@ class WebFrontend:
         Args:
             given: A socket that listens there already, if there is one.
         """
+        # A reload or a restart of the web process keeps this socket, so that clients find it meanwhile.
         self._listener = given[0] if given else self._bind()
         self._listener.setblocking(False)
         await self._process.start()
@@ -148,6 +149,7 @@ class WebFrontend:
         """Send a new process its settings, connect it, and send it the first messages."""
         if self._listener is None:
             raise CannotListen("the web page's socket is closed")
+        # A control connection like any other, but made here: no other process can connect as the page's reader.
         ours, theirs = socket.socketpair()
         refuse_descriptors(ours)
         with contextlib.ExitStack() as unconnected:

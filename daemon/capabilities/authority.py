@@ -31,7 +31,7 @@ loop. The count is per lease, so such a tenant locks out itself alone."""
 
 MAX_STALE: Final = 64
 """Entries of returned nonces in the heap, in addition to as many as there are used ones. Bounds memory against a guest
-whose attach fails again and again: each attempt uses its token and returns it."""
+that fails to attach again and again: each attempt uses its token and returns it."""
 
 
 class NonceStore:
@@ -208,7 +208,7 @@ class CapabilityAuthority:
                 f"the token permits {_list(claims.permissions)}, and {_list(permission)} is needed",
                 "Get a token that permits it.",
             )
-        # Last, because it is the only check whose result changes by use: a token that fails another one stays unused.
+        # Last, because this check uses the token up: a token that fails another check stays unused.
         if self._nonces.is_used(claims.lease_id, claims.nonce):
             raise _replayed()
         if not self._nonces.has_room(claims.lease_id, now_ms):

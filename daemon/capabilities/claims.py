@@ -85,10 +85,12 @@ class CapabilityRequest:
 
     def check(self) -> None:
         """Raise CapabilityDenied for an impossible request."""
+        # The authority trusts none of its callers: a request comes from a tenant.
         if not self.permissions:
             raise _request("no permission was requested", "Name at least one.")
         if len(self.audience) != AUDIENCE_BYTES:
             raise _request(f"an audience has {AUDIENCE_BYTES} bytes", "Ask the holder for theirs.")
+        # The bound also limits how long used nonces must be remembered.
         if not 0 < self.ttl_s <= MAX_TOKEN_TTL_S:
             raise _request(
                 f"a token can't live for {self.ttl_s:g} s; at most {MAX_TOKEN_TTL_S} s are given",
@@ -142,6 +144,8 @@ class Grant:
 
 def audience_of(node_id: bytes, tenant: str) -> bytes:
     """Return the audience of one tenant on one node. A token for it is of no use to other tenants or on other nodes."""
+    # The lengths are fixed or written before the bytes, so that no two pairs give the same input. The domain keeps the
+    # hash apart from other uses of SHA-256.
     return hashlib.sha256(_AUDIENCE_DOMAIN + len(node_id).to_bytes(2, "big") + node_id + tenant.encode()).digest()
 
 

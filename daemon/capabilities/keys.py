@@ -98,6 +98,7 @@ class KeyRing:
         self._drop_old(now_ns)
         if len(self._keys) >= MAX_KEYS:
             raise ValueError(f"{MAX_KEYS} keys are in use already")
+        # The number only grows: a token that names a key means that one key.
         old = self.signing
         self._keys[old.number] = Key(old.number, old.private, now_ns)
         self._newest = old.number + 1
@@ -106,6 +107,7 @@ class KeyRing:
 
     def replace_all(self, draw: Draw = secrets.token_bytes) -> None:
         """Drop every key, and sign with a new one from now on."""
+        # Numbers continue, so that no token of the old keys names the new one.
         self._newest += 1
         self._keys = {self._newest: Key(self._newest, draw(KEY_BYTES))}
 

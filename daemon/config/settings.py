@@ -630,7 +630,7 @@ def check_tenants(
         if name == OVER_TCP:
             continue
         if name.startswith(_LOCAL_PREFIX):
-            # [tenant_of_uid] renames the user, so the number is no tenant's name any more.
+            # [tenant_of_uid] renames the user, so no tenant has the number as its name any more.
             named = of_uid.get(int(name.removeprefix(_LOCAL_PREFIX)))
             if named is not None:
                 raise ValueError(

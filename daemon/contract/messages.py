@@ -85,6 +85,7 @@ Findings = Annotated[list[dict[str, Any]], Kind(_findings)]
 class LeaseChanged(Message):
     """A worker that was made ahead of its lease has taken a lease, or a submit."""
 
+    # An op is part of the hand-over, so it keeps its first name, whatever the class is called.
     OP: ClassVar[str] = "lease"
     spec: InlineSpec
     serial: Serial

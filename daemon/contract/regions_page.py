@@ -71,6 +71,7 @@ class BrokerRegionsPage:
         Raises:
             ValueError: The slot or the number is out of bounds.
         """
+        # Checked here, because an index below zero would write from the end of the page.
         if not (0 <= slot < MAX_REGIONS and 0 < number <= MAX_NUMBER):
             raise ValueError(
                 f"a region's slot must be below {MAX_REGIONS} and its number positive, not {slot}, {number}"
@@ -132,6 +133,7 @@ class WorkerRegions:
     """
 
     def __init__(self, fd: int) -> None:
+        # For reading only: the descriptor allows no other mapping.
         self._map = mmap.mmap(fd, SESSION_WORDS_BYTES, prot=mmap.PROT_READ)
         # Only the columns are kept as views; the whole-page views must be released before `close` can unmap.
         with memoryview(self._map) as page, page.cast("Q") as fields:

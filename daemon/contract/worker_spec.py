@@ -55,6 +55,7 @@ class WorkerSpec(WorkerOptions, Message):
     @property
     def of_lease(self) -> int:
         """The lease for which the worker, or its submit, runs; 0 if it has none yet."""
+        # A submit names its lease; a session's worker is the lease.
         return 0 if self.is_warm else self.submit_of or self.lease_id
 
     @property

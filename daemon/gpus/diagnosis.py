@@ -152,64 +152,84 @@ _MPS: Final = Diagnosis(
 )
 
 BY_NUMBER: Final = {
+    # NVML_ERROR_NO_PERMISSION.
     (Library.NVML, 4): Diagnosis(
         "the daemon's user may not use the cards", "Let it open /dev/nvidia*, for reading and writing.", os.EX_NOPERM
     ),
+    # NVML_ERROR_DRIVER_NOT_LOADED.
     (Library.NVML, 9): Diagnosis(
         "the NVIDIA driver is not loaded",
         "Load it (modprobe nvidia); `dmesg | grep NVRM` shows why it isn't.",
         may_pass=True,
     ),
+    # NVML_ERROR_TIMEOUT.
     (Library.NVML, 10): Diagnosis("the driver did not answer in time", "See `dmesg | grep NVRM`.", may_pass=True),
+    # NVML_ERROR_IRQ_ISSUE.
     (Library.NVML, 11): Diagnosis(
         "a card's interrupts do not arrive", "See `dmesg | grep NVRM`, and reboot.", os.EX_OSERR
     ),
+    # NVML_ERROR_LIBRARY_NOT_FOUND.
     (Library.NVML, 12): NO_LIBRARY[Library.NVML],
+    # NVML_ERROR_FUNCTION_NOT_FOUND.
     (Library.NVML, 13): Diagnosis(
         "the installed NVML lacks a function that is needed", "Install a newer NVIDIA driver.", os.EX_OSERR
     ),
+    # NVML_ERROR_GPU_IS_LOST and NVML_ERROR_RESET_REQUIRED.
     (Library.NVML, 15): _LOST,
     (Library.NVML, 16): _LOST,
+    # NVML_ERROR_OPERATING_SYSTEM.
     (Library.NVML, 17): Diagnosis(
         "the operating system denies the cards to this process",
         "Allow char-nvidia* in its control group (DeviceAllow= of systemd.resource-control(5)).",
         os.EX_NOPERM,
     ),
+    # NVML_ERROR_LIB_RM_VERSION_MISMATCH.
     (Library.NVML, 18): _MISMATCH,
+    # NVML_ERROR_IN_USE.
     (Library.NVML, 19): Diagnosis("another program holds the driver", "Try again once it is done.", may_pass=True),
+    # CUDA_ERROR_OUT_OF_MEMORY.
     (Library.CUDA, 2): Diagnosis("CUDA finds no memory on the host", "Give the daemon more, or end what uses it."),
+    # CUDA_ERROR_STUB_LIBRARY.
     (Library.CUDA, 34): Diagnosis(
         "the libcuda.so.1 that is found is the CUDA toolkit's stub, which does nothing",
         "Take the toolkit's folder `stubs` out of LD_LIBRARY_PATH and /etc/ld.so.conf.d.",
         os.EX_OSERR,
     ),
+    # CUDA_ERROR_NO_DEVICE.
     (Library.CUDA, 100): Diagnosis(
         "CUDA sees no card", "Unset CUDA_VISIBLE_DEVICES, and see that nvidia-smi lists the cards.", may_pass=True
     ),
+    # CUDA_ERROR_ECC_UNCORRECTABLE.
     (Library.CUDA, 214): Diagnosis(
         "a card's memory has an error that can't be corrected",
         "Reset the card, and replace it if that comes back.",
         os.EX_OSERR,
     ),
+    # CUDA_ERROR_OPERATING_SYSTEM.
     (Library.CUDA, 304): Diagnosis(
         "the operating system refuses CUDA a call",
         "See `dmesg`, and that /dev/nvidia-uvm can be opened and memory be locked (LimitMEMLOCK=).",
         may_pass=True,
     ),
+    # CUDA_ERROR_SYSTEM_NOT_READY.
     (Library.CUDA, 802): Diagnosis(
         "the cards are joined by switches that are not set up yet",
         "Start nvidia-fabricmanager, in exactly the driver's version{version}.",
         may_pass=True,
     ),
+    # CUDA_ERROR_SYSTEM_DRIVER_MISMATCH.
     (Library.CUDA, 803): _MISMATCH,
+    # CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE.
     (Library.CUDA, 804): Diagnosis(
         "the libcuda.so.1 that is found is the forward compatibility package's, which these cards are not supported by",
         "Take cuda-compat out of LD_LIBRARY_PATH and /etc/ld.so.conf.d, or update the driver.",
         os.EX_OSERR,
     ),
+    # CUDA_ERROR_MPS_CONNECTION_FAILED, _MPS_RPC_FAILURE and _MPS_SERVER_NOT_READY.
     (Library.CUDA, 805): _MPS,
     (Library.CUDA, 806): _MPS,
     (Library.CUDA, 807): _MPS,
+    # CUDA_ERROR_UNKNOWN.
     (Library.CUDA, 999): Diagnosis(
         "CUDA fails without saying why",
         "See `dmesg | grep NVRM`; after a suspend, load nvidia_uvm again.",
@@ -235,6 +255,7 @@ def diagnose(library: Library, number: int, host: Host) -> Diagnosis:
             f"{library.value} fails with error {number}",
             f"See that nvidia-smi works for the daemon's user, {OTHERWISE}",
         )
+    # Versions are part of the sentence only if they are known.
     module = f" ({host.module_version})" if host.module_version else ""
     version = f", {host.module_version}" if host.module_version else ""
     return Diagnosis(

@@ -41,6 +41,7 @@ class EmbeddedCards:
     has_others = False
 
     def __init__(self, sizes_bytes: Sequence[int], warning: str = "") -> None:
+        # A size is checked at the start: a worker would fail only when it reserves the addresses.
         self.warning = warning
         for size_bytes in sizes_bytes:
             if size_bytes > MAX_CARD_BYTES:

@@ -54,6 +54,7 @@ class NvidiaCards:
         self._earlier_bytes: dict[str, int] = {}
         self._listings: dict[str, SharedCall[dict[int, int]]] = {}
         try:
+            # Unlike CUDA, NVML makes no context, so this takes no memory of the cards.
             pynvml.nvmlInit()
         except pynvml.NVMLError as error:
             raise _unavailable(error) from None
@@ -91,6 +92,7 @@ class NvidiaCards:
             raise CardsUnavailable(
                 f"NVML can't list what runs on {card_uuid}: {error}", hint="Check it with nvidia-smi."
             ) from None
+        # Every worker has a context and holds bytes. 0 means that NVML lists the process by another number.
         if held == 0:
             raise CardsUnavailable(
                 f"NVML does not show what process {pid} holds on {card_uuid}",
@@ -114,6 +116,7 @@ class NvidiaCards:
             ) from None
         # The smaller of the two figures of each process: bytes that it held in only one listing may not be in the sum.
         owned = sum(min(held, after.get(pid, 0)) for pid, held in before.items())
+        # Beyond what was unowned when the card was measured, before the first lease.
         unowned = used - owned - self._unattributed_bytes[card_uuid]
         return CardReading(unowned, after, self._earlier_bytes[card_uuid])
 

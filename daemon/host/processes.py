@@ -40,6 +40,7 @@ def die_with_parent(parent_pid: int) -> None:
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # The parent may have died before the call, and then no signal comes.
     if os.getppid() != parent_pid:
+        # Not sys.exit: nothing of the parent's may be flushed or cleaned up here.
         os._exit(1)
 
 
@@ -165,6 +166,7 @@ def thread_pool(size: int = POOL_THREADS) -> ThreadPoolExecutor:
     """Return a pool in which all threads run already, so that it never starts another. Raises NoThread."""
     pool = ThreadPoolExecutor(size, "gpulease-look")
     barrier = threading.Barrier(size)
+    # The size applies to threads that are started from now on, so it is reset afterwards.
     usual_bytes = threading.stack_size(STACK_BYTES)
     try:
         # A thread that waits at the barrier is not idle, so the pool starts another one for each.

@@ -26,8 +26,8 @@ def build_of(sources: Iterable[Path], installed: Iterable[Path]) -> str:
 
     Args:
         sources: Folders; every byte of their Python files counts.
-        installed: Folders of installed distributions, whose names and versions count. Both stand in the names of their
-            metadata folders (the core metadata specifications, "Recording installed projects").
+        installed: Folders of installed distributions. Only names and versions count; the metadata folders are named by
+            both (the core metadata specifications, "Recording installed projects").
     """
     digest = blake2b(sys.version.encode(), digest_size=DIGEST_BYTES)
     for folder in sources:

@@ -70,7 +70,7 @@ class Denial:
 
     @property
     def failure(self) -> Failure:
-        """The answer to the denied request."""
+        """The denial as the answer that the client gets: the reason becomes a status of the protocol."""
         return Failure(self.reason.status, self.message, hint=self.hint)
 
 
@@ -87,6 +87,9 @@ def _ended_text(lease: LeaseSnapshot, what: str) -> str:
 def _ended(cause: Cause) -> tuple[DenialReason, str, str]:
     end = LEASE_ENDS[cause.value]
     return _END_REASONS[end.status], end.predicate, end.hint
+
+
+# --- leases that are over, or not granted yet ---
 
 
 def lease_ended(lease: LeaseSnapshot) -> Denial:
@@ -117,6 +120,9 @@ def lease_pending(lease: LeaseSnapshot) -> Denial:
         f"Lease {lease.lease_id:032x} has not been granted yet: its worker is still starting.",
         "Wait for the reply to the acquire.",
     )
+
+
+# --- what the node can't do now, and what is hidden from other tenants ---
 
 
 def no_worker_now(reason: str) -> Denial:
@@ -197,6 +203,9 @@ def lease_isolated(lease: LeaseSnapshot) -> Denial:
     return Denial(reason, _ended_text(lease, what), hint)
 
 
+# --- claims of names in the fleet ---
+
+
 def name_taken(name: str, lease_id: int | None) -> Denial:
     """Deny a name that another lease of this node has until that lease's memory is proved free.
 
@@ -218,6 +227,9 @@ def old_epoch(name: str, epoch: int, highest: int) -> Denial:
         "Acquire again. If it happens repeatedly, the fleet's store was restored from a backup: its operator "
         "must raise its revision.",
     )
+
+
+# --- what can't be made durable: the audit log and the journal ---
 
 
 def not_recorded(problem: str) -> Denial:
@@ -280,6 +292,9 @@ def done_but_not_kept(what: str, problem: str) -> Denial:
     )
 
 
+# --- requests that are wrong, or beyond a limit ---
+
+
 def invalid(message: str, hint: str) -> Denial:
     """Deny a request with values that are out of range or contradict each other."""
     return Denial(DenialReason.INVALID_REQUEST, message, hint)
@@ -313,6 +328,9 @@ def too_fast(tenant: str, per_minute: int, wait_ms: int) -> Denial:
         f" tenant {tenant!r}).",
         f"Ask again in {duration_text(wait_ms)}.",
     )
+
+
+# --- cards and their room ---
 
 
 def unknown_card(selector: str, cards: Sequence[Card]) -> Denial:
@@ -352,6 +370,9 @@ def no_room(size_bytes: int, largest_bytes: int, available_bytes: int, *, why: s
         f" {size_text(available_bytes)} are available now, the largest slice possible is {size_text(largest_bytes)}.",
         "Request less, wait longer, or try another node.",
     )
+
+
+# --- submits ---
 
 
 def has_session(lease_id: int) -> Denial:
@@ -415,6 +436,9 @@ def waited_in_vain(lease_id: int, waited_s: int) -> Denial:
     )
 
 
+# --- ids and rights ---
+
+
 def id_used(lease_id: int) -> Denial:
     """Deny a lease or region because its id is in use or out of range."""
     return invalid(
@@ -444,6 +468,9 @@ def not_revocable(lease_id: int) -> Denial:
         f"Lease {lease_id:032x} is not yours to revoke: operators revoke leases, and a lease's tenant its regions.",
         "Free it instead.",
     )
+
+
+# --- regions ---
 
 
 def no_regions(lease_id: int) -> Denial:
@@ -527,6 +554,9 @@ def session_silent(lease_id: int, what: str, waited_s: int) -> Denial:
         f"The session of lease {lease_id:032x} did not {what} within {waited_s} s.",
         "Check its state, and try again.",
     )
+
+
+# --- resizes ---
 
 
 def is_region(region_id: int) -> Denial:

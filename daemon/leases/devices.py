@@ -144,6 +144,7 @@ class CardAccount:
 
     def __init__(self, card: Card, warm_wanted: int) -> None:
         self.card = card
+        # What leases hold, and the part of it that waits for warm contexts to leave.
         self.held_bytes = 0
         self.fenced_bytes = 0
         self.leases = 0
@@ -151,6 +152,7 @@ class CardAccount:
         self.pending_leases = 0
         self.awaited_bytes = 0
         self.stuck_bytes = 0
+        # What is not the leases': other programs' memory, and the pool.
         self.others = Others(card.spare_bytes, card.slack_bytes)
         self.warm: dict[int, WarmContext] = {}
         self.warm_wanted = warm_wanted
@@ -178,6 +180,7 @@ class CardAccount:
     @property
     def leaving(self) -> int:
         """Number of the pool's contexts that served no tenant and are fenced, or that this daemon is dropping."""
+        # Contexts that leases of an earlier daemon left, and those that served a tenant, do not count.
         own = [one for one in self.warm.values() if one.tenant is None and one.warm_id < FIRST_LEFT_ID]
         dropped = sum(one.state is WarmState.DROPPING and not one.is_restored for one in own)
         return dropped + sum(one.state is WarmState.FENCED for one in own)
@@ -200,6 +203,7 @@ class CardAccount:
     @property
     def promised_bytes(self) -> int:
         """Bytes that leases hold, or will hold once there is room; excludes leases that ended before they had room."""
+        # A lease that ends before it has room still awaits bytes, which it will never use.
         ended_bytes = self.awaited_bytes - sum(lease.awaited_bytes for lease in self.awaiting.values())
         return self.held_bytes - ended_bytes
 
@@ -254,6 +258,7 @@ class CardAccount:
 
     def lend_context(self, lease: Lease) -> None:
         """Charge an active lease for the context of its submit, for as long as the submit exists."""
+        # The lease's charge includes the loan, so that one sum describes what the lease may hold.
         lease.extra_bytes = self.card.overhead_bytes
         lease.charge_bytes += lease.extra_bytes
         self.held_bytes += lease.extra_bytes
@@ -439,6 +444,7 @@ class Others:
             since_ns: Time of the first poll that did not list the process.
             looked_ns: Time of this poll.
         """
+        # From here on an older poll of the whole card is ignored.
         self._looked_ns = max(looked_ns, self._looked_ns)
         # The card shows no more than was booked before the worker died, so nothing of the worker is left.
         if self.unowned.is_within(unowned_bytes):

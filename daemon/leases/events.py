@@ -138,6 +138,9 @@ class RequesterGone:
     request: int
 
 
+# --- events: reports about workers ---
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerReady:
     """The worker has its context: the lease begins."""
@@ -166,6 +169,9 @@ class WorkerExited:
     reason: str
     is_by_daemon: bool = False
     is_busy: bool = False
+
+
+# --- events: requests about granted leases ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +210,9 @@ class RevokeRequested:
     is_operator: bool = True
 
 
+# --- events: sessions ---
+
+
 @dataclass(frozen=True, slots=True)
 class SessionFaulted:
     """The session lost its context. Its worker lives and reports the fault to the client, and the lease continues."""
@@ -240,6 +249,9 @@ class WorkerScrubbed:
     doubt: str = ""
 
 
+# --- events: timers. The table checks each against its own times, so late, early and repeated ones do no harm ---
+
+
 @dataclass(frozen=True, slots=True)
 class TimerFired:
     """A worker's timer that `ArmTimer` armed has run out. Late, early, repeated and outdated timers are harmless."""
@@ -264,6 +276,9 @@ class HoldTimerFired:
 @dataclass(frozen=True, slots=True)
 class PoolTimerFired:
     """The daemon has started, or the pause before the next warm context is over. Additional ones are harmless."""
+
+
+# --- events: proofs, polls of the cards, and fences ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,6 +343,9 @@ class FenceClearRequested:
     card_uuid: str | None
 
 
+# --- events: what an earlier daemon left, before all others ---
+
+
 @dataclass(frozen=True, slots=True)
 class LeaseRestored:
     """A lease of an earlier table; sent before all other events, once for each lease.
@@ -372,6 +390,9 @@ class WorkerFound:
     beside_lease_id: int = 0
 
 
+# --- events: the node as a whole ---
+
+
 @dataclass(frozen=True, slots=True)
 class DrainRequested:
     """An operator wants the node empty in `within_ms`; see `admission.Drain`."""
@@ -403,6 +424,9 @@ class TenantRulesChanged:
 
     rules: TenantRules
     renamed: frozenset[str] = frozenset()
+
+
+# --- events: regions and resizes. Only the worker's own lease may report them ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -683,6 +707,9 @@ class SubmitEnded:
     reason: str
 
 
+# --- effects: a worker's control page, its end, and the proof of its bytes ---
+
+
 class SetDeadline(NamedTuple):
     """Write the deadline and the generation to the control page, where the worker reads them."""
 
@@ -732,6 +759,9 @@ class ProveReclaimed:
     card_uuid: str
 
 
+# --- effects: cards, timers and subscribers ---
+
+
 @dataclass(frozen=True, slots=True)
 class CapacityChanged:
     """For logs: others hold more or less of a card than before, so its capacity has changed."""
@@ -761,6 +791,9 @@ class Warned:
     lease_id: int
     phase: Phase
     left_ms: int
+
+
+# --- effects: regions and resizes ---
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,6 +130,7 @@ class Past:
 
 def keep(lease: Lease, worker_pid: int) -> KeptLease | None:
     """Return the record of a live lease; None while PENDING, because no grant has been reported yet."""
+    # A restart forgets it: its client has lost the connection by then, and acquires again.
     if lease.state is LeaseState.PENDING:
         return None
     # A context lent for a submit goes back with the submit, unless it is part of a fence.
@@ -195,6 +196,7 @@ def revive_region(kept: KeptRegion, lease: Lease) -> Region:
         created_ns=kept.created_ns,
         open_due_ns=0,
         max_story_entries=lease.max_story_entries,
+        # The generation and the deadline continue; timers are armed again by `on_restored`.
         address=kept.address,
         generation=kept.generation,
         state=kept.state,
@@ -228,6 +230,7 @@ def revive(kept: KeptLease, max_story_entries: int, *, has_session: bool, horizo
         fault=kept.fault,
         deadline_ns=kept.deadline_ns,
         ended_ns=kept.ended_ns,
+        # Restored leases may exceed bounds that were lowered, and are never recycled.
         is_restored=True,
         horizon=horizon,
         has_session=has_session,

@@ -258,9 +258,11 @@ def is_journal(fd: int) -> bool:
 
 def _event_and_fields(record: logging.LogRecord) -> tuple[str, dict[str, Value]]:
     """Return a record's event and fields; of a library's record, LOG_OTHER and the logger's name."""
+    # Records of libraries have no fields of ours.
     own: tuple[str, dict[str, Value]] | None = getattr(record, ATTRIBUTE, None)
     event, fields = own or (LogEvent.LOG_OTHER.kind.name, {"logger": record.name})
     if record.exc_info and record.exc_info[0] is not None:
+        # The end of a traceback is kept: the error is there.
         text = "".join(traceback.format_exception(*record.exc_info))
         fields = fields | {"traceback": text[-MAX_TRACEBACK_CHARS:].splitlines()}
     return event, fields
@@ -529,6 +531,7 @@ class LogStyle:
 
     def shape(self, process: str) -> Shape:
         """Return the shape of this process's lines on standard error."""
+        # Decided for each process: a helper's standard error may lead elsewhere than the broker's.
         for_journal = is_journal(2)
         is_terminal = os.isatty(2)
         if self.form == "json" or (self.form == "auto" and not is_terminal):
@@ -570,6 +573,7 @@ def go_on_logging(process: str, *, opens_own: bool = True) -> None:
 def stop_logging() -> None:
     """Stop logging in a process that was just forked. It then writes to its standard error directly."""
     root = logging.getLogger()
+    # The parent's thread does not exist in the child, so its queue would never be written.
     for handler in list(root.handlers):
         root.removeHandler(handler)
         handler.close()

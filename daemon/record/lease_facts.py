@@ -121,6 +121,7 @@ class FactRow:
 class FactKind(Enum):
     """The kinds of facts: each with its source, its log event, its audit record and its counters."""
 
+    # A lease, from the request to its grant.
     REQUESTED = FactRow(sources=(AcquireRequested,), logs=(LogEvent.LEASE_REQUESTED, LogEvent.LEASE_QUEUED))
     """A tenant requested a lease."""
     PLACED = FactRow(sources=(SpawnWorker,), logs=(LogEvent.LEASE_PLACED,))
@@ -160,6 +161,7 @@ class FactKind(Enum):
         of_regions=(families.REGIONS_ADOPTED,),
     )
     """An earlier daemon's lease is being torn down."""
+    # Answers to requests about leases, and to operators.
     RENEWED = FactRow(
         sources=(Renewed,),
         is_answer=True,
@@ -185,6 +187,7 @@ class FactKind(Enum):
         audit=Kind.DENY,
         counts=(families.DENIALS,),
     )
+    # What happens to leases, up to their end.
     FAULTED = FactRow(
         sources=(SessionFaulted,),
         logs=(LogEvent.SESSION_FAULTED,),
@@ -216,6 +219,7 @@ class FactKind(Enum):
         lives_of_regions=(families.REGIONS_ENDED,),
     )
     """A lease's bytes are fenced."""
+    # Submits, warm contexts and cards.
     SUBMIT_READY = FactRow(
         sources=(SubmitReady,),
         is_answer=True,
@@ -433,6 +437,7 @@ class LeaseHistory:
         # Step 3: the facts of its effects, in their order.
         for effect in effects:
             on_effect = self._on_effect.get(type(effect))
+            # Most effects make no fact: orders to workers, timers, the page.
             if on_effect is None or (fact := on_effect(effect, now_ns)) is None:
                 continue
             facts.append(fact)
@@ -456,6 +461,7 @@ class LeaseHistory:
     # --- events ---
 
     def _requested(self, event: AcquireRequested, now_ns: int) -> Fact | None:
+        # The clock of the acquire starts here; a second step of the same acquire starts it again.
         self._times[event.lease_id] = times = Times(now_ns)
         if event.step is AcquireStep.PLACE:
             # Its check was the request.
@@ -512,6 +518,7 @@ class LeaseHistory:
 
     def _answer_of(self, kind: FactKind) -> Callable[[Any, int], Fact]:
         def answered(effect: Any, now_ns: int) -> Fact:
+            # Every answer has a request, and most have a lease.
             lease = getattr(effect, "lease", None)
             lease_id = 0 if lease is None else lease.lease_id
             return Fact(kind, now_ns, effect, lease_id, lease, self._take_request(effect.request, now_ns))

@@ -14,6 +14,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 def system_call(number: int, *arguments: int) -> int:
     """Call the kernel by a system call's number. Raises OSError."""
+    # ctypes keeps errno of this thread apart (use_errno), so no other call can overwrite it.
     result: int = _LIBC.syscall(ctypes.c_long(number), *map(ctypes.c_long, arguments))
     if result < 0:
         code = ctypes.get_errno()
@@ -59,7 +60,7 @@ class Needs:
 
     @property
     def writes_files(self) -> bool:
-        """Whether workers may write to any folder."""
+        """Whether workers may write to any folder; if not, the filter hides the calls that change a folder."""
         return bool(self.kept or self.writable)
 
 
@@ -146,6 +147,7 @@ class SandboxSettings:
 
     def to_text(self) -> str:
         """Return the settings as an argument of a command line."""
+        # Sorted, so that equal settings have equal texts: a zygote with other settings is not reused.
         without = sorted(measure.value for measure in self.without)
         return json.dumps({"required": self.is_required, "user": self.user, "without": without})
 

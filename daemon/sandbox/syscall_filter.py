@@ -63,6 +63,7 @@ def head(architecture: int) -> Code:
         (_LOAD, 0, 0, _ARCHITECTURE_AT),
         (_IF_EQUAL, 1, 0, architecture),
         *result(KILL),
+        # x32 shares the architecture's value, and is distinguished by a bit of the number.
         (_LOAD, 0, 0, _NUMBER_AT),
         (_IF_NOT_LESS, 0, 1, X32_BIT),
         *result(KILL),
@@ -480,6 +481,7 @@ class NoFilter(Exception):
 
 def install(*, writes_files: bool, connects: bool = False) -> None:
     """Install the filter in this process; no_new_privs must be set. Raises NoFilter and OSError."""
+    # The process id is part of the program: calls that name a process may name only this one.
     program = filter_for(os.getpid(), writes_files=writes_files, connects=connects)
     # Both buffers must live until the call returns: the kernel copies the program from them.
     code = ctypes.create_string_buffer(program, len(program))
@@ -537,10 +539,12 @@ def _by_arguments(pid: int, *, writes_files: bool) -> dict[str, Code]:
         "kill": if_argument(0, of_itself, ALLOW, _DENY),
         "tgkill": if_argument(0, of_itself, ALLOW, _DENY),
         "rt_tgsigqueueinfo": if_argument(0, of_itself, ALLOW, _DENY),
+        # 0 and the own id: the calling process itself.
         "sched_setaffinity": if_argument(0, (0, pid), ALLOW, _DENY),
         "prlimit64": unless_null(2, _DENY) + if_argument(0, (0, pid), ALLOW, _DENY),
         "prctl": if_argument(0, _PRCTL, ALLOW, _DENY),
         **dict.fromkeys(() if writes_files else FOR_FILES, _NOT_THERE),
+        # The driver makes links in a folder of compiled code; without one it continues.
         "symlink": _NOT_THERE,
     }
 

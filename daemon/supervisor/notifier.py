@@ -61,10 +61,11 @@ class Notifier:
         return self._socket is not None
 
     def tell(self, *assignments: str, fds: Sequence[int] = ()) -> bool:
-        """Send assignments once. Returns False if there was no room.
+        """Send assignments once. Returns False if the socket's buffer is full.
 
         If the service manager is gone, logs that once and sends nothing more.
         """
+        # Without a service manager every notification counts as sent.
         if self._socket is None:
             return True
         # In one datagram: the text says what the descriptors are for (FDSTORE=1).
@@ -161,6 +162,7 @@ class Watchdog:
         return is_watched
 
     def _feed(self) -> None:
+        # Fed first, then armed again: the loop has just proved that it runs.
         self._notifier.tell("WATCHDOG=1")
         self._timer = asyncio.get_running_loop().call_later(self._pause_s, self._feed)
 

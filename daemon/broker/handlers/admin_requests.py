@@ -38,6 +38,7 @@ class AdminHandler:
         region = table.get(body.lease_id)
         parent = None if region is None or not region.parent_id else table.get(region.parent_id)
         parent_id = 0 if parent is None else parent.lease_id
+        # A token's bearer acts with its issuer's rights, which were checked when the token was issued.
         is_operator = peer.is_operator or self._may_revoke(body.lease_id, parent_id)
         if not is_operator and (parent is None or parent.tenant != peer.tenant):
             self._caller.need_operator("LEASE_REVOKE")
@@ -48,6 +49,7 @@ class AdminHandler:
             else:
                 self._caller.answer_denied(request, outcome)
 
+        # The reason is shown to the tenant and recorded, so it is cleaned here.
         number = self._caller.expect(on_outcome)
         reason = shown_reason(body.reason)
         self._runtime.post(RevokeRequested(number, body.lease_id, reason, peer.tenant, is_operator))

@@ -84,7 +84,7 @@ class LeaseHandler:
                 self._open_acquires[number] = request
                 return
             if (lease := self._runtime.table.lease_of_request(*key)) is not None:
-                # Its acquire is no longer open, so the journal and the audit log have the grant.
+                # The acquire was answered, so the journal and the audit log have the grant.
                 self._answer_granted(request, lease)
                 return
         self._check_alloc(body)

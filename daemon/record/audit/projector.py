@@ -170,6 +170,7 @@ if _PARTICULARS.keys() != {kind for kind in FactKind if kind.row.audit is not No
 
 def _request(asked: Asked) -> Particulars:
     """Return which lease a request concerns, and what it asks for."""
+    # Texts and numbers of a tenant are cleaned and bounded before they are recorded.
     match asked.request:
         case AcquireRequested(terms=terms, selector=selector):
             card = {} if selector is None else {"card": clean_text(selector)}
@@ -236,6 +237,7 @@ def _lease(lease: LeaseSnapshot) -> Particulars:
 def _times(fact: Fact) -> Particulars:
     granted_ns, over_ns = fact.times.granted_ns, fact.times.over_ns
     return {
+        # None for a lease that an earlier daemon granted: that daemon's record has the time.
         "granted_us": None if granted_ns is None else granted_ns // NS_PER_US,
         "over_us": (fact.now_ns if over_ns is None else over_ns) // NS_PER_US,
     }

@@ -121,8 +121,10 @@ class Kind(StrEnum):
         member.is_minor = is_minor
         return member
 
+    # The daemon.
     START = "start", False
     STOP = "stop", False
+    # Leases, regions and submits. What a tenant can repeat is minor.
     GRANT = "grant", False
     ADOPT = "adopt", False
     RENEW = "renew", True
@@ -137,9 +139,11 @@ class Kind(StrEnum):
     END = "end", False
     FENCE = "fence", False
     CLEAR = "clear", False
+    # Warm contexts, operators, and notes of tenants.
     POOL = "pool", False
     OPERATOR = "operator", False
     NOTE = "note", True
+    # The log itself.
     GAP = "gap", False
     RESUME = "resume", False
     PRUNE = "prune", False

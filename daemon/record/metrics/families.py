@@ -53,6 +53,7 @@ class Family:
     @property
     def series_names(self) -> tuple[str, ...]:
         """The names of the family's series in the exposition."""
+        # As the text format appends them (OpenMetrics 1.0, Suffixes).
         match self.kind:
             case Kind.COUNTER:
                 return (f"{self.name}_total",)
@@ -352,6 +353,7 @@ class NodeCollector(Collector):
         # The values are read once, so that all families of a scrape show the same moment.
         content = self._read()
         for family in self._families:
+            # A family without values is left out: an empty one would only say that it exists.
             values = content.get(family)
             if values:
                 yield _metric(family, values)

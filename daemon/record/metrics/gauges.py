@@ -169,6 +169,7 @@ def _state_of(context: WarmSnapshot) -> str:
 
 
 def _of_pool_and_line(facts: NodeFacts) -> dict[Family, Values]:
+    # A ready context that waits for its tenant has a state of its own: it is of no use to others.
     contexts = Counter((context.card_uuid, _state_of(context)) for context in facts.warm)
     # Every state of every card, zeros included: a series that comes and goes is hard to alert on.
     states = [(card.uuid, state) for card in facts.cards for state in (*(state.value for state in WarmState), RECYCLED)]
