@@ -186,11 +186,14 @@ class TlsAcceptor:
 
     def run(self) -> None:
         """Serve until the broker is gone, then raise ChannelClosed."""
+        # A relay that ends must wake the loop: SIGCHLD writes a byte to the socket that epoll watches.
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wakeup_end.fileno(), warn_on_full_buffer=False)
         self._epoll.register(self._channel, select.EPOLLIN)
         self._epoll.register(self._wakeup, select.EPOLLIN)
         while True:
+            # In each turn: first everything that is ready, then what became due, and last the relays for later
+            # connections.
             for fd, _ in self._epoll.poll(self._timeout_s()):
                 self._on_event(fd)
             self._pending.expire()
@@ -207,6 +210,7 @@ class TlsAcceptor:
         elif fd in self._handshakes:
             self._on_report(self._handshakes[fd])
         elif fd == self._wakeup.fileno():
+            # Drain it, and then reap all that have ended: several signals may share one byte.
             with contextlib.suppress(BlockingIOError):
                 while self._wakeup.recv(4096):
                     pass
@@ -220,6 +224,7 @@ class TlsAcceptor:
             os.close(fd)
 
     def _timeout_s(self) -> float | None:
+        # Wake up for whatever is due first; without anything due, wait for a descriptor.
         timeouts = [self._pending.next_timeout_s]
         if self._ready:
             timeouts.append(HANDSHAKE_CHECK_S)
@@ -267,6 +272,8 @@ class TlsAcceptor:
         try:
             self._pending.accept(listener)
         except OSError as error:
+            # No descriptor is left: make room by evicting one connection, and accept no more for a moment. Otherwise
+            # epoll would report the same connection again at once.
             self._refusals.add("a peer", f"no connection can be taken: {error.strerror}")
             self._pending.evict_one("there are no descriptors left")
             self._watch_listeners(events=0)
@@ -292,6 +299,7 @@ class TlsAcceptor:
                 f"{counted(len(self._relays), 'connection is', 'connections are')} open, the most this daemon takes",
             )
             return
+        # It waits for a relay. If too many wait, the host with the most loses its oldest.
         self._ready.append(connection)
         if len(self._ready) > MAX_HANDSHAKES:
             victim = oldest_of_largest_source(self._ready) or connection
@@ -305,6 +313,7 @@ class TlsAcceptor:
         """Read the files again if they have changed. Without usable files it admits no peer."""
         if self._identity is not None and self._identity.is_current():
             return
+        # Relays that wait have the old key and the old list of revoked certificates.
         self._drop_spares()
         try:
             self._identity = Identity(self._files)
@@ -312,6 +321,7 @@ class TlsAcceptor:
             self._identity_problem = ""
         except BadIdentity as error:
             self._identity = None
+            # Log each reason once: this runs every second while connections are open.
             if str(error) != self._identity_problem:
                 self._identity_problem = str(error)
                 log_event(LogEvent.GATE_CLOSED, reason=str(error))
@@ -324,10 +334,12 @@ class TlsAcceptor:
         self._next_revoked_check = now + REVOKED_CHECK_S
         self._reload_identity()
         revoked = frozenset() if self._identity is None else self._identity.revoked
+        # This acceptor's own relays are not reaped yet, so their process ids are still theirs.
         for pid, holder in self._relays.items():
             if holder.serial in revoked:
                 log_event(LogEvent.RELAY_REVOKED, relay_pid=pid, serial=f"{holder.serial:X}")
                 os.kill(pid, signal.SIGKILL)
+        # The broker may have reaped an earlier acceptor's relay, and its process id may be in use again: use the pidfd.
         for pidfd, serial in self._orphans.items():
             if serial in revoked:
                 log_event(LogEvent.RELAY_REVOKED, serial=f"{serial:X}")
@@ -339,8 +351,11 @@ class TlsAcceptor:
     def _begin_handshakes(self) -> None:
         if not self._ready:
             return
+        # A certificate that was renewed or revoked must count for the very next connection.
         self._reload_identity()
         self._end_slow_handshakes()
+        # Serve the source that has the fewest handshakes under way, so that one host with many connections does not
+        # hold up the others.
         while self._ready and len(self._handshakes) < MAX_HANDSHAKES:
             connection = oldest_of_smallest_source(self._ready, self._handshakes.values())
             self._ready.remove(connection)
@@ -363,6 +378,7 @@ class TlsAcceptor:
         if self._identity is None:
             self._on_refused(connection, "this node has no certificate that can be used")
             return
+        # Prefer a relay that waits: its fork and its confinement are done.
         while self._spares:
             spare = self._spares.popleft()
             if _send_connection(spare, connection):
@@ -378,6 +394,7 @@ class TlsAcceptor:
                 spare.close()
                 self._on_refused(connection, "its relay ended at once")
                 return
+        # From here on the relay has the connection; this process closes its copy.
         self._wants_spares = True
         self._relays[spare.pid] = UNKNOWN
         self._epoll.register(spare.report, select.EPOLLIN)
@@ -387,16 +404,21 @@ class TlsAcceptor:
 
     def _fork_relay(self, identity: Identity) -> SpareRelay:
         """Fork a relay, which waits for its connection. Raises OSError if the host has no process or descriptor."""
+        # Two pairs of sockets: `inner` carries the tenant's frames, `report` the connection and the report about it.
+        # Any failure closes all four.
         with contextlib.ExitStack() as undo:
             inner, relays_inner = (undo.enter_context(end) for end in socket.socketpair())
             report, relays_report = (undo.enter_context(end) for end in channel_pair())
+            # Both ends get the same room, or one direction of a session would be slower.
             for end in (inner, relays_inner):
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, INNER_BUFFER_BYTES)
+            # The relay must not pass descriptors to the broker or to this process.
             refuse_descriptors(inner)
             refuse_descriptors(report)
             pid = os.fork()
             if pid == 0:
                 self._become_relay(relays_inner, relays_report, identity)
+            # In the acceptor: keep our ends, and close the relay's.
             undo.pop_all()
         relays_inner.close()
         relays_report.close()
@@ -428,6 +450,7 @@ class TlsAcceptor:
     def _become_relay(self, inner: socket.socket, report: socket.socket, identity: Identity) -> NoReturn:
         status = EXIT_BUG
         try:
+            # In the relay: undo what only the acceptor may do, then never return.
             stop_logging()
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -448,6 +471,7 @@ class TlsAcceptor:
         except ChannelClosed:
             self._forget(handshake)
             return
+        # A report has no descriptors. Those of a hijacked relay are closed unseen.
         close_all(fds)
         try:
             message: FromRelay = expect_message(FROM_RELAY, received)
@@ -468,9 +492,12 @@ class TlsAcceptor:
 
     def _on_verified(self, handshake: Handshake, verified: PeerVerified) -> None:
         holder = Holder(verified.names, int(verified.serial, 16))
+        # A certificate may have so many relays, whatever tenant the broker counts it for. Without this bound its
+        # refused connections could take all of them.
         if sum(other.names == holder.names for other in self._relays.values()) >= self._max_by_names:
             self._abort(handshake, f"{', '.join(holder.names)} has too many connections")
             return
+        # The relay belongs to this holder from here on; later reports from it are not read.
         self._relays[handshake.pid] = holder
         arrival = RelayArrived(handshake.pid, handshake.peer, holder.names, f"{holder.serial:X}")
         self._send(arrival, (handshake.inner.fileno(),))
@@ -479,6 +506,7 @@ class TlsAcceptor:
     def _abort(self, handshake: Handshake, why: str) -> None:
         if not handshake.has_failed:
             self._refusals.add(handshake.peer, why)
+        # A relay that has ended already is not killed: its process id may belong to another one.
         if handshake.pid in self._relays:
             os.kill(handshake.pid, signal.SIGKILL)
         self._forget(handshake)

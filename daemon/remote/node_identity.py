@@ -35,14 +35,17 @@ def tenant_named(names: Sequence[str], tenants: Mapping[str, str]) -> str:
         names: The certificate's names, each as `KIND:value`.
         tenants: `[tenant_of_certificate]`, tenants by such names; empty without that table.
     """
+    # A wildcard stands for many names, and a certificate must name exactly one tenant.
     if any("*" in name for name in names):
         raise NoTenant("a name in the certificate has a wildcard, and a tenant is one")
+    # With a table, only its names count; without one, the names in our own URI form.
     if tenants:
         found = [name for name in names if name in tenants]
         wanted = "one of those that the node's operator has listed"
     else:
         found = [name for name in names if name.startswith(TENANT_PREFIX)]
         wanted = f"{TENANT_PREFIX}NAME"
+    # Two names could belong to two tenants, and no rule says which of them connects.
     if len(found) != 1:
         why = "several names of tenants are" if found else "no name of a tenant is"
         raise NoTenant(f"{why} in the certificate; one is needed: {wanted}")
@@ -145,7 +148,9 @@ def _context(files: IdentityFiles, *, with_key: bool) -> ssl.SSLContext:
     # Without tickets neither resumption nor early data exist, so each connection shows its certificate.
     context.num_tickets = 0
     context.options |= ssl.OP_NO_TICKET | ssl.OP_NO_COMPRESSION
+    # Trust the tenants' CAs alone, not those of the host.
     _load(context, files.client_ca, "client_ca")
+    # The list is checked for the peer's own certificate, not for the CAs above it.
     if files.crl is not None:
         _load(context, files.crl, "crl")
         context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF
@@ -166,6 +171,7 @@ def _load_key(context: ssl.SSLContext, files: IdentityFiles) -> None:
     def no_password() -> str:
         raise BadIdentity(f"key {files.key} has a password, which a daemon can't ask for")
 
+    # OpenSSL's own error for an unreadable file does not name the file, so check that first.
     for what, path in (("certificate", files.certificate), ("key", files.key)):
         if not os.access(path, os.R_OK):
             raise BadIdentity(f"{what} {path} can't be read")
@@ -215,9 +221,11 @@ def revoked_serials(pem: bytes) -> frozenset[int]:
 
 
 def _serials_of(der: bytes) -> Iterator[int]:
+    # CertificateList, and its first element, the TBSCertList (RFC 5280, 5.1).
     (_, whole), *_ = _elements(der)
     (_, first), *_ = _elements(whole)
     fields = _elements(first)
+    # Version 2 begins with an integer; version 1 has none.
     if fields and fields[0][0] == _INTEGER:
         del fields[0]
     # The entries follow the algorithm, the issuer and the times. Extensions have another tag.
@@ -239,6 +247,7 @@ def _elements(der: bytes) -> list[tuple[int, bytes]]:
             raise ValueError("a list of revoked certificates is cut off")
         tag, length = der[at], der[at + 1]
         at += 2
+        # The long form: the low bits say how many bytes hold the length (X.690, 8.1.3.5).
         if length & _LONG_LENGTH:
             size = length & ~_LONG_LENGTH
             length = int.from_bytes(der[at : at + size], "big")

@@ -102,9 +102,10 @@ class PendingConnections:
             self._add(sock, f"{address[0]} port {address[1]}", source_of(address[0]))
 
     def on_readable(self, fd: int) -> None:
-        """Look at the bytes that have arrived on one connection, without taking them."""
+        """Peek at the bytes that have arrived on one connection; the relay reads them later."""
         connection = self._pending[fd]
         try:
+            # Step 1: the first six bytes, which show what the peer begins.
             begin = connection.sock.recv(PEEK_BYTES, socket.MSG_PEEK)
         except BlockingIOError:
             return
@@ -115,6 +116,8 @@ class PendingConnections:
             # The kernel reports fewer bytes than SO_RCVLOWAT only when no more will come.
             self._refuse(connection, "it closed the connection before it said anything")
             return
+        # Step 2: a handshake names its record's length. Wait for all of it, in the kernel, and then pass the connection
+        # on.
         needed = first_record_bytes(begin)
         if needed is None:
             self._refuse_plaintext(connection)
@@ -122,8 +125,10 @@ class PendingConnections:
             self._remove(connection)
             self._on_hello(connection)
         elif connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) != needed:
+            # The kernel wakes the acceptor again once the whole record is there.
             connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, needed)
         else:
+            # It was woken with fewer bytes than it waits for: no more will come.
             self._refuse(connection, "it closed the connection inside its first message")
 
     def expire(self) -> None:
@@ -147,6 +152,8 @@ class PendingConnections:
         except OSError:
             sock.close()
             return
+        # The new connection is the last in order. If there are too many, the largest source's oldest goes, perhaps this
+        # one.
         self._pending[sock.fileno()] = PendingConnection(sock, peer, source, time.monotonic())
         if len(self._pending) > MAX_PENDING:
             self.evict_one(f"more than {MAX_PENDING} wait")
@@ -175,6 +182,7 @@ def first_record_bytes(begin: bytes) -> int | None:
     """Return the length of the first record with its header, given its first PEEK_BYTES; None if it is not TLS."""
     kind, major, _, high, low, message = begin[:PEEK_BYTES]
     length = high << 8 | low
+    # Four bytes are the header of a handshake message (RFC 8446, section 4), so no ClientHello is shorter.
     if (kind, major, message) != (_HANDSHAKE, _MAJOR_VERSION, _CLIENT_HELLO) or not 4 <= length <= MAX_RECORD_BYTES:
         return None
     return RECORD_HEADER_BYTES + length

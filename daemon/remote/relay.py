@@ -79,14 +79,19 @@ def run_relay(inner: socket.socket, report: socket.socket, identity: Identity) -
         report: The channel to the acceptor: it brings the connection, and takes the report about its peer.
         identity: The node's identity. The acceptor sends no connection once the files of it have changed.
     """
+    # Step 1: give up everything before any byte of a peer arrives.
     confine((inner.fileno(), report.fileno()))
+    # Step 2: prepare the handshake, so that a connection that comes does not wait for it.
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     tls = identity.wrap(incoming, outgoing)
     with contextlib.suppress(ssl.SSLWantReadError):
         tls.do_handshake()  # what it makes first needs no byte of the peer's
+    # Step 3: wait, perhaps for hours, until the acceptor passes a connection on.
     net = _wait_for_connection(report)
     if net is None:
         return 0
+    # Step 4: shake hands, and learn whose certificate it is. A peer that fails is reported and gets an alert; its bytes
+    # are never decrypted.
     stream = TlsStream(net, tls, incoming, outgoing)
     try:
         _shake_hands(stream)
@@ -96,15 +101,19 @@ def run_relay(inner: socket.socket, report: socket.socket, identity: Identity) -
             send_message(report, PeerRefused(str(failure)).to_map())
         _send_alert(stream)
         return 0
+    # Step 5: forget the key before the tenant's first byte is decrypted. A tenant that takes over the relay then finds
+    # no secret of the node in it.
     identity.forget_key(stream.tls)
     gc.collect()
     # The key is gone. From here on the process has one tenant's bytes alone, and two overwrites a batch cost time.
     stop_wiping()
     try:
+        # Step 6: report the peer. The acceptor passes the inner socket's far end on to the broker.
         send_message(report, verified.to_map())
     except ChannelClosed:
         return 0  # the acceptor is gone, so this connection is unknown to the broker
     report.close()
+    # Step 7: copy bytes until the connection or its certificate ends.
     for level, option, value in KEEPALIVE:
         net.setsockopt(level, option, value)
     Pump(net, inner, stream.tls, incoming, outgoing, time.monotonic() + ends_in_s).run()
@@ -137,6 +146,8 @@ def _shake_hands(stream: TlsStream) -> None:
     poll = select.poll()
     poll.register(stream.net, select.POLLIN)
     room = memoryview(bytearray(BUFFER_BYTES))
+    # Each round feeds OpenSSL what has arrived, sends what it answers, and waits for more. All rounds share one
+    # deadline, so a peer that sends byte after byte does not extend it.
     while True:
         try:
             stream.tls.do_handshake()
@@ -146,6 +157,7 @@ def _shake_hands(stream: TlsStream) -> None:
             raise HandshakeFailed(_reason(error)) from None
         else:
             is_done = True
+        # Also when it is done: the last flight is still in the buffer.
         _send_all(stream, until)
         if is_done:
             return
@@ -182,6 +194,7 @@ def _send_alert(stream: TlsStream) -> None:
     """Send the alert, if any, and wait for the peer to close: unread bytes at a close would discard the alert."""
     until = time.monotonic() + ALERT_LINGER_S
     with contextlib.suppress(OSError, HandshakeFailed):
+        # First the alert and the end of our direction, then read until the peer closes too.
         _send_all(stream, until)
         stream.net.shutdown(socket.SHUT_WR)
         poll = select.poll()
@@ -196,6 +209,7 @@ def _certificate_of(tls: ssl.SSLObject) -> tuple[PeerVerified, float]:
     certificate = tls.getpeercert()
     if not certificate:
         raise HandshakeFailed("there is no certificate")
+    # Only names that may be a tenant's; the subject is ignored (see node_identity).
     names = [f"{kind}:{value}" for kind, value in _pairs(certificate.get("subjectAltName", ()))]
     if not are_bounded(names):
         raise HandshakeFailed(f"the certificate has more than {MAX_NAMES} names, or one of over {MAX_NAME_BYTES} bytes")
@@ -289,6 +303,7 @@ class Pump:
                     break
                 if not (self._pump_up() | self._pump_down()):
                     self._wait(min(left_s, _MAX_POLL_S))
+            # The time is over, or both directions are: send the peer close_notify.
             self._close_net()
         except Broken:
             return
@@ -297,10 +312,12 @@ class Pump:
 
     def _pump_up(self) -> bool:
         """Move bytes from the tenant inwards; False if there were none to move."""
+        # Take more only once everything before it is delivered: this bounds the bytes that the relay holds.
         if not self._undelivered and not self._net_ended:
             self._receive()
         if self._undelivered:
             return self._deliver()
+        # All is delivered and no more will come: end the stream inwards too.
         if self._net_ended and not self._inner_closed:
             self._inner_closed = True
             with contextlib.suppress(OSError):
@@ -316,6 +333,7 @@ class Pump:
     def _receive(self) -> None:
         if self._is_reading_paused:
             return
+        # First what the last read left in the buffers, then what has arrived.
         count = self._decrypt()
         if not count and not self._net_ended:
             try:
@@ -333,6 +351,7 @@ class Pump:
     def _decrypt(self) -> int:
         count = 0
         try:
+            # One record at a time, while the buffer has room for a whole one.
             while count + RECORD_BYTES <= BUFFER_BYTES and (self._incoming.pending or self._tls.pending()):
                 # With a buffer, read() returns a count; its type stub says otherwise.
                 got = cast(int, self._tls.read(RECORD_BYTES, self._plain[count:]))
@@ -346,6 +365,7 @@ class Pump:
         except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
             self._net_ended = True
         except ssl.SSLError as error:
+            # OpenSSL has made an alert that says why; send it before the connection breaks.
             self._send_once()
             raise Broken(error.reason) from None
         return count
@@ -366,10 +386,12 @@ class Pump:
     # --- to the tenant ---
 
     def _pump_down(self) -> bool:
+        # As in the other direction: take more only once everything before it is sent.
         if not self._unsent and not self._outgoing.pending and not self._inner_ended:
             self._read_inner()
         if self._unsent or self._outgoing.pending:
             return self._send()
+        # The broker or the worker has ended, and all its bytes are sent. The tenant gets LINGER_S to end its direction.
         if self._inner_ended and not self._net_closed:
             self._close_net()
             self._ends = min(self._ends, time.monotonic() + LINGER_S)
@@ -385,6 +407,7 @@ class Pump:
             count = 0
         if not count:
             self._inner_ended = True
+        # Encrypt all of it, a record at a time.
         at = 0
         try:
             while at < count:
@@ -422,6 +445,8 @@ class Pump:
     # --- waiting ---
 
     def _wait(self, timeout_s: float) -> None:
+        # Watch each socket only for what can be moved now: a socket that is ready and not served would make poll(2)
+        # return at once, again and again.
         self._watch(
             self._net,
             select.POLLIN * (not self._net_ended and not self._undelivered and not self._is_reading_paused)
@@ -431,6 +456,7 @@ class Pump:
             self._inner,
             select.POLLIN * (not self._inner_ended and not self._unsent) | select.POLLOUT * bool(self._undelivered),
         )
+        # Spin first: a tenant that waits for an answer sends its next frame within microseconds of it.
         until = time.monotonic_ns() + self._spin_ns
         found = self._poll.poll(0)
         while not found and time.monotonic_ns() < until:
@@ -493,6 +519,7 @@ def confine(descriptors: tuple[int, ...]) -> None:
     keep_only(descriptors)
     set_name(SPARE_NAME)
     gain_no_privileges()
+    # Groups first: a process without root could not drop them.
     if os.geteuid() == 0:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
@@ -513,6 +540,7 @@ def _restrict() -> None:
     A relay shares its user with the workers where the daemon is root, and with the daemon where it is not.
     """
     try:
+        # Landlock needs Linux 5.13; each of its later versions restricts more.
         version = landlock.abi()
     except OSError:
         version = 0  # this kernel has no Landlock; the workers' sandbox reports that to the operator
@@ -524,5 +552,6 @@ def _restrict() -> None:
             scope=version >= landlock.SCOPE_SINCE,
         )
         landlock.restrict(reach, Needs())
+    # The system call filter is last, because it forbids what the lines before it do.
     if platform.machine() == syscall_filter.MACHINE:
         syscall_filter.install(writes_files=False)

@@ -94,15 +94,18 @@ class Authority:
         for path in (folder / file for file in (_CA, _CA_KEY, _CRL)):
             if path.exists():
                 raise PkiError(f"{path} is there already, and nothing is overwritten")
+        # The authority signs its own certificate. It may sign leaves and no further authority (path length 0).
         key = ec.generate_private_key(ec.SECP256R1())
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "gpulease test authority")])
         builder = _builder(key.public_key(), name, name, life)
         builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         builder = builder.add_extension(_ISSUING, critical=True)
         certificate = builder.sign(key, hashes.SHA256())
+        # The key first: a certificate without its key is of no use.
         _write_key(folder / _CA_KEY, key)
         _write(folder / _CA, certificate.public_bytes(serialization.Encoding.PEM), 0o644)
         authority = cls(folder, certificate, key)
+        # An empty list, so that nodes can be configured with one from the start.
         authority._write_crl([], 1)
         return authority
 
@@ -149,6 +152,7 @@ class Authority:
             raise PkiError(f"{certificate} is the authority's own; make another authority instead")
         if old.get_revoked_certificate_by_serial_number(revoked.serial_number) is not None:
             raise PkiError(f"{certificate} is revoked already")
+        # The list is written whole: the old entries, the new one, and the next number (RFC 5280, 5.2.3).
         entry = (
             x509.RevokedCertificateBuilder()
             .serial_number(revoked.serial_number)
@@ -163,6 +167,7 @@ class Authority:
     ) -> Issued:
         issued = Issued(self.folder / f"{stem}.pem", self.folder / f"{stem}.key")
         self._make_room(issued)
+        # Step 1: a key of its own, and a certificate that is valid for one use only.
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:64])])
         builder = _builder(key.public_key(), subject, self.certificate.subject, life)
@@ -171,6 +176,7 @@ class Authority:
         builder = builder.add_extension(x509.ExtendedKeyUsage([use]), critical=True)
         builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
         builder = builder.add_extension(self._key_identifier(), critical=False)
+        # Step 2: sign it, and write both files; neither exists, as _make_room has made sure.
         certificate = builder.sign(self.key, hashes.SHA256())
         _write_key(issued.key, key)
         _write(issued.certificate, certificate.public_bytes(serialization.Encoding.PEM), 0o644)
@@ -197,6 +203,7 @@ class Authority:
 
     def _write_crl(self, revoked: Sequence[x509.RevokedCertificate], number: int) -> None:
         now = datetime.datetime.now(datetime.UTC)
+        # The list expires with the authority, not sooner: no process would renew it in time.
         builder = (
             x509.CertificateRevocationListBuilder()
             .issuer_name(self.certificate.subject)
@@ -222,6 +229,7 @@ def _builder(
     key: ec.EllipticCurvePublicKey, subject: x509.Name, issuer: x509.Name, life: datetime.timedelta
 ) -> x509.CertificateBuilder:
     now = datetime.datetime.now(datetime.UTC)
+    # A negative life makes a certificate that has expired already; it must still begin before it ends.
     begin = min(now - BACKDATED, now + life - BACKDATED)
     return (
         x509.CertificateBuilder()
