@@ -40,14 +40,17 @@ def main(channel_fd: int, parent_pid: int, sandbox: SandboxSettings) -> int:
     limit_server_log()
     channel = socket.socket(fileno=channel_fd)
     try:
+        # Step 1: the settings and the sockets. No byte of a reader has been read yet.
         received, fds = receive_message(channel)
         start = expect_message(START, received)
         broker, *listeners = (socket.socket(fileno=fd) for fd in fds)
+        # Step 2: import and read everything that is needed later, because the sandbox hides the files.
         plan, _ = prepare(sandbox, Needs(private_bytes=MAX_PRIVATE_BYTES), lambda _: ())
         page = load_page()
         asyncio.run(_rehearse(start, page))
         # The first loop has closed its descriptors and the second has opened none.
         plan.enter((channel_fd, *fds), parent_pid)
+        # Step 3: the broker connects the process now, and not before, because a connected peer must send HELLO soon.
         send_message(channel, Prepared().to_map())
         asyncio.run(_serve(start, page, channel, broker, listeners))
     except ChannelClosed:
@@ -78,6 +81,7 @@ async def _serve(
     """Raises BrokerSilent or ChannelClosed."""
     loop = asyncio.get_running_loop()
     feed = Feed(start.node)
+    # The connection first: a page without the broker has nothing to show.
     _, link = await loop.create_connection(lambda: BrokerLink(feed.on_event), sock=broker)
     await link.greet()
     app, broker_channel = _site(start, page, feed)
@@ -85,12 +89,15 @@ async def _serve(
     server = server_of(app)
     feeding, serving = loop.create_task(feed.run(link)), loop.create_task(server.serve(sockets=listeners))
     begun = loop.create_task(server.begun.wait())
+    # Ready once the server listens, unless something has ended before.
     await _first_of(begun, feeding, serving, link.lost)
     if begun.done():
         send_message(channel, Ready().to_map())
+    # From here on one end ends all: the broker starts another process.
     await _first_of(feeding, serving, link.lost)
     if link.lost.done():
         raise ChannelClosed("the broker is gone")
+    # Raise what ended the feed or the server.
     for task in (feeding, serving):
         if task.done():
             task.result()

@@ -129,11 +129,14 @@ class Access:
 
     def token_of(self, request: Request) -> bytes:
         """Return the operator's token. Raises HTTPException, 401, if the request carries none or a wrong one."""
+        # RFC 6750, 2.1: `Authorization: Bearer TOKEN`. Digests are compared, in constant time, so that no answer's
+        # duration shows how much of a token was right.
         scheme, _, text = request.headers.get("authorization", "").partition(" ")
         token = text.strip().encode("latin-1")
         found = hashlib.sha256(token).digest()
         if self._token_digest and scheme.lower() == "bearer" and hmac.compare_digest(found, self._token_digest):
             return token
+        # Count only real attempts: a reader without a token is not one.
         if scheme and self._token_digest:
             self._wrong_tokens.add()
         why = "This is not the operator's token." if scheme else "This takes the operator's token."
@@ -229,7 +232,10 @@ class Site:
     async def _events(self, request: Request) -> Response:
         is_named = self._access.is_operator(request)
         if self._streams >= MAX_STREAMS + OPERATORS_STREAMS * is_named:
-            raise HTTPException(503, f"{self._streams} pages are open, the most.", {"Retry-After": str(RETRY_S)})
+            raise HTTPException(
+                503, f"{self._streams} pages are open, as many as this daemon serves.", {"Retry-After": str(RETRY_S)}
+            )
+        # The answer to HEAD has the headers of the stream, and occupies no place.
         if request.method == "HEAD":
             return Response(media_type="text/event-stream")
         # Counted now, not at its first bytes: several requests may come before the loop runs the first stream.
@@ -249,18 +255,23 @@ class Site:
         until_s = time.monotonic() + STREAM_S
         # The head goes out with the first bytes, so these do not wait for a broker that does not answer.
         yield b": gpulease\n\n"
+        # QUIET_S without a snapshot yields a comment: a proxy keeps the connection open, and a reader that has gone is
+        # noticed.
         async for snapshot in self._feed.watch(QUIET_S):
+            # A changed token ends the stream before the next name is sent.
             if is_named and changes != self._access.changes:
                 return
             if snapshot is None:
                 yield b": nothing new\n\n"
             else:
                 yield b"event: state\ndata: " + self._encode(snapshot, is_named=is_named) + b"\n\n"
+            # The browser connects again (HTML, 9.2.3), perhaps with a newer page.
             if time.monotonic() > until_s:
                 return
 
     def _encode(self, snapshot: Snapshot, *, is_named: bool) -> bytes:
         now_s = time.monotonic()
+        # Thousands of readers cost one encoding for each snapshot and view: with names, and with pseudonyms.
         if is_named in self._encodings:
             encoded_snapshot, at_s, encoded = self._encodings[is_named]
             if encoded_snapshot is snapshot and now_s - at_s < STATE_FRESH_S:
@@ -272,24 +283,28 @@ class Site:
         return encoded
 
     async def _revoke(self, request: Request) -> Response:
+        # Step 1: the token, so that a reader without it learns nothing from the other checks.
         token = self._access.token_of(request)
+        # Step 2: the same bounds that the broker checks, here with an answer for a person.
         lease_id = request.path_params["lease_id"]
         if _LEASE_ID.fullmatch(lease_id) is None:
-            raise HTTPException(400, "A lease's id has 32 hexadecimal digits.")
+            raise HTTPException(400, "A lease's id must have 32 hexadecimal digits.")
         reason = request.query_params.get("reason", "").strip() or REASON
         if len(reason) > MAX_REASON_CHARS:
-            raise HTTPException(400, f"A reason has {MAX_REASON_CHARS} characters at most.")
+            raise HTTPException(400, f"A reason must have at most {MAX_REASON_CHARS} characters, not {len(reason)}.")
+        # Step 3: the broker checks the token again, and answers once the lease's memory is proved free.
         outcome = await self._broker.revoke(lease_id, reason, token)
         status = 404 if outcome is RevokeOutcome.NOT_FOUND else 200
         return JSONResponse({"lease_id": lease_id, "outcome": OUTCOMES[outcome]}, status)
 
     async def _drain(self, request: Request) -> Response:
         token = self._access.token_of(request)
+        # PUT begins a drain, DELETE ends it: that is a drain without a time.
         within_ms = None
         if request.method == "PUT":
             text = request.query_params.get("within_s", "")
             if _SECONDS.fullmatch(text) is None or float(text) > MAX_WITHIN_S:
-                raise HTTPException(400, f"within_s is a number of seconds, {MAX_WITHIN_S} at most.")
+                raise HTTPException(400, f"within_s must be a number of seconds, at most {MAX_WITHIN_S}.")
             within_ms = round(float(text) * MS_PER_S)
         left_ms, leases = await self._broker.drain(within_ms, token)
         left_s = None if left_ms is None else left_ms / MS_PER_S
@@ -299,10 +314,11 @@ class Site:
         token = self._access.token_of(request)
         card = request.path_params["card"]
         if _CARD.fullmatch(card) is None:
-            raise HTTPException(400, "This is not a card's UUID.")
+            raise HTTPException(400, "A card's UUID must have at most 64 letters, digits and dashes.")
         return JSONResponse({"card": card, "cleared": await self._broker.clear_fences(card, token)})
 
     async def _cards_history(self, request: Request) -> Response:
+        # The history names no tenant. A wrong token is refused all the same, so that it is noticed.
         self._access.is_operator(request)
         now_s = time.monotonic()
         at_s, encoded = self._history
@@ -342,12 +358,14 @@ async def rehearse(app: App, host: str) -> None:
     async def send(message: Any) -> None:
         pass
 
+    # Unknown paths and all methods too: an error's answer imports modules of its own.
     answers = ("/api/v1/state", "/api/v1/events", "/api/v1/history", "/healthz", "/readyz", "/metrics", "/nothing")
     actions = (("DELETE", f"{LEASES}{0:032x}"), ("DELETE", f"{FENCES}0"), ("PUT", DRAIN))
     for method, path in (*(("GET", path) for path in (*FILES, *answers)), *actions):
         scope: dict[str, Any] = {"type": "http", "method": method, "path": path, "raw_path": path.encode()}
         scope |= {"query_string": b"", "headers": [(b"host", host.encode())], "http_version": "1.1", "scheme": "http"}
         scope |= {"asgi": {"version": "3.0", "spec_version": "2.3"}, "root_path": "", "state": {}}
+        # No broker answers here, so a request that waits for one ends with a 503.
         async with asyncio.timeout(QUIET_S):
             await app(scope, receive, send)
 
@@ -382,6 +400,7 @@ class Cached:
 
     async def get(self) -> Any:
         """Return the answer. Raises BrokerSilent."""
+        # One caller asks; the others wait for the lock, and then find a fresh answer.
         async with self._lock:
             if self._clock() >= self._until_s:
                 await self._renew()
@@ -392,6 +411,7 @@ class Cached:
     async def _renew(self) -> None:
         try:
             self._answer, self._silence = await self._ask(), None
+        # Silence is kept as long as an answer: a broker that hangs is not asked by every caller.
         except BrokerSilent as error:
             self._silence = error
         self._until_s = self._clock() + self._fresh_s

@@ -84,6 +84,7 @@ class BrokerLink(asyncio.Protocol):
         except LocalProtocolError as error:
             # A broker that has not answered for an hour leaves MAX_IN_FLIGHT requests open.
             raise BrokerSilent(str(error)) from None
+        # Register before the frame is written: the reply may arrive in the same turn of the loop.
         answer: asyncio.Future[Body | Failure] = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
         self._transport.write(frame)
@@ -118,6 +119,7 @@ class BrokerLink(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         """Fail every request that waits for a reply."""
         self._transport = None
+        # Each caller learns it now, not after its own timeout.
         for answer in self._waiting.values():
             if not answer.done():
                 answer.set_exception(BrokerSilent("the daemon is gone"))
@@ -133,6 +135,7 @@ class BrokerLink(asyncio.Protocol):
                         answer.set_result(result)
                 case Notification(_, LeaseEvent() as lease_event):
                     self._on_event(lease_event)
+                # The broker ends the connection, or it is broken: `connection_lost` does the rest.
                 case Goodbye() | StreamBroken() | EndOfStream():
                     if self._transport is not None:
                         self._transport.close()
@@ -212,6 +215,7 @@ class BrokerChannel:
     async def _ask(self, expected: type[Done], request: Callable[[int], FromWeb]) -> Done:
         if self._channel is None:
             raise BrokerSilent("the daemon has not answered yet")
+        # The number pairs this request with its answer; others may be under way.
         number = next(self._numbers)
         answer: asyncio.Future[ActionOutcome] = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
@@ -224,6 +228,7 @@ class BrokerChannel:
             raise BrokerSilent(f"the daemon has not reported the outcome for {OUTCOME_S:g} s") from None
         finally:
             self._waiting.pop(number, None)
+        # The answer is the outcome, a refusal, or by a fault one of another request.
         if isinstance(outcome, ActionRefused):
             raise NotDone(outcome.why, outcome.message)
         if not isinstance(outcome, expected):

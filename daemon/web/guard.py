@@ -99,14 +99,17 @@ class Guard:
                 message["headers"] = [*message.get("headers", ()), *HEADERS]
             await send(message)
 
+        # The application sees only requests that pass every check.
         refusal = self._refusal(scope)
         if refusal is None:
             await self._app(scope, receive, send_with_headers)
             return
+        # Refused: answer with a sentence, and close the connection, because a body may follow.
         status, text = refusal
         body = f"{text}\n".encode()
         head = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", b"%d" % len(body))]
         head.append((b"connection", b"close"))
+        # RFC 9110, 15.5.6: a 405 lists the methods of the path.
         if status == 405:
             allowed = acting_methods(scope["path"]) or READING
             head.append((b"allow", ", ".join(allowed).encode()))
@@ -116,11 +119,13 @@ class Guard:
     def _refusal(self, scope: Scope) -> tuple[int, str] | None:
         headers = headers_of(scope["headers"])
         is_act = scope["method"] in acting_methods(scope["path"])
+        # First the host and the origin: a foreign page must not learn what this server would accept.
         refused = refusal(headers, self._known, is_act=is_act, is_linked=scope["path"] in PAGE_PATHS)
         if refused is not None:
             return refused
         if scope["method"] not in READING and not is_act:
-            return 405, "Here is nothing but to be read."
+            return 405, "This path does not serve that method: see the Allow header."
+        # Actions have their parameters in the path and the query, so no body is ever read.
         if headers.get(b"content-length", [b"0"]) != [b"0"] or b"transfer-encoding" in headers:
             return 413, "A request must not have a body here."
         return None

@@ -43,12 +43,15 @@ class BoundedHttp(H11Protocol):
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=BUFFER_BYTES)
         self._idle_since_s = self.loop.time()
+        # This connection is in the set already, so one more than the most means that one must go.
         if len(self.connections) > MAX_CONNECTIONS:
             self._eviction_victim().transport.abort()
         self._update_deadline()
 
     def _eviction_victim(self) -> "BoundedHttp":
         others = [other for other in self.connections if isinstance(other, BoundedHttp) and other is not self]
+        # Prefer a connection without a request under way; then one that does not read its answer. A connection that is
+        # being served is never cut.
         idle = [other for other in others if not other.is_answering]
         stalled = [other for other in others if other._stall is not None]
         return min(idle or stalled or [self], key=lambda other: other._idle_since_s)
@@ -69,6 +72,7 @@ class BoundedHttp(H11Protocol):
         A peer that has sent further requests meanwhile gets no answer to them, and its connection closes. No browser
         pipelines requests, nor does Prometheus, and a connection that is always answering could never be evicted.
         """
+        # Linger for a moment, so that the peer reads the answer before the connection is gone.
         if self.conn.trailing_data[0]:
             self.transport.close()
             self._lingering = self._lingering or self.loop.call_later(STALL_S, self.transport.abort)
@@ -95,6 +99,7 @@ class BoundedHttp(H11Protocol):
         super().connection_lost(error)
 
     def _update_deadline(self) -> None:
+        # While an answer is under way, the time is the server's, not the peer's.
         if self.is_answering or self.transport.is_closing():
             self._deadline = _cancel(self._deadline)
         elif self._deadline is None:

@@ -37,8 +37,8 @@ class HttpSettings:
     Attributes:
         address: The loopback address that serves it.
         hosts: Further host names of the page, such as those of a proxy before it.
-        token_file: The file of the token that shows tenants' names and lease ids, and allows revocation; None to let
-            nobody.
+        token_file: The file of the token that shows tenants' names and lease ids, and allows actions; None: no reader
+            may see or do that.
     """
 
     address: TcpAddress
@@ -56,15 +56,18 @@ def parse_http(value: Any) -> TcpAddress:
     """Return the address that the setting `http` names. Raises ValueError."""
     if not isinstance(value, str):
         raise must_be("a string such as 127.0.0.1:9400", value)
+    # Step 1: an address in the form of all addresses of ours.
     try:
         address = parse_address(f"tcp:{value}")
     except ValueError:
         raise ValueError(f"{value!r} is not an address: write 127.0.0.1:PORT or [::1]:PORT") from None
+    # Step 2: an IP address of the loopback interface.
     try:
         is_loopback = isinstance(address, TcpAddress) and ipaddress.ip_address(address.host).is_loopback
     except ValueError:
         # Not even localhost is taken: the page's address must not depend on a name's look-up.
         raise ValueError(f"{value!r} names no IP address: write 127.0.0.1:PORT or [::1]:PORT") from None
+    # Step 3: refuse every other address. The page has no TLS, and a reader sends the operator's token to it.
     if not isinstance(address, TcpAddress) or not is_loopback:
         raise ValueError(
             f"{value} is not on loopback, and plain HTTP is served only there: write 127.0.0.1:PORT, and put a "
@@ -77,15 +80,19 @@ def parse_http(value: Any) -> TcpAddress:
 def _read_token(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
+            # Of the open file, not of the path: it can't be replaced between the check and the read.
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode) or found.st_mode & 0o077:
-                raise BadToken(f"{path} can be read by others than its owner: chmod 600 it")
+                raise BadToken(f"{path} must be a file that only its owner can read: chmod 600 it")
             text = file.read(MAX_TOKEN_BYTES + 1)
     except OSError as error:
         raise BadToken(f"{path}: {error.strerror}") from None
+    # Editors end a file with a line feed, which is not part of the token.
     token = text.strip()
     if len(text) > MAX_TOKEN_BYTES or len(token) < MIN_TOKEN_CHARS:
-        raise BadToken(f"{path} holds no token of {MIN_TOKEN_CHARS} characters or more: openssl rand -hex 32 makes one")
+        raise BadToken(
+            f"{path} must hold a token of {MIN_TOKEN_CHARS} characters or more: openssl rand -hex 32 makes one"
+        )
     if _TOKEN.fullmatch(token.decode("ascii", "replace")) is None:
         raise BadToken(f"{path} holds characters that no Bearer token can have (RFC 6750): openssl rand -hex 32")
     return token

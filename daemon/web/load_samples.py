@@ -53,6 +53,7 @@ class Loads:
 
     def take(self, loads: CardLoads) -> None:
         """Add a message's samples in order of time. A sample that comes twice is kept once."""
+        # A new process gets the whole hour and perhaps a sample that was taken meanwhile, in either order.
         by_time = {sample.at_ns: sample for sample in (*self._samples.get(loads.card, ()), *loads.samples)}
         self._samples[loads.card] = [by_time[at_ns] for at_ns in sorted(by_time)][-MAX_SAMPLES:]
 

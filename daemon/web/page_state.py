@@ -87,7 +87,9 @@ class Feed:
     async def run(self, link: BrokerLink) -> None:
         """Subscribe to all leases, then fetch while somebody watches. Raises BrokerSilent if it can't subscribe."""
         self._link = link
+        # Step 1: subscribe, so that no change between the first snapshot and the next goes unseen.
         await link.ask(Opcode.LEASE_SUBSCRIBE, LeaseSubscribe(0))
+        # Step 2: two tasks, because a look-up that waits must not delay the snapshots.
         async with asyncio.TaskGroup() as group:
             group.create_task(self._keep_fetching())
             group.create_task(self._look_up())
@@ -96,13 +98,16 @@ class Feed:
         """Take in the broker's event: a lease has entered another phase."""
         lease_id = f"{event.lease_id:032x}"
         self._last_number += 1
+        # A newer broker may send a phase that this version does not know; show its number.
         phase = Phase(event.phase).name.lower() if event.phase in list(Phase) else str(event.phase)
         about = self._known.get(lease_id)
+        # Grace, teardown and end are one line on the page.
         if phase in ENDING:
             self._forget_end(lease_id)
         self._changes.append(
             LeaseChange(self._last_number, self._clock(), lease_id, phase, event.cause, event.reason, about)
         )
+        # A lease that was never in a snapshot: ask the broker for its tenant and card.
         if about is None and len(self._to_look_up) < MAX_TO_LOOK_UP:
             self._to_look_up.append(lease_id)
             self._looks_up.set()
@@ -155,11 +160,13 @@ class Feed:
     async def _keep_fetching(self) -> None:
         while True:
             self._wakeup.clear()
+            # Without a watcher the broker is left alone.
             if self._watchers:
                 try:
                     await self._fetch()
                 except BrokerSilent:
                     await asyncio.sleep(FETCH_EVERY_S)
+            # At least this pause, however many leases change meanwhile.
             await asyncio.sleep(FETCH_SOON_S)
             try:
                 # Without a timeout while no page watches: a new watcher ends the wait.
@@ -183,12 +190,15 @@ class Feed:
             self._failure = str(error)
             raise
         leases: list[Report] = report.report
+        # Step 1: remember the leases, so that a later event can name its tenant.
         for lease in leases:
             self._remember(lease)
         at_s = self._clock()
+        # Step 2: launch rates since the snapshot before this one.
         rates = self._rates(leases, at_s)
         self._append_rates(inventory.details, leases, rates, at_s)
         self._describe_changes()
+        # Step 3: the new snapshot replaces the old one as a whole. Readers keep the one that they have.
         self._snapshot = Snapshot(
             at_s,
             self._node,
@@ -200,6 +210,7 @@ class Feed:
             tuple(self._changes),
             self._fleet(),
         )
+        # Step 4: wake every reader, and make the event for the next snapshot.
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -221,6 +232,7 @@ class Feed:
             lease["tenant"], lease["card_uuid"], lease["size_bytes"], lease.get("parent") is not None
         )
         self._known.move_to_end(lease["lease_id"])
+        # The lease that was seen longest ago is forgotten first.
         if len(self._known) > MAX_KNOWN:
             self._known.popitem(last=False)
 
@@ -230,6 +242,7 @@ class Feed:
             self._looks_up.clear()
             while self._to_look_up:
                 lease_id = self._to_look_up.popleft()
+                # A snapshot has brought it meanwhile.
                 if lease_id in self._known:
                     continue
                 try:
@@ -255,11 +268,13 @@ class Feed:
         past_s = at_s - self._snapshot.at_s if self._snapshot is not None else 0.0
         if not 0 < past_s <= GAP_S:
             return {}
+        # Leases of both snapshots only: a lease that is new has no earlier counter.
         both = self._launches.keys() & before.keys()
         return {lease_id: max(0, self._launches[lease_id] - before[lease_id]) / past_s for lease_id in both}
 
     def _append_rates(self, cards: list[Report], leases: list[Report], rates: Mapping[str, float], at_s: float) -> None:
         has_rates = self._snapshot is not None and at_s - self._snapshot.at_s <= GAP_S
+        # A card without leases has the rate 0; after a gap every card has None, which the page leaves undrawn.
         by_card: dict[str, float] = {card["uuid"]: 0.0 for card in cards}
         for lease in leases:
             by_card[lease["card_uuid"]] = by_card.get(lease["card_uuid"], 0.0) + rates.get(lease["lease_id"], 0.0)

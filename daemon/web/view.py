@@ -123,9 +123,11 @@ class Snapshot:
 
 def view_of(snapshot: Snapshot, pseudonyms: Pseudonyms, now_s: float, *, is_named: bool) -> dict[str, Any]:
     """Return the state as the page's JSON. Times are seconds from `now_s`, by a monotonic clock, which is never set."""
+    # Reports are as old as the snapshot, so every time in them is corrected by its age.
     age_s = max(0.0, now_s - snapshot.at_s)
     slices: dict[str, list[dict[str, Any]]] = {}
     regions: dict[str, list[dict[str, Any]]] = {}
+    # Leases by card. Regions by lease, whichever of the two comes first.
     for lease in snapshot.leases:
         found = _slice(lease, snapshot.rates, pseudonyms, age_s, is_named=is_named)
         if (parent := lease.get("parent")) is not None:
@@ -151,6 +153,7 @@ def _fleet(snapshot: Snapshot, age_s: float, *, is_named: bool) -> dict[str, Any
     """Return the node in its fleet, and the names that it serves: how many, and which for an operator."""
     if (fleet := snapshot.fleet) is None:
         return None
+    # A fenced lease no longer serves its name, though it still holds it.
     served = [lease for lease in snapshot.leases if "name" in lease and lease["state"] != "fenced"]
     left_s = None if fleet.left_s is None else _rounded(max(0.0, fleet.left_s - age_s))
     found: dict[str, Any] = {
@@ -159,6 +162,7 @@ def _fleet(snapshot: Snapshot, age_s: float, *, is_named: bool) -> dict[str, Any
         "fenced": fleet.fenced,
         "served": len(served),
     }
+    # A name may say who the tenant is, so only an operator sees it.
     if is_named:
         found["names"] = [{"name": lease["name"], "epoch": lease["epoch"]} for lease in served]
     return found
@@ -188,6 +192,7 @@ def _slice(
         # None while somebody is connected to the lease, or if it needs no connection.
         "orphaned_in_s": None if (left_ms := lease.get("orphaned_in_ms")) is None else _left_s(left_ms, age_s),
     }
+    # An id gives no access to a lease, but with it a local user could follow a tenant.
     if is_named:
         found["lease_id"] = lease["lease_id"]
         found["reason"] = lease["reason"]
@@ -203,6 +208,7 @@ def _allocated(lease: Report) -> int | None:
 
 def _event(change: LeaseChange, pseudonyms: Pseudonyms, now_s: float, *, is_named: bool) -> dict[str, Any]:
     about = change.about
+    # Without `about` the feed never learned the lease: show the change without it.
     tenant = "" if about is None else about.tenant if is_named else pseudonyms.of_tenant(about.tenant)
     found = {
         "number": change.number,
