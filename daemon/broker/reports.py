@@ -33,12 +33,14 @@ def full_report(lease: LeaseSnapshot, table: LeaseTable, workers: Workers) -> di
     lease_id, now_ns = lease.lease_id, time.monotonic_ns()
     report = lease_report(lease, workers.page(lease_id), now_ns, table.phase(lease_id, now_ns), table.drain_ns)
     report |= orphan_report(table.orphan_ms(lease_id), table.orphan_due_ns(lease_id), now_ns)
+    # A region reports its place; a lease reports the regions in it.
     if (region := table.regions.get(lease_id)) is not None:
         report |= region_report(region)
     else:
         report["regions"] = [f"{one.lease_id:032x}" for one in table.regions.of(lease_id)]
         report["region_bytes"] = table.regions.held_bytes(lease_id)
     submit = table.submits.of(lease_id)
+    # A submit has a worker and a page of its own.
     page = None if submit is None else workers.page(submit.submit_id)
     return report | submit_report(submit, table.submits.last_of(lease_id), page)
 
@@ -166,6 +168,7 @@ def expires_at_unix_s(lease: LeaseSnapshot, now_ns: int, drain_ns: int | None = 
 
 
 def _left_ms(deadline_ns: int, now_ns: int) -> int:
+    # Division that rounds up, for whole numbers.
     return -(-max(0, deadline_ns - now_ns) // NS_PER_MS)
 
 

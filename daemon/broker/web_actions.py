@@ -163,6 +163,7 @@ class WebActionHandler:
             """Count the action as over; returns whether it was not yet."""
             nonlocal is_over
             was_over, is_over = is_over, True
+            # Counted down once, whether the outcome came, or the beginning failed, or both.
             self._pending -= not was_over
             return not was_over
 
@@ -178,6 +179,7 @@ class WebActionHandler:
                 reply = ActionRefused(number, WebRefusal.FAILED, text)
             answer(reply)
 
+        # Before the action begins: its outcome may come before `begin` returns.
         self._pending += 1
         try:
             action.begin(on_outcome)
@@ -189,6 +191,7 @@ class WebActionHandler:
         # Without a token in the settings, no action is possible at all.
         if not self._token_digest or len(token) > MAX_TOKEN_BYTES:
             return False
+        # Hashed and compared in constant time, so that the time of a refusal says nothing about the token.
         return hmac.compare_digest(hashlib.sha256(token).digest(), self._token_digest)
 
 
@@ -197,6 +200,7 @@ class GuessLimiter:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        # Full at the start: all guesses are free.
         self._free_s = clock() - MAX_WRONG_TOKENS * WRONG_TOKEN_S
 
     def may_check(self) -> bool:

@@ -87,6 +87,7 @@ class WebFrontend:
         self._action_handler = WebActionHandler(actions, self._token_digest)
         # One key for all web processes of this broker, so that a tenant keeps its pseudonym.
         self._secret = secrets.token_bytes(SECRET_BYTES)
+        # None until `listen`, and again after `stop`.
         self._listener: socket.socket | None = None
         self._process = ChildProcess(
             _web_kind(sandbox), self._begin, self._on_message, timeouts=timeouts, on_unhandled=self._on_unhandled
@@ -136,6 +137,7 @@ class WebFrontend:
         except OSError as error:
             where = str(address).removeprefix("tcp:")
             raise cannot_listen(f"serve the web page at {where}", error, "gpulease-http.socket") from None
+        # Remembered: the service manager stores it for the next daemon (`supervisor.lifecycle`).
         self.bound.append((address, listener.fileno()))
         return listener
 
@@ -179,6 +181,7 @@ class WebFrontend:
 
     async def _send_first(self) -> None:
         """Send all first messages, however little the channel holds. The start's timeout bounds this."""
+        # A copy: samples are added while this waits.
         for message in list(self._first()):
             while True:
                 try:
@@ -191,6 +194,7 @@ class WebFrontend:
         self._action_handler.handle(message, self._process.to_this_one())
 
     def _on_unhandled(self, number: int) -> None:
+        # The page waits for an answer to each number, so a failure here is answered as well.
         text = "The daemon failed at this request: see its log, and look at the page before you repeat it."
         self._process.to_this_one()(ActionRefused(number, WebRefusal.FAILED, text))
 
@@ -261,6 +265,7 @@ class LoadHistory:
         loads = await asyncio.to_thread(self._ask_cards)
         now_ns = self._clock_ns()
         leased, allocated = self._leased_bytes(), self._allocated_bytes()
+        # One time for all cards, so that the page can draw them in one picture.
         for uuid, kept in self._samples.items():
             load = loads[uuid]
             used_bytes = allocated[uuid] if load.used_bytes is None else load.used_bytes

@@ -126,6 +126,7 @@ def _read_cards(value: Any) -> tuple[int, ...]:
 
 def _read_file_mode(value: Any) -> int:
     """Return permission bits, given as octal text or as a number."""
+    # TOML has octal numbers (0o660); as text, "660" means octal too, as in chmod(1).
     mode = int(value, 8) if isinstance(value, str) and _OCTAL.fullmatch(value) else value
     if type(mode) is not int or not 0 <= mode <= 0o777:
         raise must_be(_FILE_MODE, value)
@@ -156,6 +157,7 @@ def _read_tenants_of_users(table: Any) -> Mapping[int, str]:
     """Return tenants by the numbers of local users."""
     if not isinstance(table, dict):
         raise must_be("a table", table)
+    # Keys of a TOML table are texts, so numbers are checked and converted here.
     for uid, tenant in table.items():
         if _UID.fullmatch(uid) is None or int(uid) > MAX_UID:
             raise ValueError(f"{uid!r} is not a user's number")
@@ -474,6 +476,7 @@ class Config:
         """Return the driver's name as workers get it; `gpulease.daemon.zygote.driver_registry` reads it."""
         if driver == "cuda" and not self.launch_chains:
             return f"{driver}:{ONE_BY_ONE}"
+        # The zygote gets one word on its command line, so the driver's own settings are appended to its name.
         if driver != "cpu" or (self.arch is None and self.shuffle_warps is None):
             return driver
         seed = "" if self.shuffle_warps is None else f":{self.shuffle_warps}"
@@ -570,6 +573,7 @@ def _check(config: Config) -> None:
     # From the node's ways in to its tenants; the first contradiction is reported.
     if config.max_connections_per_tenant > config.max_connections:
         raise ConfigError("max_connections_per_tenant must be at most max_connections")
+    # Without a folder the next daemon would find neither leases nor keys.
     if config.on_stop is OnStop.KEEP and config.state is None:
         raise ConfigError('on_stop = "keep" needs state, the folder of what outlives the daemon')
     _check_audit(config)
@@ -641,6 +645,7 @@ def check_tenants(
                 f"tenants: {name!r} matches no tenant; give a user or a certificate this name, in [tenant_of_uid] or "
                 "[tenant_of_certificate]"
             )
+    # An operator's name that no certificate has would lock the operator out unnoticed.
     for name in sorted(tls.operators if tls is not None else ()):
         if not _has_certificate(name, of_certificate, tls):
             raise ValueError(f"tls: operators has {name!r}, and no certificate of [tenant_of_certificate] is {name!r}")

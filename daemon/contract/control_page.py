@@ -63,6 +63,7 @@ def sealed_memory(name: str, size_bytes: int) -> int:
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size_bytes)
+        # Sealed against shrinking: a mapping beyond the file's end would kill its reader with SIGBUS.
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
     except BaseException:
         os.close(fd)
@@ -90,10 +91,13 @@ def published_memory(name: str, size_bytes: int) -> tuple[mmap.mmap, int]:
             writable.close()
             raise
     finally:
+        # The writable descriptor goes, so that the mapping is the only way to write.
         os.close(fd)
 
 
 PAGE_BYTES: Final = mmap.PAGESIZE
+# Positions on the lease's page, in words of 8 bytes. Workers and brokers of other versions map it too, so positions
+# stay, and new fields are appended.
 _WORD: Final = 0
 _DEADLINE: Final = 1
 _GENERATION: Final = 2
@@ -105,6 +109,7 @@ MAX_REVOKED_TOKENS: Final = 200
 MAX_REASON_BYTES: Final = 512
 """Longest reason of an operator for ending the lease."""
 
+# Marks and ends are two arrays: the worker compares all marks with one slice.
 _FIRST_MARK: Final = 4
 _FIRST_END: Final = _FIRST_MARK + MAX_REVOKED_TOKENS
 _REASON_LENGTH: Final = _FIRST_END + MAX_REVOKED_TOKENS
@@ -119,6 +124,7 @@ _HORIZON: Final = (_CAUSE_AT + _CAUSE_BYTES) // 8
 BEYOND_HORIZON: Final = "its node is cut off from its fleet, and another node may serve its name"
 """Why a worker refuses everything after its page's membership deadline, before a broker or zygote reports it."""
 
+# Values of the session field. 0 is what an older broker left: it may have opened the session.
 _NEVER_OPENED: Final = 1
 _OPENED: Final = 2
 _STATE: Final = struct.Struct("=QQQ")
@@ -241,6 +247,7 @@ def state_of(lease_fd: int) -> PageState:
     except ValueError:
         # No broker writes such a word. Whatever wrote it, the lease is over.
         status = Status.SESSION_FAILED
+    # Only with a word: the field may hold the cause of an end that was not carried out.
     cause = page[_CAUSE_AT : _CAUSE_AT + _CAUSE_BYTES].rstrip(b"\0").decode(errors="replace") if word else ""
     (horizon_boot_ns,) = struct.unpack_from("=Q", page, 8 * _HORIZON)
     return PageState(status, deadline_ns, generation, session != _NEVER_OPENED, cause, horizon_boot_ns)
@@ -338,6 +345,7 @@ class BrokerPage:
         # Everything that explains the word is written before the word: a reader that sees the word may use the rest.
         self._words[_REFUSED_GONE_BY] = gone_by_ns
         self._map[_CAUSE_AT : _CAUSE_AT + _CAUSE_BYTES] = _cause_field(cause)
+        # The cut may split a character; `WorkerPage.reason` ignores what is left of it.
         text = reason.encode(errors="replace")[:MAX_REASON_BYTES]
         self._map[_REASON_AT : _REASON_AT + len(text)] = text
         self._words[_REASON_LENGTH] = len(text)
@@ -365,6 +373,7 @@ class BrokerPage:
         place = next((at for at in known if words[_FIRST_MARK + at] == mark), None)
         if place is None:
             place = next((at for at in known if words[_FIRST_END + at] < now_ms), count)
+        # The caller must then refuse the operator's request: the token would be valid still.
         if place == MAX_REVOKED_TOKENS:
             return False
         # The time first, then the mark, then the count: a reader in between sees the old state or the new one.
@@ -386,6 +395,7 @@ class BrokerPage:
         end = _FIRST_CONNECTION + MAX_CONNECTIONS * _CONNECTION_WORDS
         words = self._claims[_FIRST_CONNECTION:end].tolist()
         found = [ShownConnection(*words[at : at + _CONNECTION_WORDS]) for at in range(0, len(words), _CONNECTION_WORDS)]
+        # The worker writes meanwhile, so an entry may be torn. It is shown to people only.
         return sorted(one for one in found if one.number)
 
     def let_go(self) -> None:
@@ -397,6 +407,7 @@ class BrokerPage:
                 os.close(fd)
 
     def close(self) -> None:
+        # The views first: a mapping with views can't be closed (BufferError).
         self._words.release()
         self._claims.release()
         self._map.close()
@@ -423,6 +434,7 @@ class WorkerPage:
     """
 
     def __init__(self, fds: PageFds) -> None:
+        # The worker writes its claims and reads the lease's page: the descriptor of that one is read-only.
         self._state_map = mmap.mmap(fds.lease, PAGE_BYTES, prot=mmap.PROT_READ)
         self._count_map = mmap.mmap(fds.claims, PAGE_BYTES)
         self._state = memoryview(self._state_map).cast("Q")
@@ -454,6 +466,7 @@ class WorkerPage:
         # No word of the broker: the worker found the end by itself, by a deadline on the page.
         if self._state[_WORD] != -status:
             return BEYOND_HORIZON if status is Status.REVOKED and self._state[_HORIZON] else ""
+        # Bounded here too, in case of a broker with a longer field.
         length = min(self._state[_REASON_LENGTH], MAX_REASON_BYTES)
         return self._state_map[_REASON_AT : _REASON_AT + length].decode(errors="ignore")
 
@@ -469,6 +482,7 @@ class WorkerPage:
 
     def hide_connection(self, held_at: int) -> None:
         """Stop showing a connection that has ended. `held_at`: what `show_connection` returned."""
+        # The number alone: it marks the place as free.
         self.counters[held_at - 2] = 0
 
     def is_held_by(self, guest: "Lapsing") -> bool:
@@ -479,6 +493,7 @@ class WorkerPage:
         if not guest.holds(now_ns, self._state[_GENERATION]):
             return False
         count = self._state[_MARKS]
+        # Copied once: the array is compared by C, and the broker may append meanwhile.
         return not count or guest.mark not in self._state[_FIRST_MARK : _FIRST_MARK + count].tolist()
 
     def close(self) -> None:

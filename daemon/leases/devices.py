@@ -241,7 +241,6 @@ class CardAccount:
         """Return whether one more context has room now; a warm context in its place would free `given_bytes`."""
         # Two sums must fit: what processes use now, and what is promised to leases once contexts have left.
         needed_bytes = self.card.overhead_bytes - given_bytes
-        # As for a context: the larger of what is used and what is promised counts.
         kept_bytes = self.promised_bytes + self.stuck_bytes + self.yielding_bytes
         # A lease that ended before it had room keeps its bytes charged until its teardown is over.
         is_free = self.free_bytes >= self.card.overhead_bytes
@@ -253,6 +252,7 @@ class CardAccount:
 
         No lease holds them or waits for them, and no warm context uses them: a warm context never gives way to growth.
         """
+        # As for a new context, the larger of what is used and what is promised counts.
         kept_bytes = self.promised_bytes + self.stuck_bytes + self.yielding_bytes
         return min(self.free_bytes, self.capacity_bytes - max(self.used_bytes, kept_bytes))
 
@@ -305,6 +305,7 @@ class CardAccount:
             self.card.name,
             self.capacity_bytes,
             self.held_bytes,
+            # Reports show no negative figures; what is overcommitted shows in the held bytes.
             max(0, self.free_bytes),
             self.available_bytes,
             self.fenced_bytes,
@@ -353,6 +354,7 @@ def choose(candidates: Iterable[CardAccount], terms: LeaseTerms, order: Placemen
         order: SPREAD prefers the card with the most free bytes, PACK the one with the fewest. The bytes of warm
           contexts count as free, because the contexts give way.
     """
+    # One minimum serves both orders: the free bytes are negated for the emptiest card. The index makes ties certain.
     sign = 1 if order is PlacementOrder.PACK else -1
     fitting = [account for account in candidates if fits_now(account, terms)]
     return min(fitting, key=lambda account: (sign * account.free_bytes, account.card.index), default=None)
@@ -360,6 +362,7 @@ def choose(candidates: Iterable[CardAccount], terms: LeaseTerms, order: Placemen
 
 def largest_slice_bytes(candidates: Iterable[CardAccount], contexts: int = 1) -> int:
     """Return the largest slice that any of the cards could ever give one tenant who needs `contexts` contexts."""
+    # The card's own figure already includes one context.
     return max((_less(a.card.largest_slice_bytes, a, contexts) for a in candidates), default=0)
 
 
@@ -404,10 +407,12 @@ class Others:
     __slots__ = ("_is_first", "_looked_ns", "_spare_bytes", "outside", "unowned")
 
     def __init__(self, spare_bytes: int, slack_bytes: int) -> None:
+        # Outside bytes can't be a dead worker's, so they are booked at once.
         self.unowned = Growth(slack_bytes)
         self.outside = Growth(slack_bytes, settles=False)
         self._spare_bytes = spare_bytes
         self._is_first = True
+        # Time of the last poll or proof. Polls come from threads, and may arrive late.
         self._looked_ns = 0
 
     @property
@@ -512,5 +517,6 @@ class Growth:
         return is_none or seen_bytes < self.booked_bytes - self._slack_bytes
 
     def _store(self, seen_bytes: int) -> None:
+        # Less than the slack is noise of the driver's figures, not somebody's memory.
         self.booked_bytes = seen_bytes if seen_bytes > self._slack_bytes else 0
         self._since_ns = None

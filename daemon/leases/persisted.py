@@ -157,6 +157,7 @@ def keep(lease: Lease, worker_pid: int) -> KeptLease | None:
 
 def keep_region(region: Region) -> KeptRegion:
     """Return the record of a region. An OPENING one has a record too, because its worker may have mapped it."""
+    # Positional for the same reason as in `keep`: it is built at every change of the region.
     return KeptRegion(
         region.region_id,
         region.lease_id,

@@ -120,10 +120,12 @@ class LeaseStore:
 
     def is_isolated(self, now_ns: int) -> bool:
         """Return whether no claimed lease may be granted now."""
+        # No horizon: the node has not joined its fleet yet, or is in none.
         return self.horizon is None or now_ns >= self.horizon.at_ns
 
     def may_keep_warm(self, account: CardAccount) -> bool:
         """Return whether contexts may wait for leases on a card."""
+        # A context that waits would hold bytes of a card that is to become empty, or that a tenant has alone.
         is_closed = self.is_shutting_down or self.drain_ns is not None
         return not (is_closed or account.exclusive_leases)
 
@@ -147,6 +149,7 @@ class LeaseStore:
 
     def get(self, lease_id: int) -> LeaseSnapshot | None:
         """Return a live lease or region, or an ended one; None if it is unknown or forgotten."""
+        # Live ones first: an id is never used twice, so it is in one of the four at most.
         found = self.live.get(lease_id) or self.regions.get(lease_id)
         return found.snapshot() if found is not None else self.ended_one(lease_id)
 
@@ -222,6 +225,7 @@ class LeaseStore:
 
     def charge_bytes(self, number: int) -> int:
         """Return the bytes that one worker may hold on its card (session, submit or warm context); 0 if unknown."""
+        # A lease's charge covers its submit, which is a process of its own and has its own part.
         lease, other = self.live.get(number), self.submits.get(number) or self.warm.get(number)
         if other is not None:
             return other.charge_bytes
@@ -238,6 +242,7 @@ class LeaseStore:
 
     def is_used(self, lease_id: int) -> bool:
         """Return whether the id was used before, is in use, or is reserved by a queued acquire."""
+        # Forgotten ids count as well: a revoked or cleared id must never mean another lease.
         is_known = self.get(lease_id) is not None or lease_id in self.revoked
         return is_known or lease_id in self.cleared or self.queue.has_lease_id(lease_id)
 
@@ -269,6 +274,7 @@ class LeaseStore:
 
     def remove_warm(self, context: WarmContext) -> None:
         """Remove a context that a lease took over, or that is proved gone."""
+        # Its bytes leave the pool's sum here. A lease or a submit that took it over has charged them already.
         del self.warm[context.warm_id]
         del self.account_by_uuid[context.card_uuid].warm[context.warm_id]
 
@@ -291,6 +297,7 @@ class LeaseStore:
             account.fenced_bytes -= lease.charge_bytes
         else:
             lease.ended_ns = now_ns
+        # The bytes and the indexes together: a waiter may be placed right after this.
         account.give_back(lease)
         del self.live[lease.lease_id]
         self._forget_claim(lease)
@@ -303,6 +310,7 @@ class LeaseStore:
         # A worker that belonged to no lease was held under a lease without a tenant, of which no record remains.
         if lease.tenant:
             self.remember(lease.snapshot())
+        # The caller serves the queue once, after all that one event frees.
         self.has_freed_room = True
 
     def remember(self, ended: LeaseSnapshot) -> None:
@@ -343,6 +351,7 @@ class LeaseStore:
         lease.region_bytes += region.charge_bytes - before_bytes
         del lease.slots[region.slot]
         self.remember(region.snapshot())
+        # With kept bytes the region stays charged until the session releases its address.
         if not region.kept_bytes:
             self.forget_region(lease, region)
 
@@ -352,6 +361,7 @@ class LeaseStore:
         del self.regions[region.region_id], lease.regions[region.region_id]
 
     def _enter(self, lease: Lease) -> None:
+        # Restored fences are entered as well: a fenced lease stays live until an operator clears it.
         self.live[lease.lease_id] = lease
         self.live_by_tenant[lease.tenant] += 1
         self.bytes_by_tenant[lease.tenant] += lease.terms.size_bytes
@@ -469,11 +479,13 @@ class WaitQueue:
 
     def bytes_of(self, tenant: str) -> int:
         """Return the sum of bytes that the tenant's queued acquires ask for."""
+        # The queue is searched only for tenants in it, so that a common acquire costs one look-up.
         waiters = self._waiters.values() if tenant in self._by_tenant else ()
         return sum(waiter.acquire.terms.size_bytes for waiter in waiters if waiter.acquire.tenant == tenant)
 
     def join(self, waiter: Waiter) -> None:
         self._waiters[waiter.acquire.request] = waiter
+        # Reserved from here on: no other acquire may ask for the same id meanwhile.
         self._lease_ids.add(waiter.acquire.lease_id)
         self._by_tenant[waiter.acquire.tenant] += 1
         # Only a waiter within a term of its tenant may hold others back.
@@ -491,6 +503,7 @@ class WaitQueue:
 
     def end_holds(self, now_ns: int) -> bool:
         """End the holds that are due at `now_ns`; return whether any were."""
+        # They stay in the queue, and lose only the right to hold others back.
         over = [request for request, waiter in self.holders.items() if waiter.holds_until_ns <= now_ns]
         for request in over:
             del self.holders[request]
@@ -502,6 +515,7 @@ class WaitQueue:
 
     def held_cards(self) -> set[str]:
         """Return the uuids of the cards that newcomers may not use, because a waiter holds them."""
+        # A tenant with a lease there can make the room itself, by ending that lease.
         holding = [waiter for waiter in self.holders.values() if not waiter.has_own_lease()]
         return {account.card.uuid for waiter in holding for account in waiter.candidates}
 
@@ -591,6 +605,7 @@ class RevokedIds:
     """
 
     def __init__(self, marks: Iterable[int] = ()) -> None:
+        # Strictly ascending: a mark that came twice would show that the journal is damaged.
         self._marks = array("Q", marks)
         if any(low >= high for low, high in pairwise(self._marks)):
             raise ValueError("The marks of revoked ids are not in ascending order.")

@@ -48,8 +48,10 @@ class QueryHandler:
         """Serve LEASE_QUERY. If the lease's tenant asks, the lease counts as connected."""
         lease = self._runtime.table.get(body.lease_id)
         if lease is None:
+            # An ended lease that is forgotten may still be known as revoked.
             raise Refused((self._runtime.table.denial_for(body.lease_id, 0) or not_found(body.lease_id)).failure)
         if not self._may_query(lease):
+            # The same answer as for an unknown id, so that nobody learns which ids exist.
             raise Refused(not_found(body.lease_id).failure)
         # A query shows that the tenant is alive, so the lease does not count as orphaned while this connection lives.
         if self._acts_for(lease) and not self._peer.is_reader:
@@ -64,12 +66,14 @@ class QueryHandler:
             # Leases are always listed; the regions of all leases together are bounded.
             regions = [region for region in table.regions.of(lease.lease_id) if self._may_see(region)][:room]
             room -= len(regions)
+            # A region may belong to another tenant than its lease, so each is checked on its own.
             own = (lease,) if self._may_see(lease) else ()
             reports += [full_report(one, table, workers) for one in (*own, *regions)]
         self._caller.answer(request, messages.Report(reports))
 
     def lease_subscribe(self, request: Request, body: messages.LeaseSubscribe) -> None:
         """Serve LEASE_SUBSCRIBE. The first event follows the reply."""
+        # Every lease: what a list would show. One lease: what a query may show, tokens included.
         is_every = body.lease_id == EVERY_LEASE
         may_see = by_lease_id(self._may_see if is_every else self._may_query, self._runtime.table)
         if not is_every and not may_see(body.lease_id):

@@ -53,6 +53,8 @@ class RegionHandler:
         # A grant that can't be recorded would be revoked before its client learns of it.
         if (denial := self._runtime.journal.denial() or self._runtime.recorder.denial()) is not None:
             raise Refused(denial.failure)
+        # With a token, the region is requested in the name of the lease's tenant. Its owner is the peer, unless the
+        # request names another tenant.
         tenant = self._tokens.acting_tenant(body.lease_id, SPECS[request.op].needs.permissions)
         owner = body.tenant or self._peer.tenant
         number = self._caller.expect(on_outcome)
@@ -60,6 +62,7 @@ class RegionHandler:
             RegionRequested(
                 number,
                 body.lease_id,
+                # The region's id is random and never 0, which means "none".
                 secrets.randbits(128) or 1,
                 tenant,
                 owner,
@@ -116,6 +119,7 @@ class RegionHandler:
         if not self._caller.connection.is_open:
             self._runtime.post(FreeRequested(0, region.lease_id, region.tenant))
             return
+        # Peers without a proven identity may list only what they acquired on this connection.
         self._caller.acquired.add(region.lease_id)
         now_ns, drain_ns = time.monotonic_ns(), self._runtime.table.drain_ns
         grant = messages.RegionGrant(
