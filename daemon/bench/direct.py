@@ -33,6 +33,7 @@ def measure(driver_name: str, ptx: bytes, launches: int, samples: int, copy_size
     driver_name, context = _open(driver_name)
     module = context.module_load(ptx)
     kernel = module.kernels["scale"]
+    # The kernel's parameters as they lie in memory: an address, a count, and the float 1.0.
     address = context.mem_alloc(THREADS * 4)
     params = address.to_bytes(8, "little") + THREADS.to_bytes(4, "little") + b"\0\0\x80\x3f"
 
@@ -149,6 +150,7 @@ def _values(params: bytes) -> Iterator[bytes]:
 
 
 def _small_copies(context: Context, samples: int) -> dict[str, float]:
+    # Pageable memory: the driver stages such copies itself.
     small = memoryview(bytearray(SMALL_COPY_BYTES))
     address = context.mem_alloc(SMALL_COPY_BYTES)
     return {
@@ -165,6 +167,7 @@ def _copies(context: Context, size: int, pinned: memoryview) -> dict[str, float]
     pageable = memoryview(bytearray(size))
 
     def rate(copy: Callable[[], object]) -> float:
+        # Bytes by microseconds, by a thousand: GB/s of the median copy.
         return size / _timed_us(copy, COPIES)[COPIES // 2] / 1e3
 
     figures = {

@@ -125,6 +125,7 @@ class SimulatedNode:
         self._post(LiveClaims())
 
     def claim(self, number: int) -> None:
+        # Before the event: the rules may refuse it at once.
         self._wanted_s[number] = time.monotonic()
         self._post(ClaimWanted(number, f"name-{number}", f"{number:032x}", "tenant"))
 
@@ -146,10 +147,13 @@ class SimulatedNode:
                 case Ask(number, transaction):
                     task = asyncio.get_running_loop().create_task(self._ask(number, transaction))
                     self._tasks.add(task)
+                    # The loop keeps no strong reference to a task, so the set does (asyncio's documentation of
+                    # create_task).
                     task.add_done_callback(self._tasks.discard)
                 case ArmTimer(due_ns):
                     if self._timer is not None:
                         self._timer.cancel()
+                    # The member's times are on CLOCK_BOOTTIME, which the loop does not know.
                     left_s = max(0, due_ns - boot_ns()) / 1e9
                     self._timer = asyncio.get_running_loop().call_later(left_s, self._fire)
                 case Joined():
@@ -165,7 +169,7 @@ class SimulatedNode:
                     self.measured.failed += 1
 
     def _fire(self) -> None:
-        # A changed record makes the heartbeat larger: it carries the whole record.
+        # A beat after a change also writes the record, which is the larger part.
         if self._draw.random() < CHANGED_PART:
             self._change()
         self._post(TimerFired())
@@ -186,6 +190,7 @@ class SimulatedNode:
         self._post(Answered(number, outcome))
 
     def _is_beat(self, transaction: Transaction, outcome: Outcome) -> bool:
+        # A beat is a write of the node's own key; claims and records are other transactions.
         is_done = isinstance(outcome, Answer) and outcome.succeeded
         return is_done and any(isinstance(write, Put) and write.key == self._key for write in transaction.writes)
 
@@ -259,6 +264,7 @@ async def _run_nodes(
             await asyncio.sleep(min(left_s, 1 / claims))
         measured.cpu_s = time.process_time() - cpu_s
     finally:
+        # No node measures while it is stopped: its open requests would count as failures.
         for node in found:
             node.measured = None
             await node.stop()
@@ -288,6 +294,7 @@ async def measure(
         parts = list(_parts(nodes))
         # Fresh processes: gRPC's threads do not survive a fork.
         context = multiprocessing.get_context("spawn")
+        # This process waits at the barrier too, so it knows when all nodes have joined.
         barrier = context.Barrier(len(parts) + 1, timeout=JOIN_LIMIT_S)
         with ProcessPoolExecutor(len(parts), context, _begin_process, (barrier,)) as pool:
             began_s = time.monotonic()
@@ -296,6 +303,7 @@ async def measure(
             try:
                 await asyncio.to_thread(barrier.wait)
             except BaseException:
+                # The other processes would wait until JOIN_LIMIT_S.
                 barrier.abort()
                 raise
             joined_s = time.monotonic() - began_s
@@ -356,6 +364,7 @@ class Changes:
 
 def _parts(nodes: int) -> Iterator[tuple[int, int]]:
     """Yield the first node and the number of nodes of each process, about the same for each."""
+    # Rounded up. The nodes are divided so that no process has more than one node above another.
     processes = -(-nodes // NODES_PER_PROCESS)
     for number in range(processes):
         first = nodes * number // processes

@@ -95,6 +95,7 @@ class SimulatedWorkers(Workers):
             await self._changed.wait()
 
     def spawn(self, spec: WorkerSpec) -> None:
+        # A real worker's answer comes in another turn of the loop, too.
         asyncio.get_running_loop().call_soon(self._post, WorkerReady(spec.lease_id))
 
     def kill(self, lease_id: int) -> None:
@@ -152,6 +153,7 @@ class Load:
 
     def acquire(self, ttl_ms: int) -> Callable[[int], Event]:
         self._last_id += 1
+        # Tenants take turns, so that each has about as many leases as another.
         lease_id, tenant = self._last_id, f"tenant-{self._last_id % TENANTS}"
         return lambda request: AcquireRequested(request, tenant, lease_id, LeaseTerms(SIZE_BYTES, ttl_ms))
 
@@ -231,6 +233,7 @@ async def _expire_evenly(load: Load, workers: SimulatedWorkers, leases: int) -> 
     gone, load.live = load.live[half:], load.live[:half]
     await load.ask(map(release, gone))
     workers.late_ms.clear()
+    # A copy: the leases that are granted next are appended to `live`.
     others = list(load.live)
     await load.ask(load.acquire(SETTLE_MS + int(EXPIRY_S * 1000 * number / half)) for number in range(half))
     began = time.monotonic()

@@ -59,6 +59,7 @@ class SimulatedFleet:
         self.free_gib = [[CARD_GIB] * CARDS for _ in range(self.nodes)]
         self._known: list[list[int] | None] = [None] * self.nodes
         for node in range(self.nodes):
+            # Each node is a member from the start; its cards come with `publish`.
             self.view.put(KeyValue(node_key(f"{node}"), NodeRecord("n").encode(), 1, 1), 0.0)
 
     @property
@@ -88,6 +89,7 @@ class SimulatedFleet:
         _, card = max(fitting) if self.order is PlacementOrder.SPREAD else min(fitting)
         free[card] -= size_gib
         self.used_gib += size_gib
+        # Lives are exponential: leases end at random, however old they are.
         heapq.heappush(self.ends, (now_s + self.draw.expovariate(1 / HOLD_S), node, card, size_gib))
         return True
 
@@ -108,6 +110,7 @@ class SimulatedFleet:
                 for node in nodes
                 if max(self.free_gib[node]) >= size_gib
             ]
+            # If none of the few has room, draw again.
             if rooms:
                 self.grant(min(rooms)[1], size_gib, 0.0)
         for node in range(self.nodes):
@@ -140,6 +143,7 @@ def simulate(nodes: int, used: float, order: PlacementOrder, seed: int = 7) -> d
     asked = refused = again = 0
     used_gib = 0
     while now_s < HOLDS * HOLD_S:
+        # Arrivals at random, at a steady mean rate.
         now_s += draw.expovariate(rate)
         fleet.end_until(now_s)
         # The nodes publish one after the other, so that each is seen every VIEW_S seconds.

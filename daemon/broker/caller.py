@@ -72,6 +72,7 @@ class Caller:
 
     def hold(self, lease_id: int) -> None:
         """Count the connection as one of the lease's until it closes."""
+        # A connection that closed meanwhile would keep the lease connected for ever.
         if self.connection.is_open:
             self.tracker.hold(lease_id, self.connection)
 

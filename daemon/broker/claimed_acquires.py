@@ -85,6 +85,7 @@ class _ClaimedAcquire:
         self._refuse = refuse
         self._event = event
         self._began_ns = time.monotonic_ns()
+        # Answers so far, and the function that cancels the request for a claim that is on its way.
         self._answers = 0
         self._cancel: Callable[[], None] | None = None
 
@@ -117,6 +118,7 @@ class _ClaimedAcquire:
     def release_unused(self) -> None:
         """End the claims if the lease table knows no such lease. If it does, the lease's end will end them."""
         event = self._event
+        # The terms of the event carry only what was claimed so far.
         if event.terms.is_claimed and self._table.get(event.lease_id) is None:
             release_all(self._claims, event.tenant, event.lease_id, event.terms)
 
@@ -157,6 +159,7 @@ class _ClaimedAcquire:
         if isinstance(answer, Failure):
             self._refuse(self._event, answer)
             return
+        # From here on the lease's end, or a refusal, returns these bytes.
         terms = self._event.terms
         self._event = replace(self._event, terms=replace(terms, fleet_bytes=terms.size_bytes))
         self._place()
@@ -167,4 +170,5 @@ class _ClaimedAcquire:
 
     def _left_ms(self) -> int:
         """Return how long the tenant is still willing to wait."""
+        # All steps share the tenant's wait: what one step used is not left for the next.
         return max(0, self._event.wait_ms - (time.monotonic_ns() - self._began_ns) // NS_PER_MS)

@@ -228,6 +228,7 @@ class FleetFrontend:
     @property
     def is_isolated(self) -> bool:
         """Return whether the membership deadline has passed: etcd can't be reached, or the node has not joined yet."""
+        # The deadline is 0 until the node has joined, and again once the fleet has declared it dead.
         return boot_ns() >= self._horizon_boot_ns
 
     @property
@@ -241,6 +242,7 @@ class FleetFrontend:
 
     def problem(self) -> str:
         """Return what an operator should know about the fleet; "" if everything is in order."""
+        # The database's size matters only while etcd answers; before that there are worse troubles.
         trouble = self._trouble() if self.is_isolated else self._store_warning()
         return "; ".join(filter(None, (trouble, self._unreadable, self._clock)))
 
@@ -257,6 +259,7 @@ class FleetFrontend:
 
     def _weigh(self, store: StoreSize) -> None:
         """Record the size of etcd's largest database; log it once when it approaches its quota."""
+        # Compared with the size before, so that one line is logged at each crossing.
         warned = bool(self._store_warning())
         self._store = store._replace(quota_bytes=store.quota_bytes or self._settings.etcd_quota_bytes)
         if (warning := self._store_warning()) and not warned:
@@ -320,6 +323,7 @@ class FleetFrontend:
 
     def _excess(self, tenant: str) -> Failure | None:
         """Return why one more claim can't wait; None if it can."""
+        # The tenant's own bound first: its refusal says what the tenant can do.
         if self._waiting_of[tenant] >= MAX_CLAIMS_PER_TENANT:
             text = (
                 f"{MAX_CLAIMS_PER_TENANT} claims of tenant {tenant!r} wait at this node, as many as one tenant may have"
@@ -413,6 +417,7 @@ class FleetFrontend:
 
     def _on_end(self) -> None:
         # Answer every claim that waits: the next process does not know them.
+        # No message is sent from here on: the next process's first one must be its settings.
         self._has_begun = False
         self._unreadable_before += self._unreadable_count
         self._unreadable_count, self._unreadable, self._clock = 0, "", ""
@@ -445,6 +450,7 @@ class FleetFrontend:
         A fenced lease counts as gone here, because a fence can last for days.
         """
         if self._is_lost and not self._table.has_claimed_lease:
+            # An empty list says that none is alive, so the process deletes every claim of this node.
             self._is_lost = False
             self._tell_live(LiveClaims())
 
@@ -463,9 +469,11 @@ class FleetFrontend:
         except BadEtcdSettings:
             return  # A file is being replaced, or no descriptor is left: the process keeps what it has.
         try:
+            # Remembered only if they were sent, so that the next round tries again.
             if self._tell(CertificatesRenewed(tuple(self._files)), fds):
                 self._told_files = found
         finally:
+            # The message has its own duplicates.
             close_all(fds)
 
     def _reached_at(self) -> list[str]:
@@ -504,6 +512,8 @@ class FleetFrontend:
             case Remembered():
                 self._remember(_with_identity(self._membership, message.identity))
             case KeepMark():
+                # The beat goes to etcd once the journal has its mark: a restarted daemon must know every beat that etcd
+                # may have.
                 self._remember(_with_mark(self._membership, message.mark))
                 self._journal.once_kept(partial(self._on_mark_kept, message.mark.beat))
             case Stopped():
@@ -564,6 +574,7 @@ class FleetFrontend:
             log_event(LogEvent.FLEET_NOTED, what=note.value, reason=text, node=node, lease_name=name)
 
     def _take_unreadable(self, count: int, text: str) -> None:
+        # Only more of them are news; the count falls when somebody mends a value.
         if count > self._unreadable_count and (suppressed := self._unreadable_lines.admit()) is not None:
             log_event(LogEvent.FLEET_UNREADABLE, reason=text, suppressed=suppressed or None)
         self._unreadable_count, self._unreadable = count, text
@@ -600,7 +611,7 @@ class FleetFrontend:
         self._horizon_boot_ns, self._is_lost = 0, True
         self._post(ClaimsLost(reason))
         self._tell_page(self.membership())
-        # An acquire that waits for bytes may have a name by the claims that are lost.
+        # An acquire that waits for bytes may already have a name, by one of the lost claims.
         failure = _failure(Why.ISOLATED, f"the fleet has declared this node dead: {reason}")
         for number, waiting in list(self._waiting.items()):
             if waiting.drop is QuotaDropped:

@@ -102,12 +102,14 @@ class Publisher:
     def __init__(self, table: LeaseTable, on_warning: Callable[[int, int, str], None] = lambda *_: None) -> None:
         self._table = table
         self._on_warning = on_warning
+        # Subscriptions by lease, watches by lease or region, and how many each tenant has.
         self._by_lease: dict[int, list[Subscription]] = {}
         self._watches: dict[int, list[Subscription]] = {}
         self._by_tenant: Counter[str] = Counter()
         # What each followed lease's subscribers were sent last.
         self._sent: dict[int, Key] = {}
         self._timers: dict[int, asyncio.TimerHandle] = {}
+        # Subscriptions with an event that their connection had no room for; a timer tries again.
         self._slow: set[Subscription] = set()
         self._flush_timer: asyncio.TimerHandle | None = None
 
@@ -209,7 +211,9 @@ class Publisher:
 
     def _follow(self, lease_id: int, standing: LeasePhase) -> None:
         """Remember what was sent, and query again when the state changes by time alone."""
+        # A new timer replaces the old one: renewals move the times at which the phase changes.
         self._unfollow(lease_id)
+        # Nothing changes any more.
         if standing.phase is Phase.ENDED:
             return
         self._sent[lease_id] = standing.key
@@ -269,6 +273,7 @@ class ConnectionSubscriptions:
     def subscribe(self, number: int, lease_id: int, may_see: Callable[[int], bool]) -> None:
         """Add a subscription. `begin` must follow once its request is answered. Raises Refused."""
         subscription = Subscription(number, lease_id, self._tenant, may_see, self._write)
+        # Added to the publisher first: a subscription that it refuses must not stay here.
         self._publisher.add(subscription)
         self._own[number] = subscription
 

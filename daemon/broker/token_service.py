@@ -100,6 +100,7 @@ class TokenService:
         audience = self.authority().audience_of(tenant)
         self._names[audience] = tenant
         self._names.move_to_end(audience)
+        # The tenant that asked least recently is forgotten; the audit log then has its audience without a name.
         if len(self._names) > MAX_NAMES:
             self._names.popitem(last=False)
         return audience
@@ -161,6 +162,7 @@ class TokenService:
         from gpulease.daemon.capabilities.authority import LeaseFacts
 
         lease = self.lease(lease_id)
+        # A lease that is not granted yet has no deadline, and no tokens.
         if lease is None or lease.deadline_ns is None:
             return None
         return LeaseFacts(lease.tenant, lease.generation, lease.deadline_ns)
@@ -237,6 +239,7 @@ class ConnectionTokens:
 
     def _permitting(self, lease_id: int, permission: Permission) -> Claims | None:
         claims = self._presented.get(lease_id)
+        # Checked at each use: the lease may have been renewed, or the token revoked, since it was presented.
         if claims is not None and claims.permissions & permission and self._is_valid(claims):
             return claims
         return None
@@ -266,6 +269,7 @@ class ConnectionTokens:
             journal: Where the use is recorded.
             on_done: Called with whether a restarted daemon will know that the token is used.
         """
+        # The lease's own tenant attaches without a token, so nothing is used up.
         if self._attaching is None:
             on_done(True)
             return

@@ -71,6 +71,7 @@ def mint(key: Key, claims: Claims, issued_ms: int, issued_unix_ms: int) -> bytes
             "nonce": claims.nonce,
         },
     )
+    # The number lets a verifier choose the key after a rotation.
     builder.set_root_key_id(key.number)
     return bytes(builder.build(_private(key)).to_bytes())
 
@@ -82,6 +83,7 @@ def public_key(key: Key) -> PublicKey:
 
 def open_token(token: bytes, ring: KeyRing, now_ns: int) -> Opened:
     """Check a token's signatures and read it. Raises CapabilityDenied: MALFORMED or UNKNOWN_KEY."""
+    # Before the library sees it: parsing costs time in proportion to the length.
     if len(token) > MAX_TOKEN_BYTES:
         raise _malformed(f"a token has at most {MAX_TOKEN_BYTES} bytes, this one {len(token)}")
     # The library hides what the callback raised, so an unknown key is noted here.

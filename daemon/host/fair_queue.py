@@ -30,6 +30,7 @@ class FairQueue:
 
     def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._clock_ns = clock_ns
+        # Tenants that were served in this round, with their connections that wait for the next.
         self._queues: dict[Hashable, deque[Serve]] = {}
         self._is_round_scheduled = False
         self.quantum_ends_ns = 0
@@ -65,6 +66,7 @@ class FairQueue:
             if not queue:
                 del self._queues[tenant]
                 continue
+            # At most one more round is scheduled, however many tenants wait.
             self._schedule_round()
             self._serve(queue.popleft())
 

@@ -100,6 +100,7 @@ class Outbox:
 
     def flush(self) -> bool:
         """Send the messages that fit. Returns whether it sent any. Raises ChannelClosed."""
+        # Before the loop: `then` may send more messages.
         was = len(self._waiting)
         while self._waiting:
             # Removed only after it was sent.
@@ -140,6 +141,7 @@ def receive_message(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
     for level, kind, payload in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+    # A message that is too long arrives truncated. No process of ours sends one.
     message = None if flags & _TRUNCATED else _unpack(data)
     if message is None:
         close_all(fds)

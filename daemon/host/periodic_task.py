@@ -38,12 +38,14 @@ class PeriodicTask:
         """Cancel the task and wait until it has ended. Does nothing if the task never started."""
         if self._task is not None:
             self._task.cancel()
+            # Without raising: the task ends with CancelledError, or has ended with a fault of its own.
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self, at_once: bool) -> None:
         if at_once:
             await self._call_once()
         while True:
+            # Evaluated before each pause, which may be random or depend on the last call.
             await asyncio.sleep(self._pause_s() if callable(self._pause_s) else self._pause_s)
             await self._call_once()
 

@@ -18,6 +18,7 @@ from typing import Final
 
 from gpulease.daemon.host.cannot_start import CannotStart
 
+# Options of prctl(2), by their names in linux/prctl.h.
 PR_SET_PDEATHSIG: Final = 1
 PR_SET_DUMPABLE: Final = 4
 PR_SET_NAME: Final = 15
@@ -29,6 +30,7 @@ _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 
 
 def _prctl(option: int, argument: int | bytes) -> None:
+    # Each argument with its type: ctypes would pass a plain int as 32 bits, and the upper half would be undefined.
     value = ctypes.c_char_p(argument) if isinstance(argument, bytes) else ctypes.c_ulong(argument)
     if _LIBC.prctl(option, value, ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0)) != 0:
         number = ctypes.get_errno()
@@ -120,12 +122,14 @@ class _LossyText(io.TextIOBase):
         return True
 
     def write(self, text: str) -> int:
+        # A file's name may have bytes that are not UTF-8: escape them rather than lose the message.
         data = memoryview(text.encode(errors="backslashreplace"))
         try:
             while data:
                 data = data[os.write(self._fd, data) :]
         except OSError:
             pass
+        # What was lost counts as written, or the caller would try again.
         return len(text)
 
 

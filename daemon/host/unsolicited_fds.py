@@ -41,6 +41,7 @@ def interrupting_closes() -> Iterator[None]:
         if refuse_descriptors(tried):
             yield
             return
+    # The handler does nothing: its only purpose is that the signal interrupts the system call (EINTR).
     before = signal.signal(signal.SIGALRM, lambda *_: None)
     signal.setitimer(signal.ITIMER_REAL, INTERRUPT_S, INTERRUPT_S)
     try:

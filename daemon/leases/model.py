@@ -455,6 +455,7 @@ class Lease:
         """Bytes of the card that a submit of this lease may hold, its context included; 0 if the lease keeps none."""
         if self.own_submit_bytes:
             return self.own_submit_bytes
+        # Two contexts of equal cost: the session's and the submit's.
         contexts_bytes = self.charge_bytes - self.terms.size_bytes
         return self.terms.submit_bytes + contexts_bytes // 2 if self.terms.submit_bytes else 0
 
@@ -484,6 +485,7 @@ class Lease:
         """Return whether the lease is ACTIVE, claimed, and past its membership deadline."""
         if self.state is not LeaseState.ACTIVE or not self.terms.is_claimed:
             return False
+        # Without a deadline the node is not a member, so another node may serve the name.
         return self.horizon is None or now_ns >= self.horizon.at_ns
 
     def snapshot(self) -> LeaseSnapshot:
@@ -602,10 +604,12 @@ class Region:
     @property
     def charge_bytes(self) -> int:
         """Bytes of the session's slice that the region holds."""
+        # Until the end is proved the region holds all of its bytes, whatever was unmapped.
         return self.kept_bytes if self.state is RegionState.RETURNED else self.size_bytes
 
     @property
     def word(self) -> RegionWord:
+        # In the order of what is final: an end stays, an opening region has no word yet, a cancellation can be lifted.
         if self.cause is not None:
             return _REGION_WORDS[REGION_ENDS[self.cause]]
         if self.state is RegionState.OPENING:
@@ -831,4 +835,5 @@ def contexts_to_drop(waiting: Sequence[WarmContext], tenant: str, max_idle: int)
     # with fewer, so it needs at least two more than `tenant` has.
     if most < counts[tenant] + 2:
         return None
+    # Its oldest: the contexts are in that order.
     return [next(context for context in waiting if counts[context.tenant] == most)]

@@ -203,6 +203,7 @@ def _is_plain(members: bytes) -> bool:
 @lru_cache(maxsize=MAX_CONSTANT_PARTS)
 def _constant_part(level: str, event: str, message: str, process: str, pid: int | None) -> bytes:
     """Encode members that the records of an event share."""
+    # Without the braces: the part goes into the middle of the object.
     members = {"level": level.lower(), "event": event, "message": shown(message, TEXT_LIMITS[0])}
     return _encode(members | {"process": process, "pid": pid})[1:-1].encode()
 
@@ -228,6 +229,7 @@ class HumanShape:
             text = head + _message_and_fields(shown(message, limit), fields, limit)
             if len(text.encode()) < MAX_LINE_BYTES:
                 break
+        # Every line of a traceback has the priority too: the journal takes each line as an entry.
         more = fields.get("traceback")
         lines = [text, *(f"{prefix}    | {shown(line, 500)}" for line in (more if isinstance(more, list) else ()))]
         return ("\n".join(lines) + "\n").encode()
@@ -315,6 +317,8 @@ class QueueingHandler(logging.Handler):
         self._lines: deque[bytes] = deque()
         self._waiting_bytes = 0
         self._dropped = 0
+        # `_is_torn`: a part of a line was written. `_is_writing`: the thread has taken lines. `_is_given_up`: a flush
+        # took too long.
         self._dropped_in_write = 0
         self._is_torn = False
         self._is_writing = False
@@ -346,6 +350,7 @@ class QueueingHandler(logging.Handler):
                     return
                 self._lines.append(line)
                 self._waiting_bytes += len(line)
+                # With more than one line, the thread has been woken already.
                 if len(self._lines) == 1:
                     self._changed.notify_all()
         except Exception:
@@ -437,6 +442,7 @@ class NonblockingHandler(logging.Handler):
         try:
             line = self._shape.line(record)
             count_line = self._shape.line(_dropped_record(self._dropped)) if self._dropped else b""
+            # Too long for one piece, so the count goes first, alone.
             if len(count_line) + len(line) > WRITE_BYTES and self._end.write(count_line):
                 count_line, self._dropped = b"", 0
             # In one write: a pipe may have room for one, however short.
@@ -506,6 +512,7 @@ class NonblockingEnd:
             return os.write(self._own, data)
         poll = select.poll()
         poll.register(self._fd, select.POLLOUT)
+        # The same error that a descriptor with O_NONBLOCK gives.
         if not poll.poll(0):
             raise BlockingIOError
         return os.write(self._fd, data)
@@ -564,6 +571,7 @@ def go_on_logging(process: str, *, opens_own: bool = True) -> None:
         opens_own: False for a process that closes descriptors it does not know: it uses standard error alone.
     """
     form, _, level = os.environ.get(VARIABLE, "").partition(",")
+    # The variable may be set by another program; a wrong word must not prevent the start.
     settings = LogStyle(form if form in FORMATS else "auto", level if level in LEVELS else "info")
     _set_level(settings)
     logging.getLogger().addHandler(NonblockingHandler(settings.shape(process), opens_own=opens_own))
@@ -597,6 +605,7 @@ def _set_level(settings: LogStyle) -> None:
     # No line shows the thread or process: see "Optimization" in Python's Logging HOWTO.
     logging.logThreads = logging.logMultiprocessing = False
     logging.getLogger().setLevel(settings.level.upper())
+    # Below that level asyncio logs its own inner work.
     logging.getLogger("asyncio").setLevel(max(logging.WARNING, logging.getLogger().level))
 
 

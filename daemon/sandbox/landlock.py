@@ -65,6 +65,7 @@ _ANY_PORT: Final = 0
 _ALL_SCOPES: Final = 0b11
 """LANDLOCK_SCOPE_ABSTRACT_UNIX_SOCKET and _SIGNAL."""
 
+# What a path is needed for: to read it, to use a device, to name threads below /proc/self, to keep files in a folder.
 _READ: Final = Access.READ_FILE | Access.READ_DIR
 _USE: Final = Access.READ_FILE | Access.WRITE_FILE | Access.READ_DIR | Access.IOCTL_DEV
 _NAME_THREADS: Final = _READ | Access.WRITE_FILE | Access.TRUNCATE
@@ -78,6 +79,7 @@ class _Ruleset(ctypes.Structure):
 
 
 class _PathBeneath(ctypes.Structure):
+    # The header declares it packed: 12 bytes, without padding.
     _pack_ = 1
     _layout_ = "ms"
     _fields_ = (("allowed", ctypes.c_uint64), ("parent_fd", ctypes.c_int32))
@@ -142,6 +144,7 @@ def restrict(reach: Reach, needs: Needs) -> None:
             for port, access_to_it in ((_ANY_PORT, _BIND_TCP), *((port, _CONNECT_TCP) for port in needs.tcp_ports)):
                 net_rule = _NetPort(access_to_it, port)
                 system_call(_ADD_RULE, ruleset, _RULE_NET_PORT, ctypes.addressof(net_rule), 0)
+        # From here on the rules apply to this thread and what it starts, and can't be removed.
         system_call(_RESTRICT_SELF, ruleset, 0)
     finally:
         os.close(ruleset)
@@ -171,8 +174,10 @@ def _opened(path: Path) -> Iterator[int | None]:
 
 
 def _allow(ruleset: int, fd: int, access: Access) -> None:
+    # The kernel refuses a rule on a file with a right that only folders have (EINVAL).
     if not stat.S_ISDIR(os.fstat(fd).st_mode):
         access &= _OF_FILES
+    # A rule without rights is refused as well (ENOMSG).
     if access:
         rule = _PathBeneath(access, fd)
         system_call(_ADD_RULE, ruleset, _RULE_PATH_BENEATH, ctypes.addressof(rule), 0)

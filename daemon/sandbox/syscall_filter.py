@@ -30,12 +30,14 @@ _NUMBER_AT: Final = 0
 _ARCHITECTURE_AT: Final = 4
 _ARGUMENTS_AT: Final = 16
 
+# BPF_LD|BPF_W|BPF_ABS, BPF_ALU|BPF_AND|BPF_K, BPF_JMP|BPF_JEQ|BPF_K, BPF_JMP|BPF_JGE|BPF_K and BPF_RET|BPF_K.
 _LOAD: Final = 0x20
 _AND: Final = 0x54
 _IF_EQUAL: Final = 0x15
 _IF_NOT_LESS: Final = 0x35
 _RETURN: Final = 0x06
 
+# Actions (SECCOMP_RET_*). An error's number is in the low 16 bits of _FAIL.
 ALLOW: Final = 0x7FFF0000
 KILL: Final = 0x80000000
 """SECCOMP_RET_KILL_PROCESS: ends the process like an uncaught SIGSYS."""
@@ -106,6 +108,7 @@ def unless_null(place: int, then: int) -> Code:
 
 def assemble(code: Code) -> bytes:
     """Return the program as struct sock_filter[]."""
+    # A 16-bit operation, two 8-bit jumps and a 32-bit constant, in the host's byte order.
     return b"".join(struct.pack("=HBBI", *step) for step in code)
 
 

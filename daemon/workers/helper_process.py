@@ -111,8 +111,8 @@ class ChildProcess:
         on_message: Called with each message of `kind.sends`, and its descriptors. The callee removes from the list
           those that it keeps; the others are closed.
         on_end: Called when a process is gone, or was killed and does not end.
-        on_unhandled: Called with the number of a request, or of an answer, that can't be read or whose handling raised
-          an exception. The callee must answer whoever waits.
+        on_unhandled: Called with the number of a request or an answer that can't be read, or that raised an exception
+          when it was handled. The callee must answer whoever waits.
         timeouts: The time limits; None for a daemon's.
     """
 
@@ -133,11 +133,13 @@ class ChildProcess:
         self._messages: Mapping[str, type[Message]] = {**FROM_HELPER, **kind.sends}
         self._fault_lines = RateLimit(LINE_EVERY_S)
         self._timeouts = timeouts or ordinary_timeouts()
+        # The present process: its channel, what waits for the channel, and the message that `start` awaits.
         self._channel: socket.socket | None = None
         self._outbox: Outbox | None = None
         self._child: _Child | None = None
         self._awaited: asyncio.Future[None] | None = None
         self._awaited_kind: type[Message] = Ready
+        # Whether it has served, so that its end is followed by a restart; and the restarts in a row.
         self._is_up = False
         self._restarting: asyncio.Task[None] | None = None
         self._restarts = 0
@@ -298,6 +300,7 @@ class ChildProcess:
     async def _end(self) -> None:
         self._close_channel()
         if self._child is not None:
+            # Killed even if it seems to have ended: closing the channel is only a request.
             self._child.kill()
             await self._child.end(self._timeouts.end_s)
             self._child = None
@@ -425,6 +428,7 @@ class Heartbeat:
             self._next = None
             self._on_silence(f"it gave no sign of life for {self._unanswered * self._beat_s:g} s")
             return
+        # Armed before the ping is sent: an error of the channel must not end the heartbeat.
         self._unanswered += 1
         self._next = asyncio.get_running_loop().call_later(self._beat_s, self._beat)
         # A process with no room in its channel for the ping has not answered the earlier ones either.
@@ -446,6 +450,7 @@ class _Child:
             # thread.
             self._pidfd = os.pidfd_open(process.pid)
         except OSError:
+            # Without a pidfd nobody would notice the end, and the process would stay a zombie.
             process.kill()
             process.wait()
             raise
@@ -474,6 +479,7 @@ class _Child:
     def _reap(self) -> None:
         asyncio.get_running_loop().remove_reader(self._pidfd)
         os.close(self._pidfd)
+        # Reaped at once: the process has ended, so this does not block.
         self._process.wait()
         self._ended.set()
 
@@ -494,6 +500,7 @@ def reap_later(pid: int, on_end: Callable[[int], None]) -> None:
 
     def reap() -> None:
         loop.remove_reader(pidfd)
+        # A process that is no child of this one is reaped by its own parent.
         with contextlib.suppress(ChildProcessError):
             os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
         os.close(pidfd)

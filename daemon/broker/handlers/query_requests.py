@@ -51,7 +51,7 @@ class QueryHandler:
             # An ended lease that is forgotten may still be known as revoked.
             raise Refused((self._runtime.table.denial_for(body.lease_id, 0) or not_found(body.lease_id)).failure)
         if not self._may_query(lease):
-            # The same answer as for an unknown id, so that nobody learns which ids exist.
+            # The same answer as for an unknown id: a stranger must not learn which ids exist.
             raise Refused(not_found(body.lease_id).failure)
         # A query shows that the tenant is alive, so the lease does not count as orphaned while this connection lives.
         if self._acts_for(lease) and not self._peer.is_reader:

@@ -37,6 +37,7 @@ class TokenHandler:
         wanted = CapabilityRequest(
             body.lease_id,
             permissions,
+            # Without an audience the token is for the peer itself.
             body.audience or authority.audience_of(peer),
             body.ttl_ms / 1000,
             body.nonce.to_bytes(NONCE_BYTES, "big") if body.nonce else b"",
@@ -111,6 +112,7 @@ class TokenHandler:
                 Failure(Status.INVALID_REQUEST, f"permissions {body.permissions:#x} have bits that are not known here")
             )
         permissions = Permission(body.permissions)
+        # Where renewals need a token, a tenant must not issue one to itself.
         by_operators = OPERATOR_PERMISSIONS
         if Demand.RENEW in self._service.demands:
             by_operators |= Permission.LEASE_RENEW
