@@ -210,13 +210,11 @@ class NativeLaunch:
           report, 1 if something runs, any other number if `Context.sync` has to find out.
         spin_ns: For how long repeated calls of `query` are worthwhile.
         record: Returns the record of a kernel, a grid, a block and bytes of shared memory for `launch`, valid as long
-          as
-          the kernel's module is loaded; None if only `Context.launch` can do such a launch.
+          as the kernel's module is loaded; None if only `Context.launch` can do such a launch.
         launched: To be called with the kernel that native code launched last, before any other use of the context.
         copy_in: Address of `int32 copy_in(state, address, data, bytes)`. It copies host bytes to the device, like
           `Context.mem_write`, and returns 0; any other number if `Context.mem_write` has to do it. All launches must
-          have
-          ended.
+          have ended.
         copy_out: Address of `int32 copy_out(state, address, into, bytes)`, which does the same for `Context.mem_read`.
         replay: Address of `int32 replay(state, record, changed, tag)`. It notifies the driver of the parameter buffers
           that have changed, bit n for launch n's, and queues a chain's launches. Returns 0; any other number if the
@@ -261,8 +259,8 @@ MAX_CHAIN: Final = 16
 """Most launches queued by one call of `NativeLaunch.replay`, without a check of the lease between them."""
 
 SEGMENT_STEPS: Final = 32
-"""Steps queued between two checks of the lease: so many kernels and copies may begin after its end. A card takes
-some 2 us to queue a segment, whatever it contains, so longer segments gain little."""
+"""Steps queued between two checks of the lease: this is how many kernels and copies may begin after its end. A card
+takes some 2 us to queue a segment, whatever it contains, so longer segments gain little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,6 +377,8 @@ class Context(Protocol):
     def cuda_version(self) -> int:
         """The version of CUDA of the card's driver, 13000 for 13.0; 0 for no CUDA driver."""
 
+    # --- memory ---
+
     @property
     def rounding_bytes(self) -> int:
         """Bytes that all allocations together take of the card beyond their sizes."""
@@ -411,6 +411,8 @@ class Context(Protocol):
     def trim(self, most_bytes: int, poll: Poll = keep_waiting) -> None:
         """Release kept memory to the card until at most `most_bytes` are kept."""
 
+    # --- copies ---
+
     def mem_write(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> None:
         """Copy host bytes to the device in stream order; `data` may be reused on return."""
 
@@ -432,9 +434,11 @@ class Context(Protocol):
     def begin_read(self, address: int, into: memoryview, poll: Poll = keep_waiting) -> Ticket:
         """Begin a `read_pinned`: the bytes are there once the ticket is done, or after any later wait."""
 
+    # --- regions: opened, wiped, ended and released in this order ---
+
     @property
     def region_granule_bytes(self) -> int:
-        """Regions begin and end at multiples of so many bytes; 0 if the driver has no regions."""
+        """Regions begin and end at multiples of this; 0 if the driver has no regions."""
 
     def region_open(self, size_bytes: int, spare_bytes: int = 0, poll: Poll = keep_waiting) -> int:
         """Map memory for a region, at an address that this context has never used and never reuses.
@@ -473,6 +477,8 @@ class Context(Protocol):
     def region_release(self, address: int) -> None:
         """Release an ended region's addresses: an access there is an illegal address from now on."""
 
+    # --- the card's figure, streams and events ---
+
     def free_bytes(self) -> int:
         """Return the card's free bytes by the driver's own figure, which other processes change, too."""
 
@@ -504,6 +510,8 @@ class Context(Protocol):
 
     def stream_sync(self, stream: int, poll: Poll = keep_waiting) -> None:
         """Wait for everything that one stream holds."""
+
+    # --- modules and launches ---
 
     def module_load(self, image: bytes, admit: Admit = admit_all) -> Module:
         """Load PTX text or a cubin, after `admit` has admitted its bytes. Raises ImageRejected."""
@@ -543,6 +551,8 @@ class Context(Protocol):
 
     def graph(self, steps: Sequence[Step], admit: AdmitGraph, poll: Poll = keep_waiting) -> Graph:
         """Make a launch graph of at least one step, after `admit` has admitted its bytes. Raises LaunchRejected."""
+
+    # --- waits, faults and the end ---
 
     def sync(self, poll: Poll = keep_waiting) -> None:
         """Wait for everything that all streams hold, destroyed streams too."""

@@ -287,12 +287,12 @@ class CpuContext:
         return self._arena.allocate(size_bytes)
 
     def mem_free(self, address: int, poll: Poll = keep_waiting) -> None:
-        """Free an allocation behind all that is queued (`Context.mem_free`)."""
+        """Free an allocation after all that is queued (`Context.mem_free`)."""
         self.sync(poll)
         self._arena.free(address)
 
     def mem_reuse(self, address: int, size_bytes: int, poll: Poll = keep_waiting) -> None:
-        """Zero the allocation behind all that is queued (`Context.mem_reuse`)."""
+        """Zero the allocation after all that is queued (`Context.mem_reuse`)."""
         # A queued kernel may still use the old contents.
         self.sync(poll)
         ctypes.memset(address, 0, size_bytes)
@@ -311,8 +311,8 @@ class CpuContext:
         target[:] = self._bytes_at(address, target.nbytes)
 
     def _bytes_at(self, address: int, size_bytes: int) -> memoryview:
-        """Return so many bytes of one allocation or region. Raises DriverError if they are not all in one."""
-        # Regions lie behind the allocations; only their table knows their sizes.
+        """Return `size_bytes` of one allocation or region. Raises DriverError if they are not all in one."""
+        # Regions lie after the allocations; only their table knows their sizes.
         owner = self._regions if self._regions.covers(address) else self._arena
         return owner.bytes_at(address, size_bytes)
 
@@ -456,8 +456,8 @@ class CpuContext:
         """Do nothing: only the operator's folder holds other leases' code (`CpuDriver.recycle` drops the rest)."""
 
     def module_unload(self, module: Module, poll: Poll = keep_waiting) -> None:
-        """Unload a module behind all that is queued (`Context.module_unload`)."""
-        # Behind the wait no launch can name the module's kernels or variables.
+        """Unload a module after all that is queued (`Context.module_unload`)."""
+        # After the wait no launch can name the module's kernels or variables.
         self.sync(poll)
         if not isinstance(module, CpuModule) or module not in self._modules:
             raise DriverError("this module is not loaded")
@@ -545,7 +545,7 @@ class CpuContext:
             raise LaunchRejected(f"kernel {kernel.name} can't run on the embedded driver: {why}", hint=hint)
         if kernel.is_cooperative:
             raise cooperative_refused(kernel.name)
-        # Step 2: the shape, and shared memory. Dynamic shared memory lies behind the static variables, aligned.
+        # Step 2: the shape, and shared memory. Dynamic shared memory lies after the static variables, aligned.
         _check_shape(kernel, grid, block)
         shared = kernel.static_shared_bytes
         if shared_bytes:
@@ -554,8 +554,7 @@ class CpuContext:
             raise LaunchRejected(f"kernel {kernel.name}: shared memory must be 0 or more bytes, not {shared_bytes}")
         if shared > MAX_SHARED_BYTES:
             raise too_much_shared(kernel.name, shared_bytes, kernel.dynamic_shared_offset, MAX_SHARED_BYTES)
-        # Step 3: a single block runs in the stream's thread, unless it may have to wait for memory that another
-        # changes.
+        # Step 3: a single block runs in the stream's thread, unless it may wait for memory that another changes.
         spread = IN_ORDER
         blocks = math.prod(grid)
         if blocks > 1 or kernel.needs.parks:
@@ -601,7 +600,7 @@ class CpuContext:
         self._raise_fault()
 
     def fault(self) -> KernelFault | None:
-        """Take the fault (`Context.fault`). First the launches behind it are skipped, which takes microseconds."""
+        """Take the fault (`Context.fault`). First the launches after it are skipped, which takes microseconds."""
         if not self._stream.has_fault:
             return None
         # The fault record is stable only once the stream has stopped.

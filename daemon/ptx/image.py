@@ -385,8 +385,7 @@ def load(
     device_bytes = sum(variable.size for variable in variables)
     admit(device_bytes, 0, 0)
     addresses = _place(variables, arena)
-    # Step 2: variables have addresses now; functions that are addressed get handles; then initialisers are filled
-    # in.
+    # Step 2: variables have addresses now; addressed functions get handles; then initialisers are filled in.
     names = [variable.name for variable in variables]
     named = dict(zip(names, addresses, strict=True))
     handles = {name: FIRST_HANDLE + HANDLE_STEP * next(_HANDLES) for name in code.image.addressed}

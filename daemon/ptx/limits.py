@@ -80,7 +80,7 @@ MAX_OPTIMISED_ACCESSES = 192
 MAX_OPTIMISED_INSTRUCTIONS = 4096
 MAX_OPTIMISED_CALLING_ACCESSES = 2048
 
-# Kernels that call nothing and have up to so many are simplified, at least: 1024 take 3 to 5 s, 4000 took 36.
+# Kernels that call nothing and have up to this many are simplified, at least: 1024 take 3 to 5 s, 4000 took 36.
 MAX_SIMPLIFIED_ACCESSES = 1024
 
 # Functions that a kernel reaches: optimising goes along calls, and a chain of 2000 takes minutes.
@@ -142,7 +142,7 @@ MAX_STACK_BYTES = 16 << 10
 MAX_LIVE_REGISTERS = 2048
 
 # Registers saved and brought back at all waits of a kernel together: each is four lines of IR, so thousands of barriers
-# with thousands of live registers would be gigabytes: so many take 15 s to compile. Kernels that are one product of
+# with thousands of live registers would be gigabytes: this many take 15 s to compile. Kernels that are one product of
 # matrices after another have up to 256 at each of hundreds.
 MAX_SAVED_REGISTERS = 250_000
 
@@ -196,7 +196,7 @@ RESIDENT_LOCAL_BYTES = 256 << 20
 RESIDENT_FRAME_BYTES = 80 << 20
 
 # Into how many parts a launch is cut for each thread, so that all end at about the same time; and blocks in a part at
-# most, so that the others stop soon behind a fault.
+# most, so that the others stop soon after a fault.
 CHUNKS_PER_THREAD = 16
 MAX_CHUNK_BLOCKS = 64
 

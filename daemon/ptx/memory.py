@@ -1,10 +1,10 @@
 """Device memory and the memory of running blocks, in mappings that cost nothing until they are touched.
 
 Device memory is one reservation of address space per context. Sizes are rounded up to powers of two, with at least one
-granule behind each allocation that no kernel may touch: an access just before or behind an allocation faults, and never
+granule after each allocation that no kernel may touch: an access just before or after an allocation faults, and never
 reaches a neighbour. Each size class has its own range, with room for more blocks than a slice can hold, so what fits a
 slice always finds a place: nothing fragments, and address space is free. Pages exist only where touched, and go back
-to the host when freed. Behind the classes lie the addresses of regions (region_pages.py). A running block
+to the host when freed. After the classes come the addresses of regions (region_pages.py). A running block
 has its shared memory, local windows and frames in an area of its own.
 """
 
@@ -114,7 +114,7 @@ class Areas:
         self._memory = Mapping(RESIDENT_SHARED_BYTES + RESIDENT_LOCAL_BYTES + RESIDENT_FRAME_BYTES)
         self._places = (Environment * MAX_RESIDENT_BLOCKS)()
         self._faults = (Fault * MAX_RESIDENT_BLOCKS)()
-        # Native code makes the other places from the first: each lies one stride behind the one before.
+        # Native code makes the other places from the first: each lies one stride after the one before.
         first.shared = self._memory.address
         first.local = first.shared + RESIDENT_SHARED_BYTES
         first.frames = first.local + RESIDENT_LOCAL_BYTES
@@ -127,8 +127,7 @@ class Areas:
         # Nothing to divide, and no block that could wait for a later one.
         if not needs.parks and (hosts == 1 or blocks == 1):
             return IN_ORDER
-        # A block that may be set aside is handed out alone, others in chunks, so that threads rarely meet at the
-        # counter.
+        # A block that may be set aside is handed out alone, others in chunks: threads rarely meet at the counter.
         chunk = 1 if needs.parks else max(1, min(MAX_CHUNK_BLOCKS, blocks // (CHUNKS_PER_THREAD * hosts)))
         shared = round_up(shared_bytes, _STRIDE_STEP)
         local, frames = needs.areas(threads)
@@ -146,7 +145,7 @@ class Areas:
         self._memory.close()
 
 
-# Bytes behind each allocation, in its block, that stay forbidden. Hence the smallest allocation of a class is one byte
+# Bytes after each allocation, in its block, that stay forbidden. Hence the smallest allocation of a class is one byte
 # more than what fits a block of half the size.
 _RED_ZONE_BYTES = GRANULE_BYTES
 
@@ -224,7 +223,7 @@ class Arena:
         if not 0 < slice_bytes <= MAX_SLICE_BYTES:
             raise DriverError(f"a slice has 1 to {MAX_SLICE_BYTES} bytes, not {slice_bytes}")
         self._slice_bytes = slice_bytes
-        # Step 1: lay the size classes out one behind the other, from the smallest to the one that fits the whole slice.
+        # Step 1: lay the size classes out one after the other, from the smallest to the one that fits the whole slice.
         self._classes: list[_SizeClass] = []
         end = 0
         for shift in range(_FIRST_SHIFT, _shift_of(slice_bytes) + 1):
@@ -237,7 +236,7 @@ class Arena:
         self._sizes: dict[int, int] = {}
         self.allocated_bytes = 0
         self.regions_bytes = min(_REGION_TURNS * round_up(slice_bytes, REGION_GRANULE_BYTES), _MAX_REGIONS_BYTES)
-        # Step 2: the regions' addresses lie behind the classes. Lookups outside of the arena are clamped to one more
+        # Step 2: the regions' addresses come after the classes. Lookups outside of the arena are clamped to one more
         # granule at the end, which is never given out.
         self.memory = Mapping(end + REGION_GRANULE_BYTES + self.regions_bytes + GRANULE_BYTES)
         self.regions_start = round_up(self.memory.address + end, REGION_GRANULE_BYTES)

@@ -1,7 +1,7 @@
 """Format kernels' output: from the records of native code (translate/vprintf.py) to text, as CUDA's printf does.
 
-A record holds the bytes of the format. Behind the last byte of each conversion follow the values that it takes: 8 bytes
-each, and behind a string's address the string's bytes. A decoder that parses the format as the writer did finds them.
+A record holds the bytes of the format. After the last byte of each conversion come the values that it takes: 8 bytes
+each, and after a string's address the string's bytes. A decoder that parses the format as the writer did finds them.
 """
 
 import ctypes
@@ -121,7 +121,7 @@ def render(record: bytes) -> str:
             else:
                 out.append(byte)
             continue
-        # Inside a conversion. Native code has put a value behind each byte that takes one.
+        # Inside a conversion. Native code has put a value after each byte that takes one.
         mark = MARKS[byte]
         value = int.from_bytes(record[position : position + 8], "little")
         if mark in (Mark.STAR, Mark.INTEGER, Mark.WIDE, Mark.STRING):

@@ -1,4 +1,4 @@
-"""Regions on the embedded driver: the arena's addresses behind the allocations, given out in turn and never again.
+"""Regions on the embedded driver: the arena's addresses after the allocations, given out in turn and never again.
 
 The end of a region takes it out of the shadow table, and its pages go back to the host. Generated code that finds
 nothing in the shadow table asks the table here (translate/access.py): in an ended region a load gives zeros, a store
@@ -27,7 +27,7 @@ class Regions:
         self._arena = arena
         granules = arena.regions_bytes // REGION_GRANULE_BYTES
         head_bytes = ctypes.sizeof(Returned)
-        # Two words for each granule behind the head: the address of its region's counter, and room for a counter. A
+        # Two words for each granule after the head: the address of its region's counter, and room for a counter. A
         # region uses the counter of its first granule.
         self._memory = Mapping(head_bytes + 2 * granules * _WORD_BYTES)
         self.address = self._memory.address

@@ -245,7 +245,7 @@ class Stream:
 
     def forget_fault(self) -> None:
         """Let launches run again, after those queued so far have been skipped."""
-        # A launch behind the fault must not run because the flag was cleared early.
+        # A launch after the fault must not run because the flag was cleared early.
         self.wait()
         self._words[_FAULTED] = 0
 

@@ -207,8 +207,7 @@ class ReceiveBuffer:
     def get_buffer(self) -> memoryview:
         """Return room for the next bytes, never empty. It invalidates the views of earlier frames."""
         self._release_returned()
-        # State 1: in the middle of a large write, directly into its pinned buffer. State 2: anything else, into the
-        # reader.
+        # State 1: in a large write, directly into its pinned buffer. State 2: anything else, into the reader.
         if self._rest:
             return self._rest
         room = self.reader.get_buffer()

@@ -253,7 +253,7 @@ class EndedConnections(Operations):
         if frame.payload:
             raise BodyError("MEM_RESET takes no payload")
         ledger = self._ledger
-        # Behind this wait nothing uses what ended connections hold.
+        # After this wait nothing uses what ended connections hold.
         self._context.sync(self._resources.check_sync)
         before_bytes = ledger.used_bytes
         # In this order: ended connections, kept allocations, then what older clients left.

@@ -311,7 +311,7 @@ class Ledger:
             )
 
     def check_module(self, device_bytes: int, shared_bytes: int, kept_bytes: int) -> None:
-        """Raise ImageRejected unless there is room for a module that takes so many bytes of the card.
+        """Raise ImageRejected unless there is room for a module that takes these bytes of the card.
 
         Also raises what `make_room` raises. The bytes are those of `Module`.
         """
@@ -328,7 +328,7 @@ class Ledger:
         self.make_room(self.room_bytes - more_bytes)
 
     def check_graph(self, device_bytes: int) -> None:
-        """Raise Refused unless there is room for a graph that takes so many bytes of the card."""
+        """Raise Refused unless there is room for a graph that takes `device_bytes` of the card."""
         # Only graphs beyond the maximum so far take more of the card.
         more_bytes = self._graph_bytes + device_bytes - self._most_graph_bytes
         if more_bytes > max(0, self.room_bytes):

@@ -218,8 +218,7 @@ class Arena:
         """Pin each run of granules that is not pinned, from `first` to before `last`."""
         ends = self._extent_ends
         while first < last:
-            # State 1: already pinned, so skip to the end of that extent. State 2: gather granules up to the next pinned
-            # one.
+            # State 1: already pinned, so skip to that extent's end. State 2: gather granules up to the next pinned one.
             if ends[first]:
                 first = ends[first] // GRANULE_BYTES
                 continue

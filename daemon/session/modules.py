@@ -55,7 +55,7 @@ class ModuleOperations(Operations):
             self._types[number] = parameter_types(image, module.kernels)
             return reply
         except LocalProtocolError as error:
-            # The reply has no room for so many kernels, or for such long names.
+            # The reply has no room for this many kernels, or for such long names.
             self._unload(number)
             raise ImageRejected(f"the module's kernels can't be listed: {error}") from None
 

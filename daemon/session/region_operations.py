@@ -45,7 +45,7 @@ of the host's memory, which no slice bounds."""
 
 MAX_REPEATS: Final = 100
 """Most refusals of regions within REPEAT_NS that are reported to the broker, in addition to the first for each
-region. Stops a tenant that launches in ended regions again and again from keeping the broker busy."""
+region. Stops a tenant that keeps launching in ended regions from keeping the broker busy."""
 
 REPEAT_NS: Final = 1_000_000_000
 
@@ -174,7 +174,7 @@ class RegionGate:
         self._moved_ns = -SETTLE_NS
         self.had_any = False
 
-    # --- looks ---
+    # --- checks ---
 
     def admit(self, handle: int, position: int, kernel: str = "") -> None:
         """Check the regions of a set before a launch, and record that they are used in the present stream.
@@ -185,8 +185,7 @@ class RegionGate:
         if chosen is None or self.page is None:
             raise invalid_handle(f"{handle} is not a region set of this session")
         now_ns = time.monotonic_ns()
-        # Compare the whole set only if the page or the clock may have changed something; the set in use needs nothing
-        # else.
+        # Compare the whole set only if the page or the clock may have changed something; else the set in use is good.
         if chosen.epoch != self.page.epoch or now_ns >= chosen.deadline_ns:
             self._refuse_first(chosen.compare(self.page, now_ns), kernel, position, now_ns)
         elif chosen is self.current:

@@ -116,7 +116,7 @@ class _Rehearsal:
 
     def _serve(self, launch: Launch) -> None:
         """Give a server a connection that has sent quiet launches and a SYNC, and end it."""
-        # The frames that a tenant would have sent behind ATTACH.
+        # The frames that a tenant would have sent after ATTACH.
         body = build_body(launch)
         sent = b"".join(self._frame(Opcode.LAUNCH, body, int(Flag.QUIET)) for _ in range(_ROUNDS))
         sent += self._frame(Opcode.SYNC, b"")

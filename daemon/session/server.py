@@ -207,8 +207,7 @@ class Server:
                     self._session.meet(is_stranger=attach.is_stranger)
                     self._attach(socket.socket(fileno=fds.pop()), attach)
                 case Attach(guest=guest):
-                    # Its socket was lost because this process had no descriptor left; its peer sees a closed
-                    # connection.
+                    # Its socket was lost because this process had no descriptor left; its peer sees it closed.
                     self._tell_of(guest, is_in=False)
                 # The session is over, and a next lease may follow: leave with its pages.
                 case Scrub() if len(fds) == 2:
@@ -300,7 +299,7 @@ class Server:
             self._tell_of(guest, is_in=False)
             return
         self._tell_of(guest, is_in=True)
-        # It may have sent requests behind ATTACH, which the broker passed on.
+        # It may have sent requests after ATTACH, which the broker passed on.
         try:
             self._session.switch_to(connection.streams, connection.holder)
             self._serve_frames(connection)
@@ -395,8 +394,7 @@ class Server:
         # The session's current streams and holder are those of the connection that is served.
         self._session.switch_to(connection.streams, connection.holder)
         try:
-            # A paused connection first gets the rest of its reply; if that is still too much, none of its requests is
-            # served.
+            # A paused connection first gets the rest of its reply; if that is still too much, it is not served.
             if connection.send_buffer is not None:
                 self._resume(connection, connection.send_buffer)
             for portion in range(READS_PER_ROUND):
@@ -626,7 +624,7 @@ class SubmitServer:
 
     def _welcome_in(self, sock: socket.socket, request_id: int, rest: bytes) -> socket.socket:
         sock.setblocking(False)
-        # Bytes that the client sent behind its request came through the broker.
+        # Bytes that the client sent after its request came through the broker.
         self._reader.receive_data(rest)
         reply = build_frame(
             Opcode.GPU_SUBMIT,

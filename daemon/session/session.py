@@ -338,7 +338,7 @@ class Session:
         failure = self._failure_of_fault(fault)
         if self.ended.has_any and not self._counters[Counter.CONNECTIONS]:
             return  # The connection that launched it has gone, and no other is there to receive it.
-        # One failure can be pending; a fault that comes on top waits behind it.
+        # One failure can be pending; a fault that comes on top waits until it is reported.
         if self._pending_failure is None:
             self._pending_failure, self._pending_from = failure, None
         else:
@@ -410,8 +410,7 @@ class Session:
         """Give the broker a sign of life, and show how long the present kernel has run."""
         now_ns = time.monotonic_ns()
         self.watch.look(now_ns)
-        # Last: if an earlier call saw a kernel, the broker combines it with this time and takes the kernel to run until
-        # now.
+        # Last: if an earlier call saw a kernel, the broker takes that kernel to have run until this time.
         self._counters[_LOOKED_NS] = now_ns
 
     def _check_lease(self) -> None:
@@ -512,7 +511,7 @@ class Session:
 
     @property
     def region_granule_bytes(self) -> int:
-        """Regions begin and end at multiples of so many bytes; 0 if the session can have none."""
+        """Regions begin and end at multiples of this; 0 if the session can have none."""
         return self._context.region_granule_bytes
 
     @property
@@ -538,8 +537,7 @@ class Session:
         # The poll of the bound on kernels would end this wait as well.
         if self.watch.is_on:
             self._context.watch(keep_waiting)
-        # Anything that can't be undone prevents the reuse of the context: a fault, regions, memory that the driver
-        # keeps.
+        # What can't be undone prevents the context's reuse: a fault, regions, memory that the driver keeps.
         self._context.sync(poll)
         fault = self._context.fault()
         if fault is not None:

@@ -210,8 +210,7 @@ class Zygote:
                 return
             now_ns = time.monotonic_ns()
             self._restore_listener(now_ns)
-            # Step 2: end leases. With a broker only those that it should have ended long ago; without one, all that are
-            # over.
+            # Step 2: end leases. With a broker only those that it should have ended long ago, else all that are over.
             has_broker = self._channel is not None
             due_ns = self._workers.end_overdue(now_ns) if has_broker else self._end_due(now_ns)
             # Step 3: compute the next wake-up. A time in the past means that this process must end.

@@ -122,8 +122,7 @@ class CudaContext:
             cuda.init()
             device = cuda.Device(0)
             context = device.make_context()
-            # Step 2: limits, before any module is loaded: the driver takes these buffers with the first one that needs
-            # them.
+            # Step 2: limits, before any module is loaded: the first to need these buffers makes the driver take them.
             cuda.Context.set_limit(cuda.limit.MALLOC_HEAP_SIZE, HEAP_BYTES)
             cuda.Context.set_limit(cuda.limit.PRINTF_FIFO_SIZE, PRINT_BYTES)
             # Step 3: what local memory will cost, from figures that never change for this card.
@@ -237,7 +236,7 @@ class CudaContext:
         that any stream holds now.
         """
         if self._blocks.may_cache(address):
-            # The usual way: no wait. Streams remember to order the next user of the block behind their work.
+            # The usual way: no wait. Streams remember to order the next user of the block after their work.
             self._call(self._streams.reuse_behind_all)
             self._blocks.cache(address)
             return
@@ -410,12 +409,12 @@ class CudaContext:
         return round(float(self._call(start.event.time_till, end.event)) * 1e6)
 
     def streams_bytes(self, count: int) -> int:
-        """Bytes of the card for so many streams (streams.py)."""
+        """Bytes of the card for `count` streams (streams.py)."""
         return streams_bytes(count)
 
     def stream_create(self) -> int:
         """Return a stream that was destroyed before, if there is an empty one; otherwise a new one."""
-        # Once anything was zeroed, a new stream must be ordered behind it.
+        # Once anything was zeroed, a new stream must be ordered after it.
         number: int = self._call(self._streams.create, has_zeroed=bool(self._launcher.state.zeroed))
         self._has_one_stream = False
         self._launcher.state.other_streams = len(self._streams) - 1
@@ -457,8 +456,7 @@ class CudaContext:
 
     def _await(self, is_done: Callable[[], bool], poll: Poll) -> None:
         """Wait for the card. Spin for a while, then sleep longer and longer, so that a long kernel takes no core."""
-        # State 1, up to `_spin_s`: spin, for most waits are short. State 2: sleep a sixteenth of the time waited so
-        # far.
+        # State 1, up to `_spin_s`: spin, for most waits are short. State 2: sleep a sixteenth of the time so far.
         started = time.monotonic()
         while not self._call(is_done):
             waited = time.monotonic() - started
@@ -694,8 +692,7 @@ SMALL_SIZES: Final = (*range(64, 1025, 64), 2048, 4096)
 were found to, those of 1024 not."""
 
 INLINE_BYTES: Final = 64 << 10
-"""Copies to the card of at most so many bytes go with the commands (CUDA driver API, "API synchronization
-behavior")."""
+"""Largest copy to the card that goes with the commands (CUDA driver API, "API synchronization behavior")."""
 
 INLINE_COPIES: Final = 96
 """Copies that fill half as much again as the driver writes commands to in turn: 4 MiB were found."""

@@ -47,8 +47,7 @@ def paths_of_driver() -> Needs:
     """Return the paths and devices that libcuda opens; libcuda must be mapped into this process."""
     cache = os.environ.get(CACHE_VARIABLE)
     return Needs(
-        # A worker of a card also reads the driver's files; a cache would let one tenant's code reach another, so it is
-        # optional.
+        # A card's worker also reads the driver's files. A cache would let one tenant's code reach another: optional.
         readable=(*map(Path, _FILES), *_libraries(), *_cards()),
         devices=tuple(_devices()),
         own_process=True,

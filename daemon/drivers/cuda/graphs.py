@@ -231,7 +231,7 @@ class ChainRecord(ctypes.Structure):
 
     executable  The CUgraphExec.
     count       Number of launches.
-    nodes       Address of so many pairs: a CUgraphNode, and the address of its CUDA_KERNEL_NODE_PARAMS.
+    nodes       Address of `count` pairs: a CUgraphNode, and the address of its CUDA_KERNEL_NODE_PARAMS.
     """
 
     _fields_ = (("executable", ctypes.c_uint64), ("count", ctypes.c_uint64), ("nodes", ctypes.c_uint64))

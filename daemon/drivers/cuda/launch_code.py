@@ -42,9 +42,9 @@ class LaunchState(ctypes.Structure):
     copy_in        Address of cuMemcpyHtoDAsync.
     copy_out       Address of cuMemcpyDtoHAsync.
     memset         Address of cuMemsetD8Async.
+    zeroed         Allocations zeroed by native code since all was last known to have ended.
     set_params     Address of cuGraphExecKernelNodeSetParams.
     graph_launch   Address of cuGraphLaunch.
-    zeroed         Allocations zeroed by native code since all was last known to have ended.
     """
 
     _fields_ = (
@@ -90,8 +90,8 @@ class SharedMemory:
     Args:
         static_bytes: Shared memory that the function's variables take.
         card_bytes: Most that a block may have on the card, if it opts in.
-        opt_in: Lets the function have so many bytes of dynamic shared memory; False if the driver refuses. The launch
-          then fails by itself, with the driver's reason.
+        opt_in: Lets the function have that many bytes of dynamic shared memory; False if the driver refuses. The
+          launch then fails by itself, with the driver's reason.
     """
 
     __slots__ = ("_allowed_bytes", "_most_bytes", "_opt_in", "_static_bytes")
@@ -107,7 +107,7 @@ class SharedMemory:
         return self._most_bytes
 
     def allow(self, kernel: str, size_bytes: int) -> None:
-        """Let a launch have so many bytes. Raises LaunchRejected for more than the card has for a block."""
+        """Let a launch have `size_bytes` of it. Raises LaunchRejected for more than the card has for a block."""
         # The usual case, without a call.
         if size_bytes <= self._allowed_bytes:
             return
@@ -155,8 +155,7 @@ class Launcher:
     """
 
     def __init__(self, stream: int, library: str = LIBRARY) -> None:
-        # cuda-bindings hides these addresses, so they come from the library itself. The suffixes are the ABI's
-        # versions.
+        # cuda-bindings hides these addresses, so they come from the library; suffixes are the ABI's versions.
         self._driver = ctypes.CDLL(library)
         self.state = LaunchState(
             launch_kernel=_address(self._driver.cuLaunchKernel),

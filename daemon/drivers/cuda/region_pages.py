@@ -71,8 +71,7 @@ class Regions:
     @property
     def granule_bytes(self) -> int:
         """The card's page size, if the driver can map pages; otherwise 0."""
-        # Queried once. Pages of another size than PAGE_BYTES would not fit the bookkeeping, so then there are no
-        # regions.
+        # Queried once. Pages of another size than PAGE_BYTES would not fit the bookkeeping: no regions then.
         if self._granule_bytes is None:
             option = self._api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
             error, least_bytes = self._api.cuMemGetAllocationGranularity(self._memory(), option)
@@ -134,8 +133,7 @@ class Regions:
         # Step 2: from here on the region can't be used again, whatever fails.
         region.is_ending = True
         if freed_bytes:
-            # Unmap the rest, and map the scratch over its range, piece by piece. In between, an access would be a
-            # fault.
+            # Unmap the rest, and map the scratch over its range, piece by piece. An access in between would fault.
             self._unmap_last(region)
             for offset in range(kept_bytes, region.size_bytes, kept_bytes):
                 self._map_at(region, offset, min(kept_bytes, region.size_bytes - offset), region.handles[0])

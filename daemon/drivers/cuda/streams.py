@@ -113,8 +113,7 @@ class Streams:
                 return self._spare.pop(at)
         if len(self._streams) > MAX_STREAMS:
             return self._spare.pop(0)
-        # The first additional stream: from now on zeroing needs streams of its own, and the new stream must wait for
-        # it.
+        # The first additional stream: from now on zeroing needs streams of its own, and this one must wait for it.
         if self._zeroing_new is None:
             self._zeroing_new, self._zeroing_used = cuda.Stream(_NON_BLOCKING), cuda.Stream(_NON_BLOCKING)
             self._zeroing_new.wait_for_event(self._new_zeroed)

@@ -250,8 +250,7 @@ class BodyParser(CallParser):
     def _resolve_labels(self) -> None:
         """Replace labels' names by places; a label may follow the branch to it."""
         self.steps = len(self.instructions)
-        # An indexed branch carries all labels of its list, so a short text can name very many: count them as they
-        # appear.
+        # An indexed branch carries all labels of its list: a short text can name very many, so count them here.
         for index, scope, at in self._pending:
             instruction = self.instructions[index]
             operands: list[Operand] = []

@@ -154,8 +154,7 @@ class _ImageParser:
 
     def _parse_variable(self, space: Space, *, is_extern: bool) -> None:
         variable = parse_variable(self.cursor, space, 0, is_extern=is_extern)
-        # Shared variables get their place from the kernel; the most aligned dynamic array decides where dynamic memory
-        # begins.
+        # Shared variables get their place from the kernel; the most aligned dynamic array decides where theirs begin.
         if space is Space.SHARED:
             variable = replace(variable, offset=_NO_PLACE)
             if variable.is_dynamic:
@@ -211,7 +210,7 @@ class _ImageParser:
             self._count_instructions(body.steps, at)
         except ImageRejected as error:
             self._refusals[name] = error
-            # Recovery: forget the half-parsed body, and continue behind its closing brace.
+            # Recovery: forget the half-parsed body, and continue after its closing brace.
             body = BodyParser(cursor, self.scope, signature, self.signatures)
             self._skip_body(start, error)
         cursor.kernel = ""

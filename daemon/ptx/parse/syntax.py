@@ -305,7 +305,7 @@ class Image:
     """A whole PTX module: version, target, its kernels, the variables that live in device memory, its functions.
 
     Attributes:
-        addressed: The functions that are addressed; the table of addresses has them in this order, behind the
+        addressed: The functions that are addressed; the table of addresses has them in this order, after the
             variables. None until the image is linked (translate/call_graph.py).
         refusals: Why kernels and functions can't be translated, by name, as far as known. A refused one that could
             not be parsed has no instructions.

@@ -129,8 +129,7 @@ def inverse_root(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     value = t.read(i.operands[1], _F64)
     root = ir.intrinsic("llvm.sqrt.f64", "double", value)
     first = ir.binary("fdiv", real("double", 1.0), root)
-    # 1/sqrt(v) = first / sqrt(1 - e) with e = 1 - v*first^2. The error is computed from the root, which does not
-    # overflow.
+    # 1/sqrt(v) = first / sqrt(1 - e) with e = 1 - v*first^2. The root gives the error without an overflow.
     lost = ir.intrinsic("llvm.fma.f64", "double", ir.unary("fneg", root), root, value)
     inexact = ir.intrinsic("llvm.fma.f64", "double", ir.unary("fneg", root), first, real("double", 1.0))
     relative = ir.binary("fmul", ir.binary("fmul", ir.binary("fmul", lost, first), first), real("double", -0.5))

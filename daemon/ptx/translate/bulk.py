@@ -25,8 +25,7 @@ _STEP = 16
 
 _OFFSET = Value("ptr", "%offset")
 
-# How a copy's function reports which side it could not access: less than a step, so it can be added to the bytes
-# copied.
+# How a copy's function reports which side it could not access: less than a step, so added to the bytes copied.
 _FAILED = {Access.LOAD: 1, Access.STORE: 2}
 
 

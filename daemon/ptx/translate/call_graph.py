@@ -150,7 +150,7 @@ def _addressed(image: Image) -> tuple[str, ...]:
 
 
 class _Shared:
-    """Offsets of shared variables, one after another; `before` is what they lie behind."""
+    """Offsets of shared variables, one after another; those of `before` come first."""
 
     def __init__(self, before: "_Shared | None" = None) -> None:
         self.size: int = before.size if before else 0
@@ -182,20 +182,20 @@ def _key(variable: Variable, owner: str) -> Variable:
 
 
 def _place_shared(image: Image) -> Image:
-    """Place functions' shared variables first, at the same offsets for all kernels; a kernel's own lie behind them."""
+    """Place functions' shared variables first, at the same offsets for all kernels; a kernel's own come after them."""
     # Step 1: one layout for the variables of all functions.
     shared, sharing = _Shared(), set()
     for function in image.subroutines:
         for variable, owner in _static(function).items():
             shared.add(owner, _key(variable, owner))
             sharing.add(function.name)
-    # Step 2: dynamic shared memory begins behind everything, and functions know only one offset for it.
+    # Step 2: dynamic shared memory begins after everything, and functions know only one offset for it.
     dynamic = [v for f in (*image.functions, *image.subroutines) for v in variables_of(f) if v.is_dynamic]
     alignment = max([1, *(variable.alignment for variable in dynamic)])
     uses_dynamic = {f.name for f in image.subroutines if any(v.is_dynamic for v in variables_of(f))}
     graph = CallGraph(image)
     kernels, common = [], 0
-    # Step 3: kernels that reach a function with shared variables move theirs behind; the others stay as they are.
+    # Step 3: kernels that reach a function with shared variables move their own to the end; the others stay as is.
     for kernel in image.functions:
         reached = graph.reached(kernel)
         if sharing & reached:

@@ -83,8 +83,7 @@ def decode(t: OperandTranslator, bits: Value, source: Format) -> Value:
         return ir.cast("fpext", ir.cast("bitcast", word, "float"), "double")
     wide = ir.resize(bits, "i64", signed=False)
     magnitude = ir.binary("and", wide, 0x7FFF)
-    # Put exponent and fraction in place; the bias is then wrong by a factor, which a product repairs, also for
-    # subnormals.
+    # Put exponent and fraction in place; a product repairs the wrong bias, also for subnormals.
     placed = ir.binary("shl", magnitude, _DIGITS - F16.digits)
     scaled = ir.binary("fmul", double_of(t, placed), real("double", 2.0 ** (_BIAS - F16.bias)))
     # Infinity and NaN have the largest exponent, which the product would have made a number.

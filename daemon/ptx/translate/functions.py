@@ -65,8 +65,7 @@ class FunctionTranslator(BodyTranslator):
         self.ir.ret(Status.EXITED if is_exit else Status.DONE)
 
     def _signature(self, name: str) -> str:
-        # A call costs little next to a body that nvcc did not inline, and a frame's bound holds only if it stays a
-        # call.
+        # A call costs little next to a body that nvcc did not inline; inlined, it would exceed the frame's bound.
         return f"define internal i32 @{name}({SIGNATURE}) noinline {{"
 
     def _open(self, opening: IrWriter) -> None:

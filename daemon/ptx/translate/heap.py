@@ -2,7 +2,7 @@
 
 A module with a function that calls `malloc` gets one more variable: the heap, which counts against the slice and ends
 with the module. Its first word is a lock; blocks follow, each after a header with its size in bytes, plus 1 while it
-is in use. The first block that fits is taken, after free blocks behind it have been joined to it.
+is in use. The first block that fits is taken, once the free blocks after it have been joined to it.
 
 A kernel can write the lock and the headers, like all of the module's memory. So a header is trusted only if its block
 ends within the heap; a walk advances at least 16 bytes a step. A kernel that leaves the lock set waits for itself.

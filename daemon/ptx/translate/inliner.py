@@ -153,7 +153,7 @@ def _body(
         # A parameter is now a variable of the caller, so its address must not be computed or kept.
         if "param" in instruction.modifiers and not _names_its_parameter(instruction):
             raise _problem(callee, instruction, "a function with barriers can't compute its parameters' addresses")
-        # A return continues behind the call.
+        # A return continues after the call.
         if instruction.opcode == "ret":
             instruction = replace(instruction, opcode="bra", modifiers=(), operands=(Target("", after - start),))
         instructions.append(_map(instruction, renaming))

@@ -73,8 +73,7 @@ def divide(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     """
     scalar, ir = m.scalar(), t.ir
     left, right = _pair(t, i, scalar)
-    # The host would trap on a divisor of 0 and, signed, of -1. So divide by 1 in those cases, and select the result
-    # after.
+    # The host would trap on a divisor of 0 and, signed, of -1. Divide by 1 then, and select the result after.
     is_zero = ir.compare("icmp eq", right, 0)
     unsafe = is_zero
     if scalar.is_signed:

@@ -118,7 +118,7 @@ class LaneTranslator(LaneRegisters):
                 if self.ir.length > MAX_LANE_LINES:
                     raise NotTogether
             self._close_block(number)
-        # Behind the last block: no lanes are left.
+        # After the last block: no lanes are left.
         self.ir.block(f"check{len(self._lanes.blocks)}")
         self.ir.ret(Status.DONE)
         size = f"@{name}.frame = internal constant i64 {self.frame_bytes}"
@@ -147,7 +147,7 @@ class LaneTranslator(LaneRegisters):
         return Value("ptr", f"%pending{number}")
 
     def _waits_for(self, number: int, mask: Value) -> None:
-        """Add lanes to those that wait for a block; nothing for the end behind the last block."""
+        """Add lanes to those that wait for a block; nothing for the end after the last block."""
         if number < len(self._lanes.blocks):
             before = self.ir.load(self._mask_type, self._pending(number))
             self.ir.store(self.ir.binary("or", before, mask), self._pending(number))
@@ -165,8 +165,7 @@ class LaneTranslator(LaneRegisters):
             return
         is_back = number <= self._block
         if number < len(self._lanes.blocks) and (is_back or self._takes_all):
-            # No lane waits for a block before this one, and none for any block while all lanes are here: jump straight
-            # there.
+            # No lane waits for an earlier block, and none for any while all lanes are here: jump straight there.
             self.ir.store(mask, _MASK)
             self.ir.branch(f"in{number}")
             return

@@ -122,8 +122,7 @@ def multiply(t: "ThreadTranslator", operands: Sequence[Operand], product: Produc
     """Show the thread's registers of A, B and C to the warp, and compute its part of D."""
     scalar = product.scalar
     parts = [registers_of(t, operand, count) for operand, count in zip(operands[1:], product.counts[:3], strict=True)]
-    # An earlier `mma` may have shown this one's A and B. Then only C, which is the lane's own, is stored, without a
-    # wait.
+    # An earlier `mma` may have shown this one's A and B. Then only C, the lane's own, is stored, without a wait.
     places = t.shown_before.get(t.index)
     added = t.ir.offset(own_room(t), 0)
     if places is None:
@@ -240,7 +239,7 @@ def store(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     """`stmatrix`: lane 8n + r stores row r of matrix n (section 9.7.15.5)."""
     ir, count = t.ir, int(m["count"][1:])
     words = [t.read(register, _WORD) for register in registers_of(t, i.operands[1], count)]
-    # Behind the address each lane shows its registers, one for each matrix.
+    # After the address each lane shows its registers, one for each matrix.
     meet(t, [_row_address(t, i.operands[0], m, count, Access.STORE), *words])
     own = lane(t)
     # Lanes beyond the matrices have no row to store.

@@ -46,8 +46,7 @@ class OperandTranslator:
         self.ir = ir
         # The instruction being translated, for refusals.
         self.instruction: Instruction | None = None
-        # The carry flag and the operation that made it, while the code that made it surely runs before the code being
-        # written.
+        # The carry flag and the operation that made it, while that code surely runs before what is written now.
         self.carry: tuple[str, Value] | None = None
         # The size of the thread's local window, in bytes.
         self.local_limit = function.local_bytes

@@ -248,7 +248,7 @@ class _Ways:
 
     def _meeting(self, number: int) -> int:
         """Return the first block that every way from a branch comes to."""
-        # Of the blocks behind a branch, the first one has all others behind it.
+        # Of the blocks that every way from a branch comes to, the first one has all others after it.
         candidates = self._behind[number] & ~(1 << number)
         for other in range(self._end + 1):
             if candidates >> other & 1 and self._behind[other] == candidates:

@@ -57,7 +57,7 @@ def exchange(
     own = t.ir.binary("lshr", members, lane(t))
     own = t.ir.cast("trunc", own, "i1")
     fail_unless(t, own, Access.NO_MEMBER, Space.GENERIC, t.ir.cast("zext", members, "i64"), 0)
-    # The words lie behind the frame's head, one slot each.
+    # The words lie after the frame's head, one slot each.
     for number, word in enumerate(shown):
         t.ir.store(t.ir.resize(word, "i64", signed=False), t.ir.offset(FRAME, HEAD_BYTES + SLOT_BYTES * number))
     _stop(t, State.IN_EXCHANGE, constant("i32", t.kind_of_exchange()), members, flag)

@@ -17,8 +17,7 @@ from gpulease.daemon.ptx.translate.ir import Value
 
 FRAME = Value("ptr", "%frame")
 
-# How many words of 8 bytes each waiting instruction shows to its warp, at most; an `mma` also shows those of later
-# ones.
+# How many words of 8 bytes each waiting instruction shows to its warp, at most; `mma` also those of later ones.
 _SHOWN_WORDS = {
     "bar": 0,
     "barrier": 0,

@@ -147,7 +147,7 @@ class LaunchFastPath:
             self._planner.resume(plan)
 
     def _take(self, reader: FrameReader, most: int) -> bool:
-        """Serve at most so many launches in Python; return whether all of them had arrived and were launched."""
+        """Serve at most `most` launches in Python; return whether all of them had arrived and were launched."""
         plan = self._planner.expected
         if plan is None or reader.start == reader.end:
             return False

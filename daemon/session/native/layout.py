@@ -91,7 +91,7 @@ class ChainRecord(ctypes.Structure):
 
     count         Number of launches, at most 64.
     frames_bytes  Size of their frames together.
-    steps         Address of so many ChainSteps.
+    steps         Address of `count` ChainSteps.
     graph         Address of the driver's own record.
     shorter       Address of a shorter ChainRecord that begins with the same plan; 0 for none.
     stale         The steps, as bits, with parameter buffers that changed after the driver last read them.
@@ -147,29 +147,34 @@ class ServingState(ctypes.Structure):
     """
 
     _fields_ = (
+        # The lease's words, and the driver's functions.
         ("page", ctypes.c_uint64),
         ("counters", ctypes.c_uint64),
         ("launch", ctypes.c_uint64),
         ("query", ctypes.c_uint64),
         ("driver", ctypes.c_uint64),
         ("scratch", ctypes.c_uint64),
+        # A SYNC and its reply.
         ("sync_front", ctypes.c_uint64),
         ("sync_tail", ctypes.c_uint64),
         ("reply_front", ctypes.c_uint64),
         ("reply_tail", ctypes.c_uint64),
         ("sync_spin_ns", ctypes.c_uint64),
+        # Set before each call: the receive buffer and the next launch. Read after it: where the serving stopped.
         ("buffer", ctypes.c_uint64),
         ("start", ctypes.c_uint64),
         ("end", ctypes.c_uint64),
         ("expected", ctypes.c_uint64),
         ("latest", ctypes.c_uint64),
         ("clock_ns", ctypes.c_uint64),
+        # The region set in use (NativeServing.show_regions).
         ("region_set", ctypes.c_uint64),
         ("set_epoch", ctypes.c_uint64),
         ("set_deadline", ctypes.c_uint64),
         ("epoch", ctypes.c_uint64),
         ("seen_epoch", ctypes.c_uint64),
         ("synced", ctypes.c_uint64),
+        # Small copies.
         ("write_front", ctypes.c_uint64),
         ("read_front", ctypes.c_uint64),
         ("data_front", ctypes.c_uint64),
@@ -179,13 +184,14 @@ class ServingState(ctypes.Structure):
         ("copy_in", ctypes.c_uint64),
         ("copy_out", ctypes.c_uint64),
         ("zero", ctypes.c_uint64),
+        # Chains.
         ("replay", ctypes.c_uint64),
         ("in_rows", ctypes.c_uint64),
     )
 
 
 class RingEnds(ctypes.Structure):
-    """The worker's two ends of one connection's ring, and how long to look for more requests.
+    """The worker's two ends of one connection's ring, and how long to poll for more requests.
 
     words            Address of the requests' words (protocol/ring.py).
     data             Address of the requests' bytes.
@@ -197,24 +203,27 @@ class RingEnds(ctypes.Structure):
     tail             The worker's own copy of the replies' tail; never read from the ring.
     reply_head       The worker's own copy of the replies' head; the ring's word must lie between it and `tail`.
     buffer_bytes     Size of the receive buffer.
-    spins_left       How many more times to look for a while before the worker sleeps.
+    spins_left       How many more times to poll for `spin_ns` before the worker sleeps.
     spins_per_byte   Arriving bytes set `spins_left` to this number, unless it is 0.
     spins_per_reply  A reply sets `spins_left` to this number.
-    spin_ns          How long one such look lasts.
+    spin_ns          How long each such poll lasts.
     quantum_ns       How long one call may serve the connection.
     answered         The awaited request that was answered last (protocol.ring.SyncWords).
     """
 
     _fields_ = (
+        # The requests' end.
         ("words", ctypes.c_uint64),
         ("data", ctypes.c_uint64),
         ("capacity", ctypes.c_uint64),
         ("head", ctypes.c_uint64),
+        # The replies' end.
         ("reply_words", ctypes.c_uint64),
         ("reply_data", ctypes.c_uint64),
         ("reply_capacity", ctypes.c_uint64),
         ("tail", ctypes.c_uint64),
         ("reply_head", ctypes.c_uint64),
+        # Sizes and times of one call.
         ("buffer_bytes", ctypes.c_uint64),
         ("spins_left", ctypes.c_uint64),
         ("spins_per_byte", ctypes.c_uint64),
