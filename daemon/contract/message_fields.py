@@ -157,6 +157,7 @@ def listed(kind: Kind, most: int) -> Kind:
     """Return the kind of a tuple of at most so many values of one kind."""
 
     def parse(value: Any) -> tuple[Any, ...]:
+        # The length first: a compromised process may send a list of any size.
         if not isinstance(value, list) or len(value) > most:
             raise ValueError(f"it must be a list of at most {most} values")
         return tuple(map(kind.parse, value))
@@ -316,6 +317,7 @@ def _fields_of(message: type[Any]) -> tuple[_Field, ...]:
 
 
 def _field_of(field: Field[Any], hint: Any) -> _Field:
+    # Exactly one kind: a field without one fails here, when its class is prepared.
     (kind,) = hint.__metadata__
     if isinstance(kind, LeaseOption):
         kind = _kind_of(kind)
@@ -383,5 +385,6 @@ def expect_message(ops: Mapping[str, type[M]], message: Mapping[str, Any]) -> M:
 
 def request_of(message: Mapping[str, Any]) -> int | None:
     """Return the number of the request that a map makes or answers, readable or not; None if it has none."""
+    # Read on its own, because the rest of the map may be malformed: whoever waits for the answer must get one.
     number = message.get(REQUEST_KEY)
     return number if type(number) is int and 0 <= number <= U64_MAX else None

@@ -398,6 +398,7 @@ class LeaseHistory:
             for source in kind.row.sources:
                 if source in handled:
                     continue
+                # A new fact with a new source fails at the start, not when it first happens.
                 if not kind.row.is_answer:
                     raise TypeError(f"{source.__name__} must have a method that makes its fact, {kind.name}")
                 self._on_effect.setdefault(source, self._answer_of(kind))
@@ -570,6 +571,7 @@ class LeaseHistory:
 
     def _placed(self, effect: SpawnWorker, now_ns: int) -> Fact:
         lease_id = effect.lease_id
+        # An acquire's own times stay: they are parts of the grant's latency.
         before = self._times.get(lease_id, NO_TIMES)
         self._times[lease_id] = times = Times(before.asked_ns, now_ns, *before[2:])
         is_warm = self._renamed_to == lease_id
@@ -613,6 +615,7 @@ class LeaseHistory:
         return Fact(FactKind.SUBMIT_FENCED, now_ns, effect, effect.lease_id, self._lookup(effect.lease_id))
 
     def _renamed(self, effect: RenameWorker, now_ns: int) -> Fact | None:
+        # The spawn that follows in the same event takes this context over.
         self._renamed_to = effect.to_id
         # A lease's worker is renamed when it is recycled; only a warm context that gets a lease is taken.
         if kind_of(effect.from_id) is WorkerKind.LEASE or (lease := self._lookup(effect.to_id)) is None:
@@ -620,6 +623,7 @@ class LeaseHistory:
         return Fact(FactKind.WARM_TAKEN, now_ns, effect, lease.lease_id, card=lease.card_uuid)
 
     def _submit_spawned(self, effect: SpawnSubmit, now_ns: int) -> Fact | None:
+        # The submit has a worker of its own, so the pool was not used.
         if not effect.is_warm:
             return None
         return Fact(FactKind.WARM_TAKEN, now_ns, effect, effect.lease_id, card=effect.card_uuid)

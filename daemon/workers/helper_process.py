@@ -450,7 +450,7 @@ class _Child:
             # thread.
             self._pidfd = os.pidfd_open(process.pid)
         except OSError:
-            # Without a pidfd nobody would notice the end, and the process would stay a zombie.
+            # Without a pidfd the loop would not notice the end, and the process would stay a zombie.
             process.kill()
             process.wait()
             raise
@@ -500,7 +500,7 @@ def reap_later(pid: int, on_end: Callable[[int], None]) -> None:
 
     def reap() -> None:
         loop.remove_reader(pidfd)
-        # A process that is no child of this one is reaped by its own parent.
+        # A process that is not this one's child is reaped by its own parent.
         with contextlib.suppress(ChildProcessError):
             os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
         os.close(pidfd)

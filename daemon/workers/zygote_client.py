@@ -192,6 +192,7 @@ class Zygote:
         self._wipes_heap = wipes_heap
         self._channel: socket.socket | None = None
         self._outbox: Outbox | None = None
+        # This broker's child, or the pidfd of a process that an earlier broker started.
         self._process: subprocess.Popen[bytes] | None = None
         self._pid = 0
         self._pidfd = -1
@@ -299,6 +300,7 @@ class Zygote:
             has_ended(self._pidfd, END_TIMEOUT_S)
             os.close(self._pidfd)
             self._pidfd = -1
+        # Without the socket the next broker does not look for this zygote.
         if self._path is not None:
             self._path.unlink(missing_ok=True)
 

@@ -120,6 +120,7 @@ class FoundZygote:
         self.channel.close()
         os.close(self.pidfd)
         for worker in self.workers:
+            # The zygote has descriptors of its own. A worker that has ended has none here.
             close_all(list(worker.fds or ()))
             worker.fds = None
 
@@ -148,6 +149,7 @@ def _find(path: Path) -> FoundZygote | None:
         try:
             return _connect(path)
         except _ZygoteGone:
+            # The zygote is dead, and its workers died with it.
             path.unlink(missing_ok=True)
             return None
         except _HasBroker:
@@ -288,6 +290,7 @@ def _kill_listener(channel: socket.socket, path: Path) -> None:
         log_event(LogEvent.ZYGOTE_HUNG, zygote_pid=pid)
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        # Its workers die with it (PR_SET_PDEATHSIG), so their bytes become free.
         if not has_ended(pidfd, END_TIMEOUT_S):
             raise CannotAdopt(f"zygote {pid} hangs, and can't be killed", hint="Restart the host.")
     finally:

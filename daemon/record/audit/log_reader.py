@@ -49,6 +49,7 @@ class LogSource:
         """Yield every line that is a record. `verifier` knows afterwards whether the chain is intact."""
         verifier = verifier or Verifier()
         for file, offset, line in self.lines():
+            # The verifier reports lines that are not records.
             if (record := verifier.take(file, offset, line)) is not None:
                 yield record
 
@@ -133,6 +134,7 @@ def found_text(found: Mapping[str, Any]) -> str:
 
 def usage_table(tenants: Mapping[str, Used]) -> str:
     head = ("tenant", "leases", "lease seconds", "GiB seconds", "open")
+    # Names come from the log, which may be forged, so they are cleaned like everything else that is shown.
     rows = [
         (
             clean_text(name),

@@ -159,6 +159,7 @@ class Change(NamedTuple):
 
 def lease_key(lease_id: int) -> bytes:
     """Return the key of a lease's row, or of a region's."""
+    # Big-endian, here and below: SQLite compares blobs byte by byte, so rows come in the order of their numbers.
     return lease_id.to_bytes(LEASE_ID_BYTES, "big")
 
 
@@ -179,6 +180,7 @@ def spent_key(lease_id: int, nonce: bytes) -> bytes:
 
 def digest_of(kind: int, key: bytes, value: bytes) -> int:
     """Return a row's part of the sum over all rows (mod 2^128), which reveals a row changed, lost or forged."""
+    # With the key's length, so that no byte can move from the key to the value.
     data = b"%d %d %b%b" % (kind, len(key), key, value)
     return int.from_bytes(blake2b(data, digest_size=16).digest(), "big")
 
@@ -193,6 +195,7 @@ def _text(text: str) -> str:
 
 
 def encode(content: Kept) -> bytes:
+    # The most frequent kinds first.
     if isinstance(content, KeptLease):
         return _lease(content)
     if isinstance(content, LeaseSnapshot):
@@ -225,6 +228,7 @@ def _lease(kept: KeptLease) -> bytes:
 
 
 def _tombstone(lease: LeaseSnapshot) -> bytes:
+    # In the form of `_lease`, without the terms that an ended lease has no use for.
     return (
         f'{{"lease_id":{lease.lease_id},"tenant":{_text(lease.tenant)},"card_uuid":{_text(lease.card_uuid)},'
         f'"size_bytes":{lease.size_bytes},"exclusivity":{lease.exclusivity:d},"generation":{lease.generation},'
@@ -236,7 +240,7 @@ def _tombstone(lease: LeaseSnapshot) -> bytes:
 
 
 def _later(name: str, value: int | str | None) -> str:
-    # Only an `orphan_ms` may be None, of a lease that placement has not seen: as long as it lasts.
+    # Only `orphan_ms` may be None, in a lease that placement has not seen. It then sets no bound.
     return "" if value is None or value == _LATER[name] else f',"{name}":{json.dumps(value)}'
 
 
@@ -502,7 +506,7 @@ class Contents:
         return changes
 
     def forget_membership(self) -> list[Change]:
-        """Forget which member of the fleet the node was, though not the fleet, and return the changes of rows."""
+        """Forget which member of the fleet the node was, but not the fleet itself, and return the changes of rows."""
         if self.membership is None:
             return []
         # The cluster, generation and revision stay, so that the node still recognizes a store that was restored from a

@@ -124,6 +124,7 @@ def gauges(facts: NodeFacts) -> dict[Family, Values]:
 def _of_tenants(facts: NodeFacts) -> dict[Family, Values]:
     of = facts.tenants
     return {
+        # Every pair of tenant and card that ever had a value, zeros included.
         families.REGIONS_ACTIVE: {pair: of.open_regions[pair] for pair in facts.pairs},
         families.REGIONS_BYTES: {pair: of.region_bytes[pair] for pair in facts.pairs},
         families.LEASES_ACTIVE: {pair: of.active[pair] for pair in facts.pairs},
@@ -173,6 +174,7 @@ def _of_pool_and_line(facts: NodeFacts) -> dict[Family, Values]:
     contexts = Counter((context.card_uuid, _state_of(context)) for context in facts.warm)
     # Every state of every card, zeros included: a series that comes and goes is hard to alert on.
     states = [(card.uuid, state) for card in facts.cards for state in (*(state.value for state in WarmState), RECYCLED)]
+    # Without a waiter the oldest has waited for 0 seconds.
     oldest_ns = min((waiter.since_ns for waiter in facts.waiting), default=facts.now_ns)
     return {
         families.WARM_CONTEXTS: {labels: contexts[labels] for labels in states},
