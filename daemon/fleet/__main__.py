@@ -50,6 +50,7 @@ def main(channel_fd: int, parent_pid: int, sandbox: SandboxSettings) -> int:
     set_name("gpul-fleet")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     go_on_logging("fleet", opens_own=False)
+    # The first message has the settings; nothing is read from etcd before the sandbox holds.
     channel = socket.socket(fileno=channel_fd)
     try:
         # The broker opened the certificates: this process reads them now and can't open files later.
@@ -101,6 +102,7 @@ def needs_of(endpoints: Sequence[str]) -> Needs:
 
 async def _serve(start: FleetStart, files: SentFiles, channel: socket.socket, readings: MachineReadings) -> None:
     """Raises ChannelClosed."""
+    # gRPC's threads start here, inside the sandbox.
     client = EtcdClient(EtcdSettings(start.etcd, timeout_s=start.timeout_s), files.read)
     try:
         member = Member(

@@ -77,30 +77,35 @@ async def fence(
     Returns:
         The names that are free now.
     """
+    # Step 1: read the node's record and how long its leases live.
     key = node_key(node_id)
     found = await done(client, Transaction(reads=(Get(key), Get(HORIZON))))
     node = next(iter(found.found[0]), None)
     # Read the horizon before changing anything: a fence with an unknown wait would free names that are in use.
     horizon_s = _horizon_s(found.found[1]) if waits else 0.0
     last_incarnation = found.revision if node is None else node.create_revision
+    # Step 2: remove the record. From then on the node's heartbeats and claims fail.
     if node is not None:
         # Remove the record only in the incarnation that was just read: a node that has rejoined meanwhile is alive.
         removal = Transaction((CreateRevisionIs(key, last_incarnation),), node_removal(node_id))
         if not (await done(client, removal)).succeeded:
-            raise NotFenced(f"node {node_id} has joined anew meanwhile: look at it, and fence it again if need be")
+            raise NotFenced(f"node {node_id} has joined again meanwhile: check it, and fence it again if necessary")
         say(f"Node {node_id} is fenced: it can claim nothing more, and its claimed leases end.")
     # List the claims after the removal: without its record the node can't add any.
+    # Step 3: which names does it have?
     names = await done(client, Transaction(reads=(Get(NAMES, is_prefix=True),)))
     claims = [item for item in names.found[0] if _is_of(item, node_id, last_incarnation, say)]
     if node is None and not claims:
         raise NotFenced(f"the fleet has no node {node_id}, and no name is claimed by one")
+    # Step 4: wait until its leases have ended by themselves, whatever the node does.
     if waits and claims:
         wait_s = horizon_s * (1 + DEFAULT_TERMS.rho)
-        say(f"Waiting {wait_s:.1f} s, until its claimed leases have ended even if nobody can reach it.")
+        say(f"Waiting {wait_s:.1f} s, until its claimed leases have ended even if it can't be reached.")
         until = clock() + wait_s
         # Sleep in short steps: a long sleep would not count time for which this host is suspended.
         while (left_s := until - clock()) > 0:  # noqa: ASYNC110  # nothing happens that an event could tell
             await asyncio.sleep(min(left_s, POLL_S))
+    # Step 5: mark the fence, and free the names.
     if claims or not waits:
         # Leave the mark for resources other than names: it proves to every node that earlier memberships are over.
         await done(client, Transaction((CreateRevisionIs(key, 0),), (Put(fenced_key(node_id), b""),)))
@@ -115,7 +120,7 @@ def _horizon_s(found: tuple[KeyValue, ...]) -> float:
     where = HORIZON.decode()
     if not found:
         raise NotFenced(
-            f"etcd has no {where}, so nobody knows how long the node's leases live: nothing was done. Start a node,"
+            f"etcd has no {where}, so it is unknown how long the node's leases live: nothing was done. Start a node,"
             " which writes it, and fence again; or pull the plug of this one and say so (--pulled-the-plug)"
         )
     horizon_s = read_horizon_s(found[0].value)
@@ -129,7 +134,7 @@ def _is_of(item: KeyValue, node_id: str, last_incarnation: int, say: Callable[[s
     """Return whether a claim belongs to one of the node's memberships so far. Reports a claim that does not show it."""
     claim = read_claim(item.value)
     if isinstance(claim, Unreadable):
-        say(f"Nobody knows whose claim {shown_key(item.key)} is, for it can't be read: it stays ({claim.reason}).")
+        say(f"The claim {shown_key(item.key)} can't be read, so its node is unknown: it stays ({claim.reason}).")
         return False
     return claim.node_id == node_id and claim.incarnation <= last_incarnation
 
@@ -168,11 +173,12 @@ def main(node: str, etcd: EtcdSettings, pulled_the_plug: bool, yes: bool) -> Non
             await client.close()
 
     try:
+        # Every expected failure is a sentence on standard error.
         freed = asyncio.run(run())
     except (NotFenced, NotDone, BadEtcdSettings) as error:
         click.echo(f"gpulease fleet fence: {error}", err=True)
         sys.exit(EXIT_FAILED)
-    click.echo(f"Free names: {', '.join(sorted(freed))}." if freed else "No name was its.")
+    click.echo(f"Free names: {', '.join(sorted(freed))}." if freed else "The node had no names.")
 
 
 if __name__ == "__main__":

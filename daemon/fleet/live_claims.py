@@ -27,6 +27,7 @@ class LiveParts:
 
     def take(self, part: LiveClaimsPart) -> LiveClaims | None:
         """Take one part; returns all claims with the last one."""
+        # Parts arrive in order on one channel, so the last one completes them.
         self._epochs.update(part.epochs)
         self._quotas.update(part.quotas)
         if not part.is_last:

@@ -53,7 +53,9 @@ class MachineReadings:
 
     def read(self) -> MachineReading:
         """Read all available clocks and counters."""
+        # The messages first: a pause before this reading counts for it.
         self._generations += self._new_generations()
+        # The own clock is read before and after the others, which bounds the time between them.
         began_ns = boot_ns()
         host_ns, stolen_ns = None, {}
         if self._clock_fd is not None:
@@ -86,6 +88,7 @@ class MachineReadings:
 
 def _open_host_clock(clocks: Path, devices: Path) -> int | None:
     for clock in sorted(clocks.glob("ptp*")):
+        # No PTP clock, or one that this user may not open: pauses are then detected by stolen time, or not at all.
         with contextlib.suppress(OSError):
             if (clock / "clock_name").read_text().strip() in HOST_CLOCKS:
                 return _open(devices / clock.name)
@@ -104,6 +107,7 @@ def _open_uevents() -> socket.socket | None:
     uevents = None
     try:
         uevents = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_NONBLOCK, _NETLINK_KOBJECT_UEVENT)
+        # Only the kernel may write to this group, so every message is its own.
         uevents.bind((0, _KERNEL_GROUP))
     except OSError:
         if uevents is not None:

@@ -140,15 +140,19 @@ class FleetProcess:
         The broker then answers all waiting requests and starts another process, which joins as the same member.
         """
         loop = asyncio.get_running_loop()
+        # Step 1: be ready. The broker sends the record and the live claims now.
         self._channel.setblocking(False)
         loop.add_reader(self._channel, self._read)
         self._send(Ready())
+        # Step 2: start the rules, the check for pauses, and the report of etcd's size.
         self._post(Started())
         self._look_at_machine()
         self._size_task.start(at_once=True)
         try:
+            # Step 3: serve. Everything happens in callbacks.
             await self._ended.wait()
         finally:
+            # Step 4: end. Nothing is written to etcd any more: the next process continues from the journal.
             loop.remove_reader(self._channel)
             loop.remove_writer(self._channel)
             self._outbox.close()
@@ -215,6 +219,7 @@ class FleetProcess:
         except Exception:
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="compacting etcd")
             return
+        # Another node was quicker: this is not a refusal.
         refusal = outcome.reason if isinstance(outcome, Rejected) and _IS_COMPACTED not in outcome.reason else ""
         # The refusal may last for weeks: log it once, not once a minute.
         if refusal and refusal != self._not_compacted:
@@ -242,6 +247,7 @@ class FleetProcess:
         self._sleep()
 
     def _sleep(self) -> None:
+        # One timer: the last order replaces the earlier ones.
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -251,6 +257,7 @@ class FleetProcess:
 
     def _wake(self) -> None:
         self._timer = None
+        # No heartbeat before the broker has set the last deadline: a broker that hangs must not look alive.
         if self._due_ns is None or self._unset_horizons:
             return
         if self._clock_ns() < self._due_ns:
@@ -260,6 +267,7 @@ class FleetProcess:
         self._post(TimerFired())
 
     def _move_horizon(self, effect: MoveHorizon) -> None:
+        # Until the broker answers HorizonSet, no timer fires.
         self._unset_horizons += 1
         self._send(effect)
 
@@ -269,6 +277,7 @@ class FleetProcess:
         """Report a pause of the machine since the last check to the rules."""
         self._look = asyncio.get_running_loop().call_later(READING_S, self._look_at_machine)
         before, self._last_reading = self._last_reading, self._readings.read()
+        # None: the machine was restored or copied, so the length of the stop is unknown.
         missed = missed_ns(before, self._last_reading)
         if missed is None or missed >= LEAST_PAUSE_NS:
             self._post(Paused(missed, token_hex(INSTANCE_BYTES)))
@@ -358,6 +367,7 @@ class FleetProcess:
                 assert_never(message)
 
     def _post_kept(self) -> None:
+        # Both must be done, in either order: the mark is durable, and the deadline is on the pages.
         if self._kept_beat is not None and not self._unset_horizons:
             beat, self._kept_beat = self._kept_beat, None
             self._post(MarkKept(beat))

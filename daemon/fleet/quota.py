@@ -53,18 +53,21 @@ async def set_quota(client: EtcdClient, tenant: str, total_bytes: int) -> int:
         Bytes that its leases use now.
     """
     for _ in range(ATTEMPTS):
+        # Step 1: read all shards, and refuse to overwrite one that can't be read: it may hold leases.
         found = await done(client, Transaction(reads=(Get(quota_prefix(tenant), is_prefix=True),)))
         shards = all_shards(tenant, read_shards(found.found[0])).values()
         for shard in shards:
             if not shard.is_readable:
                 key = shown_key(shard.key)
-                text = f"{key} in etcd is no part of a quota ({shard.unreadable})"
+                text = f"{key} in etcd must be a part of a quota ({shard.unreadable})"
                 raise NotSet(f"{text}: once its leases have ended, `etcdctl del {key}`")
+        # Step 2: new budgets, written only if no shard has changed since.
         spread(shards, total_bytes)
         compares = tuple(ModRevisionIs(shard.key, shard.mod_revision) for shard in shards)
         if (await done(client, Transaction(compares, tuple(shard.put() for shard in shards)))).succeeded:
             return sum(shard.used_bytes for shard in shards)
-    raise NotSet(f"leases of {tenant} come and go all the time: run this again")
+    # Every attempt met a lease that began or ended.
+    raise NotSet(f"leases of {tenant} began or ended during each of {ATTEMPTS} attempts: run this again")
 
 
 async def set_default(client: EtcdClient, total_bytes: int) -> None:
@@ -74,6 +77,7 @@ async def set_default(client: EtcdClient, total_bytes: int) -> None:
 
 async def describe(client: EtcdClient, tenant: str = "") -> list[str]:
     """Return sentences about the quota of one tenant or of all, and about the default. Raises NotDone."""
+    # One read, so that the sentences are of one moment.
     reads = Get(quota_prefix(tenant), is_prefix=True), Get(QUOTA_DEFAULT)
     found = await done(client, Transaction(reads=reads))
     default = read_default(found.found[1])
@@ -81,7 +85,7 @@ async def describe(client: EtcdClient, tenant: str = "") -> list[str]:
     if tenant in ("", DEFAULT):
         every = "no quota, so their leases are refused" if default is None else size_text(default.total_bytes)
         if default is not None and default.unreadable:
-            every = f"a quota that can't be read ({default.unreadable}), so their leases are refused: set it anew,"
+            every = f"a quota that can't be read ({default.unreadable}), so their leases are refused: set it again,"
         told.append(f"{DEFAULT}: {every} for each tenant without a quota of its own.")
     return told or [f"{tenant}: no quota of its own, and no lease yet by the default."]
 
@@ -90,6 +94,7 @@ def _sentences(found: tuple[KeyValue, ...]) -> Iterator[str]:
     of_tenants: dict[str, list[Shard]] = {}
     for key, shard in read_shards(found).items():
         of_tenants.setdefault(tenant_of(key), []).append(shard)
+    # One sentence for each tenant: the quota, its origin, its use, and the nodes that use it.
     for tenant, shards in sorted(of_tenants.items()):
         broken = next((shard for shard in shards if not shard.is_readable), None)
         if broken is not None:
@@ -124,6 +129,7 @@ async def run(etcd: EtcdSettings, tenant: str, total_bytes: int | None) -> list[
 
 
 def _tenant(context: click.Context, option: click.Parameter, value: str | None) -> str:
+    # `default`, and the names of local users and of plain TCP, can't be names in certificates.
     if not value or value in (DEFAULT, OVER_TCP) or value.startswith("uid:"):
         return value or ""
     try:

@@ -203,7 +203,7 @@ def test_a_directory_without_etcd_says_whose_fault_it_is(
     directory.wait_for("etcd has not answered for too long")
     with pytest.raises(Disconnected, match="this directory has not reached etcd for") as refused:
         fleet_builder(directory).acquire()
-    assert "operator should look at etcd" in refused.value.hint
+    assert "operator should check etcd" in refused.value.hint
     cluster.resume(cluster.members[0])
     directory.wait_for("view of its fleet is current", times=2)
     with fleet_builder(directory).acquire() as lease:
@@ -214,7 +214,7 @@ def test_the_wrong_kind_of_address_is_told(cluster: EtcdCluster, directory: Dire
     with pytest.raises(Exception, match="this must be sent to a directory of a fleet, not to a node") as as_directory:
         GpuBuilder(f"fleet:{daemon.address}").min_vram(MIB).acquire()
     assert "without fleet:" in str(as_directory.value)
-    with pytest.raises(Exception, match="this is a fleet's directory, and no node") as as_node:
+    with pytest.raises(Exception, match="this is a fleet's directory, not a node") as as_node:
         GpuBuilder(directory.address).min_vram(MIB).acquire()
     assert "behind fleet:" in str(as_node.value)
     with pytest.raises(InvalidRequest, match="is a fleet's address; a single daemon's is needed"):

@@ -141,7 +141,7 @@ def test_a_fence_by_hand_frees_the_names_of_that_membership_alone(cluster: EtcdC
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "Node n1 is fenced: it can claim nothing more, and its claimed leases end.",
-        "Waiting 2.0 s, until its claimed leases have ended even if nobody can reach it.",
+        "Waiting 2.0 s, until its claimed leases have ended even if it can't be reached.",
         "Free names: model-a.",
     ]
     assert [bool(keys(cluster, node_key(node_id))) for node_id in ("n1", "n2")] == [False, True]
@@ -165,7 +165,7 @@ def test_an_operator_who_pulled_the_plug_says_so_twice_and_does_not_wait(cluster
         assert keys(cluster, node_key("n1"))
     assert gpulease(*words, typed="y\n").stdout.splitlines()[-1] == "Free names: model-a."
     put_node(cluster, "n1", record_of("tls:gpu.example:7443"))
-    assert gpulease(*words, "--yes").stdout.splitlines()[-1] == "No name was its."
+    assert gpulease(*words, "--yes").stdout.splitlines()[-1] == "The node had no names."
 
 
 @pytest.mark.parametrize(
@@ -218,10 +218,10 @@ def test_the_commands_of_a_fleet_say_which_values_they_can_t_read(cluster: EtcdC
         in quotas.stdout
     )
     assert "default: a quota that can't be read (Number out of range" in quotas.stdout
-    assert "in etcd is no part of a quota" in gpulease("fleet", "quota", "ann", "1GiB", *etcd).stderr
+    assert "in etcd must be a part of a quota" in gpulease("fleet", "quota", "ann", "1GiB", *etcd).stderr
     assert gpulease("fleet", "quota", "ann", "2048PiB", *etcd).returncode == 2
     fenced = gpulease("fleet", "fence", "n1", *etcd, "--pulled-the-plug", "--yes")
-    assert "whose claim /gpulease/v1/names/model-b is, for it can't be read: it stays" in fenced.stdout
+    assert "The claim /gpulease/v1/names/model-b can't be read, so its node is unknown: it stays" in fenced.stdout
     assert fenced.stdout.splitlines()[-1] == "Free names: model-a."
 
 
@@ -276,7 +276,7 @@ UNUSED = ("--etcd", "etcd://127.0.0.1:1")
                 ),
                 (("--etcd", "h1", *SOMEWHERE), 2, "is no address of etcd"),
                 ((*UNUSED, "--listen", "tls:127.0.0.1:0"), 1, "TLS needs --certificate, --key and --client-ca"),
-                ((*UNUSED, "--listen", "tcp:0.0.0.0:0"), 1, "plain TCP is for loopback alone"),
+                ((*UNUSED, "--listen", "tcp:0.0.0.0:0"), 1, "an address of plain TCP must be on loopback"),
                 ((*UNUSED, *SOMEWHERE, "--http", "0.0.0.0:1"), 2, "is not on loopback"),
             )
         ),

@@ -73,6 +73,7 @@ def main(
 ) -> None:
     """Tell the tenants of a fleet which nodes to ask. Two to five such processes serve a fleet."""
     try:
+        # Step 1: check the whole command line before anything starts. A mistake is a usage error, with exit status 2.
         addresses = [parse_address(text) for text in listen]
         files = None
         if certificate is not None or key is not None or client_ca is not None or crl is not None:
@@ -83,6 +84,7 @@ def main(
         http = None if http_address is None else HttpSettings(parse_http(http_address), parse_host_names(http_hosts))
     except ValueError as error:
         raise click.UsageError(str(error)) from None
+    # Step 2: become the service.
     set_name("gpul-directory")
     go_on_logging("directory")
     _raise_descriptor_limit()
@@ -120,11 +122,13 @@ async def _serve(
             stack.push_async_callback(server.close)
             for address in addresses:
                 server.listen(address)
+            # Only now follow etcd: until then every request is refused with a reason.
             watching = asyncio.ensure_future(fleet.run())
             awaited = {stopping, watching}
             if http is not None:
                 listener = stack.enter_context(_bound_http(http))
                 awaited.add(await stack.enter_async_context(metrics_served(server.metrics, http, listener)))
+            # Run until a signal comes, or until one part fails.
             done, _ = await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 # The other tasks never end by themselves, so one of them failed. A directory that serves only half is
@@ -144,6 +148,7 @@ def _of_certificate(texts: tuple[str, ...], operators: tuple[str, ...]) -> Mappi
     if not texts:
         return NO_TENANTS
     named = parse_certificate_names(dict(text.rpartition("=")[::2] for text in texts))
+    # An operator that no certificate can name is a typing mistake, which would never be noticed otherwise.
     for operator in operators:
         if operator not in named.values():
             raise ValueError(f"--operator {operator}: no --tenant-of-certificate names this tenant")
@@ -163,6 +168,7 @@ def _bound_http(http: HttpSettings) -> socket.socket:
 
 
 def _raise_descriptor_limit() -> None:
+    # MAX_CONNECTIONS descriptors exceed the soft limit of 1,024 that most hosts set.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

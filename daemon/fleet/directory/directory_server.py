@@ -129,6 +129,7 @@ class DirectoryServer:
 
     def listen(self, address: Address) -> Address:
         """Listen on one more address. Returns it with the port that the kernel chose. Raises CannotServe."""
+        # Step 1: everything that can be wrong with the address is reported before anything serves.
         if isinstance(address, TlsAddress) and self._files is None:
             raise CannotServe(f"{address}: TLS needs --certificate, --key and --client-ca")
         try:
@@ -138,12 +139,14 @@ class DirectoryServer:
         except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) and error.strerror else error
             raise CannotServe(f"can't listen on {address}: {why}") from None
+        # Step 2: accept from now on. The log names the port that the kernel chose.
         self._serve(sock, bound)
         log_event(LogEvent.DIRECTORY_LISTENS, address=str(bound), version=AGENT)
         return bound
 
     async def close(self) -> None:
         await self._restoring.stop()
+        # Stop accepting first, so that no connection arrives while the open ones end.
         tasks = [*self._accepting.values(), *self._openings]
         for task in tasks:
             task.cancel()
@@ -152,6 +155,7 @@ class DirectoryServer:
             listener.close()
         for place, _ in self._places:
             place.release()
+        # Abort: a peer that reads slowly must not delay the stop.
         for connection in list(self._connections):
             connection.abort()
 
@@ -170,6 +174,7 @@ class DirectoryServer:
 
     async def _restore(self) -> None:
         for number, (place, listener) in enumerate(self._places):
+            # None unless the socket's file was removed, for example by a cleaner of /tmp.
             sock = place.restore()
             if sock is not None:
                 self._serve(sock, place.address)
@@ -188,15 +193,19 @@ class DirectoryServer:
         while True:
             try:
                 sock, _ = await loop.sock_accept(listener)
+            # The host has no descriptor left. The connection waits in the kernel, so accepting at once would fail
+            # again.
             except OSError:
                 await asyncio.sleep(NO_DESCRIPTORS_PAUSE_S)
                 continue
             source = _source(sock)
+            # Bounds before any work: a refused connection costs an accept and a close.
             if source is None or self.connections >= MAX_CONNECTIONS or self._sources[source] >= MAX_PER_SOURCE:
                 self._refusals.add(str(source), "too many connections")
                 sock.close()
                 continue
             self._sources[source] += 1
+            # Each handshake has its own task: one that stalls delays no other.
             task = loop.create_task(self._open(sock, source, address))
             self._openings.add(task)
             task.add_done_callback(self._openings.discard)
@@ -218,6 +227,8 @@ class DirectoryServer:
             return DirectoryConnection(self._fleet, self.metrics, self._peer_of, turns, self._connections, release)
 
         is_tls = isinstance(address, TlsAddress)
+        # From here on exactly one of two calls `release`: the connection when it is lost, or this function if none is
+        # made.
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
                 connection,
@@ -238,6 +249,8 @@ class DirectoryServer:
     def _current_context(self) -> ssl.SSLContext | None:
         """Return a TLS context of the files' present contents: operators renew certificates while a directory runs."""
         if self._files is not None and (stamps := self._files.stamps()) != self._stamps:
+            # Bad files are logged once and the old certificate stays in use: a half-finished renewal must not end the
+            # service.
             try:
                 self._context, self._stamps = server_context(self._files), stamps
             except BadIdentity as error:
@@ -249,13 +262,16 @@ class DirectoryServer:
         """Return the peer of a connection. Raises NoTenant."""
         certificate = transport.get_extra_info("peercert")
         sock = transport.get_extra_info("socket")
+        # TLS: the certificate names the tenant, as at a node.
         if certificate is not None:
             names = [f"{kind}:{value}" for kind, value in certificate.get("subjectAltName", ())]
             tenant = tenant_named(names, self._tenants)
             return DirectoryPeer(tenant, tenant in self._operators)
+        # A Unix socket: the kernel names the user. Root and the directory's own user are operators.
         if sock.family == socket.AF_UNIX:
             uid = _uid(sock)
             return DirectoryPeer(f"uid:{uid}", uid in (0, os.geteuid()))
+        # Plain TCP on loopback names no user, so all such peers are one tenant.
         return DirectoryPeer(OVER_TCP)
 
 
@@ -307,6 +323,7 @@ class DirectoryConnection(asyncio.Protocol):
         self._connections.add(self)
         assert self._transport is not None
         self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+        # The timer first: it also bounds a peer that is refused below and does not read.
         self._await(HELLO_TIMEOUT_S, f"no HELLO came within {HELLO_TIMEOUT_S:g} s")
         try:
             self._peer = self._peer_of(transport)
@@ -342,9 +359,11 @@ class DirectoryConnection(asyncio.Protocol):
     def resume_writing(self) -> None:
         """Resume with a peer that reads again."""
         self._is_peer_slow = False
+        # The transport takes more: write the next part. It may pause again at once.
         self._write_on()
         if self._is_peer_slow:
             return
+        # All of the answer is written: read the next request, and serve what has arrived already.
         self._is_answer_late = False
         if self._transport is not None and not self._transport.is_closing():
             self._await_request()
@@ -361,6 +380,7 @@ class DirectoryConnection(asyncio.Protocol):
         if self._is_queued:
             return
         self._is_queued = True
+        # The queue may call `_serve_turn` right away, if no other source waits.
         self._turns.enqueue(self._source, self._serve_turn)
         if self._is_queued and self._transport is not None:
             # Let other sources go first; the kernel keeps what the peer sends meanwhile.
@@ -369,16 +389,19 @@ class DirectoryConnection(asyncio.Protocol):
     def _serve_turn(self) -> None:
         self._is_queued = False
         for _ in range(REQUESTS_PER_TURN):
+            # Stop when the peer is gone, or has to read first: its bytes stay in the buffers.
             if self._transport is None or self._transport.is_closing() or self._is_peer_slow:
                 return
             event = self._connection.next_event()
             if event is None:
+                # All complete requests are served. The rest of a frame gets a deadline.
                 self._transport.resume_reading()
                 self._await_more()
                 return
             self._on_event(event)
             if self._turns.is_quantum_over:
                 break
+        # More may be there: let the other sources go first.
         self._enqueue()
 
     def _on_event(self, event: Event) -> None:
@@ -387,8 +410,10 @@ class DirectoryConnection(asyncio.Protocol):
                 self._answer(event, self._result(event))
                 self._is_mid_frame = False
                 self._await_request()
+            # A malformed request of which the id is known gets a failure, and the connection stays.
             case Rejected() if not event.is_quiet and self._transport is not None:
                 self._transport.write(self._connection.send_failure(event, event.failure))
+            # The stream can't be read any further.
             case StreamBroken():
                 self._close_with(event.failure)
             case EndOfStream():
@@ -412,6 +437,7 @@ class DirectoryConnection(asyncio.Protocol):
                 return HelloReply(0, AGENT, MAX_CONTROL_PAYLOAD_BYTES, ())
             case Opcode.PING:
                 return body  # type: ignore[no-any-return]
+            # The view answers from memory; nothing here waits for etcd.
             case Opcode.PLACE:
                 return self._fleet.place(body, self._peer.tenant, is_operator=self._peer.is_operator)
             case Opcode.FLEET_LIST:
@@ -423,7 +449,7 @@ class DirectoryConnection(asyncio.Protocol):
             case _:
                 return Failure(
                     Status.UNSUPPORTED,
-                    f"{request.op.name}: this is a fleet's directory, and no node",
+                    f"{request.op.name}: this is a fleet's directory, not a node",
                     hint="Write its address behind fleet:, or ask a node at its own address (lease.address).",
                 )
 
@@ -431,6 +457,8 @@ class DirectoryConnection(asyncio.Protocol):
         if self._transport is None:
             return
         if isinstance(result, bytes):
+            # A shared listing: only the header is made for this peer, and the body is written in parts as the peer
+            # reads it.
             self._transport.write(self._connection.send_reply_header(request, len(result)))
             self._unsent = memoryview(result)
             self._write_on()
@@ -473,6 +501,7 @@ class DirectoryConnection(asyncio.Protocol):
 
     def _close_with(self, failure: Failure) -> None:
         if self._transport is not None and not self._transport.is_closing():
+            # Send the reason and close. A peer that does not read it in time is cut off.
             self._transport.write(self._connection.send_goodbye(failure))
             self._transport.close()
             self._start(STALL_TIMEOUT_S, self.abort)
@@ -502,7 +531,7 @@ def bound_at(address: TcpAddress | TlsAddress) -> tuple[socket.socket, Address]:
     found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, _, _, _, where = found[0]
     if isinstance(address, TcpAddress) and not ipaddress.ip_address(where[0]).is_loopback:
-        raise ValueError("plain TCP is for loopback alone; write tls:HOST:PORT")
+        raise ValueError("an address of plain TCP must be on loopback: write tls:HOST:PORT")
     sock = socket.create_server((str(where[0]), int(where[1])), family=family, backlog=BACKLOG)
     sock.setblocking(False)
     return sock, type(address)(address.host, sock.getsockname()[1])

@@ -104,10 +104,12 @@ def place(
 def _fitting(view: FleetView, wanted: PlaceWanted) -> list[tuple[int, str]]:
     """Return the largest slice and the id of each node with these labels, and with room on the wanted card."""
     index, room = view.index, _ROOMS.get(wanted.exclusivity, Room.ANY)
+    # Each index gives a set of nodes, or None for "any".
     labelled, cards = index.with_labels(wanted.labels or {}), index.with_card(wanted.device)
     if labelled == set() or cards == {}:
         return []
     nodes = index.with_room(room, wanted.size_bytes)
+    # Room first, as a sorted list, and then filter it: the list keeps the order by free bytes.
     if labelled is not None:
         nodes = [node for node in nodes if node[1] in labelled]
     if cards is not None:
@@ -117,6 +119,7 @@ def _fitting(view: FleetView, wanted: PlaceWanted) -> list[tuple[int, str]]:
 
 def _free_bytes(node: SeenNode, wanted: PlaceWanted, order: PlacementOrder) -> int:
     """Return the free bytes of the card that a fitting node would choose."""
+    # The card that the node itself would choose: the smallest that fits, or the largest, by the order.
     cards = [card for index, card in enumerate(node.inventory.cards) if _is_meant(card, index, wanted.device)]
     free = [card.largest_bytes for card in cards if _has_room(card, wanted)]
     return max(free) if order is PlacementOrder.SPREAD else min(free)
@@ -153,6 +156,7 @@ def _shuffled(nodes: list[tuple[int, str]], draw: Random) -> Iterator[tuple[int,
 def _sentence(view: FleetView, wanted: PlaceWanted) -> str:
     """Return why each node is not a candidate. A node counts once, for the first reason that applies."""
     index = view.index
+    # Step 1: nodes that are out for reasons of their own, in the order of the table.
     out: set[str] = set()
     counts = []
     tried = {node_id for node_id in wanted.tried if node_id in view.nodes}
@@ -164,6 +168,7 @@ def _sentence(view: FleetView, wanted: PlaceWanted) -> str:
     ):
         counts.append((len(nodes - out), reason))
         out |= nodes
+    # Step 2: of the rest, those that lack what was asked for. None means that everything qualifies.
     left = len(view.nodes) - len(out)
     fitting: Set[str] | None = None
     cards = index.with_card(wanted.device)
@@ -176,5 +181,6 @@ def _sentence(view: FleetView, wanted: PlaceWanted) -> str:
         fitting = ids - out if fitting is None else fitting & ids
         counts.append((left - len(fitting), reason))
         left = len(fitting)
+    # Step 3: what remains has the labels and the card, and so lacks the room.
     counts.append((left, "without room"))
     return ", ".join(f"{count} {reason}" for count, reason in counts if count) or "the fleet has no node"

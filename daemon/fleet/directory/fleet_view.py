@@ -83,6 +83,7 @@ class FleetView:
 
         A node with an unchanged record keeps its time: reading again does not make a silent node fresh.
         """
+        # Start with an empty view: what is not among the records is gone.
         before = self.nodes
         self.nodes, self.claims, self._names_of, self._inventories = {}, {}, {}, {}
         self._is_indexing = has_horizon = False
@@ -91,16 +92,20 @@ class FleetView:
             self.put(item, now_s)
         if not has_horizon:
             self.horizon_s = None
+        # Keep the time at which an unchanged record was first seen. Without this, each new read would hide that a node
+        # has stopped.
         for node_id, seen in self.nodes.items():
             old = before.get(node_id)
             if old is not None and (old.incarnation, old.revision) == (seen.incarnation, seen.revision):
                 self.nodes[node_id] = seen._replace(changed_s=old.changed_s)
         # Records last seen unreadable before this read are gone.
         self.unreadable.forget_before(int(now_s * NS_PER_S))
+        # Build the index last, and only once.
         self._index_anew()
 
     def put(self, item: KeyValue, now_s: float) -> None:
         """Take a key's new value. An unreadable value counts as absent."""
+        # The key's prefix says what kind of record it is. Other keys, such as quotas, do not concern a directory.
         unreadable = None
         if item.key.startswith(NODES):
             unreadable = self._put_node(item, now_s)
@@ -110,6 +115,7 @@ class FleetView:
             unreadable = self._put_claim(item)
         elif item.key == HORIZON:
             unreadable = self._put_horizon(item)
+        # An earlier value of this key may have been unreadable; this one is not.
         if unreadable is None:
             self.unreadable.forget(item.key)
         else:
@@ -126,6 +132,7 @@ class FleetView:
         if key == HORIZON:
             self.horizon_s = None
             return
+        # The key names the node or the claim. A key that names none was never taken.
         is_claim = key.startswith(NAMES)
         named = name_of(key) if is_claim else node_id_of(key)
         if isinstance(named, Unreadable):
@@ -135,6 +142,7 @@ class FleetView:
         elif key.startswith(NODES) and (old := self.nodes.pop(named, None)) is not None:
             self.index.remove(named, old)
         elif key.startswith(INVENTORIES) and self._inventories.pop(named, None) is not None:
+            # The node itself stays: without an inventory it can't be a candidate, but its names are still served.
             self._show(named, _NO_INVENTORY)
 
     def settle(self, silent_before_s: float) -> None:
@@ -156,6 +164,7 @@ class FleetView:
         """
         claim = self.claims.get(name)
         node = None if claim is None else self.nodes.get(claim.record.node_id)
+        # The claim counts only with the membership that made it. A node that rejoined has lost its earlier claims.
         if claim is None or node is None or node.incarnation != claim.record.incarnation:
             return None
         return None if node.changed_s <= silent_before_s else claim.record.node_id
@@ -166,6 +175,7 @@ class FleetView:
             return node_id
         if isinstance(record, Unreadable):
             return record
+        # A new node needs room; a known one may always change.
         old = self.nodes.get(node_id)
         if old is None and len(self.nodes) >= MAX_NODES:
             return NO_ROOM
@@ -173,7 +183,9 @@ class FleetView:
             # A daemon of an older version writes its inventory into its record, even if a newer one left an inventory
             # key.
             record = replace(record, inventory=_usable(record.inventory))
+        # The record's own inventory, else the one of the separate key, else none yet.
         inventory = record.inventory or self._inventories.get(node_id, _NO_INVENTORY)
+        # A heartbeat changes the record and rarely the inventory: then the computed rooms are still right.
         is_known = old is not None and old.inventory is inventory
         rooms = old.rooms if old is not None and is_known else rooms_of(*inventory.cards)
         seen = SeenNode(record, inventory, item.create_revision, item.mod_revision, now_s, rooms)
@@ -204,6 +216,7 @@ class FleetView:
     def _show(self, node_id: str, inventory: InventoryRecord) -> None:
         """Show a node with the present inventory of its own key."""
         old = self.nodes.get(node_id)
+        # A record with an inventory of its own comes from an older daemon and goes first.
         if old is None or old.record.inventory is not None:
             return
         self.nodes[node_id] = old._replace(inventory=inventory, rooms=rooms_of(*inventory.cards))
@@ -213,6 +226,7 @@ class FleetView:
     def _index_anew(self) -> None:
         self._is_indexing = True
         self.index = NodeIndex()
+        # In the order of their changes, because the index expects times that do not decrease.
         for node_id, seen in sorted(self.nodes.items(), key=lambda node: node[1].changed_s):
             self.index.put(node_id, seen, None)
 
@@ -224,6 +238,7 @@ class FleetView:
             return record
         if name not in self.claims and len(self.claims) >= MAX_NAMES:
             return NO_ROOM
+        # The name may have passed from one tenant to another.
         self._delete_claim(name)
         self.claims[name] = SeenClaim(record, record.epoch_base + item.mod_revision)
         self._names_of.setdefault(record.tenant, set()).add(name)

@@ -108,6 +108,7 @@ class FleetWatch:
     async def run(self) -> None:
         """Keep the view current until this is cancelled."""
         async with asyncio.TaskGroup() as tasks:
+            # Three tasks: one reads and follows the records, one checks that etcd answers, one logs counts.
             tasks.create_task(self._follow())
             tasks.create_task(self._check())
             tasks.create_task(self._count())
@@ -116,6 +117,7 @@ class FleetWatch:
 
     def place(self, body: Place, tenant: str, *, is_operator: bool) -> Placement | Failure:
         """Answer PLACE. Only operators and the lease's tenant learn which node serves a name."""
+        # The holder of a name is shown to its tenant and to operators; anyone else would learn who serves where.
         claim = self.view.claims.get(body.name)
         tells_holder = is_operator or (claim is not None and claim.record.tenant == tenant)
         result = self.denial() or self._placed(body, tells_holder)
@@ -139,9 +141,11 @@ class FleetWatch:
             if now_s - made_s < LISTING_S:
                 break
             del self._listings[oldest]
+        # Peers with the same rights share the bytes: encoding a listing costs far more than sending it.
         if viewer in self._listings:
             return self._listings[viewer][1]
         payload = build_body(self._report(viewer, now_s))
+        # Bounded: there may be many tenants, and a listing may have megabytes.
         if len(self._listings) < MAX_LISTINGS:
             self._listings[viewer] = now_s, payload
         return payload
@@ -149,7 +153,9 @@ class FleetWatch:
     def _report(self, viewer: str | None, now_s: float) -> Report:
         """Return the report for a tenant; for operators if `viewer` is None."""
         view = self.view
+        # First mark the nodes that have become silent since the last request.
         view.settle(self._silent_before_s())
+        # Only operators see nodes. A tenant sees its own names, whichever node serves them.
         nodes = sorted(view.nodes.items())[:MAX_LISTED] if viewer is None else []
         names = sorted(view.claims if viewer is None else view.names_of(viewer))[:MAX_LISTED]
         claims = ((name, view.claims[name]) for name in names)
@@ -189,27 +195,31 @@ class FleetWatch:
         """Return why the directory can't answer now; None if it can."""
         if self._is_read and self.age_s() <= VIEW_LIMIT_S:
             return None
+        # Without a current view every answer could be wrong, so say why there is none.
         since = f"has not reached etcd for {self.age_s():.0f} s"
         if not self._is_read:
             since = "has not read the fleet's records from etcd yet"
         return Failure(
             Status.DISCONNECTED,
             f"this directory {since}, so it does not know which nodes live: {self._why}",
-            hint="Ask another directory. Its operator should look at etcd and the network to it; running leases go on.",
+            hint="Ask another directory. The operator should check etcd and the network to it; leases continue.",
         )
 
     def _placed(self, body: Place, tells_holder: bool) -> Placement | Failure:
+        # Step 1: check what a client of another version may get wrong.
         exclusivity = _CLASSES.get(body.exclusivity)
         if exclusivity is None:
             return Failure(Status.UNSUPPORTED, f"exclusivity class {body.exclusivity} is unknown", hint="Use 0 to 3.")
         if body.name and not NAME.fullmatch(body.name):
             return Failure(
                 Status.INVALID_REQUEST,
-                "the lease's name is none",
+                "the lease's name is not valid",
                 hint="Use up to 128 letters, digits, dots, dashes and underscores.",
             )
+        # Step 2: labels arrive as KEY=VALUE; one without "=" asks for an empty value.
         labels = dict(text.partition("=")[::2] for text in body.labels)
         wanted = PlaceWanted(body.size_bytes, exclusivity, body.name, labels, body.device, frozenset(body.tried))
+        # Step 3: choose candidates from the view.
         return place(
             self.view,
             wanted,
@@ -250,15 +260,18 @@ class FleetWatch:
 
     async def _follow(self) -> None:
         while True:
+            # Step 1: read all records at one revision.
             answer = await self._client.do(Transaction(reads=FLEET_READS))
             if not isinstance(answer, Answer):
                 self._why = answer.reason
                 await asyncio.sleep(RETRY_S)
                 continue
+            # Step 2: they are the view from now on.
             self.view.replace((item for items in answer.found for item in items), self._clock())
             self._log_unreadable()
             self._is_read, self._confirmed_s = True, self._clock()
             try:
+                # Step 3: apply every change after that revision, in order, for as long as the watch lives.
                 async for batch in self._client.watch(PREFIX, answer.revision + 1):
                     self._apply(batch)
             except WatchEnded as ended:
@@ -288,6 +301,7 @@ class FleetWatch:
             asked_s = self._clock()
             answer = await self._client.do(Transaction(reads=(Get(GENERATION),)))
             if isinstance(answer, Answer):
+                # The time of asking, not of the answer: the view is at least as fresh as that.
                 self._confirmed_s = asked_s
             else:
                 self._why = answer.reason
@@ -306,6 +320,7 @@ class FleetWatch:
         told = Counts()
         while True:
             await asyncio.sleep(COUNTS_S)
+            # Only what came since the last line. Counters never decrease, so the difference is exact.
             placements = self.counts.placements - told.placements
             listings = self.counts.listings - told.listings
             told = Counts(self.counts.placements.copy(), self.counts.listings.copy())

@@ -52,6 +52,7 @@ def rooms_of(*cards: CardRecord) -> Rooms:
     """Return the largest slices that one of these cards would grant."""
     found = [-1] * len(Room)
     for card in cards:
+        # The kinds are nested: an empty partition is also an empty card, and that is also any card.
         kinds = Room.ANY if card.leases else Room.EMPTY_PARTITION if card.is_partition else Room.EMPTY
         for kind in range(kinds + 1):
             found[kind] = max(found[kind], card.largest_bytes)
@@ -84,6 +85,7 @@ class NodeIndex:
 
         A node with a new inventory but no heartbeat stays as silent as it was.
         """
+        # Step 1: update only what has changed. Most calls are heartbeats, which change neither labels nor cards.
         record = seen.inventory
         before = None if old is None else old.inventory
         if before is None or before.labels != record.labels:
@@ -92,10 +94,12 @@ class NodeIndex:
             self._put_cards(node_id, _cards(before), _cards(record))
         for nodes, is_in in ((self.draining, record.is_draining), (self.unreachable, not record.addresses)):
             (nodes.add if is_in else nodes.discard)(node_id)
+        # Step 2: a heartbeat makes the node the freshest, at the end of the order.
         if old is None or old.changed_s != seen.changed_s:
             self.silent.discard(node_id)
             self._changes[node_id] = seen.changed_s
             self._changes.move_to_end(node_id)
+        # Step 3: nodes that can't be candidates have no room in the lists.
         is_out = record.is_draining or not record.addresses or node_id in self.silent
         self._list(node_id, () if is_out else seen.rooms)
 
@@ -112,6 +116,7 @@ class NodeIndex:
 
         The time must not decrease.
         """
+        # The oldest come first, so the work is proportional to the nodes that became silent.
         while self._changes:
             node_id, changed_s = next(iter(self._changes.items()))
             if changed_s > silent_before_s:
@@ -150,6 +155,7 @@ class NodeIndex:
             self._by_card.setdefault(text, {})[node_id] = rooms
 
     def _list(self, node_id: str, rooms: Rooms) -> None:
+        # A sorted list for each kind of room: remove the old place and insert the new one, each by bisection.
         before = self._listed.pop(node_id, ())
         if rooms:
             self._listed[node_id] = rooms

@@ -162,6 +162,7 @@ class _Member:
 
     async def connect(self) -> "_Member":
         """Return this member once it is connected. Waits forever if it never is."""
+        # gRPC connects by itself once asked; each change of state is one round.
         while (state := self.channel.get_state(try_to_connect=True)) is not grpc.ChannelConnectivity.READY:
             await self.channel.wait_for_state_change(state)
         return self
@@ -222,11 +223,13 @@ class EtcdClient:
         A read-only transaction has that time for each page of PAGE_KEYS, and all pages are of one revision. Network
         failures are outcomes and raise nothing.
         """
+        # A transaction that only reads goes another way: page by page, and also where etcd is out of space.
         if not transaction.compares and not transaction.writes:
             return await self._read(transaction.reads)
         request = _request(transaction)
         if (size_bytes := request.ByteSize()) > MAX_REQUEST_BYTES:
             return Rejected(f"the request has {size_bytes} bytes; at most {MAX_REQUEST_BYTES} are sent")
+        # Compare and write in one request. If etcd reports lack of space, find out whether it wrote.
         outcome = await self._attempt(
             lambda member, limit_s: self._ask(member, transaction, request, limit_s), is_read=not transaction.writes
         )
@@ -259,6 +262,7 @@ class EtcdClient:
 
         Raises Compacted if etcd no longer has them, and WatchRefused if this user may not read there.
         """
+        # Each round is one stream. The next one continues directly after the last change that was yielded.
         revision = from_revision
         while True:
             member = await self._connected_for_watch()
@@ -268,6 +272,7 @@ class EtcdClient:
                         revision = batch.revision + 1
                         yield batch
             except grpc.aio.AioRpcError as error:
+                # Any other error is an interruption: try the next member.
                 if _is_refusal(error):
                     raise WatchRefused(f"{member.endpoint}: {_words(error)}") from None
             except asyncio.CancelledError:
@@ -278,6 +283,7 @@ class EtcdClient:
 
     async def close(self) -> None:
         """Close all connections. The outcome of a transaction under way becomes Unknown."""
+        # Empty the list first: every loop over the members ends then.
         members, self._members = self._members, []
         if self._closing is not None:
             await self._closing
@@ -287,6 +293,7 @@ class EtcdClient:
         credentials, now = None, self._certificates
         if now is not None:
             credentials = grpc.ssl_channel_credentials(now.ca, now.key, now.certificate)
+        # A random order spreads the nodes of a fleet over the members.
         endpoints = list(self._settings.endpoints)
         self._draw.shuffle(endpoints)
         return [_Member(endpoint, credentials) for endpoint in endpoints]
@@ -294,9 +301,11 @@ class EtcdClient:
     async def _connected(self, unfit: Sequence[_Member], until: float) -> _Member | None:
         """Return a member with a connection that is up, the last good one first; None if that takes too long."""
         fit = [member for member in self._members if member not in unfit]
+        # A connection that is up is used as it is, so an ordinary request waits for nothing here.
         for member in fit:
             if member.is_connected:
                 return member
+        # No connection is up. One reason may be certificates that have expired, so read them again.
         if self._renew_certificates():
             fit = self._members
         return await _first_connected(fit, _left_s(until))
@@ -304,6 +313,7 @@ class EtcdClient:
     async def _connected_for_watch(self) -> _Member:
         """Return a member for a watch, another one each time, once one is connected. Raises WatchRefused."""
         while self._members:
+            # Begin with another member each time: a member that ends watches must not get the next one, too.
             self._watch_starts += 1
             turn = self._watch_starts % len(self._members)
             for member in self._members[turn:] + self._members[:turn]:
@@ -324,11 +334,14 @@ class EtcdClient:
         """Reconnect if the certificates have changed. Returns whether they have."""
         try:
             certificates = self._read_now()
+        # The files are being replaced at this moment. The next attempt reads them again.
         except BadEtcdSettings:
             return False
         if certificates == self._certificates or not self._members:
             return False
         self._certificates = certificates
+        # New channels with the new certificates. The old ones close in the background; a request on one of them fails
+        # and is tried again.
         old, self._members = self._members, self._open()
         self._closing = asyncio.gather(*(member.channel.close(None) for member in old))
         return True
@@ -347,6 +360,7 @@ class EtcdClient:
         unfit: list[_Member] = []
         why = ""
         while (member := await self._connected(unfit, until)) is not None:
+            # A read may be repeated, so it leaves time for other members. A write is sent once and gets all the time.
             limit_s = self._settings.timeout_s / READ_TRIES if is_read else self._settings.timeout_s
             try:
                 return await ask(member, min(limit_s, _left_s(until)))
@@ -368,6 +382,8 @@ class EtcdClient:
 
     async def _ask(self, member: _Member, transaction: Transaction, request: Any, limit_s: float) -> Answer:
         reply = await member.calls.txn(request, timeout=limit_s, metadata=_LEADER_NEEDED)
+        # The responses are in the order of the operations: the writes come first, if the comparisons held (see
+        # _request).
         written = len(transaction.writes) if reply.succeeded else 0
         ranges = [each.response_range for each in reply.responses[written:]]
         found, counts = tuple(_key_values(each.kvs) for each in ranges), tuple(each.count for each in ranges)
@@ -385,6 +401,7 @@ class EtcdClient:
             kvs: list[KeyValue] = []
             while not is_last:
                 request.revision = revision
+                # Each page may come from another member: the revision makes them one snapshot.
                 page = await self._attempt(partial(_read_page, request), is_read=True)
                 if isinstance(page, Unknown | Rejected):
                     return page
@@ -407,10 +424,12 @@ class EtcdClient:
         read = await self.do(Transaction(reads=tuple(Get(write.key) for write in transaction.writes)))
         if not isinstance(read, Answer):
             return Unknown("etcd says that no space is left, and the keys can't be read back")
+        # A key with the written value, or without one after a deletion, may be the work of this write.
         for write, found in zip(transaction.writes, read.found, strict=True):
             value = found[0].value if found else None
             if value == (write.value if isinstance(write, Put) else None):
                 return Unknown("etcd says that no space is left, and the write may be done all the same")
+        # No key has what was written, so the transaction was not done.
         return Rejected("etcd has no space left: compact and defragment it, raise its quota, and disarm its alarm")
 
     async def _watch_once(self, member: _Member, prefix: bytes, revision: int) -> AsyncGenerator[WatchBatch, None]:
@@ -450,6 +469,7 @@ async def _read_page(request: Any, member: _Member, limit_s: float) -> Any:
 async def _first_connected(members: Sequence[_Member], within_s: float) -> _Member | None:
     """Return the member that connects first, of all tried at once; None if none does in time."""
     tasks = [asyncio.ensure_future(member.connect()) for member in members]
+    # All are tried at once: members that are down cost no time if one is up.
     try:
         done, _ = (
             await asyncio.wait(tasks, timeout=within_s, return_when=asyncio.FIRST_COMPLETED) if tasks else ((), ())
@@ -463,6 +483,7 @@ async def _first_connected(members: Sequence[_Member], within_s: float) -> _Memb
 
 def _request(transaction: Transaction) -> Any:
     """Return a transaction as etcd's message."""
+    # Writes come first on success, so that the reads see them. On failure only the reads are done, which show why.
     reads = [messages.RequestOp(request_range=_range(get)) for get in transaction.reads]
     writes = [
         messages.RequestOp(request_put=messages.PutRequest(key=write.key, value=write.value))

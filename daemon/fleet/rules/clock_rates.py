@@ -96,6 +96,7 @@ class _Clock:
 
     def rate(self) -> tuple[float, float] | None:
         """Return the bounds of its seconds per own second; None if it is too early to tell."""
+        # Both readings are intervals. The shortest possible own time gives the highest rate, the longest the lowest.
         shortest = self.last.low_ns - self.first.high_ns
         longest = self.last.high_ns - self.first.low_ns
         if shortest <= 0:
@@ -145,9 +146,11 @@ class ClockRates:
 
         Returns the others' rate if, by their readings, this node's clock is wrong; else None.
         """
+        # Step 1: this heartbeat is a revision between two times of the own clock.
         self._polls.append(_Poll(revision, asked_ns, now_ns))
         mine = None
         there: set[bytes] = set()
+        # Step 2: compare each slot's revision with the own heartbeats around it.
         for item in found:
             if item.key not in _SLOT_KEYS:
                 self._membership.distrust(item, "its key is no slot")
@@ -167,20 +170,25 @@ class ClockRates:
                 self._take(item.key, record, now_ns)
         # A clock counts for as long as its slot exists.
         self._clocks = {key: clock for key, clock in self._clocks.items() if key in there}
+        # Step 3: keep the own slot, or take an abandoned one.
         self._slot = mine
         if mine is None:
             self._take_slot({item.key: item.mod_revision for item in found}, now_ns)
+        # Step 4: judge by the median.
         return self._judge()
 
     def _take(self, key: bytes, record: ClockRecord, now_ns: int) -> None:
         clock = self._clocks.get(key)
+        # The same reading again: the slot has not been written since.
         if clock and (clock.last.instance, clock.last.revision) == (record.instance, record.revision):
             return
+        # The own heartbeats directly before and after the slot's revision enclose it on this clock.
         before = [poll.asked_ns for poll in self._polls if poll.revision < record.revision]
         after = [poll.answered_ns for poll in self._polls if poll.revision >= record.revision]
         if not before or not after:
             return
         reading = _Reading(record.instance, record.revision, record.low_ns, record.high_ns, before[-1], after[0])
+        # The same clock, within the window: the first reading stays, so that the interval narrows.
         if clock and clock.first.instance == record.instance and now_ns - clock.first.high_ns < WINDOW_NS:
             clock.last = reading
         else:
@@ -208,6 +216,7 @@ class ClockRates:
         rates = [rate for clock in self._clocks.values() if (rate := clock.rate())]
         if len(rates) + 1 < MIN_CLOCKS:
             return None
+        # This node's own rate is 1 by definition. With the median a minority of wrong or forged clocks decides nothing.
         low = median([1.0, *(rate[0] for rate in rates)])
         high = median([1.0, *(rate[1] for rate in rates)])
         # If the interval lies outside, use the end that demands more care.

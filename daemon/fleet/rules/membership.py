@@ -145,11 +145,13 @@ class Membership:
 
         A store restored to a state before this node's last heartbeat passes the comparisons. Its answer counts as none.
         """
+        # The last three reads are those of `is_standing`, in its order.
         floor = self.mod_revision
         compares = (*transaction.compares, *self.as_member())
         reads = (*transaction.reads, Get(node_key(self.node_id)), Get(GENERATION), Get(EPOCHS))
 
         def on_answer(outcome: Outcome, asked_ns: int, now_ns: int) -> None:
+            # The record is older than this node's last heartbeat, so the store went back in time.
             if isinstance(outcome, Answer) and any(record.mod_revision < floor for record in outcome.found[-3]):
                 self.is_suspect = True
                 outcome = Unknown("etcd has an earlier state of this node's record")
@@ -159,6 +161,7 @@ class Membership:
 
     def is_standing(self, incarnation: int, answer: Answer) -> bool:
         """Whether the comparisons hold for the results of the reads of `ask_as_member`."""
+        # An absent key has the revision 0, also in the comparisons.
         record, generation, epochs = (items[0] if items else None for items in answer.found[-3:])
         return (
             record is not None
@@ -184,7 +187,9 @@ class Membership:
 
         Readings of others can only make deadlines earlier and waits longer, each by at most MAX_CLOCK_ERROR.
         """
+        # A slow clock: its seconds are longer than the others', so its deadline must come earlier.
         self.cap_ns = int(self._honest_cap_ns / min(max(rate, 1.0), MAX_CLOCK_ERROR))
+        # A fast clock: its seconds are shorter, so its waits must last longer.
         self.wait_ns = int(self._honest_wait_ns / max(min(rate, 1.0), 1 / MAX_CLOCK_ERROR))
 
     def read(self, reader: Callable[[bytes], R | Unreadable], item: KeyValue) -> R | None:
@@ -193,6 +198,7 @@ class Membership:
         if isinstance(record, Unreadable):
             self.distrust(item, record.reason)
             return None
+        # The key may have been unreadable before.
         self._unreadable.forget(item.key)
         return record
 
@@ -204,6 +210,7 @@ class Membership:
         """Report unreadable values, if they differ from those of the last report."""
         self._unreadable.forget_before(self.now_ns - UNREADABLE_NS)
         now = RecordsUnreadable(self._unreadable.count, self._unreadable.sentence())
+        # Only a change is reported: this runs with every heartbeat.
         if now != self._told:
             self._told = now
             self.effects.append(now)

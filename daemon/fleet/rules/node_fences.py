@@ -64,20 +64,25 @@ class NodeFences:
 
         Returns whether that incarnation's claims may be deleted now, and when to check again.
         """
+        # Case 1: a mark proves that all memberships before it are over.
         membership, (records, marks) = self._membership, looked
         next_ns = now_ns + membership.poll_ns
         if marks and marks[0].mod_revision > incarnation:
             return True, now_ns
+        # Case 2: the record is gone, or another membership's. The wait counts from when this was certain.
         if not records or records[0].create_revision != incarnation:
             over_ns = self._gone_since_ns(node_id, incarnation, records, now_ns) + membership.wait_ns
             return now_ns >= over_ns, max(now_ns, min(next_ns, over_ns))
+        # Case 3: the record is unchanged. During an outage this node can't tell a dead node from an unreachable store.
         if membership.beating_since_ns is None:
             return False, next_ns
+        # Fence it once its silence outlasts every lease, and once others had time to return after an outage.
         silent_ns = membership.dates.written_by_ns(records[0].mod_revision, now_ns)
         back_ns = membership.beating_since_ns + BEATS_TO_COME_BACK * membership.beat_ns
         due_ns = max(silent_ns + membership.wait_ns, back_ns)
         if now_ns < due_ns:
             return False, min(next_ns, due_ns)
+        # The mark is read with the next look; only then may the claims be deleted.
         self._fence(node_id, records[0].mod_revision, now_ns)
         return False, next_ns
 
@@ -91,10 +96,12 @@ class NodeFences:
 
         By then the next membership had begun, or its record was seen to be gone.
         """
+        # The next membership's record began then, so the earlier one was over.
         if records and records[0].create_revision > incarnation:
             return self._membership.dates.written_by_ns(records[0].create_revision, now_ns)
         key = node_id, incarnation
         if key not in self._gone_ns:
+            # Forget the oldest observation; its wait would restart.
             while len(self._gone_ns) >= MAX_GONE:
                 del self._gone_ns[next(iter(self._gone_ns))]
             self._gone_ns[key] = now_ns

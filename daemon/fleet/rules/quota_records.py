@@ -129,6 +129,7 @@ def held_entry_key(node_id: str, tenant: str, lease_id: str) -> bytes:
 
 def held_entry(key: bytes, node_id: str) -> tuple[str, str] | Unreadable:
     """Return tenant and lease of the quota entry with that key in its node's list."""
+    # Build the key again from its parts: only a key of our own form is the same.
     quoted, _, lease_id = key.removeprefix(held_key(node_id)).decode(errors="replace").partition("/")
     tenant = unquote(quoted)
     if (
@@ -172,11 +173,14 @@ def spread(shards: Iterable[Shard], total_bytes: int, default_revision: int = 0)
     """Set budgets with that sum. Used bytes come first: a lease keeps what it has."""
     some = list(shards)
     used = [shard.used_bytes for shard in some]
+    # Enough for all: each shard gets what it uses, and an equal part of the rest.
     if (spare := total_bytes - sum(used)) >= 0:
         budgets = [size + spare // len(some) for size in used]
     else:
         # The quota is smaller than its use: scale every budget down, so that none has free bytes.
         budgets = [size * total_bytes // sum(used) for size in used]
+    # Integer division leaves a rest. It goes to the first shard; if the quota is short, to shards whose use exceeds
+    # their budget.
     rest = total_bytes - sum(budgets)
     for shard, size, budget_bytes in zip(some, used, budgets, strict=True):
         more = rest if spare >= 0 else min(rest, size - budget_bytes)

@@ -139,6 +139,7 @@ class QuotaShards:
 
     def want(self, wanted: QuotaWanted, now_ns: int) -> None:
         """Take a request for bytes; `advance` makes the first attempt."""
+        # Bounded before it is kept.
         if len(self._wants) >= MAX_WANTS:
             self._refuse(wanted, (Why.BUSY, f"{MAX_WANTS} claims wait at this node: ask another node"))
         else:
@@ -147,6 +148,7 @@ class QuotaShards:
     def drop(self, request: int, now_ns: int) -> None:
         """Forget a request, and remove what its last attempt wrote."""
         want = self._wants.pop(request, None)
+        # What its attempts may have written must go, or it would count against the tenant.
         if want and (want.is_asking or want.may_be_written):
             self.end(want.wanted.tenant, want.wanted.lease_id, now_ns)
 
@@ -174,11 +176,13 @@ class QuotaShards:
 
         An orphan has neither a lease nor a waiting request.
         """
+        # An entry that a waiting request wrote is not an orphan, though no lease has it yet.
         awaited = {want.wanted.lease_id for want in self._wants.values()}
         for item in found:
             if not is_quotas(item.key, self._membership.node_id):
                 continue
             key = held_entry(item.key, self._membership.node_id)
+            # A key of ours that can't be read stays: it may be a newer version's.
             if isinstance(key, Unreadable):
                 self._membership.distrust(item, key.reason)
                 continue
@@ -186,8 +190,10 @@ class QuotaShards:
                 # Leave the rest to a later heartbeat.
                 return
             tenant, lease_id = key
+            # It has an owner, or its removal is under way.
             if lease_id in self.live or lease_id in awaited or key in self._endings or key in self._removing:
                 continue
+            # Another daemon with this node's id may have written it, and its lease may live until then.
             if lease_id not in self._former and not self._membership.is_over(now_ns):
                 continue
             self._membership.effects.append(Noted(Note.ORPHAN_DELETED, f"bytes of {tenant}'s lease {lease_id}"))
@@ -196,6 +202,8 @@ class QuotaShards:
     def advance(self, now_ns: int) -> None:
         """Make the attempts that are due, and refuse requests that have waited long enough."""
         is_member = self._membership.is_member(now_ns)
+        # Step 1: waiting requests. One that has waited long enough is refused with the last reason, but gets at least
+        # one attempt.
         for want in list(self._wants.values()):
             if want.is_asking:
                 continue
@@ -204,6 +212,7 @@ class QuotaShards:
                 self._refuse(want.wanted, want.refusal if want.refusal and is_member else self._membership.trouble)
             elif is_member and now_ns >= want.next_ns:
                 self._read(want, now_ns)
+        # Step 2: bytes to be returned.
         for key, due_ns in list(self._endings.items()):
             if now_ns >= due_ns:
                 del self._endings[key]
@@ -211,6 +220,7 @@ class QuotaShards:
 
     def due_ns(self, now_ns: int) -> int | None:
         """Return when `advance` has something to do; None if nothing is due by itself."""
+        # An attempt under way has no time of its own: its answer is the next event.
         waiting = [want for want in self._wants.values() if not want.is_asking]
         ends = [max(want.wanted.wait_until_ns, now_ns) for want in waiting]
         tries = [want.next_ns for want in waiting] if self._membership.is_member(now_ns) else []
@@ -220,6 +230,7 @@ class QuotaShards:
 
     def _read(self, want: _Want, now_ns: int) -> None:
         want.is_asking = True
+        # Read the shards, the default, and the records of the nodes that may be dead, at one revision.
         nodes = want.nodes
         looks = (read for node in nodes for read in reads_of(node))
         reads = (Get(quota_prefix(want.wanted.tenant), is_prefix=True), Get(QUOTA_DEFAULT), *looks)
@@ -228,8 +239,10 @@ class QuotaShards:
 
     def _answered(self, want: _Want, nodes: tuple[str, ...], outcome: Outcome, asked_ns: int, now_ns: int) -> None:
         want.is_asking = False
+        # The request was dropped meanwhile, or there is no answer.
         if self._wants.get(want.wanted.request) is not want or not self._is_answer(outcome, want, now_ns):
             return
+        # Step 1: is there a quota that can be read?
         tenant = want.wanted.tenant
         quota = self._quota(tenant, outcome)
         if isinstance(quota, Unreadable):
@@ -237,9 +250,11 @@ class QuotaShards:
             self._refuse_at_once(want, Why.REJECTED, text, now_ns)
         elif quota is None:
             self._refuse_at_once(want, Why.NO_QUOTA, f"tenant {tenant!r} has no quota in the fleet", now_ns)
+        # Step 2: an earlier attempt whose answer was lost has written the entry.
         elif self._is_mine(quota.home.used.get(want.wanted.lease_id)):
             self._give(want, now_ns)
         else:
+            # Step 3: drop the entries of dead nodes, and place the new one in what that leaves.
             looked = zip(outcome.found[2::2], outcome.found[3::2], strict=True)
             self._drop_dead(tenant, quota, dict(zip(nodes, looked, strict=True)), now_ns)
             self._place(want, quota, now_ns)
@@ -248,18 +263,22 @@ class QuotaShards:
         """Return a tenant's quota, made from the default if it has none of its own; None without either."""
         shards, default = self._shards(answer.found[0]), read_default(answer.found[1])
         changed: set[bytes] = set()
+        # One unreadable shard makes the sum unknown, so nothing is granted by guess.
         if not has_sound_budgets(shards.values()):
             return Unreadable("a shard can't be read")
+        # Step 1: shards that an operator has set are the tenant's own, and the default does not count.
         if shards and not any(shard.default_revision for shard in shards.values()):
             default = None
         elif default and default.unreadable:
             self._membership.distrust(answer.found[1][0], default.unreadable)
             return Unreadable("the default can't be read")
         elif default:
+            # Step 2: by the default. Shards of an earlier default get their new budgets with this write.
             shards = all_shards(tenant, shards)
             if any(shard.default_revision != default.mod_revision for shard in shards.values()):
                 spread(shards.values(), default.total_bytes, default.mod_revision)
                 changed = set(shards)
+        # Step 3: without a home shard the tenant has no quota at all.
         home = shards.get(shard_key(tenant, self._slot))
         return _Quota(home, shards, changed, {}, default) if home else None
 
@@ -276,6 +295,7 @@ class QuotaShards:
 
     def _place(self, want: _Want, quota: _Quota, now_ns: int) -> None:
         """Write a lease's entry into the home shard, moving budgets of others there if necessary."""
+        # The sums over all shards: what the tenant may use, and what it uses.
         membership, wanted, home = self._membership, want.wanted, quota.home
         shards = quota.shards.values()
         total_bytes = sum(shard.budget_bytes for shard in shards)
@@ -312,6 +332,7 @@ class QuotaShards:
             home.budget_bytes += moved
             missing -= moved
             quota.changed.add(other.key)
+        # The entry, and its key in the node's list, are written in one transaction.
         home.used[wanted.lease_id] = Entry(membership.node_id, membership.incarnation, wanted.size_bytes)
         quota.changed.add(home.key)
         held = held_entry_key(membership.node_id, wanted.tenant, wanted.lease_id)
@@ -319,6 +340,7 @@ class QuotaShards:
         self._write(want, quota, set(quota.shards) if is_overdrawn else quota.changed, now_ns)
 
     def _remember(self, tenant: str, nodes: tuple[str, ...]) -> None:
+        # Move the tenant to the end; the one that asked longest ago goes first.
         self._looked_at.pop(tenant, None)
         while len(self._looked_at) >= MAX_TENANTS:
             del self._looked_at[next(iter(self._looked_at))]
@@ -326,6 +348,7 @@ class QuotaShards:
 
     def _write(self, want: _Want, quota: _Quota, compared: set[bytes], now_ns: int) -> None:
         membership = self._membership
+        # Compare every shard that is written, and the default: if one has changed meanwhile, nothing is written.
         compares = [ModRevisionIs(key, quota.shards[key].mod_revision) for key in sorted(compared)]
         if quota.default:
             compares.append(ModRevisionIs(QUOTA_DEFAULT, quota.default.mod_revision))
@@ -364,6 +387,8 @@ class QuotaShards:
         return False
 
     def _give(self, want: _Want, now_ns: int) -> None:
+        # The membership may have ended while the answer was on its way. The entry then stays until a later attempt, or
+        # the drop, finds it.
         if self._membership.is_member(now_ns):
             del self._wants[want.wanted.request]
             self.live[want.wanted.lease_id] = want.wanted.tenant
@@ -378,10 +403,12 @@ class QuotaShards:
             for lease_id, entry in list(shard.used.items()):
                 if len(quota.writes) >= MAX_DROPS:
                     return
+                # This node's own entry is over if its membership is, and if no other daemon can have the lease.
                 if entry.node_id == membership.node_id:
                     is_known = lease_id in self._former
                     is_earlier = entry.incarnation != membership.incarnation
                     is_over = is_earlier and (is_known or membership.is_over(now_ns))
+                # Another node's: only if its record was read in the same transaction.
                 elif entry.node_id in found:
                     is_over, _ = self._fences.look(entry.node_id, entry.incarnation, found[entry.node_id], now_ns)
                 else:

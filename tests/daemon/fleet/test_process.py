@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, get_args
 
 import pytest
 
@@ -283,6 +283,7 @@ def test_the_process_handles_every_message_of_the_broker() -> None:
             for message in TO_FLEET.messages:
                 process._take(message, [])  # type: ignore[arg-type]
             assert not process._ended.is_set()
+            assert process._handlers.keys() == set(get_args(Effect)), "every effect of the rules has a handler"
             assert (files, receive_message(ours)[0]) == ([("ca",)], {"op": "pong"})
         finally:
             await client.close()

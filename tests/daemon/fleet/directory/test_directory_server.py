@@ -263,7 +263,7 @@ async def test_over_tcp_names_are_shown_to_nobody_and_only_loopback_is_served(sc
     peer = await (await scene.connect(scene.server.listen(TcpAddress("127.0.0.1", 0)))).hello()
     assert (await peer.ask(Opcode.FLEET_LIST, Empty())).report["names"] == []
     await peer.close()
-    with pytest.raises(CannotServe, match="plain TCP is for loopback alone"):
+    with pytest.raises(CannotServe, match="an address of plain TCP must be on loopback"):
         scene.server.listen(TcpAddress("0.0.0.0", 0))
 
 
