@@ -1,16 +1,14 @@
 """Device arrays of the asyncio API, with awaitable operations."""
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from numpy.typing import NDArray
 
 from gpulease.client.aio.driver import drive, undisturbed
 from gpulease.client.aio.streams import Stream
 from gpulease.client.core.arrays import Call, Calls, SessionArray, assign, copy, fill, read
+from gpulease.client.core.session import SessionView
 from gpulease.client.errors import InvalidRequest
-
-if TYPE_CHECKING:
-    from gpulease.client.aio.session import GpuSession
 
 T = TypeVar("T")
 
@@ -23,8 +21,6 @@ class Array(SessionArray):
     """
 
     __slots__ = ()
-
-    session: "GpuSession"
 
     async def numpy(self, stream: Stream | None = None) -> NDArray[Any]:
         """Copy the array into a new numpy array of the same shape and dtype.
@@ -73,7 +69,7 @@ class Array(SessionArray):
         raise InvalidRequest("numpy can't await an array on the card", "Use await a.numpy()")
 
 
-async def make(session: "GpuSession", calls: Calls[T]) -> T:
+async def make(session: SessionView, calls: Calls[T]) -> T:
     """Execute an operation that the core describes as a sequence of calls, and return its result.
 
     Args:

@@ -32,7 +32,7 @@ from gpulease.client.decode import (
 )
 from gpulease.client.decode.decode_reports import DecoderObserver, ForwardRevoked, RebindReport, StepReport
 from gpulease.client.decode.row_records import NO_ROW, PAGE, ROW
-from gpulease.client.decode.scheduler.step_plan import LiveSequence
+from gpulease.client.decode.scheduler.tenant_state import LiveSequence
 
 TENANTS: Final = 8
 BATCHES: Final = (1, 8, 64, 256)

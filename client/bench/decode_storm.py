@@ -40,8 +40,8 @@ from gpulease.client.decode import (
     SamplingParameters,
     TenantConfig,
 )
+from gpulease.client.decode.decode_errors import CompletionReason
 from gpulease.client.decode.decode_reports import DecoderObserver, FinishedRequest, RebindReport, StepReport
-from gpulease.client.decode.decode_requests import CompletionReason
 from gpulease.client.decode.row_records import PAGE
 from gpulease.client.decode.supervisor.decode_audit import DecodeAudit, TokenDigest
 from gpulease.client.errors import GpuLeaseError

@@ -8,7 +8,7 @@ import click
 from click.shell_completion import CompletionItem
 
 import gpulease
-from gpulease.client.cli.start import run
+from gpulease.client.cli import interrupt_ends_it
 from gpulease.client.console.exit_status import check_words, failures_as_sentences, interrupt_unwinds
 
 PROGRAM: Final = "gpulease"
@@ -117,4 +117,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run()
+    interrupt_ends_it()
+    main(prog_name=PROGRAM)

@@ -3,6 +3,8 @@
 import signal
 import sys
 
+from gpulease.client.cli import interrupt_ends_it
+
 
 def run() -> None:
     """Run the command that the command line names."""
@@ -28,10 +30,3 @@ def run_module_instead() -> None:
     # The daemon's package is installed with the client; the packages that it needs may not be.
     with failures_as_sentences(), needing(sys.argv.pop(1)):
         run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
-
-
-def interrupt_ends_it() -> None:
-    """Make an interrupt end the process at once, silently: until a command runs, there is nothing to undo."""
-    # The parent may have set interrupts to be ignored, as shells do for `&`.
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -11,7 +11,9 @@ the extra `decode`, and says so.
 
 from gpulease.client.decode.checkpoint import Checkpoint, RandomCheckpoint, open_model
 from gpulease.client.decode.decode_errors import (
+    AdmissionReason,
     AdmissionRefused,
+    CompletionReason,
     DecodeError,
     EngineDecodeFailed,
     ModelRejected,
@@ -34,14 +36,7 @@ from gpulease.client.decode.decode_reports import (
     RebindReport,
     StepReport,
 )
-from gpulease.client.decode.decode_requests import (
-    AdmissionReason,
-    CompletionReason,
-    PromptRequest,
-    SamplingParameters,
-    SchedulerEvent,
-    TenantConfig,
-)
+from gpulease.client.decode.decode_requests import PromptRequest, SamplingParameters, SchedulerEvent, TenantConfig
 from gpulease.client.decode.engine.engine import BlockPool, DecodeEngine
 from gpulease.client.decode.engine.forward_pass import StepLimits
 from gpulease.client.decode.model_config import Family, ModelConfig

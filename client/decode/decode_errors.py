@@ -1,4 +1,4 @@
-"""Errors of the decode engine.
+"""Errors of the decode engine, and the reasons that they and its reports give.
 
 GpuLeaseError
 └── DecodeError
@@ -16,12 +16,31 @@ GpuLeaseError
         └── RequestBreaksEngine  it failed while it computed this request alone
 """
 
-from typing import TYPE_CHECKING
+from enum import StrEnum
 
 from gpulease.client.errors import GpuLeaseError
 
-if TYPE_CHECKING:
-    from gpulease.client.decode.decode_requests import AdmissionReason, CompletionReason
+
+class CompletionReason(StrEnum):
+    """Why a request ended. The values appear in audit records, logs and metrics."""
+
+    END_OF_SEQUENCE = "EndOfSequence"
+    MAX_TOKENS_REACHED = "MaxTokensReached"
+    REVOKED = "Revoked"
+    EXPIRED = "Expired"
+    ENGINE_ERROR = "EngineError"
+    CANCELLED = "Cancelled"
+    PREEMPTED = "Preempted"
+    DEADLINE_EXCEEDED = "DeadlineExceeded"
+
+
+class AdmissionReason(StrEnum):
+    """Why a request was refused. The values appear in errors, logs and metrics."""
+
+    POOL_EXHAUSTED = "PoolExhausted"
+    QUOTA_EXCEEDED = "QuotaExceeded"
+    TOO_LARGE = "TooLarge"
+    REBIND_LIMITED = "RebindLimited"
 
 
 class DecodeError(GpuLeaseError):
@@ -52,7 +71,7 @@ class AdmissionRefused(RequestRejected):
         retry_after_s: Seconds after which it may be sent again; None if that is unknown.
     """
 
-    def __init__(self, reason: "AdmissionReason", detail: str, retry_after_s: float | None) -> None:
+    def __init__(self, reason: AdmissionReason, detail: str, retry_after_s: float | None) -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason, self.retry_after_s = reason, retry_after_s
 
@@ -96,7 +115,7 @@ class SequenceEnded(DecodeError):
         reason: Why.
     """
 
-    def __init__(self, reason: "CompletionReason") -> None:
+    def __init__(self, reason: CompletionReason) -> None:
         super().__init__(f"The sequence was ended before its answer was complete: {reason}", "Send it again")
         self.reason = reason
 

@@ -5,12 +5,8 @@ Times are seconds of `time.monotonic`.
 
 from dataclasses import dataclass
 
-from gpulease.client.decode.decode_requests import (
-    AdmissionReason,
-    CompletionReason,
-    SamplingParameters,
-    SchedulerEvent,
-)
+from gpulease.client.decode.decode_errors import AdmissionReason, CompletionReason
+from gpulease.client.decode.decode_requests import SamplingParameters, SchedulerEvent
 
 
 @dataclass(frozen=True, slots=True)

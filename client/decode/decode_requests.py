@@ -2,10 +2,9 @@
 
 import math
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Final
 
-from gpulease.client.decode.decode_errors import RequestRejected
+from gpulease.client.decode.decode_errors import AdmissionReason, CompletionReason, RequestRejected
 from gpulease.client.decode.row_records import PAGE
 
 MIN_TEMPERATURE: Final = 1e-3
@@ -150,28 +149,6 @@ class PromptRequest:
     def blocks(self) -> int:
         """The most blocks that it can need. All of them are reserved at its admission."""
         return -(-self.positions // PAGE)
-
-
-class CompletionReason(StrEnum):
-    """Why a request ended. The values appear in audit records, logs and metrics."""
-
-    END_OF_SEQUENCE = "EndOfSequence"
-    MAX_TOKENS_REACHED = "MaxTokensReached"
-    REVOKED = "Revoked"
-    EXPIRED = "Expired"
-    ENGINE_ERROR = "EngineError"
-    CANCELLED = "Cancelled"
-    PREEMPTED = "Preempted"
-    DEADLINE_EXCEEDED = "DeadlineExceeded"
-
-
-class AdmissionReason(StrEnum):
-    """Why a request was refused. The values appear in errors, logs and metrics."""
-
-    POOL_EXHAUSTED = "PoolExhausted"
-    QUOTA_EXCEEDED = "QuotaExceeded"
-    TOO_LARGE = "TooLarge"
-    REBIND_LIMITED = "RebindLimited"
 
 
 class SchedulerEvent:

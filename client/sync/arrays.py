@@ -1,17 +1,15 @@
 """Device arrays of the blocking API, with `a[key] = b`."""
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpulease.client.core.arrays import Call, Calls, SessionArray, assign, copy, fill, read
+from gpulease.client.core.session import SessionView
 from gpulease.client.errors import InvalidRequest
 from gpulease.client.sync.driver import drive
 from gpulease.client.sync.streams import Stream
-
-if TYPE_CHECKING:
-    from gpulease.client.sync.session import GpuSession
 
 T = TypeVar("T")
 
@@ -24,8 +22,6 @@ class Array(SessionArray):
     """
 
     __slots__ = ()
-
-    session: "GpuSession"
 
     def numpy(self, stream: Stream | None = None) -> NDArray[Any]:
         """Copy the array into a new numpy array of the same shape and dtype.
@@ -77,7 +73,7 @@ class Array(SessionArray):
         return np.asarray(self.numpy(), dtype)
 
 
-def make(session: "GpuSession", calls: Calls[T]) -> T:
+def make(session: SessionView, calls: Calls[T]) -> T:
     """Execute an operation that the core describes as a sequence of calls, and return its result.
 
     Args:

@@ -1,23 +1,34 @@
 """Triton, numba and elementwise kernels in a blocking session."""
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from gpulease.client.core.elementwise import ElementwiseOperation
 from gpulease.client.core.region_sets import RegionSet
+from gpulease.client.core.session import SessionView
 from gpulease.client.kernels.prepared_launch import MAX_VARIANTS, NOTHING_LAUNCHED, CompiledKernel, FunctionKernel
 from gpulease.client.kernels.toolchain import checked_version
 from gpulease.client.sync.arrays import Array, make
 from gpulease.client.sync.modules import Module
 from gpulease.client.sync.streams import Stream
 
-if TYPE_CHECKING:
-    from gpulease.client.sync.session import GpuSession
+
+class KernelSession(Protocol):
+    """What a kernel calls of its session."""
+
+    @property
+    def cuda_version(self) -> int: ...
+
+    def module_load(self, image: bytes | str) -> Module: ...
+
+    @property
+    def launch(self) -> Callable[..., int]: ...
 
 
 class Kernel:
     """A Triton or numba function in a session; made by `GpuSession.kernel` and called as in Triton or numba."""
 
-    def __init__(self, session: "GpuSession", kernel: FunctionKernel) -> None:
+    def __init__(self, session: KernelSession, kernel: FunctionKernel) -> None:
         self._session, self._kernel = session, kernel
         self._modules: dict[CompiledKernel, Module] = {}
 
@@ -98,7 +109,7 @@ class KernelInPlace:
 class ElementwiseKernel:
     """An operation on each element of arrays; made by `GpuSession.elementwise`."""
 
-    def __init__(self, session: "GpuSession", operation: ElementwiseOperation) -> None:
+    def __init__(self, session: SessionView, operation: ElementwiseOperation) -> None:
         self._session, self._operation = session, operation
 
     def __call__(

@@ -21,7 +21,7 @@ from gpulease.daemon.leases.acquire_steps import AcquireStep, Checked
 from gpulease.daemon.leases.denials import Denial
 from gpulease.daemon.leases.devices import CardSnapshot
 from gpulease.daemon.leases.horizon_events import ClaimsLost, HorizonMoved, SetHorizon
-from gpulease.daemon.leases.model import Cause, Horizon, LeaseSnapshot, LeaseTerms, TransitionRecord
+from gpulease.daemon.leases.model import Cause, Horizon, LeaseSnapshot, LeaseTerms, SubmitRequested, TransitionRecord
 from gpulease.daemon.leases.persisted import KeptLease, KeptRegion
 from gpulease.daemon.leases.quotas import TenantRules
 from gpulease.protocol.fast_dataclass import dataclass
@@ -80,20 +80,6 @@ class ConnectionsChanged:
     lease_id: int
     is_connected: bool
     least_wait_ms: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class SubmitRequested:
-    """A tenant, or the bearer of its token, asks to run one kernel alongside the session; see `submits`.
-
-    Attributes:
-        timeout_ms: Longest run of the submit once it is ready.
-    """
-
-    request: int
-    lease_id: int
-    tenant: str
-    timeout_ms: int
 
 
 @dataclass(frozen=True, slots=True)

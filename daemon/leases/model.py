@@ -14,16 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from gpulease.protocol.lease_options import LeaseOptions
 from gpulease.protocol.opcodes import Exclusivity
 from gpulease.protocol.session_words import RegionWord
 from gpulease.protocol.time_units import NS_PER_MS
-
-if TYPE_CHECKING:
-    from gpulease.daemon.leases.events import SubmitRequested
-
 
 # --- ids ---
 
@@ -350,6 +346,20 @@ class Horizon(NamedTuple):
     boot_ns: int
 
 
+@dataclass(frozen=True, slots=True)
+class SubmitRequested:
+    """A tenant, or the bearer of its token, asks to run one kernel alongside the session; see `submits`.
+
+    Attributes:
+        timeout_ms: Longest run of the submit once it is ready.
+    """
+
+    request: int
+    lease_id: int
+    tenant: str
+    timeout_ms: int
+
+
 @dataclass(slots=True)
 class Lease:
     """A live lease in the table; only the core's own modules change it.
@@ -426,7 +436,7 @@ class Lease:
     own_submit_bytes: int = 0
     extra_bytes: int = 0
     submit_id: int = 0
-    next_submit: "SubmitRequested | None" = None
+    next_submit: SubmitRequested | None = None
     last_submit: "SubmitSnapshot | None" = None
     is_proved: bool = False
     # Its regions and its size.

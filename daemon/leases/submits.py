@@ -32,13 +32,21 @@ from gpulease.daemon.leases.events import (
     SubmitEnded,
     SubmitFenced,
     SubmitReady,
-    SubmitRequested,
     TimerFired,
     TimerKind,
     WaitTimerFired,
 )
 from gpulease.daemon.leases.horizon_events import SetHorizon
-from gpulease.daemon.leases.model import FIRST_SUBMIT_ID, Cause, Lease, LeaseState, Submit, SubmitSnapshot, SubmitState
+from gpulease.daemon.leases.model import (
+    FIRST_SUBMIT_ID,
+    Cause,
+    Lease,
+    LeaseState,
+    Submit,
+    SubmitRequested,
+    SubmitSnapshot,
+    SubmitState,
+)
 from gpulease.daemon.leases.table_state import LeaseStore
 from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
 

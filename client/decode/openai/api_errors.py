@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from gpulease.client.decode.decode_errors import (
+    AdmissionReason,
     AdmissionRefused,
+    CompletionReason,
     DecodeError,
     EngineDecodeFailed,
     ModelRejected,
@@ -22,7 +24,6 @@ from gpulease.client.decode.decode_errors import (
     TextNotRead,
     TextProcessesFailed,
 )
-from gpulease.client.decode.decode_requests import AdmissionReason, CompletionReason
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.http.problems import RequestRefused
 

@@ -26,8 +26,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from gpulease.client.decode.decode_errors import AdmissionRefused
-from gpulease.client.decode.decode_requests import AdmissionReason
+from gpulease.client.decode.decode_errors import AdmissionReason, AdmissionRefused
 from gpulease.client.decode.openai.answer_text import AnswerText, Piece, pieces
 from gpulease.client.decode.openai.api_errors import (
     CLOSED_REQUEST,

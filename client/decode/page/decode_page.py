@@ -26,6 +26,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from gpulease.client import decode
+from gpulease.client.decode.decode_errors import AdmissionReason, CompletionReason
 from gpulease.client.decode.decode_reports import (
     DecoderObserver,
     EngineRebuilt,
@@ -34,7 +35,6 @@ from gpulease.client.decode.decode_reports import (
     RebindReport,
     StepReport,
 )
-from gpulease.client.decode.decode_requests import AdmissionReason, CompletionReason
 from gpulease.client.decode.openai.api_keys import bearer_digest
 from gpulease.client.decode.page.demo_traffic import DemoTraffic
 from gpulease.client.decode.page.page_events import EventKind, PageEvents

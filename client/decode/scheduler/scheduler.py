@@ -10,19 +10,18 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Final
 
-from gpulease.client.decode.decode_errors import RebindLimited, RequestIdInUse, RequestRejected
-from gpulease.client.decode.decode_requests import (
+from gpulease.client.decode.decode_errors import (
     AdmissionReason,
-    AnyEvent,
     CompletionReason,
-    PromptRequest,
-    SchedulerEvent,
-    TenantConfig,
+    RebindLimited,
+    RequestIdInUse,
+    RequestRejected,
 )
+from gpulease.client.decode.decode_requests import AnyEvent, PromptRequest, SchedulerEvent, TenantConfig
 from gpulease.client.decode.row_records import NO_ROW, PAGE
 from gpulease.client.decode.scheduler.cell_rate import CellRate
-from gpulease.client.decode.scheduler.step_plan import LiveSequence, StepPlan
-from gpulease.client.decode.scheduler.tenant_state import TenantState, WaitingRequest
+from gpulease.client.decode.scheduler.step_plan import StepPlan
+from gpulease.client.decode.scheduler.tenant_state import LiveSequence, TenantState, WaitingRequest
 
 MAX_UNANSWERED_STEPS: Final = 2
 """Steps planned and not answered: a third would need tokens that no step before it has."""

@@ -1,69 +1,10 @@
 """A step of the engine as the scheduler plans it: columns of rows, and the live sequences they belong to."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from gpulease.client.decode.decode_requests import AnyEvent, PromptRequest
+from gpulease.client.decode.decode_requests import AnyEvent
 from gpulease.client.decode.row_records import NO_ROW, PAGE
-
-if TYPE_CHECKING:
-    from gpulease.client.decode.scheduler.tenant_state import TenantState
-
-
-class LiveSequence:
-    """An admitted request.
-
-    Attributes:
-        request: The request.
-        tenant: Its tenant.
-        table: Its row of the block tables, which no other live sequence has.
-        blocks: Its blocks, as indexes within the tenant's region, in the order of its positions.
-        number: Its place in the order of admissions.
-        tokens: The prompt's tokens, then the emitted ones.
-        prompt: Tokens of the prompt.
-        last: The last position that can have a row: the token that it yields is the last one to be emitted.
-        filled: Positions of the prompt that answered steps have computed.
-        next: The first position that no step has a row for yet.
-        row: Its row in the last step that has one: that row's result is the token at `next`.
-        preemptions: How often the request was preempted.
-        is_ended: Whether the request ended; the results of its rows under way are discarded.
-    """
-
-    __slots__ = (
-        "blocks",
-        "filled",
-        "is_ended",
-        "last",
-        "next",
-        "number",
-        "preemptions",
-        "prompt",
-        "request",
-        "row",
-        "table",
-        "tenant",
-        "tokens",
-    )
-
-    def __init__(
-        self, request: PromptRequest, tenant: "TenantState", table: int, blocks: list[int], number: int
-    ) -> None:
-        self.request, self.tenant, self.table, self.blocks, self.number = request, tenant, table, blocks, number
-        self.tokens = list(request.token_ids)
-        self.prompt = len(self.tokens)
-        # The row at the last position yields the last token to emit, which itself is never computed.
-        self.last = request.positions - 1
-        # `next` moves when a row is planned, `filled` when its step is answered: the two differ by what is under way.
-        self.filled = self.next = 0
-        self.row = NO_ROW
-        self.preemptions = 0
-        self.is_ended = False
-
-    @property
-    def length(self) -> int:
-        """The number of positions whose keys and values answered steps have computed."""
-        # Once the prompt is filled, every known token but the newest has been computed.
-        return self.filled if self.filled < self.prompt else len(self.tokens) - 1
+from gpulease.client.decode.scheduler.tenant_state import LiveSequence, TenantState
 
 
 @dataclass(slots=True, eq=False)
@@ -108,7 +49,7 @@ class StepPlan:
         return len(self.sequences)
 
     @property
-    def tenants(self) -> set["TenantState"]:
+    def tenants(self) -> set[TenantState]:
         """The tenants that have rows. The step reads and writes their regions and no others."""
         return {sequence.tenant for sequence in self.sequences}
 

@@ -1,12 +1,11 @@
-"""The scheduler's state of one tenant: its queue, its region's blocks, its counters, its limit of rebinds."""
+"""The scheduler's state of one tenant: its queue, its live sequences, its region's blocks, counters and rebinds."""
 
 from collections import deque
 from dataclasses import dataclass
 
 from gpulease.client.decode.decode_requests import PromptRequest, TenantConfig
-from gpulease.client.decode.row_records import PAGE
+from gpulease.client.decode.row_records import NO_ROW, PAGE
 from gpulease.client.decode.scheduler.cell_rate import CellRate
-from gpulease.client.decode.scheduler.step_plan import LiveSequence
 
 
 @dataclass(slots=True, eq=False)
@@ -26,6 +25,62 @@ class WaitingRequest:
     number: int
     preemptions: int = 0
     is_paid: bool = False
+
+
+class LiveSequence:
+    """An admitted request.
+
+    Attributes:
+        request: The request.
+        tenant: Its tenant.
+        table: Its row of the block tables, which no other live sequence has.
+        blocks: Its blocks, as indexes within the tenant's region, in the order of its positions.
+        number: Its place in the order of admissions.
+        tokens: The prompt's tokens, then the emitted ones.
+        prompt: Tokens of the prompt.
+        last: The last position that can have a row: the token that it yields is the last one to be emitted.
+        filled: Positions of the prompt that answered steps have computed.
+        next: The first position that no step has a row for yet.
+        row: Its row in the last step that has one: that row's result is the token at `next`.
+        preemptions: How often the request was preempted.
+        is_ended: Whether the request ended; the results of its rows under way are discarded.
+    """
+
+    __slots__ = (
+        "blocks",
+        "filled",
+        "is_ended",
+        "last",
+        "next",
+        "number",
+        "preemptions",
+        "prompt",
+        "request",
+        "row",
+        "table",
+        "tenant",
+        "tokens",
+    )
+
+    def __init__(
+        self, request: PromptRequest, tenant: "TenantState", table: int, blocks: list[int], number: int
+    ) -> None:
+        self.request, self.tenant, self.table, self.blocks, self.number = request, tenant, table, blocks, number
+        self.tokens = list(request.token_ids)
+        self.prompt = len(self.tokens)
+        # The row at the last position yields the last token to emit, which itself is never computed.
+        self.last = request.positions - 1
+        # `next` moves when a row is planned, `filled` when its step is answered: the two differ by what is under way.
+        self.filled = self.next = 0
+        self.row = NO_ROW
+        self.preemptions = 0
+        self.is_ended = False
+
+    @property
+    def length(self) -> int:
+        """The number of positions whose keys and values answered steps have computed."""
+        # Once the prompt is filled, every known token but the newest has been computed.
+        return self.filled if self.filled < self.prompt else len(self.tokens) - 1
 
 
 class TenantState:

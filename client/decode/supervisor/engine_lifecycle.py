@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
 
-from gpulease.client.decode.decode_requests import CompletionReason
+from gpulease.client.decode.decode_errors import CompletionReason
 from gpulease.client.decode.scheduler.scheduler import MAX_UNANSWERED_STEPS
 from gpulease.client.decode.supervisor import engine_losses
 from gpulease.client.decode.supervisor.fault_isolation import FaultIsolation

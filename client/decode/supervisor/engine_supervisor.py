@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final, Protocol
 
-from gpulease.client.decode.decode_errors import decoder_closed
+from gpulease.client.decode.decode_errors import CompletionReason, decoder_closed
 from gpulease.client.decode.decode_log import DecodeLog, cause_of
 from gpulease.client.decode.decode_reports import EngineRebuilt
-from gpulease.client.decode.decode_requests import CompletionReason, TenantConfig
+from gpulease.client.decode.decode_requests import TenantConfig
 from gpulease.client.decode.engine.engine import BlockPool
 from gpulease.client.decode.scheduler.scheduler import ContinuousBatchScheduler
 from gpulease.client.decode.supervisor import engine_lifecycle as lifecycle

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-from gpulease.client.decode.decode_errors import RequestRejected
-from gpulease.client.decode.decode_requests import CompletionReason, PromptRequest
+from gpulease.client.decode.decode_errors import CompletionReason, RequestRejected
+from gpulease.client.decode.decode_requests import PromptRequest
 from gpulease.client.errors import GpuLeaseError
 
 

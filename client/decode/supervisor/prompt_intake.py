@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from gpulease.client.decode.decode_errors import (
+    AdmissionReason,
     AdmissionRefused,
     ModelRejected,
     RequestRejected,
@@ -20,7 +21,6 @@ from gpulease.client.decode.decode_errors import (
 )
 from gpulease.client.decode.decode_log import DecodeLog, cause_of
 from gpulease.client.decode.decode_reports import PromptRefused
-from gpulease.client.decode.decode_requests import AdmissionReason
 from gpulease.client.decode.scheduler.scheduler import ContinuousBatchScheduler
 from gpulease.client.decode.text.text_jobs import Job, TextLimits, read_chat, read_text, unpacked_tokens
 

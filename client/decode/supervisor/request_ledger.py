@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from gpulease.client.decode.decode_errors import (
+    AdmissionReason,
     AdmissionRefused,
+    CompletionReason,
     DecodeError,
     EngineDecodeFailed,
     RequestBreaksEngine,
@@ -18,15 +20,10 @@ from gpulease.client.decode.decode_errors import (
 )
 from gpulease.client.decode.decode_log import DecodeLog
 from gpulease.client.decode.decode_reports import DecoderObserver, FinishedRequest, RebindReport, StepReport
-from gpulease.client.decode.decode_requests import (
-    AdmissionReason,
-    AnyEvent,
-    CompletionReason,
-    PromptRequest,
-    SchedulerEvent,
-)
+from gpulease.client.decode.decode_requests import AnyEvent, PromptRequest, SchedulerEvent
 from gpulease.client.decode.row_records import Results, log_probabilities
-from gpulease.client.decode.scheduler.step_plan import LiveSequence, StepPlan
+from gpulease.client.decode.scheduler.step_plan import StepPlan
+from gpulease.client.decode.scheduler.tenant_state import LiveSequence
 from gpulease.client.decode.supervisor.generation import Generation
 from gpulease.client.errors import GpuLeaseError
 

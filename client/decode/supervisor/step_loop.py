@@ -13,10 +13,9 @@ from typing import Final
 
 import numpy as np
 
-from gpulease.client.decode.decode_errors import EngineDecodeFailed
+from gpulease.client.decode.decode_errors import CompletionReason, EngineDecodeFailed
 from gpulease.client.decode.decode_log import DecodeLog, cause_of
 from gpulease.client.decode.decode_reports import ForwardRevoked
-from gpulease.client.decode.decode_requests import CompletionReason
 from gpulease.client.decode.engine.engine import BlockPool, DecodeEngine
 from gpulease.client.decode.row_records import ROW, Rows
 from gpulease.client.decode.scheduler.scheduler import ContinuousBatchScheduler

@@ -7,8 +7,7 @@ chat template is a program.
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from gpulease.client.decode.decode_errors import AdmissionRefused, RequestRejected
-from gpulease.client.decode.decode_requests import AdmissionReason
+from gpulease.client.decode.decode_errors import AdmissionReason, AdmissionRefused, RequestRejected
 from gpulease.client.decode.text.tokenizer import Tokenizer
 
 MAX_TEXT_BYTES: Final = 16 << 20

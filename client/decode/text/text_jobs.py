@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgpack
 
-from gpulease.client.decode.decode_errors import AdmissionRefused, RequestRejected
-from gpulease.client.decode.decode_requests import AdmissionReason
+from gpulease.client.decode.decode_errors import AdmissionReason, AdmissionRefused, RequestRejected
 
 if TYPE_CHECKING:
     # Needs the extra `decode`, which the requesting process may not have loaded.

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from gpulease.client.decode.decode_errors import (
+    AdmissionReason,
     AdmissionRefused,
     RequestRejected,
     TextNotRead,
@@ -21,7 +22,6 @@ from gpulease.client.decode.decode_errors import (
     decoder_closed,
 )
 from gpulease.client.decode.decode_log import DecodeLog, cause_of
-from gpulease.client.decode.decode_requests import AdmissionReason
 from gpulease.client.decode.text.fork_server import ForkServer, Worker
 from gpulease.client.decode.text.tenant_turns import TenantTurns
 from gpulease.client.decode.text.text_jobs import MAX_JOB_BYTES, Job, TextLimits, framed, packed, refused

@@ -12,7 +12,7 @@ import ctypes
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 from cuda.bindings import driver as api
 
@@ -20,15 +20,13 @@ from gpulease.daemon.drivers.interface import (
     SEGMENT_STEPS,
     CopyStep,
     DataStep,
+    Dim3,
     KernelStep,
     LaunchRejected,
     Poll,
     Step,
     cooperative_refused,
 )
-
-if TYPE_CHECKING:
-    from gpulease.daemon.drivers.cuda.context import CudaContext
 
 SEGMENT_BYTES: Final = 144 << 10
 """Bytes of the card for an executable graph, whatever it contains. They come from the driver's store, which keeps
@@ -77,10 +75,39 @@ class _Segment:
     executable: Any = None
 
 
+class GraphContext(Protocol):
+    """What a graph needs of the context that replays it."""
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether the context must see each kernel's end."""
+
+    @property
+    def stream(self) -> Any:
+        """The selected stream, as cuda-bindings takes it."""
+
+    def launch(self, kernel: Any, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int) -> None: ...
+
+    def mem_write(self, address: int, data: memoryview, poll: Poll) -> None: ...
+
+    def write_pinned(self, address: int, data: memoryview, poll: Poll) -> None: ...
+
+    def read_pinned(self, address: int, into: memoryview, poll: Poll) -> None: ...
+
+    def replayed(self, tag: int, kernels: Sequence[str]) -> None:
+        """Record that a graph of these kernels was queued."""
+
+    def retire(self, pinned: "PinnedBytes") -> None:
+        """Keep bytes that queued copies may still read until they have."""
+
+    def failure(self, code: Any) -> Exception:
+        """Return the error for a driver call that failed."""
+
+
 class CudaGraph:
     """A `gpulease.daemon.drivers.interface.Graph` on a CUDA card."""
 
-    def __init__(self, context: "CudaContext", steps: Sequence[Step]) -> None:
+    def __init__(self, context: GraphContext, steps: Sequence[Step]) -> None:
         """Raise LaunchRejected for a launch that the driver refuses, or DriverError."""
         self._context = context
         self._steps = list(steps)
@@ -240,7 +267,7 @@ class ChainRecord(ctypes.Structure):
 class ChainGraph(CudaGraph):
     """A `gpulease.daemon.drivers.interface.NativeChain`: a graph of kernels, replayed by native code."""
 
-    def __init__(self, context: "CudaContext", steps: Sequence[KernelStep]) -> None:
+    def __init__(self, context: GraphContext, steps: Sequence[KernelStep]) -> None:
         super().__init__(context, steps)
         (segment,) = self._segments
         # launch.ll reads the nodes as pairs of 64-bit numbers.

@@ -6,7 +6,6 @@ that is the same for all lanes is accessed once, as one thread would.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from gpulease.daemon.ptx.native.structures import Access
 from gpulease.daemon.ptx.parse.syntax import Address, Instruction, Operand, Register, Scalar, Space
@@ -25,12 +24,10 @@ from gpulease.daemon.ptx.translate.access import (
 from gpulease.daemon.ptx.translate.forms import Modifiers
 from gpulease.daemon.ptx.translate.ir import LIKELY, NO_LANE, IrWriter, Value, constant
 from gpulease.daemon.ptx.translate.lane_copies import translate_copy
+from gpulease.daemon.ptx.translate.lane_registers import LaneRegisters
 from gpulease.daemon.ptx.translate.loads_stores import check_policy, elements
 from gpulease.daemon.ptx.translate.operand_values import ENVIRONMENT
 from gpulease.daemon.ptx.translate.vectors import NotWide, is_wide
-
-if TYPE_CHECKING:
-    from gpulease.daemon.ptx.translate.lanes import LaneTranslator
 
 _SPACES = (Space.GLOBAL, Space.CONST, Space.SHARED)
 _EACH_TIME = ("volatile", "relaxed", "acquire", "release")
@@ -59,7 +56,7 @@ def _is_shared_load(i: Instruction) -> bool:
     return not spaces.isdisjoint(("global", "const", "shared", "param")) and spaces.isdisjoint(_EACH_TIME)
 
 
-def translate_access(t: "LaneTranslator", i: Instruction, m: Modifiers) -> bool:
+def translate_access(t: LaneRegisters, i: Instruction, m: Modifiers) -> bool:
     """Translate a load or store of lanes with different addresses; False for any other instruction.
 
     Raises NotWide if it must be done lane by lane.
@@ -99,7 +96,7 @@ def translate_access(t: "LaneTranslator", i: Instruction, m: Modifiers) -> bool:
 class _Access:
     """A load or store for each lane, of one or a few scalars; a vector of all has the first lane's scalars first."""
 
-    def __init__(self, t: "LaneTranslator", operand: Address, base: Register, what: tuple[Space, Scalar, int]) -> None:
+    def __init__(self, t: LaneRegisters, operand: Address, base: Register, what: tuple[Space, Scalar, int]) -> None:
         self.t, self.ir = t, t.ir
         self._space, self._scalar, self._count = what
         self._size = self._scalar.size * self._count

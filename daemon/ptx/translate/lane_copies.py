@@ -3,8 +3,6 @@
 The function takes one lane after another. Neighbours mostly copy from the same granule, which is checked once.
 """
 
-from typing import TYPE_CHECKING
-
 from gpulease.daemon.ptx.native.structures import Access
 from gpulease.daemon.ptx.parse.syntax import Instruction, Operand, Space
 from gpulease.daemon.ptx.translate.access import (
@@ -20,17 +18,15 @@ from gpulease.daemon.ptx.translate.access import (
 from gpulease.daemon.ptx.translate.async_copies import bytes_taken, copied_bytes
 from gpulease.daemon.ptx.translate.forms import Modifiers
 from gpulease.daemon.ptx.translate.ir import LIKELY, NO_LANE, IrWriter, Value, constant
+from gpulease.daemon.ptx.translate.lane_registers import LaneRegisters
 from gpulease.daemon.ptx.translate.loads_stores import check_policy
 from gpulease.daemon.ptx.translate.operand_values import ENVIRONMENT
-
-if TYPE_CHECKING:
-    from gpulease.daemon.ptx.translate.lanes import LaneTranslator
 
 # Equal to no number of bytes: no granule has been checked yet.
 _NO_SIZE = -1
 
 
-def translate_copy(t: "LaneTranslator", i: Instruction, m: Modifiers) -> bool:
+def translate_copy(t: LaneRegisters, i: Instruction, m: Modifiers) -> bool:
     """Translate a `cp.async`; False for any other instruction."""
     if i.opcode != "cp" or "into" not in m:
         return False
@@ -60,21 +56,21 @@ def translate_copy(t: "LaneTranslator", i: Instruction, m: Modifiers) -> bool:
 _ENDS = ((0, "addresses", Space.SHARED), (1, "sources", Space.GLOBAL))
 
 
-def _address(t: "LaneTranslator", operand: Operand, space: Space) -> Value:
+def _address(t: LaneRegisters, operand: Operand, space: Space) -> Value:
     address, found = address_in(t, operand, space)
     if found is not space:
         raise t.problem(f"an address in .{found.value} where one in .{space.value} is needed")
     return address
 
 
-def _laid_out(t: "LaneTranslator", name: str, value: Value) -> Value:
+def _laid_out(t: LaneRegisters, name: str, value: Value) -> Value:
     """Store the lanes' values to memory, one after another; returns where."""
     room = t.room(name, t.ir.wide_type(value.type))
     t.ir.raw(f"store {t.ir.whole(value)}, {room}")
     return room
 
 
-def _require_function(t: "LaneTranslator", size: int) -> str:
+def _require_function(t: LaneRegisters, size: int) -> str:
     mask_type = t.mask.type
     name, declarations = f"copy_{size}_{t.ir.lanes}", set[str]()
     body = IrWriter(declarations)

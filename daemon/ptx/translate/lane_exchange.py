@@ -5,7 +5,6 @@ part. If some do not, they would wait at a barrier, and the others for them fore
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from gpulease.daemon.ptx.native.structures import Access, Launch
 from gpulease.daemon.ptx.parse.syntax import PREDICATE, SCALARS, Instruction, Integer, Operand, Space
@@ -14,14 +13,12 @@ from gpulease.daemon.ptx.translate.forms import Modifiers
 from gpulease.daemon.ptx.translate.ir import TRUE, IrWriter, Value, constant
 from gpulease.daemon.ptx.translate.lane_access import is_private
 from gpulease.daemon.ptx.translate.lane_matrix import MATRICES, translate_matrices
+from gpulease.daemon.ptx.translate.lane_registers import LaneRegisters
 from gpulease.daemon.ptx.translate.specials import WARP_THREADS
 from gpulease.daemon.ptx.translate.uniformity import Kinds
 from gpulease.daemon.ptx.translate.vectors import NotTogether, VectorWriter, is_wide
 from gpulease.daemon.ptx.translate.wait_points import lane
 from gpulease.daemon.ptx.translate.warp import has_lane, source_lane, two_results
-
-if TYPE_CHECKING:
-    from gpulease.daemon.ptx.translate.lanes import LaneTranslator
 
 # Instructions of this module; those with a result that is equal for all lanes.
 EXCHANGES = MATRICES | {"shfl", "vote", "redux", "elect", "activemask"}
@@ -115,7 +112,7 @@ def _size(opening: IrWriter, launch: Value, axis: int) -> Value:
     return opening.load("i32", opening.offset(launch, Launch.block.offset + 4 * axis))
 
 
-def translate_exchange(t: "LaneTranslator", i: Instruction, m: Modifiers) -> None:
+def translate_exchange(t: LaneRegisters, i: Instruction, m: Modifiers) -> None:
     """Translate an exchange of the lanes that take part. Raises NotTogether if the mask varies."""
     match i.opcode:
         case "shfl":
@@ -136,7 +133,7 @@ def translate_exchange(t: "LaneTranslator", i: Instruction, m: Modifiers) -> Non
             _meet(t, i.operands[0])
 
 
-def _meet(t: "LaneTranslator", operand: Operand) -> Value:
+def _meet(t: LaneRegisters, operand: Operand) -> Value:
     """Return the members that have not ended. Faults if one is missing, or a lane here is not a member."""
     ir = t.ir
     members = t.read(operand, _WORD)
@@ -152,7 +149,7 @@ def _meet(t: "LaneTranslator", operand: Operand) -> Value:
     return _await(t, members)
 
 
-def _await(t: "LaneTranslator", members: Value) -> Value:
+def _await(t: LaneRegisters, members: Value) -> Value:
     """Return the lanes that are here. Faults if a member that has not ended is missing."""
     ir, wide = t.ir, t.ir.cast("zext", members, "i64")
     missing = ir.binary("and", ir.binary("and", members, t.alive()), ir.binary("xor", t.mask, -1))
@@ -160,7 +157,7 @@ def _await(t: "LaneTranslator", members: Value) -> Value:
     return t.mask
 
 
-def _shuffle(t: "LaneTranslator", i: Instruction, m: Modifiers) -> None:
+def _shuffle(t: LaneRegisters, i: Instruction, m: Modifiers) -> None:
     ir = t.ir
     distance, bounds = i.operands[2:4]
     # A butterfly with a constant distance is a constant shuffle.
@@ -185,7 +182,7 @@ def _shuffle(t: "LaneTranslator", i: Instruction, m: Modifiers) -> None:
         t.write(predicate, PREDICATE, inside)
 
 
-def _cross(t: "LaneTranslator", i: Instruction, distance: int) -> None:
+def _cross(t: LaneRegisters, i: Instruction, distance: int) -> None:
     """Take a value from the lane with a number that differs in some constant bits; from an absent lane, take 0."""
     ir = t.ir
     own = t.read(i.operands[1], _WORD)
@@ -203,7 +200,7 @@ def _cross(t: "LaneTranslator", i: Instruction, distance: int) -> None:
         t.write(predicate, PREDICATE, TRUE)
 
 
-def _vote(t: "LaneTranslator", i: Instruction, m: Modifiers) -> None:
+def _vote(t: LaneRegisters, i: Instruction, m: Modifiers) -> None:
     ir = t.ir
     flag = t.read(i.operands[1], PREDICATE)
     group = _meet(t, i.operands[2])
@@ -217,7 +214,7 @@ def _vote(t: "LaneTranslator", i: Instruction, m: Modifiers) -> None:
     t.write(i.operands[0], PREDICATE, results[m["mode"]])
 
 
-def _reduce(t: "LaneTranslator", i: Instruction, m: Modifiers) -> None:
+def _reduce(t: LaneRegisters, i: Instruction, m: Modifiers) -> None:
     ir, scalar, operation = t.ir, m.scalar(), m["op"]
     if operation in ("min", "max"):
         operation = ("s" if scalar.is_signed else "u") + operation
@@ -232,7 +229,7 @@ def _reduce(t: "LaneTranslator", i: Instruction, m: Modifiers) -> None:
     t.write(i.operands[0], scalar, result)
 
 
-def _elect(t: "LaneTranslator", i: Instruction) -> None:
+def _elect(t: LaneRegisters, i: Instruction) -> None:
     ir = t.ir
     leader = ir.intrinsic("llvm.cttz.i32", "i32", _meet(t, i.operands[1]), constant("i1", 0))
     result, predicate = two_results(i.operands[0])

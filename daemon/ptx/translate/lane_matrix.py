@@ -5,7 +5,6 @@ memory, where native/warp_matrix.ll reads and writes whole matrices.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from gpulease.daemon.ptx.native.library import LOAD_ROWS, STORE_ROWS, TURN_MATRIX, WARPS_WHOLE
 from gpulease.daemon.ptx.native.structures import Access
@@ -18,6 +17,7 @@ from gpulease.daemon.ptx.translate.access import (
 )
 from gpulease.daemon.ptx.translate.forms import Modifiers
 from gpulease.daemon.ptx.translate.ir import LIKELY, Value, constant
+from gpulease.daemon.ptx.translate.lane_registers import LaneRegisters
 from gpulease.daemon.ptx.translate.matrix import (
     ROW_BYTES,
     call_native,
@@ -26,16 +26,13 @@ from gpulease.daemon.ptx.translate.matrix import (
     row_is_valid,
 )
 
-if TYPE_CHECKING:
-    from gpulease.daemon.ptx.translate.lanes import LaneTranslator
-
 MATRICES = frozenset(("mma", "ldmatrix", "stmatrix", "movmatrix"))
 
 _WORD = SCALARS["b32"]
 _EVERYONE = -1
 
 
-def translate_matrices(t: "LaneTranslator", i: Instruction, m: Modifiers) -> None:
+def translate_matrices(t: LaneRegisters, i: Instruction, m: Modifiers) -> None:
     """Translate an instruction on matrices. All lanes must be here: others can't come any more (lane_exchange.py)."""
     group = t.ir.cast("zext", t.mask, "i64")
     is_whole = t.ir.compare("icmp eq", t.mask, _EVERYONE)
@@ -51,7 +48,7 @@ def translate_matrices(t: "LaneTranslator", i: Instruction, m: Modifiers) -> Non
             _turn(t, i)
 
 
-def _multiply(t: "LaneTranslator", i: Instruction, m: Modifiers) -> None:
+def _multiply(t: LaneRegisters, i: Instruction, m: Modifiers) -> None:
     product = product_of(i, m)
     # The operands are D, A, B, C; each part is laid out in memory, multiplied, and D taken back.
     counts = (product.counts[-1], *product.counts[:-1])
@@ -63,7 +60,7 @@ def _multiply(t: "LaneTranslator", i: Instruction, m: Modifiers) -> None:
     _take_up(t, rooms[0], parts[0], product.scalar)
 
 
-def _load(t: "LaneTranslator", i: Instruction, m: Modifiers) -> None:
+def _load(t: LaneRegisters, i: Instruction, m: Modifiers) -> None:
     into = registers_of(t, i.operands[0], int(m["count"][1:]))
     # The rows' addresses are checked before the function reads any of them.
     offsets, room = _offsets(t, i.operands[1], m, Access.LOAD), _room(t, "a", into, _WORD)
@@ -71,26 +68,26 @@ def _load(t: "LaneTranslator", i: Instruction, m: Modifiers) -> None:
     _take_up(t, room, into, _WORD)
 
 
-def _store(t: "LaneTranslator", i: Instruction, m: Modifiers) -> None:
+def _store(t: LaneRegisters, i: Instruction, m: Modifiers) -> None:
     shown = registers_of(t, i.operands[1], int(m["count"][1:]))
     room = _room(t, "a", shown, _WORD)
     _lay_out(t, room, shown, _WORD)
     _move_rows(t, STORE_ROWS, _offsets(t, i.operands[0], m, Access.STORE), room, m)
 
 
-def _turn(t: "LaneTranslator", i: Instruction) -> None:
+def _turn(t: LaneRegisters, i: Instruction) -> None:
     into, source = (_room(t, name, (i.operands[0],), _WORD) for name in "da")
     _lay_out(t, source, (i.operands[1],), _WORD)
     call_native(t, TURN_MATRIX, [source, into])
     _take_up(t, into, (i.operands[0],), _WORD)
 
 
-def _move_rows(t: "LaneTranslator", function: str, offsets: Value, room: Value, m: Modifiers) -> None:
+def _move_rows(t: LaneRegisters, function: str, offsets: Value, room: Value, m: Modifiers) -> None:
     count, turned = constant("i64", int(m["count"][1:])), constant("i1", int("trans" in m))
     call_native(t, function, [window_base(t, Space.SHARED), offsets, room, count, turned])
 
 
-def _offsets(t: "LaneTranslator", operand: Operand, m: Modifiers, access: Access) -> Value:
+def _offsets(t: LaneRegisters, operand: Operand, m: Modifiers, access: Access) -> Value:
     """Return where the lanes' offsets in shared memory are stored; those that are used have been checked."""
     ir = t.ir
     address = shared_offset(t, operand, is_generic="space" not in m)
@@ -109,23 +106,23 @@ def _offsets(t: "LaneTranslator", operand: Operand, m: Modifiers, access: Access
     return offsets
 
 
-def _room(t: "LaneTranslator", name: str, part: Sequence[Operand], scalar: Scalar) -> Value:
+def _room(t: LaneRegisters, name: str, part: Sequence[Operand], scalar: Scalar) -> Value:
     """Reserve memory for a part of a matrix, with every lane's registers."""
     return t.room(f"matrix.{name}.{len(part)}.{scalar.bits}", f"[{len(part)} x {t.ir.wide_type(f'i{scalar.bits}')}]")
 
 
-def _lay_out(t: "LaneTranslator", room: Value, part: Sequence[Operand], scalar: Scalar) -> None:
+def _lay_out(t: LaneRegisters, room: Value, part: Sequence[Operand], scalar: Scalar) -> None:
     for number, register in enumerate(part):
         value = t.ir.whole(t.read(register, scalar))
         t.ir.raw(f"store {value}, {_place(t, room, number, scalar)}")
 
 
-def _take_up(t: "LaneTranslator", room: Value, part: Sequence[Operand], scalar: Scalar) -> None:
+def _take_up(t: LaneRegisters, room: Value, part: Sequence[Operand], scalar: Scalar) -> None:
     kind = f"i{scalar.bits}"
     for number, register in enumerate(part):
         load = f"load {t.ir.wide_type(kind)}, {_place(t, room, number, scalar)}"
         t.write(register, scalar, t.ir.wide_value(kind, load))
 
 
-def _place(t: "LaneTranslator", room: Value, number: int, scalar: Scalar) -> Value:
+def _place(t: LaneRegisters, room: Value, number: int, scalar: Scalar) -> Value:
     return t.ir.offset(room, t.ir.lanes * scalar.size * number)

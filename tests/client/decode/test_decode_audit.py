@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpulease.client.aio import GpuLease
+from gpulease.client.decode.decode_errors import CompletionReason
 from gpulease.client.decode.decode_reports import FinishedRequest
-from gpulease.client.decode.decode_requests import CompletionReason, SamplingParameters
+from gpulease.client.decode.decode_requests import SamplingParameters
 from gpulease.client.decode.supervisor import decode_audit
 from gpulease.client.decode.supervisor.decode_audit import ComputedBy, DecodeAudit, DecodeRecord, TokenDigest, note_of
 from gpulease.client.errors import Disconnected, InvalidRequest, LeaseFreed, Unsupported

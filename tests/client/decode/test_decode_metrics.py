@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from prometheus_client import CollectorRegistry
 
+from gpulease.client.decode.decode_errors import AdmissionReason, CompletionReason
 from gpulease.client.decode.decode_reports import (
     EngineRebuilt,
     FinishedRequest,
@@ -11,13 +12,7 @@ from gpulease.client.decode.decode_reports import (
     RebindReport,
     StepReport,
 )
-from gpulease.client.decode.decode_requests import (
-    AdmissionReason,
-    CompletionReason,
-    PromptRequest,
-    SamplingParameters,
-    SchedulerEvent,
-)
+from gpulease.client.decode.decode_requests import PromptRequest, SamplingParameters, SchedulerEvent
 from gpulease.client.decode.openai.decode_metrics import MAX_FOLLOWED, DecodeMetrics
 
 REQUEST = PromptRequest("ann", "one", (1, 2, 3), SamplingParameters(), 8)

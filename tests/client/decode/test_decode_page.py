@@ -16,6 +16,7 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
+from gpulease.client.decode.decode_errors import AdmissionReason, CompletionReason
 from gpulease.client.decode.decode_reports import (
     EngineRebuilt,
     FinishedRequest,
@@ -23,14 +24,7 @@ from gpulease.client.decode.decode_reports import (
     RebindReport,
     StepReport,
 )
-from gpulease.client.decode.decode_requests import (
-    AdmissionReason,
-    CompletionReason,
-    PromptRequest,
-    SamplingParameters,
-    SchedulerEvent,
-    TenantConfig,
-)
+from gpulease.client.decode.decode_requests import PromptRequest, SamplingParameters, SchedulerEvent, TenantConfig
 from gpulease.client.decode.page import decode_page, page_events
 from gpulease.client.decode.page.decode_page import FILES, MAX_STREAMS, SNAPSHOT_S, DecodePage, PageFeed
 from gpulease.client.decode.page.demo_traffic import TAIL_CHARACTERS, DemoText, DemoTraffic

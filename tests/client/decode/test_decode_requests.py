@@ -2,15 +2,13 @@ from typing import Any
 
 import pytest
 
-from gpulease.client.decode.decode_errors import RequestRejected
+from gpulease.client.decode.decode_errors import AdmissionReason, CompletionReason, RequestRejected
 from gpulease.client.decode.decode_requests import (
     MAX_SEED,
     MAX_TEMPERATURE,
     MAX_TOP_K,
     MAX_WAIT_S,
     MIN_TEMPERATURE,
-    AdmissionReason,
-    CompletionReason,
     PromptRequest,
     SamplingParameters,
     TenantConfig,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from gpulease.client.decode.checkpoint import RandomCheckpoint
-from gpulease.client.decode.decode_errors import NoModelLoaded, RequestRejected, WaitedTooLong
-from gpulease.client.decode.decode_requests import CompletionReason, TenantConfig
+from gpulease.client.decode.decode_errors import CompletionReason, NoModelLoaded, RequestRejected, WaitedTooLong
+from gpulease.client.decode.decode_requests import TenantConfig
 from gpulease.client.decode.engine.engine import BlockPool
 from gpulease.client.decode.supervisor import tenant_moves
 from gpulease.client.decode.supervisor.decoder import Decoder

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from gpulease.client.decode.checkpoint import RandomCheckpoint
-from gpulease.client.decode.decode_errors import NoModelLoaded, RequestBreaksEngine
-from gpulease.client.decode.decode_requests import CompletionReason, SamplingParameters, TenantConfig
+from gpulease.client.decode.decode_errors import CompletionReason, NoModelLoaded, RequestBreaksEngine
+from gpulease.client.decode.decode_requests import SamplingParameters, TenantConfig
 from gpulease.client.decode.engine.engine import BlockPool
 from gpulease.client.decode.engine.forward_pass import StepLimits
 from gpulease.client.decode.row_records import NO_ROW, PAGE, RESULT, Results, Rows

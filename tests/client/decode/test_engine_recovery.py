@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from gpulease.client.decode.checkpoint import RandomCheckpoint
-from gpulease.client.decode.decode_errors import EngineDecodeFailed, ModelRejected, NoModelLoaded
-from gpulease.client.decode.decode_requests import CompletionReason, SamplingParameters
+from gpulease.client.decode.decode_errors import CompletionReason, EngineDecodeFailed, ModelRejected, NoModelLoaded
+from gpulease.client.decode.decode_requests import SamplingParameters
 from gpulease.client.decode.engine.engine import DecodeEngine
 from gpulease.client.decode.page.decode_page import DecodePage
 from gpulease.client.decode.row_records import Rows

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from gpulease.client.decode.decode_errors import RequestRejected
-from gpulease.client.decode.decode_requests import CompletionReason, PromptRequest, SamplingParameters
+from gpulease.client.decode.decode_errors import CompletionReason, RequestRejected
+from gpulease.client.decode.decode_requests import PromptRequest, SamplingParameters
 from gpulease.client.decode.supervisor.generation import Generation
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from gpulease.client.decode.decode_requests import CompletionReason, TenantConfig
+from gpulease.client.decode.decode_errors import CompletionReason
+from gpulease.client.decode.decode_requests import TenantConfig
 from gpulease.client.decode.engine.engine import BlockPool
 from gpulease.client.decode.row_records import Rows
 from gpulease.client.decode.scheduler.cell_rate import CellRate

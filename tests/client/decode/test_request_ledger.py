@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from gpulease.client.decode.decode_errors import (
+    AdmissionReason,
     AdmissionRefused,
+    CompletionReason,
     EngineDecodeFailed,
     NoModelLoaded,
     RequestBreaksEngine,
@@ -24,9 +26,7 @@ from gpulease.client.decode.decode_errors import (
 )
 from gpulease.client.decode.decode_reports import DecoderObserver, FinishedRequest, RebindReport, StepReport
 from gpulease.client.decode.decode_requests import (
-    AdmissionReason,
     AnyEvent,
-    CompletionReason,
     PromptRequest,
     SamplingParameters,
     SchedulerEvent,
@@ -34,8 +34,8 @@ from gpulease.client.decode.decode_requests import (
 )
 from gpulease.client.decode.row_records import RESULT
 from gpulease.client.decode.scheduler.cell_rate import CellRate
-from gpulease.client.decode.scheduler.step_plan import LiveSequence, StepPlan
-from gpulease.client.decode.scheduler.tenant_state import TenantState
+from gpulease.client.decode.scheduler.step_plan import StepPlan
+from gpulease.client.decode.scheduler.tenant_state import LiveSequence, TenantState
 from gpulease.client.decode.supervisor.generation import Emitted, Generation
 from gpulease.client.decode.supervisor.request_ledger import RequestLedger, error_of
 from gpulease.client.errors import GpuLeaseError

@@ -6,15 +6,8 @@ from typing import Any
 
 import pytest
 
-from gpulease.client.decode.decode_errors import RebindLimited, RequestRejected
-from gpulease.client.decode.decode_requests import (
-    AdmissionReason,
-    AnyEvent,
-    CompletionReason,
-    PromptRequest,
-    SchedulerEvent,
-    TenantConfig,
-)
+from gpulease.client.decode.decode_errors import AdmissionReason, CompletionReason, RebindLimited, RequestRejected
+from gpulease.client.decode.decode_requests import AnyEvent, PromptRequest, SchedulerEvent, TenantConfig
 from gpulease.client.decode.row_records import NO_ROW
 from gpulease.client.decode.scheduler.scheduler import ContinuousBatchScheduler, SchedulerSettings
 from gpulease.client.decode.scheduler.step_plan import StepPlan

@@ -12,15 +12,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from gpulease.client.decode.decode_errors import RebindLimited
-from gpulease.client.decode.decode_requests import (
-    AdmissionReason,
-    AnyEvent,
-    CompletionReason,
-    PromptRequest,
-    SchedulerEvent,
-    TenantConfig,
-)
+from gpulease.client.decode.decode_errors import AdmissionReason, CompletionReason, RebindLimited
+from gpulease.client.decode.decode_requests import AnyEvent, PromptRequest, SchedulerEvent, TenantConfig
 from gpulease.client.decode.scheduler.scheduler import MAX_PREEMPTIONS, ContinuousBatchScheduler, SchedulerSettings
 from gpulease.client.decode.scheduler.step_plan import StepPlan
 

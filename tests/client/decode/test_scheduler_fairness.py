@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpulease.client.decode.decode_requests import AnyEvent, CompletionReason, SchedulerEvent, TenantConfig
+from gpulease.client.decode.decode_errors import CompletionReason
+from gpulease.client.decode.decode_requests import AnyEvent, SchedulerEvent, TenantConfig
 from gpulease.client.decode.scheduler.scheduler import MAX_PREEMPTIONS, ContinuousBatchScheduler, SchedulerSettings
 from gpulease.client.decode.scheduler.step_plan import StepPlan
 

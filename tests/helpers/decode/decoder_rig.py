@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from gpulease.client.decode.checkpoint import RandomCheckpoint
+from gpulease.client.decode.decode_errors import CompletionReason
 from gpulease.client.decode.decode_reports import (
     DecoderObserver,
     EngineRebuilt,
@@ -16,7 +17,7 @@ from gpulease.client.decode.decode_reports import (
     RebindReport,
     StepReport,
 )
-from gpulease.client.decode.decode_requests import CompletionReason, SamplingParameters, TenantConfig
+from gpulease.client.decode.decode_requests import SamplingParameters, TenantConfig
 from gpulease.client.decode.supervisor.decoder import Decoder, DecoderSettings
 from gpulease.client.decode.supervisor.generation import Emitted, Generation
 from gpulease.client.decode.supervisor.serving_engine import ServingEngine

@@ -6,14 +6,8 @@ from typing import Any, Final
 import pytest
 
 from gpulease.client.decode import decode_errors as errors
-from gpulease.client.decode.decode_errors import DecodeError
-from gpulease.client.decode.decode_requests import (
-    AdmissionReason,
-    CompletionReason,
-    PromptRequest,
-    SamplingParameters,
-    SchedulerEvent,
-)
+from gpulease.client.decode.decode_errors import AdmissionReason, CompletionReason, DecodeError
+from gpulease.client.decode.decode_requests import PromptRequest, SamplingParameters, SchedulerEvent
 from gpulease.client.decode.openai.api_errors import FINISHES, ApiError, api_error_of
 from gpulease.client.decode.supervisor.request_ledger import error_of
 from gpulease.client.errors import Disconnected, GpuLeaseError
