@@ -53,7 +53,8 @@ def stop_daemon(node: FleetNode) -> None:
     os.kill(node.now.process.pid, signal.SIGSTOP)
 
 
-@pytest.mark.parametrize("fault", [kill_daemon, pytest.param(stop_daemon, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("fault", [kill_daemon, stop_daemon])
 def test_a_dead_nodes_name_lives_on_elsewhere(tmp_path: Path, fault: Callable[[FleetNode], None]) -> None:
     """With the daemon killed or stopped no claimed lease runs past its horizon, and no name lives twice."""
     with fleet(tmp_path) as (_, (first, second)):

@@ -334,11 +334,7 @@ def test_a_relay_that_waits_has_two_sockets_and_goes_with_the_files(pki: Pki, st
         (anns,) = relays(daemon)
         assert {info.pid for info in waiting}.isdisjoint({anns.pid, *(info.pid for info in spares(daemon))})
         wait_until(lambda: not any(is_running(info.pid) for info in waiting), "theirs are gone")
-
-
-@pytest.mark.exhaustive
-def test_relays_that_were_killed_while_they_waited_are_not_missed(pki: Pki, start_daemon: Any) -> None:
-    daemon = start_daemon(tls=True, config=pki.settings())
+    # Those that are killed while they wait are not missed.
     waiting = spares(daemon)
     for spare in waiting:
         os.kill(spare.pid, signal.SIGKILL)

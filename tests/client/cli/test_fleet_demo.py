@@ -4,8 +4,6 @@ import json
 import subprocess
 import sys
 
-import pytest
-
 from helpers.daemon import python_environment
 from helpers.etcd_cluster import need_etcd
 
@@ -16,7 +14,6 @@ def demo(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=300)
 
 
-@pytest.mark.exhaustive
 def test_a_killed_node_s_name_lives_on_and_nothing_overlaps() -> None:
     need_etcd()
     done = demo("--json")

@@ -30,6 +30,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tenants_demo, "BOB_S", (0.001, 1.5, 10.0, 40.0))
 
 
+@pytest.mark.exhaustive
 def test_beside_a_daemon_that_runs(daemon: Daemon) -> None:
     done = CliRunner().invoke(main, ["demo", "--json"], env={ADDRESS_VARIABLE: daemon.address})
     assert done.exit_code == 0, done.output
