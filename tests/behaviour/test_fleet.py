@@ -162,6 +162,7 @@ def test_a_restarted_daemon_goes_on_with_its_names(tmp_path: Path) -> None:
         wait_until(lambda: not claims(cluster), "the claim ends with the lease")
 
 
+@pytest.mark.exhaustive
 def test_a_node_that_is_stopped_gives_its_names_to_the_others_at_once(tmp_path: Path) -> None:
     with fleet(tmp_path) as (cluster, (first, second)):
         names = [f"model-{number}" for number in range(3)]

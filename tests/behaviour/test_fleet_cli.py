@@ -295,6 +295,7 @@ def test_a_directory_stops_in_order(directory: Directory) -> None:
     assert not Path(directory.address.removeprefix("unix:")).exists()
 
 
+@pytest.mark.exhaustive
 def test_a_directory_tells_its_metrics_by_http_and_by_the_command(cluster: EtcdCluster, tmp_path: Path) -> None:
     put_node(cluster, "n1", record_of("tls:gpu1.example:7443"))
     with Directory(cluster, tmp_path / "d", "--http", "127.0.0.1:0", "--http-host", "dir.example") as directory:

@@ -165,6 +165,7 @@ def test_twenty_tenants_have_twenty_colours(browser: Browser, scene: Scene) -> N
     assert len(set(browser.run(script))) == 20
 
 
+@pytest.mark.exhaustive
 def test_regions_are_in_the_bar_in_their_shares(browser: Browser, scene: Scene) -> None:
     parent = 0xA1 << 120
     scene.leases += [

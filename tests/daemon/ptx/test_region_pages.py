@@ -65,7 +65,7 @@ class Rig:
         """The neighbours are what they were, and nothing lies in the ended region's place."""
         for address in (self.before, self.behind):
             assert ctypes.string_at(address, 2 * GRANULE) == bytes([MARK]) * (2 * GRANULE)
-        assert not any(ctypes.string_at(self.ended, 2 * GRANULE))
+        assert ctypes.string_at(self.ended, 2 * GRANULE) == bytes(2 * GRANULE)
 
 
 @pytest.fixture

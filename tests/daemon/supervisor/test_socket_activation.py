@@ -255,6 +255,7 @@ def test_what_is_not_listened_on_any_more_is_let_go(manager: ServiceManager) -> 
     assert manager.end() == 0
 
 
+@pytest.mark.exhaustive
 def test_a_socket_made_anew_is_the_one_that_is_kept(manager: ServiceManager) -> None:
     manager.start_ready()
     manager.path.unlink()

@@ -1,13 +1,14 @@
 """A decode server on the tiny model, in a thread, asked over a real socket by the official client."""
 
+from __future__ import annotations
+
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import httpx
-import openai
 import uvicorn
 
 from gpulease.client.decode import TINY_MODEL, Decoder, DecoderObserver, DecoderSettings, TenantConfig
@@ -15,6 +16,9 @@ from gpulease.client.decode.openai.api_keys import distinct_keys, key_digest
 from gpulease.client.decode.openai.openai_server import make_openai_application
 from gpulease.client.http.uvicorn_server import known_hosts, listening, serve_within
 from helpers.daemon import Daemon
+
+if TYPE_CHECKING:
+    import openai
 
 MODEL: Final = "tiny"
 SETTINGS: Final = DecoderSettings(max_rows=8, prefill_rows=8, max_sequences=8, positions=160)
@@ -36,6 +40,9 @@ class OpenAiRig:
 
     def client(self, tenant: str = "ann", **options: Any) -> openai.OpenAI:
         """A tenant's official client, which asks once."""
+        # Here: every process of a run imports this file, and the client's import takes half a second.
+        import openai
+
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key_of(tenant), max_retries=0, timeout=60, **options)
 
     def http(self, tenant: str = "ann") -> httpx.Client:

@@ -1,14 +1,15 @@
 """The decode server, asked by OpenAI's own client, unchanged."""
 
+from __future__ import annotations
+
 import json
 import re
 import socket
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
 import pytest
 
 from gpulease.client.decode import DecoderObserver, FinishedRequest, decode_log
@@ -23,6 +24,10 @@ from helpers.daemon import Daemon
 from helpers.decode.decode_lines import lines_of
 from helpers.decode.openai_rig import CHAT_TOKENS, MODEL, OpenAiRig, key_of, openai_rig
 from helpers.waiting import wait_until
+
+# Where it is used: every process of a run imports this file, and its import takes half a second.
+if TYPE_CHECKING:
+    import openai
 
 PROMPT = "Changed in version"
 USER = [{"role": "user", "content": "What does the with statement do?"}]
@@ -159,6 +164,8 @@ def test_the_model_is_listed(client: openai.OpenAI) -> None:
 
 
 def test_errors_are_the_client_s_own(rig: OpenAiRig, client: openai.OpenAI) -> None:
+    import openai
+
     with rig.client("nobody") as stranger, pytest.raises(openai.AuthenticationError) as unknown:
         complete(stranger)
     assert unknown.value.code == "invalid_api_key"
@@ -179,6 +186,8 @@ def test_errors_are_the_client_s_own(rig: OpenAiRig, client: openai.OpenAI) -> N
 
 
 def test_a_quota_is_a_429_with_retry_after(rig: OpenAiRig) -> None:
+    import openai
+
     with rig.client("bob") as bob, complete(bob, max_tokens=100, stream=True) as stream:
         next(iter(stream))
         with pytest.raises(openai.RateLimitError) as refused:
@@ -209,6 +218,8 @@ def test_a_prompt_that_can_t_fit_is_refused_as_too_long_before_it_is_cut(
 
 
 def test_a_request_on_its_way_takes_a_place_of_its_tenant_s_alone(rig: OpenAiRig, client: openai.OpenAI) -> None:
+    import openai
+
     """Its body counts before it is read: whoever sends many at once holds no memory beyond its places."""
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key_of('bob')}\r\n"
     address = httpx.URL(rig.url)
@@ -244,6 +255,8 @@ def test_no_text_is_read_in_the_process_of_the_steps(
 def test_a_prompt_that_is_too_long_is_refused_in_openai_s_words(
     rig: OpenAiRig, client: openai.OpenAI, is_chat: bool
 ) -> None:
+    import openai
+
     """Ann's requests are bounded by the context, of 160 positions, bob's by his region, of 10 blocks."""
     words = r"This model's maximum context length is 160 tokens\. However, you requested (\d+) tokens \((\d+) in the"
     text = "Changed in version 3. " * 8
@@ -388,6 +401,8 @@ def test_a_lost_region_shows_in_the_extension_alone(
 
 
 def test_an_error_in_mid_stream_is_an_event(shared_daemon: Daemon) -> None:
+    import openai
+
     """The whole lease is revoked behind the first tokens."""
     with openai_rig(shared_daemon) as rig, rig.client() as client:
         stream = iter(complete(client, stream=True, max_tokens=120))
@@ -448,6 +463,8 @@ def test_health_says_since_when_and_why_there_is_no_engine(
 def test_requests_that_fail_write_no_more_lines_than_their_tenant_has(
     rig: OpenAiRig, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    import openai
+
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("secret of the host")
 

@@ -23,6 +23,7 @@ def api() -> Iterator[ApiServer]:
     server.close()
 
 
+@pytest.mark.exhaustive
 def test_a_claim_that_waits_for_its_proof_holds_up_no_other_s_tokens(
     start_daemon: Callable[..., Daemon], tmp_path: Path, api: ApiServer
 ) -> None:

@@ -212,6 +212,7 @@ def begin_to_prepare(node: Node, claim: Claim) -> threading.Thread:
     return call
 
 
+@pytest.mark.exhaustive
 def test_a_driver_killed_between_a_grant_and_its_record_finds_the_lease_again(hanging_node: Node) -> None:
     """Beside it another lease would have no room: this one takes the whole card."""
     claim = claim_of(hanging_node, None)
