@@ -65,7 +65,7 @@ ROOMS: Final = (
     ),
     _room("client/examples", TOOL, "__init__"),
     _room("client/integrations/kubernetes", WING, ". console core http integrations sync"),
-    _room("client/integrations/slurm", WING, "console core integrations sync"),
+    _room("client/integrations/slurm", WING, ". console core integrations sync"),
     _room("client/integrations", WING, ". sync"),
     _room("client/serve/gateway", WING, ". core http sync"),
     _room("client/serve/models", WING, ". __init__ aio http serve/rpc"),

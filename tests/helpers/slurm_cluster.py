@@ -1,5 +1,6 @@
 """One node's Slurm, from Debian's packages: munged, slurmctld and slurmd in a folder of a test."""
 
+import fcntl
 import os
 import shutil
 import socket
@@ -24,11 +25,11 @@ def missing() -> str:
 class SlurmCluster:
     """Its daemons, with the scripts of the tree."""
 
-    def __init__(self, folder: Path, address: str, vram_mib: int) -> None:
+    def __init__(self, folder: Path, address: str, vram_mib: int, largest_mib: int = 1 << 20) -> None:
         self.folder = folder
-        self._logs = [folder / f"{name}.log" for name in ("munged", "slurmctld", "slurmd")]
+        self._logs = [folder / f"{name}.log" for name in ("munged", "slurmctld", "slurmd", "service", "service-2")]
         scripts = Path(__file__).parents[2] / "client" / "integrations" / "slurm"
-        command = folder / "gpulease-slurm"
+        self._command = command = folder / "gpulease-slurm"
         paths = python_environment()["PYTHONPATH"]
         folders = f'[ "$1" = prolog ] && more="--daemon {address}"\n'
         command.write_text(
@@ -40,6 +41,8 @@ class SlurmCluster:
             text = (scripts / name).read_text().replace("/usr/local/bin/gpulease-slurm", str(command))
             (folder / name).write_text(text)
             (folder / name).chmod(0o755)
+        policy = (scripts / "job_submit.lua").read_text()
+        (folder / "job_submit.lua").write_text(policy.replace("= 81920", f"= {largest_mib}"))
         for name in ("state", "spool", "run"):
             (folder / name).mkdir()
         key = folder / "munge.key"
@@ -61,6 +64,7 @@ class SlurmCluster:
             self._start(["slurmctld", "-D", "-i"])
             self._start(["slurmd", "-D", "-N", "gpu1"])
             wait_until(lambda: "idle" in self.ask("sinfo", "-h", "-o", "%T"), "the node is idle", seen=self.logs)
+            self.start_service()
         except BaseException:
             self.stop()
             raise
@@ -90,6 +94,7 @@ JobAcctGatherType=jobacct_gather/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 GresTypes=vram
+JobSubmitPlugins=lua
 ReturnToService=2
 MpiDefault=none
 Prolog={self.folder}/prolog.sh
@@ -102,6 +107,17 @@ PartitionName=main Nodes=gpu1 Default=YES MaxTime=60 State=UP OverSubscribe=FORC
         (self.folder / "slurm.conf").write_text(lines)
         (self.folder / "gres.conf").write_text(f"Name=vram Count={vram_mib}\n")
 
+    def start_service(self) -> None:
+        """Start the service that renews leases, and wait until prologs find it."""
+        lock = self.folder / "jobs" / "service"
+        self._start([str(self._command), "service"])
+        wait_until(lambda: lock.exists() and _is_locked(lock), "the service runs", seen=self.logs)
+
+    def stop_service(self) -> None:
+        """Stop the service, which was started last."""
+        self._processes[-1].terminate()
+        self._processes[-1].wait(20)
+
     def _start(self, command: list[str]) -> None:
         with self._logs[len(self._processes)].open("wb") as log:
             self._processes.append(
@@ -112,12 +128,13 @@ PartitionName=main Nodes=gpu1 Default=YES MaxTime=60 State=UP OverSubscribe=FORC
         done = subprocess.run(command, capture_output=True, text=True, env=self.environment, check=False)
         return done.stdout + done.stderr
 
-    def run_prolog(self, job: str) -> None:
+    def run_prolog(self, job: str, vram_mib: int = 64, restarts: int = 0) -> None:
         """Run a running job's prolog once more, as root's job has it. Fails with what it says if it fails."""
-        told = {"SLURM_JOB_ID": job, "SLURM_JOB_UID": "0", "SLURM_JOB_RESTART_COUNT": "0"}
-        told |= {"SLURMD_NODENAME": "gpu1", "SLURM_CLUSTER_NAME": "test"}
+        given = {"SLURM_JOB_ID": job, "SLURM_JOB_UID": "0", "SLURM_JOB_RESTART_COUNT": str(restarts)}
+        given |= {"SLURMD_NODENAME": "gpu1", "SLURM_CLUSTER_NAME": "test"}
+        given |= {"SLURM_JOB_COMMENT": f"mine [vram_mib={vram_mib}]"}
         command = [str(self.folder / "prolog.sh")]
-        done = subprocess.run(command, capture_output=True, text=True, env=self.environment | told, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, env=self.environment | given, check=False)
         assert done.returncode == 0, done.stderr
 
     def submit(self, script: str, vram_mib: int, *options: str) -> str:
@@ -137,7 +154,8 @@ PartitionName=main Nodes=gpu1 Default=YES MaxTime=60 State=UP OverSubscribe=FORC
             return ""
 
     def logs(self) -> str:
-        return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in self._logs)
+        written = [path for path in self._logs if path.exists()]
+        return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in written)
 
     def stop(self) -> None:
         for process in reversed(self._processes):
@@ -148,3 +166,12 @@ PartitionName=main Nodes=gpu1 Default=YES MaxTime=60 State=UP OverSubscribe=FORC
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def _is_locked(path: Path) -> bool:
+    with path.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        return False

@@ -1,59 +1,64 @@
-"""`gpulease-slurm`: Slurm's prolog, task prolog and epilog. A job's `--gres=vram:N` is a lease of N MiB.
+"""`gpulease-slurm`: Slurm's prolog, task prolog and epilog, and the service that keeps the leases of running jobs.
 
-The job's user is the lease's tenant: prolog and epilog run as root, and call the daemon as that user. The lease ends
-with the job, or after the job's time limit if the epilog never runs. An epilog that can't prove the memory free fails,
-and Slurm drains the node.
+A job's `--gres=vram:N` is a lease of N MiB on each of its nodes; the job's user is its tenant. The prolog acquires it,
+the service renews it while the job lives, the epilog frees it and waits for the proof that its memory is free.
+
+Who is at fault decides what fails. A request that the daemon refuses to this user fails the job: the prolog succeeds,
+and the task prolog prints the reason and fails. Only a fault of the node fails the prolog or the epilog, by which Slurm
+drains the node.
 """
 
+import fcntl
 import hashlib
 import json
 import os
-import pwd
-import re
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import IO, Final
 
 import click
 
 from gpulease.client.console.exit_status import CannotStart, failures_as_sentences
+from gpulease.client.console.reports import cards_of
 from gpulease.client.core.lease_request import LEASE_ID_VARIABLE, milliseconds
+from gpulease.client.errors import GpuLeaseError
 from gpulease.client.integrations.proved_end import free_and_prove, report_of
+from gpulease.client.integrations.slurm.job_records import JobRecord, JobRecords
+from gpulease.client.integrations.slurm.other_users import RefusedForUser, as_user
+from gpulease.client.integrations.slurm.slurm_jobs import JobState, job_id, number_in, size_of_job, state_of_job
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.address import ADDRESS_VARIABLE, DEFAULT_ADDRESS
 from gpulease.protocol.lease_ids import LeaseId, lease_id_of
 from gpulease.protocol.lease_options import ORPHAN, REQUEST_ID
-from gpulease.protocol.messages import LeaseAlloc, LeaseRenew
-from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE
+from gpulease.protocol.messages import Empty, LeaseAlloc, LeaseRenew
+from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, Status
 
-GRES: Final = "vram"
-MIB: Final = 1 << 20
+LEASE_S: Final = 600.0
+"""Time of a job's lease, in seconds: the service renews it every RENEW_S while the job lives. So a lease outlasts a
+restart of the service, and a node that is gone for good gives the memory back after ten minutes."""
+
+RENEW_S: Final = 60.0
 
 FIRST_LEASE_S: Final = 30.0
 """Life of a lease until its record is on the disk. If the prolog is killed before that, the lease ends by itself."""
 
-MARGIN_S: Final = 60.0
-"""Seconds that a lease lasts beyond its job's time limit, in which Slurm first warns and then kills the job."""
-
-MAX_LEASE_S: Final = 86_400.0
-"""Longest lease, a daemon's default limit. The lease of a longer job ends before the job."""
-
 WAIT_S: Final = 10.0
-"""Seconds to wait for room, because the previous job may have just ended. A prolog that fails drains its node."""
+"""Seconds to wait for room, because the previous job may have just ended."""
 
 PROOF_LIMIT_S: Final = 60.0
 """Seconds to wait until the memory is proved free, well within Slurm's PrologEpilogTimeout."""
 
-SQUEUE_LIMIT_S: Final = 20.0
+SERVICE_LOCK: Final = "service"
+"""The file that the service locks while it runs."""
 
-_JOB_ID: Final = re.compile(r"[1-9]\d{0,9}")
-_LISTED: Final = re.compile(r"^(\d+)\|", re.MULTILINE)
-_ASKED: Final = re.compile(rf"gres[:/]{GRES}(?:[:=]\s*\+?(\d{{1,12}})([KMGTPkmgtp]?))?")
-_SCALE: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40, "p": 1 << 50}
+_NODE_FAULTS: Final = frozenset(
+    {Status.INTERNAL, Status.DRAINED, Status.FENCED, Status.SESSION_FAILED, Status.UNSUPPORTED}
+)
+"""Refusals that another node would not have given. All others are about what the user asked for, or may do."""
 
 _folder = click.option(
     "--folder", type=click.Path(path_type=Path), default=Path("/run/gpulease-slurm"), show_default=True
@@ -72,93 +77,154 @@ def main() -> None:
 @_folder
 @_daemon
 def prolog(folder: Path, address: str) -> None:
-    """Acquire the job's lease. For slurm.conf's Prolog, with PrologFlags=Alloc."""
-    job, user = _job_id(os.environ), _number(os.environ, "SLURM_JOB_UID")
-    size_bytes = size_of_job(_asked_of_jobs(job), job)
+    """Acquire the job's lease. For slurm.conf's Prolog, with PrologFlags=Alloc. Fails for a fault of the node alone."""
+    job, size_bytes = job_id(os.environ), size_of_job(os.environ)
     # The job requested no vram, so it gets no lease.
     if not size_bytes:
         return
-    path, restarts = folder / f"{job}.json", _number(os.environ, "SLURM_JOB_RESTART_COUNT", "0")
-    folder.mkdir(mode=0o755, parents=True, exist_ok=True)
-    record = _read(path)
-    if record is not None:
-        if _serves(record, restarts):
-            # Slurm may run a prolog again, for the job's further steps.
-            return
-        _end(path, record)
-    # Step 1: a short lease, so that a prolog that is killed before step 2 leaves nothing behind for long. A repeated
-    # prolog sends the same request id, and gets the same lease.
-    first_ms = milliseconds(FIRST_LEASE_S, "the first time", least_ms=1)
-    wait_ms = milliseconds(WAIT_S, "the wait", least_ms=0)
-    again = REQUEST_ID.parameter(request_id(os.environ, job, restarts).hex())
-    parameters = (ORPHAN.parameter(0), again)
-    request = LeaseAlloc(GPU_RESOURCE_TYPE, size_bytes, first_ms, wait_ms, None, parameters)
-    lease_id = as_user(user, lambda: str(LeaseId(ask(Opcode.LEASE_ALLOC, request, address).lease_id)))
-    # Step 2: the record, from which the epilog frees the lease.
-    record = {"lease_id": lease_id, "user": user, "address": address, "restarts": restarts, "is_ready": False}
-    _write(path, record)
-    # Step 3: extend the lease to the job's time, and mark the record as ready.
-    renew = LeaseRenew(lease_id_of(lease_id), milliseconds(_left_s(os.environ), "the lease's time", least_ms=1))
-    as_user(user, lambda: str(ask(Opcode.LEASE_RENEW, renew, address).generation))
-    _write(path, record | {"is_ready": True})
+    user, restarts = number_in(os.environ, "SLURM_JOB_UID"), number_in(os.environ, "SLURM_JOB_RESTART_COUNT", "0")
+    records = JobRecords(folder)
+    _check_service(folder)
+    with records.locked(job):
+        # Slurm may run a prolog again, for the job's further steps, or for another start of a job that it requeued.
+        record = records.read(job)
+        if record is not None:
+            if _serves(record, restarts):
+                return
+            _end(records, job, record)
+        try:
+            _acquire(records, job, JobRecord(user, restarts, address), size_bytes)
+        except RefusedForUser as refusal:
+            if _is_fault_of_node(refusal, size_bytes, address):
+                raise
+            records.write(job, JobRecord(user, restarts, address, refusal=str(refusal)))
 
 
 @main.command("task-prolog")
 @_folder
 def task_prolog(folder: Path) -> None:
-    """Print the variables that Slurm adds to the environment of the job's tasks. For slurm.conf's TaskProlog."""
-    record = _read(folder / f"{_job_id(os.environ)}.json")
-    if record is not None:
-        click.echo(f"export {ADDRESS_VARIABLE}={record['address']}\nexport {LEASE_ID_VARIABLE}={record['lease_id']}")
+    """Print the variables that Slurm adds to the job's tasks, or fail the job. For slurm.conf's TaskProlog."""
+    record = JobRecords(folder).read(job_id(os.environ)) if folder.exists() else None
+    if record is None:
+        return
+    if record.refusal:
+        # Slurm copies such a line to the task's output, and ends the job with this status; the node stays as it is.
+        click.echo(f"print gpulease-slurm: the job has no lease: {' '.join(record.refusal.split())}")
+        sys.exit(1)
+    click.echo(f"export {ADDRESS_VARIABLE}={record.address}\nexport {LEASE_ID_VARIABLE}={record.lease_id}")
 
 
 @main.command()
 @_folder
 def epilog(folder: Path) -> None:
     """Free the job's lease and wait for the proof. For slurm.conf's Epilog; a failure drains the node."""
-    path = folder / f"{_job_id(os.environ)}.json"
-    record = _read(path)
-    if record is not None:
-        _end(path, record)
+    job = job_id(os.environ)
+    records = JobRecords(folder)
+    with records.locked(job):
+        record = records.read(job)
+        if record is not None:
+            _end(records, job, record)
 
 
-def _serves(record: Mapping[str, object], restarts: int) -> bool:
-    """Return whether a record's lease belongs to this start of the job, was extended to its time, and is active."""
-    if not record["is_ready"] or record["restarts"] != restarts:
+@main.command()
+@_folder
+def service(folder: Path) -> None:
+    """Renew the leases of running jobs, and free those of jobs whose epilog never ran. For systemd, one a node."""
+    records = JobRecords(folder)
+    with (folder / SERVICE_LOCK).open("ab") as held:
+        if not _lock(held):
+            raise CannotStart(f"another gpulease-slurm service already serves {folder}")
+        while True:
+            for job in records.jobs():
+                try:
+                    _keep(records, job)
+                except CannotStart as error:
+                    # The next round tries again; what can't be mended is in the log each time.
+                    click.echo(f"gpulease-slurm: job {job}: {error}", err=True)
+            time.sleep(RENEW_S)
+
+
+# --- a job's lease ---
+
+
+def _acquire(records: JobRecords, job: str, record: JobRecord, size_bytes: int) -> None:
+    """Acquire a job's lease, and record it. Raises RefusedForUser and CannotStart; then nothing is left of it."""
+    # Step 1: a short lease, so that a prolog that is killed before step 2 leaves nothing behind for long. A repeated
+    # prolog sends the same request id, and gets the same lease.
+    again = REQUEST_ID.parameter(request_id(os.environ, job, record.restarts).hex())
+    first_ms = milliseconds(FIRST_LEASE_S, "the first time", least_ms=1)
+    wait_ms = milliseconds(WAIT_S, "the wait", least_ms=0)
+    request = LeaseAlloc(GPU_RESOURCE_TYPE, size_bytes, first_ms, wait_ms, None, (ORPHAN.parameter(0), again))
+    lease_id = as_user(record.user, lambda: str(LeaseId(ask(Opcode.LEASE_ALLOC, request, record.address).lease_id)))
+    # Step 2: the record, from which the epilog frees the lease.
+    record = replace(record, lease_id=lease_id)
+    records.write(job, record)
+    # Step 3: the lease's full time, and the record as ready.
+    try:
+        _renew(record)
+    except RefusedForUser:
+        _end(records, job, record)
+        raise
+    records.write(job, replace(record, is_ready=True))
+
+
+def _renew(record: JobRecord) -> None:
+    body = LeaseRenew(lease_id_of(record.lease_id), milliseconds(LEASE_S, "the lease's time", least_ms=1))
+    as_user(record.user, lambda: str(ask(Opcode.LEASE_RENEW, body, record.address).generation))
+
+
+def _keep(records: JobRecords, job: str) -> None:
+    """Renew a job's lease, or end it if slurmctld says that the job is over. Raises CannotStart."""
+    with records.locked(job, waits=False) as is_free:
+        record = records.read(job) if is_free else None
+        # A prolog or an epilog is at work, or there is nothing to renew.
+        if record is None or record.refusal or not record.is_ready:
+            return
+        # Renewed first: a slurmctld that hangs costs no job its lease.
+        lost: RefusedForUser | None = None
+        try:
+            _renew(record)
+        except RefusedForUser as refusal:
+            lost = refusal
+        if state_of_job(job) is JobState.OVER:
+            _end(records, job, record)
+        elif lost is not None:
+            raise lost
+
+
+def _serves(record: JobRecord, restarts: int) -> bool:
+    """Return whether a record's lease belongs to this start of the job, has its full time, and is active."""
+    if not record.is_ready or record.restarts != restarts:
         return False
-    user, lease_id, address = int(str(record["user"])), lease_id_of(str(record["lease_id"])), str(record["address"])
-    return as_user(user, lambda: str(report_of(lease_id, address)["state"])) == "active"
+    lease_id, address = lease_id_of(record.lease_id), record.address
+    return as_user(record.user, lambda: str(report_of(lease_id, address)["state"])) == "active"
 
 
-def _end(path: Path, record: Mapping[str, object]) -> None:
+def _end(records: JobRecords, job: str, record: JobRecord) -> None:
     """Free a record's lease, wait for the proof, and delete the record."""
-    user, lease_id, address = int(str(record["user"])), lease_id_of(str(record["lease_id"])), str(record["address"])
-    as_user(user, lambda: _free(lease_id, address))
-    path.unlink()
+    if record.lease_id:
+        lease_id = lease_id_of(record.lease_id)
+        as_user(record.user, lambda: _free(lease_id, record.address))
+    records.forget(job)
 
 
 def _free(lease_id: LeaseId, address: str) -> str:
-    free_and_prove(lease_id, address, PROOF_LIMIT_S, lambda said: click.echo(f"gpulease-slurm: {said}", err=True))
+    free_and_prove(lease_id, address, PROOF_LIMIT_S, lambda told: click.echo(f"gpulease-slurm: {told}", err=True))
     return ""
 
 
-# --- reports of Slurm ---
-
-
-def size_of_job(listed: str, job: str) -> int:
-    """Return the bytes per node that a job requests, 0 if it requests no vram. Of several, Slurm counts the last.
-
-    Args:
-        listed: The output of `squeue -o "%A|%b"`. Slurm allows no "|" in a job's request.
-        job: The job's number. The first job of an array is listed with the others.
-    """
-    _, *found = _LISTED.split(listed)
-    size_bytes = 0
-    for entry in dict(zip(found[::2], found[1::2], strict=True)).get(job, "").split(","):
-        asked = _ASKED.fullmatch(entry.strip())
-        if asked:
-            size_bytes = int(asked[1] or 1) * _SCALE[(asked[2] or "").lower()] * MIB
-    return size_bytes
+def _is_fault_of_node(refusal: RefusedForUser, size_bytes: int, address: str) -> bool:
+    """Return whether the node refused what the job may have; else the job asked for too much, or its user may not."""
+    if refusal.status not in {Status.DISCONNECTED, Status.CAPACITY_EXCEEDED}:
+        return refusal.status in _NODE_FAULTS
+    # Asked as root. A daemon that answers root has kept the user out: its socket is not for everybody.
+    try:
+        cards = cards_of(ask(Opcode.GET_INVENTORY, Empty(), address))
+    except GpuLeaseError:
+        return True
+    # No room, although a card could hold the lease: Slurm's count of the node is wrong.
+    has_such_card = any(card["capacity_bytes"] >= size_bytes for card in cards)
+    return refusal.status is Status.CAPACITY_EXCEEDED and has_such_card
 
 
 def request_id(environment: Mapping[str, str], job: str, restarts: int) -> bytes:
@@ -168,90 +234,22 @@ def request_id(environment: Mapping[str, str], job: str, restarts: int) -> bytes
     return hashlib.sha256(json.dumps(["gpulease slurm 1", cluster, node, job, restarts]).encode()).digest()[:16]
 
 
-def _asked_of_jobs(job: str) -> str:
-    """Return squeue's list of the requests of a job and of others of its array. No field in it is free text."""
-    command = ["squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%A|%b"]
+# --- the service's lock ---
+
+
+def _lock(file: IO[bytes]) -> bool:
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=SQUEUE_LIMIT_S, check=True).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        raise CannotStart(f"squeue does not describe job {job}: {error}") from None
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
-def _job_id(environment: Mapping[str, str]) -> str:
-    job = environment.get("SLURM_JOB_ID", "")
-    if not _JOB_ID.fullmatch(job):
-        raise CannotStart(f"SLURM_JOB_ID is {job[:32]!r}: Slurm runs this, as slurm.conf's Prolog or Epilog")
-    return job
-
-
-def _number(environment: Mapping[str, str], name: str, default: str = "") -> int:
-    text = environment.get(name, default)
-    if not re.fullmatch(r"\d{1,10}", text):
-        raise CannotStart(f"{name} must be a number, not {text[:32]!r}")
-    return int(text)
-
-
-def _left_s(environment: Mapping[str, str]) -> float:
-    """Return the seconds of the job's lease. Slurm provides the end in wall-clock time; older versions do not."""
-    if not environment.get("SLURM_JOB_END_TIME"):
-        return MAX_LEASE_S
-    left_s = _number(environment, "SLURM_JOB_END_TIME") - time.time() + MARGIN_S
-    return min(max(left_s, MARGIN_S), MAX_LEASE_S)
-
-
-# --- records, and other users ---
-
-
-def _read(path: Path) -> dict[str, object] | None:
-    try:
-        found = json.loads(path.read_text())
-        return {name: found[name] for name in ("lease_id", "user", "address", "restarts", "is_ready")}
-    except FileNotFoundError:
-        return None
-    except (ValueError, TypeError, KeyError) as error:
-        raise CannotStart(f"{path}: {error}. Was it changed?") from None
-
-
-def _write(path: Path, record: Mapping[str, object]) -> None:
-    # Write a new file and rename it, so that a killed prolog never leaves half a record.
-    new = path.with_suffix(".new")
-    with new.open("w") as file:
-        file.write(json.dumps(record))
-        file.flush()
-        os.fsync(file.fileno())
-    new.chmod(0o644)
-    new.replace(path)
-
-
-def as_user(user: int, action: Callable[[], str]) -> str:
-    """Return the text of an action that a child process runs as that user. Raises CannotStart with the child's error.
-
-    The child has the user's groups, so a user who may not write to the daemon's socket gets no lease.
-    """
-    reading, writing = os.pipe()
-    child = os.fork()
-    # In the child: drop root for good, run the action, and send its text or error through the pipe. It must not return
-    # into the parent's code.
-    if child == 0:
-        status = 1
-        try:
-            if os.geteuid() != user:
-                known = pwd.getpwuid(user)
-                os.initgroups(known.pw_name, known.pw_gid)
-                # Groups before the user, because only root may change groups.
-                os.setresgid(known.pw_gid, known.pw_gid, known.pw_gid)
-                os.setresuid(user, user, user)
-            said, status = action(), 0
-        except BaseException as error:
-            said = f"{type(error).__name__}: {error}"
-        os.write(writing, said.encode()[:4096])
-        os._exit(status)
-    os.close(writing)
-    with os.fdopen(reading, "rb") as pipe:
-        said = pipe.read().decode(errors="replace")
-    if os.waitpid(child, 0)[1] != 0:
-        raise CannotStart(f"as user {user}: {said}")
-    return said
+def _check_service(folder: Path) -> None:
+    """Raise CannotStart unless the service runs: without it a lease would end in the middle of its job."""
+    with (folder / SERVICE_LOCK).open("ab") as file:
+        if _lock(file):
+            raise CannotStart("the service does not run on this node: systemctl enable --now gpulease-slurm")
 
 
 def run() -> None:

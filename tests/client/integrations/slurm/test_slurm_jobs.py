@@ -1,6 +1,7 @@
 """Slurm's scripts in Slurm itself, on a real daemon."""
 
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -9,7 +10,13 @@ from typing import Any
 
 import pytest
 
-from gpulease.client.integrations.slurm.__main__ import size_of_job
+from gpulease.client import GpuBuilder
+from gpulease.client.console.exit_status import CannotStart
+from gpulease.client.integrations.slurm import __main__ as slurm
+from gpulease.client.integrations.slurm import slurm_jobs
+from gpulease.client.integrations.slurm.job_records import JobRecord, JobRecords
+from gpulease.client.integrations.slurm.other_users import RefusedForUser
+from gpulease.client.integrations.slurm.slurm_jobs import JobState, size_of_job, state_of_job
 from helpers.daemon import Daemon, Faults, python_environment
 from helpers.slurm_cluster import SlurmCluster, missing
 from helpers.waiting import wait_until
@@ -26,26 +33,62 @@ with GpuSession.attach() as session:
 
 
 @pytest.mark.parametrize(
-    ("told", "size_bytes"),
+    ("comment", "size_bytes"),
     [
-        ("7|gres:vram:16\n", 16 << 20),
-        ("7|gres/vram=16\n", 16 << 20),
-        ("7|gres:vram\n", 1 << 20),
-        ("7|gres:vram:0\n", 0),
-        ("7|gres:vram:+3\n", 3 << 20),
-        ("7|gres:vram:\n5\n", 5 << 20),
-        ("7|gres:gpu:1,gres:vram:2K\n", 2 << 30),
-        ("7|gres:vram:3,gres:vram:5\n", 5 << 20),
-        ("7|gres:gpu:1\n", 0),
-        ("7|N/A\n", 0),
-        ("77|gres:vram:9\n7|gres:vram:2\n8|gres:vram:9\n", 2 << 20),
-        ("77|gres:vram:9\n", 0),
-        ("7|gres:vramx:9,xgres:vram:9\n", 0),
+        ("[vram_mib=16]", 16 << 20),
+        ("of mine [vram_mib=16]", 16 << 20),
+        ("[vram_mib=48] [vram_mib=16]", 16 << 20),
+        ("[vram_mib=16] of mine", 0),
+        ("[vram_mib=\u0661]", 0),
+        ("[vram_mib=]", 0),
+        ("[vram_mib=-1]", 0),
+        ("caf\udce9 [vram_mib=2]", 2 << 20),
         ("", 0),
     ],
 )
-def test_a_job_s_size_is_what_slurm_counts(told: str, size_bytes: int) -> None:
-    assert size_of_job(told, "7") == size_bytes
+def test_a_job_s_size_is_the_mark_at_the_end_of_its_comment(comment: str, size_bytes: int) -> None:
+    assert size_of_job({"SLURM_JOB_COMMENT": comment}) == size_bytes
+
+
+@pytest.mark.parametrize(
+    ("script", "state"),
+    [
+        ("echo RUNNING", JobState.LIVES),
+        ("echo SUSPENDED", JobState.LIVES),
+        ("echo COMPLETING", JobState.LIVES),
+        ("printf '\\351\\n'", JobState.LIVES),
+        ("echo COMPLETED", JobState.OVER),
+        ("echo PENDING", JobState.OVER),
+        ("true", JobState.OVER),
+        ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", JobState.OVER),
+        ("echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1", JobState.UNKNOWN),
+        ("sleep 60", JobState.UNKNOWN),
+    ],
+)
+def test_slurmctld_alone_says_that_a_job_is_over(
+    script: str, state: JobState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    squeue = tmp_path / "squeue"
+    squeue.write_text(f"#!/bin/sh\n{script.replace('sleep', 'exec sleep')}\n")
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    if "sleep" in script:
+        monkeypatch.setattr(slurm_jobs, "SQUEUE_LIMIT_S", 0.2)
+    assert state_of_job("7") is state
+
+
+def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
+    records, record = JobRecords(tmp_path / "jobs"), JobRecord(1000, 2, "unix:/x", "ab" * 16, True)
+    assert records.read("7") is None
+    records.write("7", record)
+    assert (records.read("7"), records.jobs()) == (record, ["7"])
+    for text in ("", "[]", "{}", '{"user": "1000", "restarts": 2, "address": "unix:/x"}', '{"no": 1}'):
+        (tmp_path / "jobs" / "7.json").write_text(text)
+        with pytest.raises(CannotStart, match="must be a job's record"):
+            records.read("7")
+    records.forget("7")
+    records.forget("7")
+    assert records.jobs() == []
 
 
 @pytest.fixture
@@ -74,6 +117,37 @@ def cluster(folder: Path, daemon: Daemon) -> Iterator[SlurmCluster]:
     made.stop()
 
 
+def test_the_service_renews_a_job_s_lease_until_slurmctld_says_that_it_is_over(
+    start_daemon: Callable[..., Daemon], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon = start_daemon(vram=["64MiB"])
+    records, user = JobRecords(tmp_path / "jobs"), os.geteuid()
+    lease = GpuBuilder(daemon.address).min_vram("16MiB").lease_secs(20).acquire()
+    records.write("7", JobRecord(user, 0, daemon.address, lease.lease_id_text, True))
+
+    def remaining_s() -> float:
+        return float(daemon.query(int(lease.lease_id))["remaining_ms"]) / 1000
+
+    for state in (JobState.LIVES, JobState.UNKNOWN):
+        monkeypatch.setattr(slurm, "state_of_job", lambda job, said=state: said)
+        monkeypatch.setattr(slurm, "LEASE_S", slurm.LEASE_S + 100)
+        slurm._keep(records, "7")
+        assert remaining_s() > slurm.LEASE_S - 100
+    monkeypatch.setattr(slurm, "state_of_job", lambda job: JobState.OVER)
+    slurm._keep(records, "7")
+    assert records.jobs() == []
+    assert daemon.query(int(lease.lease_id))["state"] == "torndown"
+    slurm._keep(records, "7")
+    # A lease that has ended by itself is reported while its job lives, and forgotten with the job.
+    records.write("7", JobRecord(user, 0, daemon.address, lease.lease_id_text, True))
+    monkeypatch.setattr(slurm, "state_of_job", lambda job: JobState.LIVES)
+    with pytest.raises(RefusedForUser, match="already freed"):
+        slurm._keep(records, "7")
+    monkeypatch.setattr(slurm, "state_of_job", lambda job: JobState.OVER)
+    slurm._keep(records, "7")
+    assert records.jobs() == []
+
+
 @needs_slurm
 @pytest.mark.exhaustive
 def test_a_job_has_a_lease_from_prolog_to_epilog(
@@ -82,15 +156,15 @@ def test_a_job_has_a_lease_from_prolog_to_epilog(
     paths = python_environment()["PYTHONPATH"]
     (folder / "program.py").write_text(PROGRAM)
     script = f"PYTHONPATH={paths} {sys.executable} -P {folder}/program.py; sleep 2; echo done"
-    # Neither the job's name nor a size that Slurm does not count says how large its lease is.
-    job = cluster.submit(script, 16, "--job-name=x TresPerNode=gres:vram:48", "--gres=vram:64,vram:16")
+    # Neither a mark of the user's own nor a size that Slurm does not count says how large its lease is.
+    job = cluster.submit(script, 16, "--comment=[vram_mib=48]", "--gres=vram:64,vram:16")
     wait_until(daemon.leases, "the job has its lease", seen=cluster.logs)
     assert [lease["size_bytes"] for lease in daemon.leases()] == [16 << 20]
     assert "JOB_GRES=vram:16 " in cluster.ask("scontrol", "show", "job", "-d", "-o", job)
     wait_until(lambda: "done" in cluster.output(job), "the job ends", seen=lambda: cluster.output(job))
     assert cluster.output(job).startswith("from a job\n")
     wait_until(lambda: not daemon.leases(), "the epilog freed it", seen=cluster.logs)
-    wait_until(lambda: not list((folder / "jobs").iterdir()), "the job's record is gone")
+    wait_until(lambda: not list((folder / "jobs").glob("*.json")), "the job's record is gone")
     # A job of no vram has no lease, and one whose memory can't be proved free drains the node.
     withheld.touch()
     job = cluster.submit("echo done", 64)
@@ -121,6 +195,7 @@ def test_a_prolog_that_runs_again_looks_at_the_lease(cluster: SlurmCluster, daem
     for change in ({"is_ready": False}, {"restarts": 1}):
         before = record()["lease_id"]
         path.write_text(json.dumps(record() | change))
+        # The requests of one start are one request, so another lease is another start's.
         cluster.run_prolog(job)
         assert daemon.query(int(before, 16))["state"] == "torndown"
         assert record()["lease_id"] != before
@@ -134,3 +209,62 @@ def test_a_prolog_that_runs_again_looks_at_the_lease(cluster: SlurmCluster, daem
     wait_until(lambda: "idle" in cluster.ask("sinfo", "-h", "-o", "%T"), "the epilog is done", seen=cluster.logs)
     assert not path.exists()
     assert daemon.available_bytes() == 64 << 20
+
+
+@needs_slurm
+@pytest.mark.exhaustive
+def test_what_a_user_did_wrong_fails_the_job_and_leaves_the_node(
+    folder: Path, start_daemon: Callable[..., Daemon]
+) -> None:
+    limits = "[limits]\nmax_leases = 1\n"
+    daemon = start_daemon(vram=["64MiB", "32MiB"], config=limits)
+    cluster = SlurmCluster(folder, daemon.address, 96, largest_mib=80)
+    try:
+        # Refused when it is submitted, by what the site has set.
+        refused = cluster.ask("sbatch", "--parsable", "--gres=vram:81", "--wrap=true")
+        assert "no card has 81 MiB; the largest has 80" in refused
+        # A size that no card has, and more leases than a tenant may have: the job fails, with the reason in its output.
+        first = cluster.submit("sleep 600", 16)
+        wait_until(daemon.leases, "the first job has its lease", seen=cluster.logs)
+        for vram_mib, reason in ((70, "no lease"), (8, "max_leases")):
+            job = cluster.submit("echo it ran", vram_mib)
+
+            def has_failed(of: str = job) -> bool:
+                return "JobState=FAILED" in cluster.ask("scontrol", "show", "job", "-o", of)
+
+            wait_until(has_failed, "the job fails", seen=cluster.logs)
+            assert "gpulease-slurm: the job has no lease: " in cluster.output(job)
+            assert reason in cluster.output(job)
+            assert "it ran" not in cluster.output(job)
+            wait_until(lambda: not list((folder / "jobs").glob("[2-9].json")), "its record is gone", seen=cluster.logs)
+            assert "drain" not in cluster.ask("sinfo", "-h", "-o", "%T")
+        assert len(daemon.leases()) == 1
+        cluster.ask("scancel", first)
+        wait_until(lambda: not daemon.leases(), "its lease is freed", seen=cluster.logs)
+        # A node whose service does not run would lose its jobs' leases: that is the node's fault.
+        cluster.stop_service()
+        cluster.submit("echo it ran", 16)
+        wait_until(lambda: "drain" in cluster.ask("sinfo", "-h", "-o", "%T"), "the node is drained", seen=cluster.logs)
+    finally:
+        cluster.stop()
+
+
+@needs_slurm
+@pytest.mark.exhaustive
+def test_the_service_frees_what_no_epilog_freed(cluster: SlurmCluster, daemon: Daemon, folder: Path) -> None:
+    job = cluster.submit("sleep 600", 16)
+    wait_until(daemon.leases, "the job has its lease", seen=cluster.logs)
+    (lease,) = daemon.leases()
+    path = folder / "jobs" / f"{job}.json"
+    wait_until(
+        lambda: path.exists() and json.loads(path.read_text())["is_ready"], "the lease is ready", seen=cluster.logs
+    )
+    kept = path.read_text()
+    cluster.ask("scancel", job)
+    wait_until(lambda: not path.exists(), "the epilog is done", seen=cluster.logs)
+    # As after a crash of slurmd: the record of a job that is over.
+    path.write_text(kept)
+    cluster.stop_service()
+    cluster.start_service()
+    wait_until(lambda: not path.exists(), "the service has ended it", seen=cluster.logs)
+    assert daemon.query(int(lease["lease_id"], 16))["state"] == "torndown"

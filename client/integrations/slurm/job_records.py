@@ -1,0 +1,98 @@
+"""What a node remembers of its jobs' leases: one file a job, locked by each script while it changes it."""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+from gpulease.client.console.exit_status import CannotStart
+
+LOCKS: Final = "locks"
+"""The file whose bytes are the jobs' locks: the byte at a job's number is that job's."""
+
+_SUFFIX: Final = ".json"
+
+
+@dataclass(frozen=True, slots=True)
+class JobRecord:
+    """A job's lease, or why it has none.
+
+    Attributes:
+        user: The job's user, by number, who is the lease's tenant.
+        restarts: How often Slurm had requeued the job before.
+        address: The daemon's.
+        lease_id: The lease, in hex digits; "" for a job that was refused.
+        is_ready: Whether the lease has the time that it was acquired for.
+        refusal: Why the job has no lease; "" if it has one.
+    """
+
+    user: int
+    restarts: int
+    address: str
+    lease_id: str = ""
+    is_ready: bool = False
+    refusal: str = ""
+
+
+class JobRecords:
+    """The records of one node.
+
+    Args:
+        folder: Where they lie; made if it is missing. Everybody may read it, root alone write.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+
+    @contextmanager
+    def locked(self, job: str, *, waits: bool = True) -> Iterator[bool]:
+        """Lock a job's record until the block ends. Yields False if another process has it and `waits` is false."""
+        # A lock of a byte, not of a file of the job's own: such a file could not be removed while others wait for it.
+        with (self._folder / LOCKS).open("ab") as file:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB), 1, int(job))
+            except (BlockingIOError, PermissionError):
+                yield False
+                return
+            yield True
+
+    def jobs(self) -> list[str]:
+        """Return the numbers of all jobs with a record."""
+        return [path.stem for path in sorted(self._folder.glob(f"*{_SUFFIX}"))]
+
+    def read(self, job: str) -> JobRecord | None:
+        """Return a job's record, None if there is none. Raises CannotStart if the file is not a record."""
+        path = self._path(job)
+        try:
+            record = JobRecord(**json.loads(path.read_text()))
+            for name, kind in JobRecord.__annotations__.items():
+                if type(getattr(record, name)) is not kind:
+                    raise ValueError(f"{name} is {getattr(record, name)!r}")
+            return record
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError) as error:
+            raise CannotStart(f"{path} must be a job's record: {error}. Was it changed?") from None
+
+    def write(self, job: str, record: JobRecord) -> None:
+        """Replace a job's record, durably."""
+        path = self._path(job)
+        new = path.with_suffix(".new")
+        with new.open("w") as file:
+            file.write(json.dumps(asdict(record)))
+            file.flush()
+            os.fsync(file.fileno())
+        new.chmod(0o644)
+        new.replace(path)
+
+    def forget(self, job: str) -> None:
+        """Remove a job's record."""
+        self._path(job).unlink(missing_ok=True)
+
+    def _path(self, job: str) -> Path:
+        return self._folder / f"{job}{_SUFFIX}"
