@@ -123,8 +123,8 @@ leave:
   ret i32 %outcome
 }
 
-; Zero an allocation in the only stream, behind what it holds; 1 if there are several streams, which Python orders, or so
-; much is queued that the driver may wait.
+; Zero an allocation in the only stream, after what it holds. Returns 1, and does nothing, if there are several streams,
+; which Python orders, or if so much is queued that the driver may wait.
 define i32 @zero(ptr %state, i64 %address, i64 %bytes) {
 entry:
   %others.at = getelementptr i8, ptr %state, i64 24

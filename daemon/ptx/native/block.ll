@@ -1,7 +1,7 @@
-; Who goes on, in a block whose threads wait for one another: called when every thread waits or has ended.
+; Which threads of a block continue when they wait for one another: called when every thread waits or has ended.
 ;
 ; A frame (structures.py) has: state 4, kind 8, members 12, flag 16, line 20, place 24, group 28, ballot 32, then from 40 the
-; words shown, and behind them the words as they were at the exchange.
+; words shown, and after them the words as they were at the exchange.
 ; States: 0 ready, 1 yielded, 2 at a barrier, 3 in an exchange, 4 in a gathering, -1 ended.
 
 declare i32 @llvm.umin.i32(i32, i32)
@@ -177,8 +177,8 @@ done:
   ret { i32, i32, i32, i1 } %four
 }
 
-; Let those threads of a warp go on whose exchange is complete: all members that have not ended are there. If there are
-; none, those in a gathering go on with whoever came to the same place. Says whether any goes on.
+; Let those threads of a warp continue that are in a complete exchange: all members that have not ended are there. If
+; there are none, those in a gathering continue with whoever came to the same place. Returns whether any continues.
 define i1 @gpulease_release_warp(ptr %frames, i32 %lanes, i64 %stride, i64 %words) {
 entry:
   %survey = call { i32, i32, i32, i1 } @survey(ptr %frames, i32 %lanes, i64 %stride)
@@ -309,7 +309,7 @@ done:
   ret void
 }
 
-; Decide which barriers are complete; those that are start again with nobody.
+; Decide which barriers are complete; those that are start again empty.
 define internal void @decide(ptr %barriers, ptr %board, i32 %live) {
 entry:
   br label %each
@@ -375,9 +375,9 @@ done:
   ret i1 %is.open
 }
 
-; Settle a block in which no thread is ready: open complete barriers, let those that yielded go on. The answer is 0 if
-; all have ended, 1 if some go on, -1 if only those do that yielded; else nobody ever will, and it is 2 plus the number
-; of a thread that waits.
+; Settle a block in which no thread is ready: open complete barriers, let those that yielded continue. Returns 0
+; if all have ended, 1 if some continue, -1 if only those do that yielded. Otherwise none ever will, and it returns 2 plus
+; the number of a thread that waits.
 define i32 @gpulease_settle_block(ptr %board, ptr %frames, i32 %threads, i64 %stride) {
 entry:
   %barriers = alloca [16 x %barrier]

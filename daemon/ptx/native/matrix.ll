@@ -6,7 +6,7 @@
 ; lane's part of the result is stored to `into`, laid out as that of C.
 ;
 ; Floats are added as an H100's tensor cores do (M. Fasi et al., "Numerical behavior of NVIDIA tensor cores", 2021, and
-; P. Xie et al., "MMA-Sim", 2025): products are exact, all terms are cut, towards zero, to 25 binary places behind the
+; P. Xie et al., "MMA-Sim", 2025): products are exact, all terms are cut, towards zero, to 25 binary places after the
 ; greatest exponent, and their exact sum is cut to f32 or rounded to f16. A term's exponent is the sum of its factors',
 ; and -126 for one that is 0; zeros lose their sign. Floats of 8 bits become f16 first.
 

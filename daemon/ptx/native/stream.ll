@@ -1,4 +1,5 @@
-; The stream, behind team.ll in one module: takes launches from the ring in order and runs them, without Python's lock, until told to end.
+; The stream, after team.ll in one module: takes launches from the ring in order and runs them, without Python's lock,
+; until the caller ends it.
 ;
 ; %state is a StreamState (structures.py); offsets: completed 0, faulted 8, waiting 16, tag 24, kernel 32, ring 40,
 ; slot_bytes 48, slot_mask 56, idle_spins 64, team 72, fault 80, queued 88, done 120.

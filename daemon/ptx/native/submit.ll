@@ -2,7 +2,7 @@
 ;
 ; %state is a StreamState (structures.py); offsets: completed 0, faulted 8, ring 40, slot_bytes 48, slot_mask 56, queued 88,
 ; submitted 152, has_thread 160, has_helpers 168, prints 176. A PrintHead has: used 0, dropped 8.
-; %record is a launch's head of 96 bytes, whose tag lies at 24, then one word: whether its blocks are shared out.
+; %record is a launch's head of 96 bytes, with its tag at 24, then one word: whether its blocks are shared out.
 ; Parameters are at most MAX_PARAMETER_BYTES, which a slot has room for: `CpuContext` makes no record of others.
 
 declare ptr @gpulease_memcpy(ptr, ptr, i64)
@@ -53,7 +53,7 @@ refuse:
   ret i32 1
 }
 
-; 0: all has run, and there is nothing to tell. 1: something runs. 2: there is something to tell.
+; 0: all has run, and there is nothing to report. 1: something runs. 2: there is something to report.
 define i32 @query(ptr %state) {
 entry:
   %submitted.at = getelementptr i8, ptr %state, i64 152

@@ -7,7 +7,7 @@
 ; resumes 72, next 80, returned 88, and takes 128; a Fault takes 80.
 ;
 ; The state counts the helpers that take part, and has bit 62 while they may begin to, bit 61 while the stream's thread
-; sleeps until they have ended. So a helper that comes late finds the launch closed, and nobody waits for it.
+; sleeps until they have ended. So a helper that comes late finds the launch closed, and no thread waits for it.
 
 declare i32 @gpulease_sem_wait(ptr)
 declare i32 @gpulease_sem_post(ptr)
@@ -387,7 +387,7 @@ end:
   ret i32 %status
 }
 
-; A helper: take part in launches until told to end.
+; A helper: take part in launches until the team ends.
 define void @run_helper(ptr %team) {
 entry:
   %ending.at = getelementptr i8, ptr %team, i64 40

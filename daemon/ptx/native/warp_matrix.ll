@@ -86,7 +86,7 @@ define internal <8 x i32> @keep_pair(<8 x i32> %words, i1 %upper, i32 %kind, i32
   ret <8 x i32> %exponent
 }
 
-; What numbers are multiplied by to have 25 places behind the greatest exponent, and the other way round.
+; What numbers are multiplied by to have 25 places after the greatest exponent, and the other way round.
 define internal <8 x float> @raising(<8 x i32> %top) alwaysinline {
   %places = sub <8 x i32> splat (i32 152), %top
   %placed = shl <8 x i32> %places, splat (i32 23)
@@ -641,7 +641,7 @@ define void @gpulease_turn_matrix(ptr noalias %from, ptr noalias %into) {
   ret void
 }
 
-; Rows of 16 bytes from where each lane's offset says, one behind the other.
+; Rows of 16 bytes from where each lane's offset says, one after the other.
 define void @gpulease_load_rows(ptr %base, ptr noalias %offsets, ptr noalias %into, i64 %matrices, i1 %turned) {
 entry:
   %room = alloca [4 x [128 x i8]], align 64

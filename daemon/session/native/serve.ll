@@ -197,7 +197,7 @@ other:
   ret i1 false
 }
 
-; The argument bytes of a plan's frame, behind its middle.
+; The argument bytes of a plan's frame, after its middle.
 define internal ptr @args_of(ptr %plan, ptr %frame) {
   %middle.bytes = call i64 @word(ptr %plan, i64 16)
   %distance = add i64 %middle.bytes, 24
@@ -205,7 +205,7 @@ define internal ptr @args_of(ptr %plan, ptr %frame) {
   ret ptr %args
 }
 
-; Do all launches of a chain whose frames stand at %start, by one call of the driver. The frames' bytes are in the buffer.
+; Do all launches of a chain, with frames from %start on, by one call of the driver. The frames' bytes are in the buffer.
 ; Returns the last launch's number as it travels; 0 if the frames are others, or the launches are to be done one by one.
 define internal i64 @take_chain(ptr %state, ptr %chain, i64 %start) {
 entry:
@@ -307,7 +307,7 @@ each:
   %have = sub i64 %end, %start
   br label %chains
 chains:
-  ; The longest chain whose frames are all there, if there is one.
+  ; The longest chain that has all its frames here, if there is one.
   %chain.at = phi ptr [ %plan, %each ], [ %chain, %shorter ]
   %chain.offset = phi i64 [ 112, %each ], [ 32, %shorter ]
   %chain = call ptr @place(ptr %chain.at, i64 %chain.offset)
@@ -817,7 +817,7 @@ define internal i64 @take_bytes(ptr %ends, ptr %into, i64 %there, i64 %room) {
 ; taken and has ended. Returns whether that is so, or Python has to find out by a SYNC: both are answers.
 define internal i1 @answer_awaited(ptr %state, ptr %ends, i64 %awaited) {
 entry:
-  ; The client announces its frames before it waits. So all of them are seen here, behind the load of its word.
+  ; The client announces its frames before it waits. So all of them are seen here, after the load of its word.
   %words = call ptr @place(ptr %ends, i64 0)
   %tail = call i64 @shown(ptr %words, i64 0)
   %head = call i64 @word(ptr %ends, i64 24)
@@ -920,7 +920,7 @@ moved:
   %is.done = icmp eq i64 %left, 0
   br i1 %is.done, label %next, label %part
 part:
-  ; Another frame, or the begin of a frame whose rest is in the ring.
+  ; Another frame, or the beginning of a frame that continues in the ring.
   %plan = call ptr @place(ptr %state, i64 112)
   %is.known = icmp ne ptr %plan, null
   br i1 %is.known, label %expected, label %headed
