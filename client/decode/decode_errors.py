@@ -44,7 +44,7 @@ class AdmissionReason(StrEnum):
 
 
 class DecodeError(GpuLeaseError):
-    """Base of the decode engine's errors."""
+    """Base of all errors of the decode engine, its decoder and its servers."""
 
 
 class ModelRejected(DecodeError):

@@ -162,7 +162,7 @@ class SchedulerEvent:
             request: The request.
             token: The token, also if it ends the sequence.
             position: Its place in the sequence, counted from the prompt's first token as 0.
-            row: The row of the completed step whose result it is.
+            row: The row of the completed step that yielded it.
         """
 
         request: PromptRequest
@@ -210,6 +210,7 @@ AnyEvent = SchedulerEvent.Token | SchedulerEvent.Completed | SchedulerEvent.Admi
 
 
 def _is_number(value: object) -> bool:
+    # JSON's true is not a number, and NaN or infinity can't be computed with.
     return (isinstance(value, int) and not isinstance(value, bool)) or (
         isinstance(value, float) and math.isfinite(value)
     )

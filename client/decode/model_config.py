@@ -105,9 +105,11 @@ def check_config(config: ModelConfig, where: str) -> None:
         "vocabulary": (config.vocabulary, MAX_SIZE),
         "context": (config.context, MAX_CONTEXT),
     }
+    # Sizes first: the checks below divide by them.
     for name, (value, most) in sizes.items():
         if not 1 <= value <= most:
             raise ModelRejected(f"{where}: {name} must be 1 to {most}, not {value}")
+    # Attention's kernels are compiled for these widths, and for up to MAX_SHARE query heads per key head.
     if config.head_width not in HEAD_WIDTHS:
         widths = ", ".join(map(str, HEAD_WIDTHS))
         raise ModelRejected(f"{where}: heads must be {widths} wide, not {config.head_width}")
@@ -123,6 +125,7 @@ def check_config(config: ModelConfig, where: str) -> None:
         )
     if not 0 < config.norm_epsilon < 1:
         raise ModelRejected(f"{where}: the norms' epsilon must be between 0 and 1, not {config.norm_epsilon}")
+    # Tokens are indexes of the embedding's rows, so one beyond it would read other memory.
     tokens = [*config.end_tokens, *([] if config.begin_token is None else [config.begin_token])]
     if beyond := [token for token in tokens if not 0 <= token < config.vocabulary]:
         raise ModelRejected(f"{where}: token {beyond[0]} is not in the vocabulary of {config.vocabulary}")

@@ -9,12 +9,12 @@ PAGE: Final = 16
 """Positions in one block of keys and values."""
 
 NO_ROW: Final = -1
-"""Position of a padded row, and source of a row whose token is known."""
+"""Position of a padded row, and source of a row with a known token."""
 
 ROW: Final = np.dtype(
     [
         ("token", "<i4"),  # the row's token, if `source` is NO_ROW
-        ("source", "<i4"),  # row of the step before whose result is this row's token, or NO_ROW
+        ("source", "<i4"),  # row of the step before that yields this row's token, or NO_ROW
         ("position", "<i4"),  # in the sequence; NO_ROW for a padded row
         ("table", "<i4"),  # row of the block tables
         ("block", "<i4"),  # block of this position, an index within the region

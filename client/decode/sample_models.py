@@ -17,6 +17,7 @@ def find_smollm2() -> Path | None:
     The package is located but not imported, because its module needs packages that the model's file does not.
     """
     spec = find_spec(SMOLLM2_PACKAGE)
+    # find_spec does not run the package's code.
     for folder in (spec and spec.submodule_search_locations) or ():
         path = Path(folder) / SMOLLM2_FILE
         if path.is_file():

@@ -33,6 +33,7 @@ class Problem:
         """Return the JSON object, without empty members."""
         # "about:blank" means that the status says enough (RFC 9457, 4.2.1); `code` is an extension member for programs.
         body = {"type": "about:blank", "title": self.code.replace("_", " "), "status": self.status}
+        # Extension members are left out if they are empty, so clients can test for their presence.
         named = {"kind": self.kind, "request_id": request_id}
         return body | {"code": self.code, "detail": self.detail} | {key: text for key, text in named.items() if text}
 

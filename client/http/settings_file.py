@@ -37,6 +37,7 @@ def read_file(path: Path) -> dict[str, Any]:
     """Return a file's settings, unchecked. Raises InvalidRequest, which names the line of a syntax error."""
     try:
         with open_regular(path) as file:
+            # One byte more than allowed shows that the file is too large.
             data = file.read(MAX_SETTINGS_BYTES + 1)
         if len(data) > MAX_SETTINGS_BYTES:
             raise InvalidRequest(f"{path} must have at most {MAX_SETTINGS_BYTES} bytes to be a settings file")
@@ -65,6 +66,7 @@ def values_of(path: Path, kind: type, table: Any, *keys: str) -> dict[str, Any]:
 
 def read_model_tables(path: Path) -> dict[str, Any]:
     """Return the tables `[models.NAME]`, unchecked, by their names. Raises InvalidRequest."""
+    # Anything besides [models.NAME] is a mistake, such as a setting outside of its table.
     settings = read_file(path)
     tables = settings.pop("models", None)
     if settings or not isinstance(tables, dict) or not 0 < len(tables) <= MAX_MODELS:

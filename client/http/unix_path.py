@@ -34,6 +34,7 @@ def bound_to_path(path: str) -> socket.socket:
     try:
         sock.setblocking(False)
         sock.bind(path)
+        # Before `listen`, so that no peer can connect while the mode is still the default.
         os.chmod(path, _MODE)
         sock.listen(BACKLOG)
     except BaseException:
@@ -46,6 +47,7 @@ def remove_abandoned(path: str) -> None:
     """Remove a socket's file if no process listens there, but no other file. Raises OSError if a process listens."""
     with suppress(FileNotFoundError):
         if stat.S_ISSOCK(os.lstat(path).st_mode):
+            # A process listens: the path is in use, and its file must stay.
             if _listener_at(path) is not None:
                 raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE), path)
             os.unlink(path)
@@ -54,6 +56,7 @@ def remove_abandoned(path: str) -> None:
 def remove_path(path: str) -> None:
     """Remove a server's own socket file at its end, but not one that another server has made since."""
     with suppress(OSError):
+        # Another server may have taken the path after this one's file was removed.
         if _listener_at(path) in (None, os.getpid()):
             os.unlink(path)
 
@@ -84,6 +87,7 @@ async def keep_path(sock: socket.socket, replace: Callable[[socket.socket], Awai
             continue
         ours, is_lost = file_at(path), False
         _log.warning("the socket's file %s was removed: the socket was made again", path)
+        # The server begins to accept from the new socket.
         await replace(made)
 
 

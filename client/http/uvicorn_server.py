@@ -89,6 +89,7 @@ def _bound(where: UnixAddress | TcpAddress) -> socket.socket:
 
 def _check_loopback(where: TcpAddress) -> None:
     try:
+        # Only names and addresses that can't leave this host. Other names could resolve to anything.
         is_loopback = where.host == "localhost" or ipaddress.ip_address(where.host).is_loopback
     except ValueError:
         is_loopback = False
@@ -121,6 +122,7 @@ class TimelyProtocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         """Begin to wait for the next request's head, which may have arrived already."""
+        # Remember the request that this reply belongs to, before uvicorn may begin the next one.
         answered = self.cycle
         super().on_response_complete()
         self._await_head_behind(answered)
@@ -133,6 +135,7 @@ class TimelyProtocol(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Refuse bytes that are not HTTP. A reply in progress is cut off, and its application can send nothing more."""
         if self.cycle is not None and not self.cycle.response_complete:
+            # The application of the reply that is cut off learns that its peer is gone.
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
@@ -165,6 +168,7 @@ class KeepingServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop watching the paths, then stop the server."""
+        # Stop watching first, so that no socket is recreated during the shutdown.
         for task in self._keeping:
             task.cancel()
         await asyncio.gather(*self._keeping, return_exceptions=True)
@@ -195,6 +199,7 @@ class GuardedApp:
         if scope["type"] == "http":
             # Requests that change something are checked more strictly than those that only read.
             is_act = scope["method"] not in READING
+            # Before the application sees the request, whatever its path is.
             refused = refusal(headers_of(scope["headers"]), self._known, is_act=is_act)
             if refused is not None:
                 await _send_refusal(send, *refused)
@@ -218,6 +223,7 @@ def known_hosts(sock: socket.socket, host_names: Iterable[str]) -> KnownHosts:
         named = parse_host_names(host_names)
     except ValueError as error:
         raise InvalidRequest(f"--host-name: {error}") from None
+    # A Unix socket has no host name, so only the names that the operator gave count.
     own = None if sock.family == socket.AF_UNIX else loopback_hosts(sock.getsockname()[0])
     return KnownHosts(own, named, "--host-name")
 
@@ -247,6 +253,7 @@ async def serve_within(
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
     # uvicorn warns of requests that are not HTTP and of upgrades, with which a peer could fill the log.
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
+    # No access log, no websockets and no header that names the server; limits are those of this module.
     config = uvicorn.Config(
         GuardedApp(app, known),
         http=TimelyProtocol,

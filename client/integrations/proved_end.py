@@ -47,6 +47,7 @@ def free_and_prove(lease_id: LeaseId, address: str, limit_s: float, on_message: 
     """
     until_s = time.monotonic() + limit_s
     state = report_of(lease_id, address)["state"]
+    # Step 1: free it, unless it has ended already.
     if state in ("active", "pending"):
         try:
             ask(Opcode.LEASE_FREE, LeaseRef(lease_id), address, limit_s)
@@ -55,7 +56,9 @@ def free_and_prove(lease_id: LeaseId, address: str, limit_s: float, on_message: 
         except GpuLeaseError as error:
             # Not fatal: the lease may have ended meanwhile. Its state, polled below, decides.
             on_message(f"freeing {lease_id}: {error}")
+    # Step 2: poll until the daemon reports "torndown", which it does only once every byte is proved free.
     while (state := report_of(lease_id, address)["state"]) != "torndown":
+        # A fenced lease needs an operator, so waiting longer is useless.
         if state == "fenced" or time.monotonic() > until_s:
             raise NotProvedFree(f"the lease {lease_id} is {state}, its memory not proved free")
         time.sleep(_LOOK_S)

@@ -45,7 +45,7 @@ LAYER: Final = {
 """GGUF's names and Hugging Face's: of the model's own tensors, and of a layer's, after `blk.N.`."""
 
 PERMUTED: Final = ("self_attn.q_proj.weight", "self_attn.k_proj.weight")
-"""Suffixes of the tensors whose rows llama.cpp's converter reorders in Llama models."""
+"""Suffixes of the names of tensors that llama.cpp's converter reorders by rows, in Llama models."""
 
 ROTARY_DIVISORS: Final = "rope_freqs.weight"
 

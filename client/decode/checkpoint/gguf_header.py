@@ -1,7 +1,7 @@
 """The header of a GGUF file: its metadata, and the places of its tensors.
 
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The `gguf` library's own reader takes seconds for
-a vocabulary, and does not end on a list whose length exceeds the file. Here every count is compared with the remaining
+a vocabulary, and does not end on a list that is longer than the file. Here every count is compared with the remaining
 bytes before memory is allocated for it.
 """
 

@@ -58,7 +58,7 @@ def rotary_tables(
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Return cosines and sines [end - begin, head_width / 2] of positions [begin, end), computed in f64."""
     angles = np.outer(np.arange(begin, end), frequencies_of(config) / divisors)
-    # Cody and Waite's reduction: subtract the nearest number of quarter turns, in parts of pi / 2 whose products are
+    # Cody and Waite's reduction: subtract the nearest number of quarter turns, in parts of pi / 2 with exact products,
     # exact, so that the rest keeps its precision at large positions.
     quarters = np.rint(angles * (2 / math.pi))
     rest = angles

@@ -73,7 +73,6 @@ class Tensor:
 
     @property
     def rows(self) -> int:
-        """The number of rows; 1 for a vector."""
         return self.shape[0] if len(self.shape) > 1 else 1
 
     @property
@@ -160,7 +159,7 @@ def q4_k_planes(data: NDArray[np.uint8]) -> tuple[NDArray[Any], ...]:
 
     The 12 bytes are packed as get_scale_min_k4 in ggml-quants.c reads them. The first four have the scales of groups 0
     to 3 in their low 6 bits, the next four the minimums of these groups. The last four have the low 4 bits of the
-    scale and the minimum of groups 4 to 7, whose high 2 bits are the top bits of the first eight bytes.
+    scale and the minimum of groups 4 to 7; their high 2 bits are the top bits of the first eight bytes.
     """
     # A block of Q4_K: 4 bytes of factors, 12 bytes of scales and minimums, 128 bytes of values.
     rows = data.shape[0]

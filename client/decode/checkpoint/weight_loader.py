@@ -111,7 +111,7 @@ class _Chunk:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Made:
-    """A chunk whose values a thread prepares, and the window that they are in; None for converted values."""
+    """A chunk that a thread prepares, and the window with its values; None for converted values."""
 
     chunk: _Chunk
     planes: asyncio.Future[Planes]
@@ -143,7 +143,7 @@ async def load_weights(
     """Load a model. On any failure, all buffers are freed.
 
     Args:
-        session: The session whose memory gets the weights.
+        session: The session into whose memory they are loaded.
         checkpoint: The model.
         packed: Leave weights of Q8_0 and Q4_K packed if all weights that are fused into one linear have that type.
             Otherwise they become bf16.
@@ -228,6 +228,7 @@ class _Loader:
     # --- what to allocate ---
 
     async def _layer(self, checkpoint: Checkpoint, layer: int, packed: bool) -> LayerWeights:
+        # The same targets as `size_bytes` counted, so the lease's size and the load can't disagree.
         parts = _layer_targets(checkpoint, layer, packed)
 
         async def vector(name: str) -> Buffer | None:

@@ -319,6 +319,7 @@ class DecodeEngine:
                 # The card orders the two streams' steps; the host does not wait.
                 await stream.wait_for(self._streams[1 - parity])
             else:
+                # Another host's session: send the rows now, ahead of the launch on the same stream.
                 await self.session.mem_write(self.forward.rows, 0, given[:bucket], stream=stream)
             # `position` comes back in a refusal, by which it is assigned to its step.
             await self._graphs[bucket, parity].launch(stream=stream, regions=named, position=number)
@@ -336,7 +337,7 @@ class DecodeEngine:
         """Wait for the oldest step under way. Returns RESULT records, one for each of its rows.
 
         Raises RegionFailed, with the `lease_id` of the pool that ended: then this step and those behind it did not
-        begin, and they are no longer under way. The same holds for the errors of a session's end. Raises
+        begin, and they are not under way any more. The same holds for the errors of a session's end. Raises
         RequestRejected if no step is under way.
         """
         if not self._steps:
@@ -417,6 +418,7 @@ class DecodeEngine:
         return next(bucket for bucket in self._buckets if bucket >= rows)
 
     async def _region_set(self, pools: frozenset[BlockPool]) -> RegionSet:
+        # Steps of the same tenants name the same set, so in the steady state nothing is created here.
         found = self._sets.get(pools)
         if found is None:
             if len(self._sets) >= MAX_REGION_SETS:
@@ -431,6 +433,7 @@ def _runs(blocks: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
     Yields each run's first index, and the index after its last.
     """
     first = 0
+    # A run ends at a gap, at `most` blocks, or at the end of the list.
     for place in range(1, len(blocks) + 1):
         if place == len(blocks) or blocks[place] != blocks[place - 1] + 1 or place - first == most:
             yield first, place

@@ -113,7 +113,7 @@ def buffer_sizes(config: ModelConfig, limits: StepLimits) -> dict[str, int]:
         (2 * config.inner_width, config.width),
         (config.width, config.inner_width),
     )
-    # Bytes of one f32 per head and part of a sequence, for the steps whose attention is cut.
+    # Bytes of one f32 per head and part of a sequence, for steps with attention that is cut.
     attention = _split_rows(rows, config) * heads * limits.splits * 4
     # Buffers of one step, reused by every layer. Two steps under way run one after the other on the card.
     sizes = {
@@ -164,7 +164,7 @@ class ForwardPass:
 
     @property
     def rows(self) -> Buffer:
-        """The step's rows: ROW records."""
+        """The step's rows: `max_rows` ROW records, which each step overwrites."""
         return self._buffers["rows"]
 
     @property
@@ -184,6 +184,7 @@ class ForwardPass:
 
     async def prepare(self) -> None:
         """Allocate the buffers and load the kernels. Raises AllocFailed, LoadFailed."""
+        # Allocated before the kernels are recorded, because the graphs contain the buffers' addresses.
         for name, size in buffer_sizes(self.weights.config, self.limits).items():
             self._buffers[name] = await self._session.mem_alloc(size)
         launches = (launch for rows in buckets_of(self.limits.max_rows) for launch in self.launches(rows))
@@ -287,6 +288,7 @@ class ForwardPass:
             return
         yield self._linear(gate_up, rows, "x")
         grid = (rows, -(-inner // manifest().kernels["silu"].constants["BLOCK_F"]))
+        # Gate and up are one linear, so a row of its parts has both, gate first.
         stride = rows * 2 * inner
         yield KernelLaunch("silu", grid, x=b["gated"], parts=b["parts"], splits=splits, stride=stride, F=inner)
 
@@ -294,6 +296,7 @@ class ForwardPass:
         """Return the launch that multiplies buffer `x` by a linear's weights, and writes the parts of its sums."""
         splits, chunk = parts_of(linear.rows, linear.columns)
         name = tile_of(f"linear_{linear.layout}", self.target, rows, linear.rows, splits)
+        # Kernels of different layouts have different weights' parameters between x and R.
         planes: dict[str, Value] = dict(zip(_planes(manifest().kernels[name]), linear.planes, strict=True))
         shape = {"R": rows, "N": linear.rows, "K": linear.columns}
         grid, b = (*grid_of(name, rows, linear.rows), splits), self._buffers
@@ -301,7 +304,7 @@ class ForwardPass:
 
 
 def _split_rows(rows: int, config: ModelConfig) -> int:
-    """The most rows of a step whose attention is cut into parts.
+    """The most rows of a step with attention that is cut into parts.
 
     With more rows there are enough programs without that.
     """

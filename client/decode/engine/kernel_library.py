@@ -122,7 +122,7 @@ class KernelLibrary:
                 self._modules[name] = await self._session.module_load(ptx)
 
     async def launch(self, launch: KernelLaunch) -> None:
-        """Launch, or record, a loaded kernel."""
+        """Launch a loaded kernel, or record the launch if the session is recording a graph."""
         facts, values = manifest().kernels[launch.name], launch.values
         # A kernel and its launch must change together; a mismatch would read wrong addresses.
         if set(values) != set(facts.parameters):

@@ -92,6 +92,7 @@ def jobs() -> dict[str, Job]:
     s = triton_source
     scanned = "bests:f tokens:w totals:f"
     norm = "x:b h:f parts:f weight:f splits stride D eps:fp32"
+    # Kernels that are independent of the model's shape: one file each.
     found = {
         "embed": Job(s.embed, _types("h:f table:b rows:w results:w tables:w D table_blocks"), {"BLOCK_D": 1024}),
         "silu": Job(s.silu, _types("x:b parts:f splits stride F"), {"BLOCK_F": 512}, divisible=("stride", "F")),
@@ -108,6 +109,7 @@ def jobs() -> dict[str, Job]:
         found[f"add_rmsnorm_{block}"] = Job(
             s.add_rmsnorm, _types(norm), {"BLOCK_D": block}, warps, divisible=("stride", "D")
         )
+    # Linears in several tiles, and for cards of compute capability 9.0 in tiles with wgmma.
     for target, linear, silu in (
         ("sm_80", LINEAR_TILES, LINEAR_SILU_TILES),
         ("sm_90a", LINEAR_TILES_SM_90A, LINEAR_SILU_TILES_SM_90A),
@@ -127,6 +129,7 @@ def jobs() -> dict[str, Job]:
 
 def _linear(function: Any, weights: str, tile: Tile, target: str) -> Job:
     rows, columns, depth, stages, warps = tile
+    # The manifest lists parameters in this order; weights' planes come between x and R.
     types = _types(f"parts:f x:b {weights} R N K chunk")
     return Job(function, types, {"BM": rows, "BN": columns, "BK": depth}, warps, stages, ("K", "chunk"), target)
 
@@ -177,6 +180,7 @@ def compiled(name: str, job: Job) -> tuple[str, dict[str, Any]]:
     # 16-byte alignment of pointers and strides lets Triton use vector loads and cp.async; every launch guarantees it.
     names = job.function.arg_names
     aligned = [n for n, kind in job.types.items() if kind.startswith("*") or n in job.divisible]
+    # Compile without a launch: types, constants and alignment are given instead of arguments.
     source = ASTSource(
         fn=job.function,
         signature={n: job.types.get(n, "constexpr") for n in names},

@@ -63,7 +63,7 @@ def exp2(x):
 
 @triton.jit
 def added(parts, splits, stride, offsets, mask):
-    """Add a linear's parts in ascending order."""
+    """Return the sums of a linear's parts [splits, ...] at `offsets`, added in ascending order."""
     # The order of the parts is part of the result: every kernel that reads them adds from 0 up.
     total = tl.load(parts + offsets, mask=mask, other=0.0)
     for s in range(1, splits):
@@ -73,7 +73,7 @@ def added(parts, splits, stride, offsets, mask):
 
 @triton.jit
 def gated(gate, up):
-    """Return bf16(gate / (1 + e^-gate) * up)."""
+    """Return SiLU(gate) * up, rounded to bf16: gate / (1 + e^-gate) * up."""
     return (tl.div_rn(gate, 1.0 + exp2(gate * -LOG2_E)) * up).to(tl.bfloat16)
 
 
@@ -99,7 +99,7 @@ def embed(h, table, rows, results, tables, D, table_blocks, BLOCK_D: tl.constexp
         tl.store(tables + entry, tl.load(record + BLOCK))
     for d in range(0, D, BLOCK_D):
         c = d + tl.arange(0, BLOCK_D)
-        # A padded row (position -1) gets zeros, and so never reads a token from a record that nobody filled in.
+        # A padded row (position -1) gets zeros, and so never reads a token from a record that was not filled in.
         v = tl.load(table + token.to(tl.int64) * D + c, mask=(c < D) & (position >= 0), other=0.0)
         tl.store(h + row * D + c, v.to(tl.float32), mask=c < D)
 
@@ -117,7 +117,7 @@ def add_to_residual(h, parts, splits, stride, at, mask):
 
 @triton.jit
 def norm_scale(squares, D, eps):
-    """Return 1 / rms of a row whose squares these are."""
+    """Return 1 / rms of a row, from the squares of its values."""
     return tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(squares, 0), D.to(tl.float32)) + eps))
 
 
@@ -193,6 +193,7 @@ def linear_silu_bf16(y, x, w, R, F, K, BM: tl.constexpr, BN: tl.constexpr, BK: t
     up = tl.zeros((BM, BN), tl.float32)
     for k0 in range(0, K, BK):
         k = k0 + tl.arange(0, BK)
+        # One tile of x serves both products, which halves its reads.
         a = rows_tile(x, r, k, R, K, K)
         m = (n < F)[None, :] & (k < K)[:, None]
         at = n[None, :].to(tl.int64) * K + k[:, None]
@@ -282,7 +283,7 @@ def rope_append(
     position = tl.load(record + POSITION)
     block = tl.load(record + BLOCK)
     base = tl.load((record + BASE).to(tl.pointer_type(tl.int64)))
-    # The guard between tenants: a row whose block is not inside its own region writes nothing.
+    # The guard between tenants: a row writes only to a block inside its own region.
     inside = (position >= 0) & (block >= 0) & (block < tl.load(record + BLOCKS))
     columns = head * 2 * HALF + i
     at = row * ((H + 2 * G) * 2 * HALF) + columns
@@ -456,6 +457,7 @@ def attend_whole(
             higher = tl.maximum(all_top, top)
             shrink = exp2(all_top - higher)
             its = exp2(top - higher)
+            # The same products and sums as in `combine`, in the same order, so the bits are equal.
             all_total = all_total * shrink[:, None] + total * its[:, None]
             all_weights = all_weights * shrink + weights * its
             all_top = higher
@@ -562,7 +564,7 @@ def total_kept(parts, splits, stride, row, V, threshold, top, inverse, BLOCK_V: 
 
 @triton.jit
 def count_kept(parts, splits, stride, row, V, threshold, BLOCK_V: tl.constexpr):
-    """Count the tokens that reach a threshold."""
+    """Return the number of tokens with logits that reach a threshold."""
     count = tl.zeros((BLOCK_V,), tl.int32)
     for v in range(0, V, BLOCK_V):
         c = v + tl.arange(0, BLOCK_V)
@@ -590,6 +592,7 @@ def top_k_threshold(parts, splits, stride, row, V, limit, top_k, BLOCK_V: tl.con
     count = V
     bit = tl.zeros((), tl.int32)
     while (bit < 32) & (count != top_k):
+        # A trial above the highest logit would keep nothing, so it is skipped.
         trial = raised(threshold, bit)
         if trial <= limit:
             reached = count_kept(parts, splits, stride, row, V, trial, BLOCK_V)
@@ -602,7 +605,7 @@ def top_k_threshold(parts, splits, stride, row, V, limit, top_k, BLOCK_V: tl.con
 
 @triton.jit
 def top_p_threshold(parts, splits, stride, row, V, limit, lowest, count, enough, top, inverse, BLOCK_V: tl.constexpr):
-    """Return the highest threshold whose tokens have weights of `enough`, or any below it with the same tokens.
+    """Return the highest threshold that keeps weights of `enough`, or any below it that keeps the same tokens.
 
     `count` tokens reach `lowest`, which the threshold is not below. The search ends when one token alone lies between
     those of `found` and those of a threshold that is too high.
@@ -636,6 +639,7 @@ def choose(parts, splits, stride, row, V, threshold, top, inverse, wanted, BLOCK
     while (v < V) & (chosen < 0):
         c = v + tl.arange(0, BLOCK_V)
         _, w = kept(parts, splits, stride, row, V, c, threshold, top, inverse)
+        # The block's sum decides whether the sum passes here; only then is the prefix sum computed.
         behind = before + tl.sum(w, 0)
         if behind > wanted:
             # The block where the sum passes. Rounding of the prefix sums may leave no token here; then the next block

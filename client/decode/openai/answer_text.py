@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from gpulease.client.decode.text.tokenizer import Tokenizer
 
 LEAST_LOG_PROBABILITY: Final = -9999.0
-"""Sent for a probability of 0, whose logarithm JSON can't represent. The value is OpenAI's."""
+"""Sent for a probability of 0, because JSON can't represent its logarithm. The value is OpenAI's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,25 +64,27 @@ class AnswerText:
         self.completion_tokens = 0
         self._bytes_of, self._end_tokens = tokenizer.bytes_of, end_tokens
         self._stream, self._filter = tokenizer.stream(), StopFilter(stops)
-        # Tokens whose text is not given out yet, each with the end of its text in the answer.
+        # Tokens with text that is not given out yet, each with the end of its text in the answer.
         self._waiting: list[tuple[TokenText, int]] = []
         self._decoded = self._given = 0
         self._replays = 0
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a stop has ended the answer."""
         return self._filter.is_stopped
 
     def add(self, emitted: Emitted) -> Piece:
         """Add a token. Returns the text that is certain now, with its tokens."""
         self.completion_tokens += 1
+        # The stream holds back the bytes of an incomplete character, so a token may add no text yet.
         text = self._stream.add(emitted.token)
         if emitted.token not in self._end_tokens:
+            # End tokens have no text and are not listed among the answer's tokens.
             log = max(emitted.log_probability, LEAST_LOG_PROBABILITY)
             token = TokenText(self._bytes_of(emitted.token), log, self._decoded)
             self._waiting.append((token, self._decoded + len(text)))
         self._decoded += len(text)
+        # The filter holds back what may be the beginning of a stop.
         piece = self._piece(self._filter.add(text), is_last=False)
         if emitted.attempt != self._replays:
             piece.replays = self._replays = emitted.attempt
@@ -90,6 +92,7 @@ class AnswerText:
 
     def end(self, finish: str) -> Piece:
         """End the answer. Returns the rest of the text, with the finish reason."""
+        # An incomplete character at the end becomes U+FFFD; the filter may still find a stop with it.
         rest = "" if self.is_stopped else self._filter.add(self._stream.end())
         piece = self._piece(rest + self._filter.end(), is_last=True)
         piece.finish = "stop" if self.is_stopped else finish
@@ -124,6 +127,7 @@ async def pieces(generation: Generation, answer: AnswerText) -> AsyncIterator[Pi
         piece = answer.add(emitted)
         # Keep the number of replays until a piece that is sent can carry it.
         replays = piece.replays = replays if piece.replays is None else piece.replays
+        # Stop computing: no further token can be part of the answer.
         if answer.is_stopped:
             generation.cancel()
             break
@@ -136,6 +140,7 @@ async def pieces(generation: Generation, answer: AnswerText) -> AsyncIterator[Pi
     finish = "stop" if answer.is_stopped else FINISHES.get(generation.reason) if generation.reason else None
     if finish is None:
         raise ApiError(CLOSED_REQUEST, "closed", "The request was cancelled before its answer was complete.")
+    # The last piece also carries what the loop had not sent yet.
     last = answer.end(finish)
     last.text, last.tokens = piece.text + last.text, piece.tokens + last.tokens
     last.replays = replays

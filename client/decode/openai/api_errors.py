@@ -126,6 +126,7 @@ class ApiError(Exception):
         self.retry_after_s = retry_after_s
 
     def body(self) -> dict[str, Any]:
+        # OpenAI's clients choose an exception class by the status, and show the type.
         kind = _KINDS.get(self.status, INVALID if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
@@ -134,8 +135,8 @@ class ApiError(Exception):
 
         It includes the status and Retry-After, as the headers are sent.
         """
-        told = {"status": self.status} | ({} if self.retry_after_s is None else {"retry_after": self._whole_seconds})
-        return self.body() | {EXTENSION: told}
+        members = {"status": self.status} | ({} if self.retry_after_s is None else {"retry_after": self._whole_seconds})
+        return self.body() | {EXTENSION: members}
 
     def headers(self) -> dict[str, str]:
         headers = {} if self.retry_after_s is None else {"Retry-After": str(self._whole_seconds)}
@@ -185,17 +186,21 @@ def api_error_of(error: Exception) -> ApiError | None:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestRefused):
+        # From reading the body: too large or too slow.
         problem = error.problem
         return ApiError(problem.status, problem.code, problem.detail, None, problem.retry_after_s)
+    # A bug: the caller gets a generic 500, and the log has the traceback.
     if not isinstance(error, GpuLeaseError):
         return None
     reply = reply_to(error)
+    # Errors that know when room comes say so; for others a short wait is as good as any.
     again_s = getattr(error, "retry_after_s", None) or RETRY_AFTER_S
     return ApiError(reply.status, reply.code, reply.message or str(error), None, again_s if reply.is_retried else None)
 
 
 def reply_to(error: GpuLeaseError) -> ReplyTo:
     """Return the reply to an error of the library."""
+    # Its class does not decide the status, but its reason.
     if isinstance(error, AdmissionRefused):
         return ADMISSION_REPLIES[error.reason]
     return next(reply for kind, reply in REPLIES.items() if isinstance(error, kind))

@@ -29,7 +29,7 @@ class ApiKeys:
 
 
 def key_digest(key: str) -> bytes:
-    """Return the sha256 of a key's UTF-8."""
+    """Return the sha256 of a key's UTF-8, which is all that the server keeps of it."""
     return hashlib.sha256(key.encode()).digest()
 
 
@@ -39,7 +39,7 @@ def bearer_digest(authorization: str) -> bytes | None:
     Args:
         authorization: The header's value, its bytes as Latin-1, as ASGI frameworks have it.
 
-    Returns None if there is no key, or one that is too long.
+    Returns None for a header without a key, or with one that is too long.
     """
     scheme, _, said = authorization.partition(" ")
     # Strip only HTTP's white space: in Latin-1, other white space may be part of a UTF-8 character.

@@ -45,7 +45,7 @@ class ReplyHead:
         return body | self._extension(piece.replays, is_first=True)
 
     def chunk(self, piece: Piece, *, is_first: bool) -> dict[str, Any]:
-        """Return the stream's object for a piece."""
+        """Return the stream's object for a piece of the answer; `is_first` if it begins the stream."""
         choice: dict[str, Any] = {"index": 0, "finish_reason": piece.finish or None}
         # Only the first chunk of a chat has the role, even if its content is still empty.
         choice["logprobs"] = self._logprobs(piece.tokens) if piece.tokens else None
@@ -61,6 +61,7 @@ class ReplyHead:
         return self._object([], is_chunk=True) | {"usage": usage(prompt_tokens, completion_tokens)}
 
     def _object(self, choices: list[dict[str, Any]], *, is_chunk: bool) -> dict[str, Any]:
+        # The names of OpenAI's object types; completions have one name for both.
         kind = ("chat.completion.chunk" if is_chunk else "chat.completion") if self.is_chat else "text_completion"
         name = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{self.request_id}"
         body = {"id": name, "object": kind, "created": self.created, "model": self.model, "choices": choices}
@@ -68,9 +69,9 @@ class ReplyHead:
         return body | ({"usage": None} if is_chunk and self.has_usage else {})
 
     def _extension(self, replays: int | None, *, is_first: bool) -> dict[str, Any]:
-        told = {} if self.seed is None or not is_first else {"seed": self.seed}
-        told |= {} if replays is None else {"replays": replays}
-        return {EXTENSION: told} if told else {}
+        members = {} if self.seed is None or not is_first else {"seed": self.seed}
+        members |= {} if replays is None else {"replays": replays}
+        return {EXTENSION: members} if members else {}
 
     def _logprobs(self, tokens: Sequence[TokenText]) -> dict[str, Any] | None:
         if not self.has_logprobs:
@@ -84,6 +85,7 @@ class ReplyHead:
                 "top_logprobs": None,
                 "text_offset": [token.begin for token in tokens],
             }
+        # Chats and completions have different shapes for the same data.
         entries = [
             {"token": text, "logprob": token.log_probability, "bytes": list(token.data), "top_logprobs": []}
             for text, token in zip(texts, tokens, strict=True)

@@ -106,6 +106,7 @@ def check_model(asked: str, served: str) -> None:
 
 def _object(body: bytes) -> dict[str, Any]:
     try:
+        # Python would also accept NaN and Infinity, which are not JSON.
         said = json.loads(body, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         raise invalid(f"the body is not JSON: {error}", code="invalid_json") from None
@@ -127,6 +128,7 @@ def _flag(said: Mapping[str, Any], name: str) -> bool:
 
 def _integer(said: Mapping[str, Any], name: str) -> int | None:
     value = said.get(name)
+    # Exactly int: JSON's true would otherwise count as 1.
     if value is None or type(value) is int:
         return value
     raise invalid(f"{name} = {quoted(value)}; send an integer", name)
@@ -141,6 +143,7 @@ def _text(said: Mapping[str, Any], name: str) -> str:
 
 def _max_tokens(said: Mapping[str, Any], *, is_chat: bool) -> int | None:
     names = ["max_tokens", *(["max_completion_tokens"] if is_chat else [])]
+    # Chats have two names for the same limit. Both are accepted if they agree.
     found = {name: value for name in names if (value := _integer(said, name)) is not None}
     if len(set(found.values())) > 1:
         raise invalid("max_tokens and max_completion_tokens differ; send one of them", "max_tokens")
@@ -150,6 +153,7 @@ def _max_tokens(said: Mapping[str, Any], *, is_chat: bool) -> int | None:
         if value > MAX_POSITIONS:
             raise invalid(f"{name} = {quoted(value)} is more than any model has", name)
         return value
+    # A chat's default depends on the settings and on the room that its prompt leaves.
     return None if is_chat else DEFAULT_COMPLETION_TOKENS
 
 
@@ -181,6 +185,7 @@ def _wants_logprobs(said: Mapping[str, Any]) -> bool:
 
 
 def _stops(value: Any) -> tuple[str, ...]:
+    # One text is a list of one.
     stops = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or len(stops) > MAX_STOPS:
         raise invalid(f"stop is a text, or a list of at most {MAX_STOPS} texts", "stop")
@@ -196,6 +201,7 @@ def _prompt(value: Any) -> str | tuple[int, ...]:
         value = value[0]
     if isinstance(value, str) and value:
         return value
+    # Token ids, which need no tokenizer.
     if isinstance(value, list) and value and all(type(token) is int for token in value):
         return tuple(value)
     if isinstance(value, list) and any(isinstance(item, str | list) for item in value):
@@ -217,6 +223,7 @@ def _message(number: int, message: Any) -> Mapping[str, str]:
     if not isinstance(role, str) or role not in ROLES:
         raise invalid(f"{where}: role {quoted(role)} is none of {', '.join(ROLES)}", "messages")
     for name, item in message.items():
+        # Tool calls and the like; clients often send such members as null or [].
         if name not in ("role", "content", "name") and item not in (None, []):
             raise invalid(f"{where}: {quoted(name)} is not supported", "messages", "unsupported_parameter")
     return {"role": ROLES[role], "content": _content(where, message.get("content"))}
@@ -229,6 +236,7 @@ def _content(where: str, content: Any) -> str:
         raise invalid(f"{where}: content is a text, or a list of parts", "messages")
     texts = []
     for part in content:
+        # Parts other than texts, such as images, are refused by name below.
         text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
         if not isinstance(text, str):
             raise invalid(f"{where}: each part of content has the type text, and a text", "messages")

@@ -68,6 +68,7 @@ class GapHistogram(Collector):
 
     def observe(self, tenant: str, gap_s: float, count: int) -> None:
         """Count `count` gaps of `gap_s` seconds each."""
+        # The first bucket with a bound of at least the gap; the last one is +Inf.
         self._counts[tenant][bisect_left(STEP_BUCKETS_S, gap_s)] += count
         self._sums[tenant] += gap_s * count
 
@@ -136,6 +137,7 @@ class DecodeMetrics(ServerMetrics, DecoderObserver):
         super().__init__()
         self._clock = clock
         self._tenants = dict.fromkeys([*tenants, UNKNOWN_TENANT])
+        # When each sequence had its last token, by the caller's id of its request.
         self._last: dict[str, float] = {}
         kept, one = self.registry, ("tenant",)
 
@@ -165,6 +167,7 @@ class DecodeMetrics(ServerMetrics, DecoderObserver):
         self._rebuild = {kind: rebuild.labels(kind) for kind in ("planned", "known", "unknown")}
         self._gaps = GapHistogram(self._tenants)
         kept.register(self._gaps)
+        # Gauges are read at the scrape, so no event needs to update them.
         kept.register(TenantGauges(decoder, clock))
 
     def on_step(self, report: StepReport) -> None:
@@ -175,6 +178,7 @@ class DecodeMetrics(ServerMetrics, DecoderObserver):
             # The first token of a prompt or a replay: all of its prompt was computed by now.
             if token.position == len(request.token_ids):
                 self._count_prompt(request.tenant_id, len(request.token_ids), is_replay=request.replayed_tokens > 0)
+            # A replay continues its sequence, so the gap includes the time of the replay.
             name = request.continues or request.request_id
             # Sequences of a tenant that had their last token in the same step share one gap.
             gaps[request.tenant_id, last.get(name, 0.0)] += 1
@@ -184,6 +188,7 @@ class DecodeMetrics(ServerMetrics, DecoderObserver):
             self._tokens[tenant, "emitted"].inc(count)
             if before:
                 self._gaps.observe(tenant, now - before, count)
+        # Start over: at worst one gap per sequence is not measured.
         if len(last) > MAX_FOLLOWED:
             last.clear()
         self._rows["decode"].inc(report.decode_rows)
@@ -193,6 +198,7 @@ class DecodeMetrics(ServerMetrics, DecoderObserver):
     def on_forward_revoked(self, report: ForwardRevoked) -> None:
         """Count a step that did not begin because a region had ended."""
         self._revoked[self._label(report.tenant_id)].inc()
+        # Unknown if the daemon is on another host: the clocks can't be compared.
         if report.flip_to_report_s is not None:
             self._flip.observe(report.flip_to_report_s)
 

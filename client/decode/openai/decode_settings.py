@@ -79,6 +79,7 @@ class KeyTable:
     ] = None
 
     def __post_init__(self) -> None:
+        # Exactly one of the two.
         if (self.key_sha256 is None) is (self.key_file is None):
             raise ValueError("set either key_sha256 or key_file")
 
@@ -224,7 +225,9 @@ class DecodeSettings:
 
 def load_decode_settings(path: Path) -> DecodeSettings:
     """Read a settings file. Raises InvalidRequest, which names the line or the setting that is wrong."""
+    # Unknown keys and wrong types are refused here, with the key's path.
     file = settings_of(path, ServerTable, read_file(path))
+    # Relative to the settings file, so that the server can be started from any folder.
     model = path.parent / file.model
     name = model.stem if file.name is None else file.name
     if not _NAME.fullmatch(name):
@@ -233,6 +236,7 @@ def load_decode_settings(path: Path) -> DecodeSettings:
     for tenant_id, table in file.tenants.items():
         if not _NAME.fullmatch(tenant_id):
             raise InvalidRequest(f"{path}: a tenant's name must be {_NAME_TEXT}, not {tenant_id!r}")
+        # Tenants' names are keys of the file, so their tables are read one by one.
         tenant = settings_of(path, TenantTable, table, "tenants", tenant_id)
         tenants.append(TenantConfig(tenant_id, tenant.max_concurrent, tenant.blocks, tenant.weight, tenant.max_waiting))
         digests[tenant_id] = _digest(path, f"tenants.{tenant_id}", tenant)
@@ -271,6 +275,7 @@ def _read_key(where: str, file: Path) -> str:
         raise InvalidRequest(f"{where}: key_file {file}: {error.strerror}") from None
     except UnicodeDecodeError:
         key = ""
+    # A short key could be guessed.
     if not 16 <= len(key) <= MAX_KEY_BYTES or not key.isprintable():
         raise InvalidRequest(f"{where}: key_file {file} must contain a key of 16 to {MAX_KEY_BYTES} characters")
     return key

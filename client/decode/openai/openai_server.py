@@ -95,10 +95,11 @@ def make_openai_application(
 
     async def show_health(_: Request) -> Response:
         is_serving = decoder.is_serving
-        told = {"status": "ok" if is_serving else "engine_lost", "model": model} | dict(health())
+        report = {"status": "ok" if is_serving else "engine_lost", "model": model} | dict(health())
+        # Load balancers see the status; operators also see since when, and why.
         if outage := decoder.outage:
-            told |= {"engine_lost": outage.report(time.monotonic(), time.time())}
-        return Response(json.dumps(told), 200 if is_serving else OVERLOADED, media_type=JSON)
+            report |= {"engine_lost": outage.report(time.monotonic(), time.time())}
+        return Response(json.dumps(report), 200 if is_serving else OVERLOADED, media_type=JSON)
 
     async def show_metrics(_: Request) -> Response:
         return Response(metrics(), headers={"Content-Type": CONTENT_TYPE_LATEST})
@@ -115,7 +116,7 @@ def make_openai_application(
 
 
 class OpenAiFace:
-    """Serves OpenAI's requests with a decoder."""
+    """Serves OpenAI's requests with a decoder; the endpoints of `make_openai_application`."""
 
     def __init__(self, decoder: Decoder, keys: ApiKeys, model: str, wait_s: float, chat_tokens: int) -> None:
         """Args are those of `make_openai_application`."""
@@ -124,14 +125,14 @@ class OpenAiFace:
         self._began = int(time.time())
 
     async def list_models(self, request: Request) -> Response:
-        return self._told(request, lambda tenant: {"object": "list", "data": [self._described(tenant)]})
+        return self._reply_for(request, lambda tenant: {"object": "list", "data": [self._described(tenant)]})
 
     async def show_model(self, request: Request) -> Response:
-        def told(tenant: str) -> dict[str, Any]:
+        def describe(tenant: str) -> dict[str, Any]:
             check_model(request.path_params["model"], self._model)
             return self._described(tenant)
 
-        return self._told(request, told)
+        return self._reply_for(request, describe)
 
     async def complete(self, request: Request, send: Send, *, is_chat: bool) -> None:
         """Serve one request. Every failure becomes a reply in OpenAI's format, or the last event of a stream."""
@@ -151,6 +152,7 @@ class OpenAiFace:
         """Return the reply to an error. What the caller must not see is only logged."""
         if isinstance(error, ClientDisconnect):
             return ApiError(CLOSED_REQUEST, "closed", "The caller hung up.")
+        # Log unexpected errors, and those with texts that the caller must not see.
         known = api_error_of(error)
         if known is None or known.message != str(error):
             # The log is limited by tenant: a caller that retries at once can't fill the disk.
@@ -189,6 +191,7 @@ class OpenAiFace:
             # Step 4: a request that was refused at once still gets its own status, because no stream has begun.
             refused = generation.error
             if isinstance(refused, AdmissionRefused) and refused.reason is AdmissionReason.TOO_LARGE:
+                # In OpenAI's words, from which clients learn how much to shorten.
                 raise too_long(self._room(tenant), len(tokens), max_tokens, is_chat=is_chat)
             if refused is not None:
                 raise refused
@@ -220,6 +223,7 @@ class OpenAiFace:
             await reply.whole(head.whole(whole, prompt_tokens, answer.completion_tokens))
             return
         is_first = True
+        # The head and comments are sent while the request waits; a caller that takes none of them ends it.
         async with reply.stream(generation.cancel):
             async for piece in pieces(generation, answer):
                 last = piece.finish
@@ -229,6 +233,7 @@ class OpenAiFace:
                     is_first, piece = False, Piece(finish=last)
                 await reply.event(head.chunk(piece, is_first=is_first))
                 is_first = False
+            # OpenAI sends the token counts in a last object without choices.
             if asked.has_usage:
                 await reply.event(head.usage_chunk(prompt_tokens, answer.completion_tokens))
         await reply.end(DONE)
@@ -236,6 +241,7 @@ class OpenAiFace:
     def _room(self, tenant: str) -> int:
         """Return the most positions of a tenant's request: the model's, or its region's if those are fewer."""
         scheduler = self._decoder.scheduler
+        # Without a region, count the largest that the tenant may get.
         state = scheduler.tenants[tenant]
         return min(scheduler.settings.context, PAGE * (state.region_blocks or state.config.max_blocks))
 
@@ -245,13 +251,14 @@ class OpenAiFace:
         # At least 1: the scheduler refuses a prompt that leaves no room.
         return max(1, min(self._chat_tokens, self._room(tenant) - prompt_tokens + 1))
 
-    def _told(self, request: Request, tell: Callable[[str], dict[str, Any]]) -> Response:
+    def _reply_for(self, request: Request, describe: Callable[[str], dict[str, Any]]) -> Response:
         try:
-            return Response(json.dumps(tell(self._tenant(request))), media_type=JSON)
+            return Response(json.dumps(describe(self._tenant(request))), media_type=JSON)
         except ApiError as error:
             return _refusal(error)
 
     def _tenant(self, request: Request) -> str:
+        # No key is ever part of a reply or of the log.
         tenant = self._keys.tenant(request.headers.get("Authorization", ""))
         if tenant is None:
             raise ApiError(401, "invalid_api_key", "No such key. Send one as Authorization: Bearer KEY.")
@@ -318,6 +325,7 @@ class _Reply:
                         await self._put(COMMENT)
             give_up()
 
+        # In its own task, because the block is busy waiting for tokens.
         commenting = asyncio.create_task(comment())
         try:
             yield
@@ -345,8 +353,9 @@ class _Reply:
 
     async def _begin(self, status: int, headers: Mapping[str, str]) -> None:
         self.is_begun = True
-        told = {"X-Request-Id": self.request_id, **headers}
-        pairs = [(name.lower().encode(), value.encode("latin-1")) for name, value in told.items()]
+        sent = {"X-Request-Id": self.request_id, **headers}
+        # ASGI's headers are pairs of bytes with names in lower case.
+        pairs = [(name.lower().encode(), value.encode("latin-1")) for name, value in sent.items()]
         await self._timely({"type": "http.response.start", "status": status, "headers": pairs})
 
     async def _put(self, data: bytes, *, is_last: bool = False) -> None:

@@ -23,6 +23,7 @@ def read_completion(reader: "PromptReader", body: bytes, is_chat: bool, fresh_se
         model: The model that is served.
     """
     try:
+        # Check everything about the request before its texts are tokenized.
         asked = parse_request(body, is_chat=is_chat, fresh_seed=fresh_seed)
         check_model(asked.model, model)
     except ApiError as error:
@@ -43,6 +44,7 @@ def completion_of(answer: dict[str, Any]) -> tuple[CompletionRequest, tuple[int,
     if "error" in answer:
         raise ApiError(*answer["error"])
     asked = answer["asked"]
+    # msgpack has no tuples and no dataclasses, so rebuild them.
     sampling = SamplingParameters(**asked["sampling"])
     made = {"messages": (), "stops": tuple(asked["stops"]), "sampling": sampling}
     return CompletionRequest(**asked | made), unpacked_tokens(answer["tokens"])

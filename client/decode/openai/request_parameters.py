@@ -151,6 +151,7 @@ def check_parameters(
     Raises ApiError, which names the first parameter that is wrong.
     """
     for name, value in said.items():
+        # null means "not set", for every parameter.
         if value is None:
             continue
         parameter = known.get(name)
@@ -160,6 +161,7 @@ def check_parameters(
         if parameter.is_used or parameter.is_ignored:
             continue
         if not any(_is_alike(value, one) for one in parameter.neutral):
+            # The error says which values would be accepted, for clients that always send the parameter.
             offered = " or ".join(["null", *(json.dumps(one) for one in parameter.neutral)])
             text = f"{where}{name} = {quoted(value)} is not supported; leave it out, or send {offered}"
             raise invalid(text, name, "unsupported_parameter")

@@ -42,5 +42,6 @@ class StopFilter:
 
 def _overlap(text: str, stop: str) -> int:
     """Return the length of the longest proper prefix of the stop with which the text ends."""
+    # A whole stop would have been found before, so only proper prefixes matter.
     most = min(len(text), len(stop) - 1)
     return next((count for count in range(most, 0, -1) if text.endswith(stop[:count])), 0)

@@ -121,6 +121,7 @@ class PageFeed(DecoderObserver):
         self._first_token_s = dict[str, deque[float]]()
         self._events = PageEvents()
         self._history = PageHistory(clock())
+        # Token counts at the last polls, from which rates are computed.
         self._samples = deque[tuple[float, Counter[str]]]()
 
     def on_step(self, report: StepReport) -> None:
@@ -149,13 +150,14 @@ class PageFeed(DecoderObserver):
             seconds = report.first_token_at - report.submitted_at
             self._first_token_s.setdefault(tenant_id, deque(maxlen=LATEST_REQUESTS)).append(seconds)
             self._history.add_first_token(now, seconds)
+        # A request that waited too long counts as refused, like on a full queue.
         if isinstance(report.reason, AdmissionReason) or report.reason is CompletionReason.DEADLINE_EXCEEDED:
             self._refused[tenant_id] += 1
             self._history.add_refusal(now)
             self._events.add(now, tenant_id, EventKind.REFUSED, detail=report.detail or str(report.reason))
 
     def on_engine_rebuilt(self, report: EngineRebuilt) -> None:
-        """Add the event of another engine."""
+        """Add the event of a move to another engine, or of a loss and its end."""
         kind = EventKind.ENGINE_MOVED if report.is_planned else EventKind.ENGINE_LOST
         self._events.add(self._clock(), "", kind, seconds=report.took_s, detail=report.cause)
 
@@ -170,12 +172,14 @@ class PageFeed(DecoderObserver):
     def state(self) -> dict[str, Any]:
         """Return the state, which the page draws, as a JSON object."""
         decoder, demo, now = self._decoder(), self._demo(), self._clock()
+        # The page is served before the decoder has opened; it then shows no tenants.
         tenants = {} if decoder is None else dict(list(decoder.scheduler.tenants.items())[:MAX_TENANTS])
         rates = self._rates(now)
         texts = {} if demo is None else demo.texts
         shown = []
         for tenant_id, state in tenants.items():
             text = texts.get(tenant_id)
+            # Only the demonstration's texts: those of other requests are their callers'.
             own = {"text": None} if text is None else {"text": text.text, "replays": text.replays}
             shown.append(self._tenant(tenant_id, state, rates.get(tenant_id, 0.0)) | own)
         return {
@@ -262,6 +266,7 @@ class DecodePage:
         self._streams = 0
         self._encoded: tuple[float, bytes] = float("-inf"), b""
         folder = files(decode).joinpath("page")
+        # Read once: the files are part of the package, and only these names are ever served.
         self._index = folder.joinpath("index.html").read_bytes()
         self._files = {name: folder.joinpath(name).read_bytes() for name in FILES}
 
@@ -327,6 +332,7 @@ class DecodePage:
         tenant_id, decoder = request.path_params["tenant"], self._decoder()
         if decoder is None or tenant_id not in decoder.scheduler.tenants:
             return _problem(404, "This tenant does not exist.")
+        # Between two regions there is nothing to revoke.
         pool = decoder.regions.pools.get(tenant_id)
         if pool is None:
             return _problem(409, "The tenant has no region now: another one is being opened.")
@@ -339,6 +345,7 @@ class DecodePage:
 
     def _refused(self, request: Request) -> Response | None:
         found = bearer_digest(request.headers.get("authorization", ""))
+        # Digests are compared in constant time, like tenants' keys.
         if found is not None and hmac.compare_digest(found, self._digest):
             return None
         return _problem(401, "This requires the operator's key.", {"WWW-Authenticate": "Bearer"})

@@ -72,6 +72,7 @@ class DemoTraffic:
             try:
                 await self._generate(tenant_id, PROMPTS[number % len(PROMPTS)], number)
                 await asyncio.sleep(PAUSE_S)
+            # The decoder has ended, so no further request can succeed.
             except (NoModelLoaded, EngineDecodeFailed):
                 return
             except GpuLeaseError:
@@ -83,6 +84,7 @@ class DemoTraffic:
         tokenizer = await self._decoder.tokenizer()
         tokens = tokenizer.encode(prompt)
         scheduler = self._decoder.scheduler
+        # A tenant's region may be smaller than the context.
         room = min(scheduler.settings.context, PAGE * scheduler.tenants[tenant_id].config.max_blocks)
         sampling = SamplingParameters(SAMPLING.temperature, SAMPLING.top_p, seed=seed)
         max_tokens = max(1, min(MAX_TOKENS, room - len(tokens)))

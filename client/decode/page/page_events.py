@@ -83,7 +83,8 @@ class PageEvents:
     def add(
         self, at: float, tenant_id: str, kind: EventKind, *, seconds: float = 0.0, tokens: int = 0, detail: str = ""
     ) -> None:
-        """Add an event. `at` must not decrease."""
+        """Add an event, or merge it with a recent similar one. `at` must not decrease."""
+        # The latest event of the same tenant and kind; only that one can still be recent enough.
         event = next((one for one in self._events if (one.tenant_id, one.kind) == (tenant_id, kind)), None)
         if event is not None and at - event.at < MERGED_S:
             # A merged event moves to the front with its new time.

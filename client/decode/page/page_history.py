@@ -48,7 +48,9 @@ class PageHistory:
 
     def shown(self, now: float) -> dict[str, Any]:
         """Return the history for the page: the figures of each finished slot, oldest first, and the slots' ages."""
+        # The chart grows with the server's age up to an hour.
         span_s = min(SPAN_S, max(SHORTEST_SPAN_S, now - self._began_at))
+        # The current slot is left out, because it is not complete.
         last = int(now // SLOT_S) - 1
         first = max(last - round(span_s / SLOT_S) + 1, int(self._began_at // SLOT_S))
         known = {slot.number: slot for slot in self._slots}

@@ -241,7 +241,7 @@ class ContinuousBatchScheduler:
         """
         if len(self._unanswered) >= MAX_UNANSWERED_STEPS:
             raise ValueError(f"step {self._unanswered[0].number} is to be answered first")
-        # Step 1: end requests whose deadline is over, so that they take no place from others, and admit new ones.
+        # Step 1: end requests that are past their deadline, so that they take no place from others; admit new ones.
         events = self._expire(now) if now >= self._next_deadline else []
         # Emitted tokens change the order of turns, and so which tenant may preempt.
         self._has_room |= self.settings.preempts
@@ -252,6 +252,7 @@ class ContinuousBatchScheduler:
             self._decoding = [sequence for sequence in self._decoding if not sequence.is_ended]
         # Step 3: share the rows between prompts and decoding sequences. Decode rows come first in the step.
         chunks = self._deal_prompt_rows() if self._prefilling else []
+        # Prompt rows are decided first, because with too many sequences they take turns from the decoding ones.
         step = self._plan_decode(self.settings.max_rows - sum(count for _, count in chunks))
         for sequence, count in chunks:
             step.add_chunk(sequence, count)
@@ -263,6 +264,7 @@ class ContinuousBatchScheduler:
                     self._decoding.append(sequence)
         step.events = events
         if step.sequences:
+            # An empty plan is not a step: it gets no number and is not answered.
             self._step_number += 1
             self._unanswered.append(step)
         return step
@@ -294,6 +296,7 @@ class ContinuousBatchScheduler:
             position = len(tokens)
             tokens.append(token)
             tenant = sequence.tenant
+            # Service is charged as it is received: a request that ends early is charged only for what it emitted.
             tenant.counter += tenant.price
             emit(event(sequence.request, token, position, row))
             if token in end_tokens:
@@ -447,7 +450,7 @@ class ContinuousBatchScheduler:
 
     def _obstacle(self, tenant: TenantState, request: PromptRequest) -> tuple[AdmissionReason, str]:
         """Return what keeps a waiting request out now: the reason, and a sentence for the caller."""
-        # The tenant's own limit first: only this obstacle is the tenant's own doing (429 instead of 503).
+        # First the tenant's own limit, the only obstacle that counts as the tenant's (429 instead of 503).
         if len(tenant.live) >= tenant.config.max_concurrent:
             return AdmissionReason.QUOTA_EXCEEDED, f"{tenant.config.max_concurrent} of its sequences live already"
         if not tenant.region_blocks:
@@ -624,7 +627,7 @@ class ContinuousBatchScheduler:
         return chunks
 
     def _plan_decode(self, max_rows: int) -> StepPlan:
-        """Return a step with a row per decoding sequence; with more than `max_rows`, for those whose turn it is."""
+        """Return a step with a row per decoding sequence; with more than `max_rows`, for the next in turn."""
         chosen = self._decoding
         if len(chosen) > max_rows:
             chosen = chosen[:max_rows]

@@ -23,7 +23,7 @@ class StepPlan:
         tables: The sequence's row of the block tables.
         decode_rows: How many rows are of sequences that decode.
         chunks: A chunk each: its sequence, its first row, its number of rows.
-        joined: Sequences with their first position in this step, whose constant fields are to be written now.
+        joined: Sequences with their first position in this step: their constant fields are to be written now.
         sampled: Sequences that get a token from this step.
         sampled_rows: For each of `sampled`, the row that yields that token; the results of other rows are unused.
         events: What happened while the step was planned: expired, preempted and refused requests.

@@ -69,7 +69,9 @@ class LiveSequence:
         self.tokens = list(request.token_ids)
         self.prompt = len(self.tokens)
         # The row at the last position yields the last token to emit, which itself is never computed.
+        # The row at the last position yields the last token to emit, which itself is never computed.
         self.last = request.positions - 1
+        # `next` moves when a row is planned, `filled` when its step is answered: the two differ by what is under way.
         # `next` moves when a row is planned, `filled` when its step is answered: the two differ by what is under way.
         self.filled = self.next = 0
         self.row = NO_ROW
@@ -78,7 +80,8 @@ class LiveSequence:
 
     @property
     def length(self) -> int:
-        """The number of positions whose keys and values answered steps have computed."""
+        """The number of positions with keys and values that answered steps have computed."""
+        # Once the prompt is filled, every known token but the newest has been computed.
         # Once the prompt is filled, every known token but the newest has been computed.
         return self.filled if self.filled < self.prompt else len(self.tokens) - 1
 

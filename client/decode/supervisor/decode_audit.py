@@ -128,7 +128,7 @@ def note_of(finished: FinishedRequest, by: ComputedBy, server: str, number: int)
             # A seed may be larger than the integers that a record holds.
             "seed": str(sampling.seed),
         },
-        # Times are in whole microseconds: a record has no floats, whose text is not canonical.
+        # Times are in whole microseconds: a record has no floats, because their text is not canonical.
         "reason": str(finished.reason),
         "replays": finished.replays,
         "compute_us": round(finished.compute_s * US_PER_S),

@@ -178,6 +178,7 @@ class Decoder:
         self.log = DecodeLog()
         self._checkpoint = spec.checkpoint
         self._tokenizer: asyncio.Future[Tokenizer] | None = None
+        # For ids of requests without one.
         self._numbers = count(1)
         self._ledger = RequestLedger(observers, self.log)
         self.prompts = PromptIntake(
@@ -278,7 +279,7 @@ class Decoder:
 
     @property
     def rebinds(self) -> int:
-        """Number of regions that replaced others, which had ended or whose sequences moved before that."""
+        """Number of regions that replaced others, after their end or by a move before it."""
         return self._supervisor.reopened + self.moves.count
 
     @property
@@ -298,7 +299,7 @@ class Decoder:
         wait_s: float = MAX_WAIT_S,
         request_id: str | None = None,
     ) -> Generation:
-        """Submit a prompt's tokens. Returns the generation, whose tokens come as they are computed.
+        """Submit a prompt's tokens. Returns the generation, which yields tokens as they are computed.
 
         Args:
             token_ids: The prompt.

@@ -341,6 +341,7 @@ class EngineLifecycle(Generic[EngineT]):
         pending = self.phase.pending_loss
         if not self.is_engaged(engine) or (pending is not None and pending.is_aborting):
             return []
+        # The loop is cancelled in its wait, and takes this loss instead of the step's results.
         self._set_pending_loss(PendingLoss(error, is_aborting=True))
         return [AbortSteps()]
 

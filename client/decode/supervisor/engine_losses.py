@@ -70,4 +70,5 @@ def pause_before_engine_s(losses: int) -> float:
 
 def is_logged(tries: int) -> bool:
     """Return whether this attempt in a row, counted from 1, to open an engine or a region is logged."""
+    # The first attempts show how the recovery goes; after that, one line a minute shows that it continues.
     return tries <= TRIES_LOGGED or tries % TRIES_A_LINE == 0

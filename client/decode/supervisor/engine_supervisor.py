@@ -91,6 +91,7 @@ class EngineSupervisor:
         self._spec, self._address = spec, address
         self._ledger, self._clock = ledger, clock
         self._hand_over: asyncio.Future[None] | None = None
+        # One change of engines at a time: a recovery, a move or a departure from a node.
         self._changing = asyncio.Lock()
         self._tasks = BackgroundTasks()
         self._ended = asyncio.Event()
@@ -99,6 +100,7 @@ class EngineSupervisor:
         """Open the first engine. Raises what `ServingEngine.open` raises."""
         self._steps = steps
         serving = await ServingEngine.open(self._spec, self, self._address, progress)
+        # The lifecycle asks this object about requests (RequestsInProgress), and knows the engine only as a value.
         self._life = EngineLifecycle(serving, self._clock(), self)
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
@@ -197,6 +199,7 @@ class EngineSupervisor:
 
     def lease_warned(self, serving: ServingEngine, warning: GpuLeaseError) -> None:
         """Leave a fleet's node before the lease there ends. The engine repeats the call until the lease has ended."""
+        # Ignore warnings of old leases, and while a change is under way.
         if serving is self.serving and self._life.is_serving and not self._changing.locked():
             self.log.warning("engine_leaves", cause=cause_of(warning))
             # `_changing` is not held here, so a failed attempt is repeated with the next warning.

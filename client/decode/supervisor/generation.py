@@ -57,7 +57,7 @@ class Generation:
     async def __anext__(self) -> Emitted:
         """Wait for the next token.
 
-        Raises AdmissionRefused if there is no room for the request or its replay, and WaitedTooLong if there was none
+        Raises AdmissionRefused if the request or its replay finds no room, and WaitedTooLong if it found none
         in time; EngineDecodeFailed if the engine is lost for good, and RequestBreaksEngine if this request is the
         cause; SequenceEnded if it was ended and is not replayed; NoModelLoaded if the decoder is closed;
         RequestRejected if another task already iterates. A generation that its caller cancelled ends without an error.

@@ -72,7 +72,7 @@ class PromptIntake:
 
         A tenant has places for the sequences that may live and the requests that may wait.
 
-        Raises AdmissionRefused if no place is free, RequestRejected if there is no such tenant.
+        Raises AdmissionRefused if all places are taken, RequestRejected if the tenant does not exist.
         """
         tenant = self._scheduler.tenants.get(tenant_id)
         if tenant is None:
@@ -154,6 +154,7 @@ class PromptIntake:
             await self._processes.stop()
 
     def _report(self, tenant_id: str, error: RequestRejected) -> None:
+        # Metrics count refusals by a small set of reasons.
         reason = error.reason if isinstance(error, AdmissionRefused) else type(error).__name__
         self._on_refused(PromptRefused(tenant_id, reason, str(error)))
 

@@ -117,6 +117,7 @@ class RequestLedger:
         for sequence, _, _ in step.chunks:
             if sequence.filled < sequence.prompt and (entry := self._entries.get(sequence.request.request_id)):
                 entry.compute_s += took_s
+        # For all rows at once, because a numpy call per token would be slow.
         logs = log_probabilities(results).tolist()
         entries, now = self._entries, time.monotonic()
         ends: list[AnyEvent] = []

@@ -143,11 +143,13 @@ class ServingEngine:
             lease_s = FLEET_LEASE_S if is_of_fleet else LEASE_S
             builder = GpuBuilder(address).min_vram(spec.size_bytes).lease_secs(lease_s).regions_required()
             lease = await stack.enter_async_context(builder.acquire())
+            # Renewed from the start, because loading a large model may take longer than the lease.
             stack.push_async_callback(stop_renewal, lease.keep_alive(lose))
             engine = await DecodeEngine.open(lease, spec.checkpoint, spec.limits, packed=spec.packed, progress=progress)
             stack.push_async_callback(engine.close)
             opened = cls(lease, engine, user, stack, spec.region_life_s, is_of_fleet=is_of_fleet)
             stack.push_async_callback(opened.regions.close)
+            # All regions before the first step, so that a lease that is too small fails here.
             for tenant in spec.tenants:
                 await opened.regions.open(tenant)
             # On the daemon's host the end of the lease is a word in shared memory; otherwise, and for a fleet's
@@ -197,7 +199,7 @@ class ServingEngine:
                 continue
             except Disconnected as error:
                 # The daemon is down. A restart is over within AWAY_S; after that, leave the node. The error is kept
-                # without its traceback, whose frames would keep this engine alive.
+                # without its traceback, because its frames would keep this engine alive.
                 now = time.monotonic()
                 away_since = now if away_since is None else away_since
                 warning = error.with_traceback(None) if now - away_since >= AWAY_S else None
@@ -211,6 +213,7 @@ class ServingEngine:
             if warning is not None and self.is_of_fleet:
                 user.lease_warned(self, warning)
             await asyncio.sleep(WATCH_PAUSE_S)
+        # The lease's own time is over, so the engine counts as lost even if its host is silent.
         user.engine_failed(self, LeaseExpired("the lease's time ran out before it was renewed"))
 
     async def close(self) -> None:

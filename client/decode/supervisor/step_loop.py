@@ -122,6 +122,7 @@ class StepLoop:
                     pending = life.phase.pending_loss
                     if pending is None or not pending.is_aborting:
                         raise
+                    # The cancellation has served its purpose: it interrupted a wait that would never have ended.
                     self._task.uncancel()
                     supervisor.lose(pending.error)
                 except Exception as error:
@@ -162,12 +163,13 @@ class StepLoop:
         while self.scheduler.unanswered_steps < engine.max_steps:
             now = self._clock()
             plan = self.scheduler.plan(now)
+            # Requests that expired or were preempted during the planning.
             self._ledger.tell(plan.events)
             if not plan.sequences:
                 return
             # From here on a loss makes its requests suspects, even if the start has not returned (`drop`).
             self._starting = plan
-            # The step names exactly these regions. If one has ended, the daemon refuses the whole step.
+            # The step names exactly these regions. If one has ended, the whole step is refused.
             pools = [serving.regions.pools[tenant.config.id] for tenant in plan.tenants]
             try:
                 await engine.start(self._rows_of(plan), pools)
@@ -255,6 +257,7 @@ class StepLoop:
 
     def abort_tenant(self, tenant_id: str, error: BaseException) -> None:
         """End a tenant's sequences after the loss of their region. Their replays wait for a new region."""
+        # The log and the report of the rebind have this reason; to the caller, the request continues.
         reason = _REASONS.get(type(error), CompletionReason.REVOKED)
         pool = self.regions.pools.get(tenant_id)
         region = 0 if pool is None else pool.region.lease_id
@@ -274,6 +277,7 @@ class StepLoop:
 
     def moved(self, tenant_id: str, pool: BlockPool) -> None:
         """Use this pool in the rows of the tenant's sequences from now on."""
+        # Called with the tenant held and no step under way, so all of its later rows use the new addresses.
         for sequence in self.scheduler.tenants[tenant_id].live.values():
             constants = self._constants[sequence.table]
             constants["base"], constants["blocks"] = pool.region.address, pool.blocks
@@ -290,6 +294,7 @@ class StepLoop:
         """Forget the steps under way. Returns the requests with rows in them, by their callers' ids."""
         plans = [*self._pending, *([self._starting] if self._starting is not None else [])]
         self._pending.clear()
+        # What was under way is lost; its plans are voided by `engine_lost`.
         self._starting = self._refusal = None
         sequences = dict.fromkeys(sequence for plan in plans for sequence in plan.sequences if not sequence.is_ended)
         return [sequence.request.continues or sequence.request.request_id for sequence in sequences]

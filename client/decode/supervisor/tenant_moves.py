@@ -84,6 +84,7 @@ class TenantMoves:
         self.count = 0
         self._user = user
         self._saved: dict[str, _Saved] = {}
+        # One move at a time: each copies at the card's full speed, and needs room for a second region.
         self._one_at_a_time = asyncio.Lock()
         self._answered = asyncio.Event()
 

@@ -78,6 +78,7 @@ class TenantRegions:
 
         Raises CapacityExceeded while the lease has no room, and what `GpuLease.region` raises.
         """
+        # Renewal starts only once the tenant has the region, in `_take`.
         pool = await self.open_beside(tenant)
         self._take(tenant.id, pool)
         return pool
@@ -175,6 +176,7 @@ class TenantRegions:
             except GpuLeaseError as error:
                 # A drain refuses new regions while the lease still serves the others; that is not a loss yet.
                 is_drain = isinstance(error, Drained) and self._engine.lease.is_alive
+                # The lease itself is lost: `_rebind` reports it, and the supervisor opens another engine.
                 if engine_losses.is_known(error) and not is_drain:
                     raise
                 # A lack of room right after a loss is expected, so it is retried quickly and silently at first.

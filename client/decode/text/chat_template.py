@@ -54,6 +54,7 @@ class ChatTemplate:
                 f"{where}: a chat template of {len(source):,} characters; it may have {MAX_TEMPLATE_CHARACTERS:,}"
             )
         try:
+            # A new environment per template, so that templates share no state.
             self._template = _environment().from_string(source)
         except (jinja2.TemplateError, RecursionError, ValueError) as error:
             raise ModelRejected(f"{where}: the chat template is broken: {error}") from None
@@ -69,6 +70,7 @@ class ChatTemplate:
 
         Raises RequestRejected for messages that the template refuses, with its own message.
         """
+        # The names that Hugging Face's templates expect; the caller's variables take precedence.
         given = {"add_generation_prompt": True, "tools": None, "documents": None} | self._tokens | variables
         # Rendered piece by piece, so that a template that never ends is stopped at the limit instead of filling memory.
         pieces, size = [], 0
@@ -93,6 +95,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         numbers = isinstance(left, int | float) and isinstance(right, int | float)
+        # A power of small numbers can be a number of gigabytes.
         if operator == "**":
             raise jinja2.exceptions.SecurityError("powers are not computed")
         # A text or list times a number, in either order.
@@ -109,6 +112,7 @@ class _Generation(Extension):
     tags = {"generation"}  # noqa: RUF012  # an instance variable to its base class
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
+        # Skip the tag itself, and keep the block's content.
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 

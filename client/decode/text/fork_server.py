@@ -78,6 +78,7 @@ class ForkServer:
         self._workers: dict[int, Worker] = {}
         self._numbers = 0
         self.is_alive = True
+        # Packets arrive at any time, so the loop's reader handles them, without a task.
         self._loop.add_reader(control, self._take)
 
     @classmethod
@@ -92,6 +93,7 @@ class ForkServer:
         try:
             # Popen returns after exec, which is too short to block the loop noticeably.
             process = subprocess.Popen(  # noqa: ASYNC220
+                # -P: the current folder must not provide modules of the program.
                 [sys.executable, "-P", "-m", MODULE, str(theirs.fileno()), str(again)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -155,6 +157,7 @@ class ForkServer:
     async def stop(self) -> None:
         """End the fork server and its workers. If it does not end within STOP_LIMIT_S, it is killed."""
         self._lose()
+        # Closing the control socket makes it end by itself; poll, because asyncio's child watchers are not used here.
         deadline = self._loop.time() + STOP_LIMIT_S
         while self._process.poll() is None:
             if self._loop.time() > deadline:
@@ -175,10 +178,12 @@ class ForkServer:
             return
         except OSError:
             packet = b""
+        # An end of file: the fork server has exited or was killed.
         if not packet:
             self._lose()
             return
         said = json.loads(packet)
+        # All three packets about workers have the worker's number.
         worker = self._workers.get(said.get("forked") or said.get("failed") or said.get("ended") or 0)
         if "ready" in said and not self._is_ready.done():
             self._is_ready.set_result(None)
@@ -191,6 +196,7 @@ class ForkServer:
             self._end(worker, said.get("status"), said.get("why", "it ended"))
 
     def _end(self, worker: Worker, status: int | None, why: str) -> None:
+        # Whoever waits for its begin or its end must wake, whatever happened.
         self._workers.pop(worker.number, None)
         if not worker.begun.done():
             worker.begun.set_exception(TextProcessesFailed(f"no process that reads texts can be forked: {why}"))

@@ -73,6 +73,7 @@ CONTROL_TEXTS: Final = END_TEXTS.union(*FILL_TEXTS.values())
 def control_tokens(said: Members) -> list[int]:
     """Return the ids of tokens that are not text: by their type in the file, or by a known text."""
     texts, kinds = said.items(f"{AT}tokens"), said.items(f"{AT}token_type")
+    # Converters often give these tokens a wrong type, so known texts count, too.
     found = {token for token, text in enumerate(texts) if text in CONTROL_TEXTS}
     found.update(token for token, kind in enumerate(kinds[: len(texts)]) if kind == CONTROL)
     return sorted(found)
@@ -80,6 +81,7 @@ def control_tokens(said: Members) -> list[int]:
 
 def begin_token(said: Members) -> int | None:
     """Return the begin token; None if prompts have none. Raises ModelRejected if they have one that no key names."""
+    # SentencePiece vocabularies begin prompts with a token by default; others only for some pre-tokenizers.
     default = said.text(f"{AT}model", "") == "llama" or said.text(f"{AT}pre", "") in BEGINS
     if not said.flag(f"{AT}add_bos_token", default):
         return None
@@ -89,6 +91,7 @@ def begin_token(said: Members) -> int | None:
 def end_tokens(said: Members) -> tuple[int, ...]:
     """Return the tokens that end a sequence. Raises ModelRejected for a vocabulary without an eos key."""
     texts = said.items(f"{AT}tokens")
+    # A file without a vocabulary has no texts to search, and need not name an end token.
     find = _required if texts else special_token
     ends = [find(said, "eos"), special_token(said, "eot"), special_token(said, "eom")]
     # A key names a fill token, or else all of its known texts count.

@@ -33,6 +33,7 @@ QWEN_2: Final = LLAMA_3.replace(r"\p{N}{1,3}", r"\p{N}")
 def gguf_tokenizer(said: Members, begin_token: int | None) -> Tokenizer:
     """Build the tokenizer that a file's metadata describes. Raises ModelRejected."""
     kind = said.text(f"{AT}model")
+    # The two kinds of vocabularies that the supported families have.
     makers: dict[str, Callable[[Members, list[str]], LibraryTokenizer]] = {"gpt2": _byte_pairs, "llama": _pieces}
     if kind not in makers:
         raise ModelRejected(f"{said.where}: {AT}model must be one of {', '.join(makers)}, not {quoted(kind)}")
@@ -52,6 +53,7 @@ def _byte_pairs(said: Members, tokens: list[str]) -> LibraryTokenizer:
     kind = said.text(f"{AT}pre")
     merges = []
     for text in _texts(said, "merges"):
+        # A merge is two texts with a space between them; letters of GPT-2 contain no space.
         left, _, right = text.partition(" ")
         if not left or not right:
             raise ModelRejected(
@@ -84,7 +86,9 @@ def _pieces(said: Members, tokens: list[str]) -> LibraryTokenizer:
         for cut in range(1, len(text) if len(text) <= MAX_PIECE_CHARACTERS else 0)
         if text[:cut] in numbers and text[cut:] in numbers
     ]
+    # The highest score merges first. Ties go by the tokens' ids, so the order is the same everywhere.
     merges.sort(key=lambda merge: (-merge[0], numbers[merge[1]], numbers[merge[2]]))
+    # The file marks the unknown token by its type.
     unknown = next(
         (text for text, kind in zip(tokens, said.items(f"{AT}token_type"), strict=False) if kind == UNKNOWN), None
     )
@@ -103,6 +107,7 @@ def _add_special(library: LibraryTokenizer, said: Members, tokens: list[str]) ->
     """Register control tokens and user-defined tokens, so that their names in a text become those tokens."""
     control = control_tokens(said)
     kinds = said.items(f"{AT}token_type")[: len(tokens)]
+    # Tokens that a user added are text, but are matched as a whole before the model splits words.
     by_user = {token for token, kind in enumerate(kinds) if kind == USER_DEFINED}.difference(control)
     library.add_special_tokens([AddedToken(tokens[token], special=True, normalized=False) for token in control])
     library.add_tokens([AddedToken(tokens[token], special=False, normalized=False) for token in sorted(by_user)])

@@ -66,6 +66,7 @@ def folder_begin_token(folder: Path) -> int | None:
     if not settings.flag("add_bos_token", False):
         return None
     text = _token_text(settings.values.get("bos_token"))
+    # The settings name a text; the vocabulary has its id.
     token = _find_token(said, text)
     if token is None:
         raise ModelRejected(f"{settings.where}: add_bos_token is true, but bos_token {quoted(text)} is not a token")
@@ -91,6 +92,7 @@ def _template_token(template: Members) -> int | None:
 
     Raises ModelRejected if it puts more than one, or one after the text.
     """
+    # "single" is the template for one text: special tokens around the piece "Sequence".
     pieces = template.items("single")
     names = [piece["SpecialToken"].get("id") for piece in pieces if _has_object(piece, "SpecialToken")]
     is_behind = bool(pieces) and _has_object(pieces[-1], "SpecialToken")
@@ -124,6 +126,7 @@ def _check_prefix_space(said: Members, settings: Members) -> None:
     # Search the nested sequences of steps for one that prepends a space. Three kinds of steps can.
     left, puts = [said.values.get("pre_tokenizer"), said.values.get("normalizer")], False
     while left:
+        # A work list instead of recursion: files may nest steps deeply.
         match left.pop():
             case list(items):
                 left += items

@@ -28,6 +28,7 @@ class PromptReader:
 
     def __init__(self, tokenizer: Tokenizer, context: int) -> None:
         """Prepare to read. Args: context: Positions of a sequence."""
+        # The proven limit if the tokenizer has one, otherwise only the general limit applies.
         most = tokenizer.most_bytes_per_token
         self.max_text_bytes = MAX_TEXT_BYTES if most is None else min(MAX_TEXT_BYTES, context * most)
         self._tokenizer, self._context = tokenizer, context
@@ -49,6 +50,7 @@ class PromptReader:
         texts = [[value for name, value in message.items() if name != "role"] for message in messages]
         self._check_bytes(_bytes_in([texts, variables], MAX_CHAT_DEPTH), "the chat")
         tokenizer = self._tokenizer
+        # A template may add text, so the rendered prompt is checked again.
         return self.read_text(tokenizer.render_chat(messages, variables), begins=tokenizer.chat_begins)
 
     def checked(self, tokens: Sequence[int]) -> list[int]:

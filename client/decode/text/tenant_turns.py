@@ -33,6 +33,7 @@ class TenantTurns(Generic[Job]):
 
     def take(self) -> Job | None:
         """Remove and return the next job, which is then under way; None if no tenant may have another."""
+        # In the order of the round: the first tenant that is below its limit has the turn.
         for tenant_id, queue in self._queues.items():
             if self._under_way[tenant_id] < self._most_at_once:
                 job = queue.popleft()
@@ -51,7 +52,7 @@ class TenantTurns(Generic[Job]):
             del self._under_way[tenant_id]
 
     def drain(self) -> list[Job]:
-        """Remove and return all jobs that wait."""
+        """Remove and return all jobs that wait, tenant by tenant."""
         jobs = [job for queue in self._queues.values() for job in queue]
         self._queues.clear()
         return jobs

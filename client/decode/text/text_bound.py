@@ -41,6 +41,7 @@ _BYTE_TOKENS: Final = tuple(f"<0x{byte:02X}>" for byte in range(256))
 
 def most_bytes_per_token(library: tokenizers.Tokenizer) -> int | None:
     """Return M of the module's docstring, 1 or more; None for a tokenizer without a bound."""
+    # Steps 2 to 4 of the module's docstring. If any of them has no bound, neither has the whole.
     shrinks = _shrinks(_state(library.normalizer))
     cuts = _steps(_state(library.pre_tokenizer), "pretokenizers")
     longest_entry = _longest_entry(library, is_byte_level=any(step["type"] == "ByteLevel" for step in cuts))
@@ -59,6 +60,7 @@ def most_bytes_per_token(library: tokenizers.Tokenizer) -> int | None:
 
 
 def _state(component: Any) -> dict[str, Any] | None:
+    # The library shows a component's configuration only as its pickled state, which is JSON.
     state: dict[str, Any] | None = None if component is None else json.loads(component.__getstate__())
     return state
 
@@ -79,6 +81,7 @@ def _shrinks(normalizer: dict[str, Any] | None) -> int | None:
         kind = step["type"]
         if kind == "NFC":
             shrinks *= NFC_SHRINKS
+        # A regular expression could match any number of bytes, so only fixed strings have a bound.
         elif kind == "Replace" and "String" in step["pattern"] and step["content"]:
             shrinks *= -(-len(step["pattern"]["String"].encode()) // len(step["content"].encode()))
         elif kind != "Prepend":
@@ -87,6 +90,7 @@ def _shrinks(normalizer: dict[str, Any] | None) -> int | None:
 
 
 def _drops_nothing(cut: dict[str, Any]) -> bool:
+    # These can drop the separator; all other behaviours keep it.
     if cut["type"] in ("Split", "Punctuation"):
         return bool(cut["behavior"] != "Removed")
     return cut["type"] in _CUTTING

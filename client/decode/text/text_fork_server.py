@@ -113,6 +113,7 @@ class _ForkServer:
 
     def _obey(self, own: list[Any]) -> bool:
         """Obey one packet. Returns False when CONTROL is closed."""
+        # An empty packet is the end of the socket: the decode server never sends one.
         packet, sockets, _, _ = socket.recv_fds(self._control, MAX_PACKET_BYTES, 1)
         if not packet:
             return False
@@ -122,6 +123,7 @@ class _ForkServer:
             for pid in [pid for pid, number in self._numbers.items() if number == asked["kill"]]:
                 os.kill(pid, signal.SIGKILL)
             return True
+        # Taken before the fork, so that the worker can recognise whether its parent is still this process.
         server = os.getpid()
         try:
             pid = os.fork()
@@ -153,8 +155,10 @@ def _work(jobs: socket.socket, reader: PromptReader, limits: TextLimits, server:
         # died before this call, the parent is another process: then exit at once.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == server:
+            # Limits apply before the first byte of a tenant is read.
             kept = _confine(limits)
             while job := _receive(jobs):
+                # Each job gets its own time, however much earlier ones have used.
                 _give_processor_time(limits)
                 answer = _answer(reader, unpacked(job))
                 del job
@@ -207,6 +211,7 @@ def _memory_bytes() -> int:
 def _answer(reader: PromptReader, job: dict[str, Any]) -> dict[str, Any]:
     """Do one job and return the answer. The server names the function; a tenant controls only its arguments."""
     try:
+        # MODULE:NAME, which only the decode server writes.
         module, _, name = job["call"].partition(":")
         call: Callable[..., dict[str, Any]] = getattr(importlib.import_module(module), name)
         return call(reader, **job["arguments"])
@@ -225,6 +230,7 @@ def _receive(jobs: socket.socket) -> bytes:
 
 
 def _exactly(jobs: socket.socket, size: int) -> bytes:
+    # The frame's size is bounded by the server, which made it.
     data = bytearray(size)
     view, got = memoryview(data), 0
     while got < size:

@@ -58,17 +58,18 @@ class TextLimits:
 
 
 def read_text(reader: "PromptReader", text: str) -> dict[str, Any]:
-    """Run `PromptReader.read_text` as a job."""
+    """The job of a text prompt: returns its tokens, packed, by `PromptReader.read_text`."""
     return {"tokens": packed_tokens(reader.read_text(text))}
 
 
 def read_chat(reader: "PromptReader", messages: list[Any], variables: dict[str, Any]) -> dict[str, Any]:
-    """Run `PromptReader.read_chat` as a job."""
+    """The job of a chat: returns the tokens of its prompt, packed, by `PromptReader.read_chat`."""
     return {"tokens": packed_tokens(reader.read_chat(messages, variables))}
 
 
 def packed_tokens(tokens: Iterable[int]) -> bytes:
     """Return tokens in an answer's format, i32. Ids that do not fit become NO_TOKEN."""
+    # i32, because every vocabulary fits into it and the scheduler's records have it, too.
     return array("i", [token if token in _TOKENS else NO_TOKEN for token in tokens]).tobytes()
 
 
@@ -79,6 +80,7 @@ def unpacked_tokens(data: bytes) -> tuple[int, ...]:
 
 def packed(value: Any) -> bytes:
     """Return a value as msgpack. Raises TypeError, ValueError or OverflowError for a value that it can't represent."""
+    # JSON allows unpaired surrogates, so a tenant's text may contain them; the tokenizer refuses them later.
     data: bytes = msgpack.packb(value, unicode_errors="surrogatepass")
     return data
 
@@ -101,6 +103,6 @@ def refusal(error: RequestRejected) -> dict[str, Any]:
 
 
 def refused(answer: Mapping[str, Any]) -> RequestRejected:
-    """Return the error that `refusal` packed."""
+    """Return the error that `refusal` packed, to be raised in the server."""
     text, hint, reason = (str(answer[name]) for name in ("refused", "hint", "reason"))
     return AdmissionRefused(AdmissionReason(reason), text, None) if reason else RequestRejected(text, hint)

@@ -75,6 +75,7 @@ class TextProcesses:
         """Start the processes for a tokenizer. Raises TextProcessesFailed."""
         processes = cls(await asyncio.to_thread(tokenizer.values), context, count, limits, log)
         try:
+            # All at the start, so that a tokenizer that can't be loaded is reported before the first request.
             workers = [await processes._fork() for _ in range(count)]
         except BaseException:
             await processes.stop()
@@ -98,6 +99,7 @@ class TextProcesses:
             frame = framed({"call": f"{job.__module__}:{job.__qualname__}", "arguments": arguments})
         except (TypeError, ValueError, OverflowError) as error:
             raise RequestRejected(f"a message or a variable has a value that JSON does not have: {error}") from None
+        # Checked before it is queued, because waiting jobs are kept in memory.
         if len(frame) > MAX_JOB_BYTES:
             detail = f"the prompt has {len(frame):,} bytes; {MAX_JOB_BYTES:,} are read at most"
             raise AdmissionRefused(AdmissionReason.TOO_LARGE, detail, None)
@@ -127,6 +129,7 @@ class TextProcesses:
         for task in self._slots:
             task.cancel()
         await asyncio.gather(*self._slots, return_exceptions=True)
+        # Jobs under way were failed by their tasks' cancellation; these had no task yet.
         for job in self._turns.drain():
             _fail(job, decoder_closed())
         if self._server is not None:
@@ -146,6 +149,7 @@ class TextProcesses:
             while (job := self._turns.take()) is None:
                 self._wake.clear()
                 await self._wake.wait()
+            # From here on the job's own limits apply, not the limit of the wait.
             job.is_begun = True
             try:
                 # The caller may have been cancelled while the job waited.
@@ -178,6 +182,8 @@ class TextProcesses:
             worker = await self._fork()
         job.tries += 1
         try:
+            # CPU time has its own limit in the worker. This one also covers a worker that sleeps or a host that is
+            # overloaded.
             async with asyncio.timeout(self._limits.wall_s):
                 answer = await worker.do(job.frame)
         except TimeoutError:
@@ -209,6 +215,7 @@ class TextProcesses:
         # The fork server reports waitpid's status; None if it ended itself.
         status = await worker.ended
         number = os.WTERMSIG(status) if status is not None and os.WIFSIGNALED(status) else 0
+        # Step 1: a limit that the kernel enforces shows in the signal that ended the worker.
         if number == signal.SIGXCPU:
             self._refuse(job, f"takes more than {self._limits.processor_s} s of CPU time", "processor")
         # Not a limit of ours: perhaps the kernel or an operator killed it. Try again, first in the tenant's queue.

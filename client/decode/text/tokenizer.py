@@ -27,7 +27,7 @@ PIECES_STEPS: Final = (
     {"type": "Fuse"},
     {"type": "Strip", "content": " ", "start": 1, "stop": 0},
 )
-"""The library's decoder for SentencePiece's tokens, whose work is done by bytes here."""
+"""The library's decoder for SentencePiece's tokens. Here its work is done by bytes."""
 
 
 class Tokenizer:
@@ -78,6 +78,7 @@ class Tokenizer:
         self._is_byte_level = "ByteLevel" in kinds
         # SentencePiece adds a space at the beginning of a text, which decoding must remove.
         self._begins_with_space = "Strip" in kinds
+        # Filled on demand, as tokens occur.
         self._bytes: dict[int, bytes] = {}
 
     def encode(self, text: str, *, begins: bool = True) -> list[int]:
@@ -91,6 +92,7 @@ class Tokenizer:
         """
         with rejected(RequestRejected, "the text can't be cut into tokens"):
             tokens: list[int] = self._library.encode(text, add_special_tokens=False).ids
+        # A text or template that already begins with the token must not get it twice.
         if begins and self.begin_token is not None and tokens[:1] != [self.begin_token]:
             return [self.begin_token, *tokens]
         return tokens
@@ -130,7 +132,7 @@ class Tokenizer:
 
     @property
     def most_bytes_per_token(self) -> int | None:
-        """The most bytes of a text that one token can stand for (text_bound.py); None if there is no bound."""
+        """The most bytes of a text that one token can stand for (text_bound.py); None without a bound."""
         return most_bytes_per_token(self._library)
 
     def values(self) -> list[Any]:

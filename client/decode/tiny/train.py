@@ -123,6 +123,7 @@ def _normed(values: jax.Array, weight: jax.Array) -> jax.Array:
 
 def _turned(heads: jax.Array) -> jax.Array:
     """Rotate the two halves of each head of [batch, positions, heads, head width] by the position."""
+    # As in Hugging Face's Llama: the two halves of a head are rotated against each other.
     frequencies = ROPE_THETA ** (-np.arange(0, HEAD_WIDTH, 2) / HEAD_WIDTH)
     angles = np.outer(np.arange(heads.shape[1]), frequencies)[:, None]
     cosines, sines = jnp.cos(angles), jnp.sin(angles)
@@ -137,6 +138,7 @@ def _attended(weights: Weights, layer: str, values: jax.Array) -> jax.Array:
         projected = values @ weights[f"{layer}.self_attn.{name}_proj.weight"].T
         return projected.reshape(batch, positions, count, HEAD_WIDTH)
 
+    # Grouped-query attention: each key head serves several query heads.
     group = HEADS // KEY_HEADS
     q = _turned(heads("q", HEADS))
     k = jnp.repeat(_turned(heads("k", KEY_HEADS)), group, 2)
@@ -195,6 +197,7 @@ def _updated(
 def batches(tokens: Tokens, random: np.random.Generator) -> Iterator[Tokens]:
     """Yield rows [BATCH, CONTEXT + 1] from random places, without end."""
     while True:
+        # A row has one token more than the context: the last one is only predicted.
         starts = random.integers(0, len(tokens) - CONTEXT - 1, BATCH)
         yield np.stack([tokens[start : start + CONTEXT + 1] for start in starts])
 

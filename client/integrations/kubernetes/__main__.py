@@ -1,4 +1,4 @@
-"""`gpulease-dra`: a driver for Kubernetes' Dynamic Resource Allocation whose devices are leases."""
+"""`gpulease-dra`: a driver for Kubernetes' Dynamic Resource Allocation, with leases as its devices."""
 
 import os
 import signal
@@ -80,6 +80,7 @@ def serve(
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
+    # The kubelet's conventional places for a plugin's socket and for its registration.
     folder, registry = kubelet / "plugins" / DRIVER, kubelet / "plugins_registry"
     for needed in (folder, registry):
         needed.mkdir(mode=0o750, parents=True, exist_ok=True)
@@ -105,6 +106,7 @@ def serve(
             if time.monotonic() >= refresh_at:
                 claims.refresh_tokens()
                 refresh_at = time.monotonic() + TOKEN_REFRESH_S
+            # Restarting the kubelet or cleaning its folder may remove them.
             if lost := plugin.lost_sockets():
                 _say(f"{', '.join(map(str, lost))} was removed: the sockets are made again")
                 plugin.close()

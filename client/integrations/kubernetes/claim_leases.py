@@ -176,6 +176,7 @@ class ClaimLeases:
 
     def _give_token(self, record: ClaimRecord, number: int) -> None:
         lease_id = lease_id_of(record.leases[number].lease_id)
+        # Valid only for the pod's user, which the audience identifies.
         request = issue_request(lease_id, _POD_PERMISSIONS, bytes.fromhex(record.audience), TOKEN_S, 0)
         given = ask(Opcode.CAPABILITY_ISSUE, request, self._address)
         self._files.write_token(record, number, base64.urlsafe_b64encode(given.token).decode())
@@ -189,9 +190,11 @@ class ClaimLeases:
     def _acquire(self, ref: ClaimRef) -> ClaimRecord:
         # Check everything that can be refused before the first lease: the claim, its cards, and its pods' user.
         want = parse_claim(self._reader.claim(ref), ref, DRIVER, self._node)
+        # The scheduler knows cards by their device names, the daemon by their UUIDs.
         cards = {device_name(card["uuid"]): card for card in self._cards()}
         if missing := [device.device for device in want.devices if device.device not in cards]:
             raise ClaimRefused(f"this node has no card {missing[0][:64]!r}", "Publish its ResourceSlice again")
+        # The user's audience on this node, which later tokens of the claim use, too.
         audience = audience_of_user(want.user, self._address, self._socket)
         record = ClaimRecord(ref.uid, boot_id(), want.user, audience.hex())
         try:
@@ -203,7 +206,7 @@ class ClaimLeases:
             self._lengthen(record, want)
             self._give_tokens(record)
             self._files.write_spec(record, self._socket)
-            # Step 3: mark as ready. Only now may the kubelet be told, since a pod can start at once.
+            # Step 3: mark as ready. Only now may the kubelet be notified, since a pod can start at once.
             record = replace(record, is_ready=True)
             self._files.save(record)
             return record
@@ -213,6 +216,7 @@ class ClaimLeases:
             raise
 
     def _lease(self, device: DeviceWant, card: Any, request: bytes) -> HeldLease:
+        # Without a size, the claim was given the whole card.
         size_bytes = card["capacity_bytes"] if device.size_bytes is None else device.size_bytes
         first_ms = milliseconds(FIRST_LEASE_S, "the first time", least_ms=1)
         # No queueing in the daemon: the kubelet retries, and would also retry during a wait.
@@ -222,6 +226,7 @@ class ClaimLeases:
         return HeldLease(device.request, device.pool, device.device, device.share_id, str(LeaseId(given.lease_id)))
 
     def _lengthen(self, record: ClaimRecord, want: ClaimWant) -> None:
+        # The claim's own `leaseSeconds` takes precedence over the driver's default.
         ttl_ms = milliseconds(want.lease_s or self._lease_s, "leaseSeconds", least_ms=1)
         for lease in record.leases:
             ask(Opcode.LEASE_RENEW, LeaseRenew(lease_id_of(lease.lease_id), ttl_ms), self._address)
@@ -237,6 +242,7 @@ class ClaimLeases:
 
         The kubelet prepares before it creates a pod's sandbox, so the containers that used an ended lease are gone.
         """
+        # Half prepared, or from before a reboot, which no lease survives.
         if not record.is_ready or record.boot_id != boot_id():
             return False
         reports = list(map(self._report, record.leases))
@@ -253,6 +259,7 @@ class ClaimLeases:
         """
         until_s = time.monotonic() + PROOF_LIMIT_S
         for lease in record.leases:
+            # The leases share one limit, so that the kubelet gets an answer in time.
             left_s = max(until_s - time.monotonic(), LEAST_PROOF_S)
             free_and_prove(lease_id_of(lease.lease_id), self._address, left_s, self._on_message)
         self._files.forget(record.uid)
@@ -289,17 +296,17 @@ def audience_of_user(user: int, address: str, socket: Path) -> bytes:
     # The daemon identifies peers by the kernel's credentials, so only a process of that user can ask.
     command = [sys.executable, "-P", "-m", __name__, str(user), str(socket.stat().st_gid), address]
     try:
-        told = subprocess.run(
+        done = subprocess.run(
             command, capture_output=True, text=True, timeout=AUDIENCE_LIMIT_S, stdin=subprocess.DEVNULL
         )
     except subprocess.TimeoutExpired:
         raise Disconnected(f"the node did not return user {user}'s audience") from None
-    if told.returncode != 0 or not re.fullmatch("[0-9a-f]{64}\n", told.stdout):
+    if done.returncode != 0 or not re.fullmatch("[0-9a-f]{64}\n", done.stdout):
         raise ClaimRefused(
-            f"user {user} got no audience from the node: {told.stderr.strip()[-300:]}",
+            f"user {user} got no audience from the node: {done.stderr.strip()[-300:]}",
             "The user must be able to connect to the daemon's socket; the driver must be root, or that user",
         )
-    return bytes.fromhex(told.stdout)
+    return bytes.fromhex(done.stdout)
 
 
 def _print_audience(user: int, group: int, address: str) -> None:

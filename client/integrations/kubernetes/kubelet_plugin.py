@@ -174,11 +174,13 @@ class KubeletPlugin:
         self.registration_socket = registry / f"{driver}-reg.sock"
         self._driver, self._claims, self._on_message = driver, claims, on_message
         options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
+        # Separate servers, because the kubelet expects registration and service at different sockets.
         self._servers = [grpc.server(ThreadPoolExecutor(SERVICE_THREADS), options=options) for _ in range(2)]
         self._servers[0].add_generic_rpc_handlers(tuple(map(self._dra_handlers, DRA_VERSIONS)))
         self._servers[1].add_generic_rpc_handlers((self._registration_handlers(),))
         # The DRA service starts first: the kubelet calls it as soon as it finds the registration socket.
         for server, path in zip(self._servers, (self.socket, self.registration_socket), strict=True):
+            # Remove the file that a killed driver has left; raise if another process listens there.
             remove_abandoned(str(path))
             # Mode 0600: only root may connect, as which the kubelet runs.
             mask = os.umask(0o177)
@@ -197,7 +199,7 @@ class KubeletPlugin:
         remove_path(str(self.socket))
 
     def lost_sockets(self) -> list[Path]:
-        """Return the sockets whose files were removed, so that the kubelet can't reach them."""
+        """Return the sockets that the kubelet can't reach, because their files were removed."""
         return [path for path in (self.socket, self.registration_socket) if file_at(str(path)) is None]
 
     def _dra_handlers(self, version: str) -> "grpc.GenericRpcHandler[Any, Any]":
@@ -233,6 +235,7 @@ class KubeletPlugin:
 
     def _registration_handlers(self) -> "grpc.GenericRpcHandler[Any, Any]":
         def info(_request: Any, _context: grpc.ServicerContext) -> Message:
+            # The kubelet chooses one of them.
             versions = [f"{version}.DRAPlugin" for version in DRA_VERSIONS]
             return message("pluginregistration.PluginInfo")(  # type: ignore[no-any-return]
                 type="DRAPlugin", name=self._driver, endpoint=str(self.socket), supported_versions=versions

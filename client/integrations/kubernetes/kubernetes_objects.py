@@ -122,6 +122,7 @@ def parse_claim(claim: object, ref: ClaimRef, driver: str, pool: str) -> ClaimWa
         driver: This driver's name; devices of other drivers are ignored.
         pool: This node's pool.
     """
+    # A claim that was deleted and created again has the same name, but not the uid that the kubelet prepared.
     uid = _at(claim, "metadata", "uid")
     if uid != ref.uid:
         raise ClaimRefused(
@@ -130,9 +131,11 @@ def parse_claim(claim: object, ref: ClaimRef, driver: str, pool: str) -> ClaimWa
         )
     # The scheduler's result is in the status. The spec is only what the author requested.
     allocated = _at(claim, "status", "allocation", "devices")
+    # A claim may also have devices of other drivers.
     results = [one for one in _list(allocated, "results") if _at(one, "driver") == driver]
     if not 0 < len(results) <= MAX_DEVICES:
         raise ClaimRefused(f"the claim has {len(results)} devices of {driver}; 1 to {MAX_DEVICES} can be prepared")
+    # A pool is one node's cards, so another pool means that the claim was allocated on another node.
     if others := {str(_at(one, "pool"))[:64] for one in results} - {pool}:
         raise ClaimRefused(f"the claim's devices are of {', '.join(sorted(others))}; this node is {pool}")
     # Parameters from the class and from the claim, in this order, so that the claim's override the class's.
@@ -158,6 +161,7 @@ def _parameters(found: object) -> dict[str, Any]:
         raise ClaimRefused(f"the claim's parameters are not {PARAMETERS_API} {PARAMETERS_KIND}")
     assert isinstance(found, dict)
     rest = {name: value for name, value in found.items() if name not in ("apiVersion", "kind")}
+    # An unknown key may be a misspelt one, and its effect would silently be missing.
     if unknown := rest.keys() - {"user", "leaseSeconds"}:
         raise ClaimRefused(
             f"the claim's parameters contain unknown keys: {', '.join(sorted(map(repr, unknown)))[:200]}"
@@ -167,6 +171,7 @@ def _parameters(found: object) -> dict[str, Any]:
 
 def _checked(given: Mapping[str, Any]) -> tuple[int, float | None]:
     user, lease_s = given.get("user"), given.get("leaseSeconds")
+    # Root is refused: to the node, root is an operator.
     if not isinstance(user, int) or isinstance(user, bool) or not 0 < user <= MAX_USER:
         raise ClaimRefused(
             f"the claim's parameters say {user!r} for the user that its pods run as",
@@ -274,6 +279,7 @@ class ApiServer:
             path = f"/apis/{API}/namespaces/{ref.namespace}/resourceclaims/{ref.name}"
             connection.request("GET", path, headers=headers)
             answer = connection.getresponse()
+            # Bounded, because the server's reply is not trusted to be small.
             text = answer.read(MAX_CLAIM_BYTES + 1)
             if answer.status != 200 or len(text) > MAX_CLAIM_BYTES:
                 raise ClaimRefused(

@@ -104,6 +104,7 @@ class NodeFiles:
         try:
             with path.open("rb") as file:
                 found = json.loads(file.read(MAX_RECORD_BYTES))
+            # A copy under another name would free another claim's leases.
             if found.pop("version") != _RECORD_VERSION or found["uid"] != path.stem:
                 raise ValueError("another version, or another claim's")
             # Unknown or missing members make this raise TypeError, which counts as unreadable.
@@ -120,6 +121,7 @@ class NodeFiles:
 
     def forget(self, uid: str) -> None:
         """Delete a claim's files, its record last. If it raises OSError, the record stays."""
+        # The record is removed last: while it exists, the claim can still be found and ended.
         self._spec_path(uid).unlink(missing_ok=True)
         with suppress(FileNotFoundError):
             shutil.rmtree(self._tokens / uid)
@@ -156,6 +158,7 @@ def _check(record: ClaimRecord) -> None:
         raise ValueError("its user is missing, or its readiness is")
     if not isinstance(record.boot_id, str):
         raise ValueError("its boot id must be a string")
+    # Raises ValueError for anything but hex digits.
     bytes.fromhex(record.audience)
     for lease in record.leases:
         lease_id_of(lease.lease_id)
@@ -207,6 +210,7 @@ def _replace(path: Path, data: bytes, mode: int, *, owner: int | None = None, is
     new.unlink(missing_ok=True)
     descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     with os.fdopen(descriptor, "wb") as file:
+        # Explicitly, because the umask may have removed bits at the creation.
         os.fchmod(file.fileno(), mode)
         if owner is not None and owner != os.geteuid():
             os.fchown(file.fileno(), owner, -1)

@@ -43,6 +43,7 @@ class Admission:
 
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds
+        # A semaphore wakes waiters in the order of their arrival.
         self._slots = asyncio.Semaphore(bounds.max_in_flight)
         self.taken = 0
         self.in_flight = 0
@@ -67,6 +68,7 @@ class Admission:
     async def slot(self) -> AsyncIterator[float]:
         """Wait for a slot and hold it during the block. Yields the seconds of waiting left. Raises Overloaded."""
         loop = asyncio.get_running_loop()
+        # One limit for both queues: what is spent here is missing in the daemon's.
         until = loop.time() + self._bounds.queue_s
         try:
             async with asyncio.timeout_at(until):

@@ -80,6 +80,7 @@ class NodeAuthority:
     def check(self, grant: Grant, lease: GpuLease, now_unix_s: float) -> None:
         """Compare the grant, as the lease's node reads it, with what it must permit. Raises CapabilityRefused."""
         try:
+            # The node checks signature and end of the token, and returns what it really permits.
             held = lease.inspect_token(grant)
         except Denied as error:
             raise CapabilityRefused(f"the grant is refused: {error.message}", error.hint) from None
@@ -161,6 +162,7 @@ class DaemonEffects:
         time.sleep(seconds)
 
     def acquire(self, min_vram_bytes: int, ttl_s: float) -> GpuLease:
+        # `timeout` is the time in the daemon's queue, which admission has left over.
         builder = GpuBuilder(self._address).min_vram(min_vram_bytes).lease_secs(ttl_s).timeout(self.wait_s)
         # Block instead of spinning: all requests share one interpreter, and a spinning thread would delay the others.
         builder = builder.exclusivity(Exclusivity.SESSION_EXCLUSIVE).waiting(Waiting.BLOCK)
@@ -168,6 +170,7 @@ class DaemonEffects:
 
     def open(self, lease: GpuLease) -> GpuSession:
         if self._by_token:
+            # A new grant for each session, because a token opens only one.
             return GpuSession(lease, grant=lease.issue(COPYING, ttl_secs=MAX_TOKEN_S))
         return GpuSession(lease)
 
@@ -208,6 +211,7 @@ def serve_inference_request(
         StoreUnavailable: The store does not answer.
         CapacityExceeded, LoadFailed and other GpuLeaseErrors: Nothing was launched; the request may be retried.
     """
+    # Refuse what no model could serve before the store has an entry for it.
     request.check()
     # Step 1 of the module's docstring. A request that was done before needs no lease.
     held = _reserve(effects, request)
@@ -239,6 +243,7 @@ def _reserve(effects: Effects, request: InferenceRequest) -> Reservation | Infer
         match effects.store.reserve(key, operation, claim_ttl_s):
             case Reservation() as held:
                 return held
+            # A recorded failure is raised here again, so that every repetition gets the same answer.
             case Completed(outcome=outcome):
                 return outcome_to_response(request.request_id, outcome)
             case Unknown():
@@ -252,6 +257,7 @@ def _reserve(effects: Effects, request: InferenceRequest) -> Reservation | Infer
                 if left_s <= 0:
                     raise OperationInProgress(f"{key}: another attempt is at it", remaining_s)
                 effects.sleep(min(back_off_s(looks, _JOIN_PAUSE_S, _LONGEST_JOIN_PAUSE_S), left_s))
+                # Pauses grow, because each look is a transaction of the store.
                 looks += 1
 
 
@@ -271,11 +277,13 @@ def _serve_on_lease(
     into, out_of = _copy_in(effects, request, kernel, lease)
     # Step 4. Everything that can fail without an effect, such as loading, comes before `start`.
     with effects.attach(grant, lease) as guest:
+        # A module that can't be loaded is not an effect, so the request may be retried with the same id.
         module = guest.module_load(module_bytes)
         args = _arguments(kernel, request, into, out_of)
         # The point of no return: durable in the store before the launch. From here on any failure is the outcome.
         effects.store.start(held)
         with _recorded_on_failure(effects, held):
+            # The effect. Its failure is recorded by the enclosing context, so that a repetition gets the same error.
             _run(guest, lease, module, kernel, args, request.output_len)
     with _recorded_on_failure(effects, held):
         # Step 5, and the record of step 6.
@@ -295,6 +303,7 @@ def _copy_in(effects: Effects, request: InferenceRequest, kernel: InferenceKerne
     """
     with effects.open(lease) as owner:
         into = owner.mem_alloc(_input_bytes(request, kernel))
+        # New memory is zeroed by the daemon, so the output never shows another tenant's bytes.
         out_of = into if kernel.is_in_place else owner.mem_alloc(request.output_len)
         if request.input:
             owner.mem_write(into, 0, request.input)
@@ -303,11 +312,13 @@ def _copy_in(effects: Effects, request: InferenceRequest, kernel: InferenceKerne
             owner.keep(into, "in")
             if out_of is not into:
                 owner.keep(out_of, "out")
+        # The next session must see the copies, so wait for them before this one ends.
         owner.sync()
         return into.handle, out_of.handle
 
 
 def _arguments(kernel: InferenceKernel, request: InferenceRequest, into: int, out_of: int) -> KernelArgs:
+    # The settings list a kernel's arguments by these names.
     values = {"in": into, "out": out_of, "inout": into}
     values |= {"input_len": len(request.input), "output_len": request.output_len}
     args = KernelArgs()
@@ -320,6 +331,7 @@ def _arguments(kernel: InferenceKernel, request: InferenceRequest, into: int, ou
 def _run(
     guest: GpuSession, lease: GpuLease, module: Module, kernel: InferenceKernel, args: KernelArgs, output_bytes: int
 ) -> None:
+    # A launch is asynchronous; only `sync` reports whether the kernel succeeded.
     guest.launch(module, kernel.name, [kernel.blocks(output_bytes)], [kernel.threads_per_block], args)
     try:
         guest.sync()
@@ -332,6 +344,7 @@ def _run(
 
 def _copy_out(effects: Effects, request: InferenceRequest, lease: GpuLease, out_of: int) -> bytes:
     with effects.open(lease) as owner:
+        # The address is the one that `_copy_in` kept for the later sessions.
         result = owner.buffer(out_of, request.output_len)
         return bytes(owner.mem_read(result, 0, request.output_len))
 
@@ -339,6 +352,7 @@ def _copy_out(effects: Effects, request: InferenceRequest, lease: GpuLease, out_
 def _complete(
     effects: Effects, request: InferenceRequest, held: Reservation, lease: GpuLease, grant: Grant, output: bytes
 ) -> InferenceResponse:
+    # The same bytes answer this request and, from the store, every repetition.
     response = InferenceResponse(request.request_id, lease.lease_id, grant.expires_at_unix_secs, output)
     effects.store.complete(held, response_to_outcome(response))
     return response

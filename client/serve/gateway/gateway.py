@@ -103,6 +103,7 @@ class Gateway:
         self._admission = Admission(bounds)
         self._metrics = GatewayMetrics(self._admission)
         self._threads: anyio.CapacityLimiter | None = None
+        # Requests being served here, by their ids; each event wakes repetitions of its request.
         self._ended_by_id: dict[str, asyncio.Event] = {}
 
     def app(self) -> Starlette:
@@ -144,11 +145,13 @@ class Gateway:
             with self._admission.place():
                 if not model_id:
                     raise RequestRefused(Problem(404, "no_such_model", "This gateway serves no such model."))
+                # Headers are checked before the body is read, so that a wrong request costs no memory.
                 request_id = idempotency_key(request.headers.getlist("Idempotency-Key"))
                 body_type = checked_media_type(request.headers.get("Content-Type", ""))
                 max_bytes = MAX_JSON_BYTES if body_type == JSON else MAX_INPUT_BYTES
                 body = await read_body(request, max_bytes, self._bounds.body_s, "The body")
                 parsed = parse_body(body, body_type, request.query_params.get("output_len", ""))
+                # Only now are a slot and a lease needed.
                 response = await self._serve(request_id, model_id, parsed)
             outcome = "replayed" if response.is_replayed else "done"
             self._metrics.count_bytes(model_id, len(parsed.input), len(response.output))
@@ -156,6 +159,7 @@ class Gateway:
         except ClientDisconnect:
             outcome, answer = "disconnected", Response(status_code=400)
         except Exception as error:
+            # Every failure becomes a reply here, so no error reaches uvicorn.
             problem = problem_of(error)
             if problem.code == "internal":
                 _log.exception("request %s failed", request_id)
@@ -168,6 +172,7 @@ class Gateway:
 
     async def _serve(self, request_id: str, model_id: str, parsed: "ParsedBody") -> InferenceResponse:
         model = self._models[model_id]
+        # The model's own limit, which may be lower than the gateway's.
         if parsed.output_len > model.max_output_bytes:
             text = f"Model {model_id} gives at most {model.max_output_bytes} bytes of output."
             raise RequestRefused(Problem(400, "invalid_request", text))
@@ -184,6 +189,7 @@ class Gateway:
                 token_nonce=0,
                 now_secs=time.time(),
             )
+            # What is left of both waits limits the wait in the daemon's queue and for attempts of other gateways.
             effects = self._effects(left_s, join_s)
             # Not abandoned on cancellation: a client that disconnects must not end an attempt between launch and
             # record.
@@ -207,6 +213,7 @@ class Gateway:
         until = loop.time() + self._bounds.join_s
         try:
             async with asyncio.timeout_at(until):
+                # Check again after waking: another waiter may have taken the id first.
                 while (ended := self._ended_by_id.get(request_id)) is not None:
                     await ended.wait()
         except TimeoutError:
@@ -265,10 +272,12 @@ _BY_KIND: Final[tuple[tuple[type[Exception], int, str, float | None], ...]] = (
 
 def problem_of(error: BaseException) -> Problem:
     """Return the problem reply for an error. Texts that could reveal the host's details are replaced."""
+    # `kind` is the class of the error, for programs that distinguish more than the code does.
     text, kind = str(error), type(error).__name__
     match error:
         case RequestRefused(problem=problem):
             return problem
+        # The claim's end is an upper limit, so ask the client to come back earlier.
         case OperationInProgress(retry_after_s=seconds):
             return Problem(409, "in_progress", text, kind, min(seconds, LONGEST_RETRY_S))
         case Overloaded(retry_after_s=seconds, is_queue_full=is_full):
@@ -276,6 +285,7 @@ def problem_of(error: BaseException) -> Problem:
             return Problem(status, code, text, kind, seconds)
         case OperationFailed(kind=cause) if not isinstance(error, OutcomeUnknown):
             return Problem(500, "operation_failed", text, cause)
+        # The error's text names the store's address, which clients must not see.
         case StoreUnavailable():
             return Problem(503, "unavailable", "The store of outcomes does not answer.", kind, RETRY_S)
     for known, status, code, retry_after_s in _BY_KIND:
@@ -317,6 +327,7 @@ def checked_media_type(header: str) -> str:
 
 def answer_type(accept: str, body_type: str) -> str:
     """Return the media type of the reply: the first known one in the Accept header, otherwise the body's."""
+    # Quality values are ignored: the first type that the gateway knows is used.
     accepted = [part.partition(";")[0].strip().lower() for part in accept.split(",")]
     return next((found for found in accepted if found in (BINARY, JSON)), body_type)
 
@@ -329,6 +340,7 @@ def idempotency_key(values: list[str]) -> str:
     if len(values) != 1:
         raise InvalidRequest("a request must have one header Idempotency-Key, which identifies it when it is repeated")
     text = values[0].strip()
+    # A quoted and an unquoted form of the same key are the same request.
     if quoted := _QUOTED.fullmatch(text):
         text = re.sub(r"\\(.)", r"\1", quoted[1])
     return checked_id(text, "Idempotency-Key")
@@ -344,6 +356,7 @@ def parse_body(body: bytes, body_type: str, output_len: str) -> ParsedBody:
         value = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"the body must be JSON: {error}") from None
+    # Exactly these members: an ignored one could be a misspelt limit.
     if not isinstance(value, dict) or value.keys() != _FIELDS:
         raise InvalidRequest(f"the body is an object of {' and '.join(sorted(_FIELDS))}")
     text, length = value["input_base64"], value["output_len"]

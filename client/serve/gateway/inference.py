@@ -60,6 +60,7 @@ class InferenceRequest:
 
     def check(self) -> None:
         """Raise InvalidRequest if no model could serve the request."""
+        # The ids become keys of the store and parts of the hash.
         checked_id(self.request_id, "request id")
         checked_id(self.model_id, "model id")
         if len(self.input) > MAX_INPUT_BYTES:
@@ -114,6 +115,7 @@ class InferenceKernel:
             raise InvalidRequest(f"kernel {self.name}: arguments: {unknown[0]!r} must be one of {', '.join(known)}")
         if len(set(self.arguments)) != len(self.arguments):
             raise InvalidRequest(f"kernel {self.name}: arguments: each must occur only once")
+        # A kernel needs an input and an output: separate ones, or one buffer for both.
         if sorted(argument for argument in self.arguments if argument in BUFFERS) not in (["in", "out"], ["inout"]):
             raise InvalidRequest(f'kernel {self.name}: arguments: there must be "in" and "out", or "inout" alone')
 
@@ -124,6 +126,7 @@ class InferenceKernel:
 
     def blocks(self, output_bytes: int) -> int:
         """Return the number of blocks that compute an output of `output_bytes`, rounded up."""
+        # Rounded up, so the last block may have threads beyond the output.
         return -(-output_bytes // (self.threads_per_block * self.bytes_per_thread))
 
 
@@ -154,6 +157,7 @@ def response_to_outcome(response: InferenceResponse) -> bytes:
 
 def failure_to_outcome(error: Exception) -> bytes:
     """Encode the failure of an attempt that had begun its effect."""
+    # The class's name is enough to answer later requests the same way; the traceback is not kept.
     head = {"kind": type(error).__name__, "message": str(error)[:MAX_MESSAGE_CHARS]}
     return _outcome({"version": 1, "failed": head}, b"")
 
@@ -163,6 +167,7 @@ def outcome_to_response(request_id: str, outcome: bytes) -> InferenceResponse:
     # The output follows the head as raw bytes: base64 in the JSON would take a third more room.
     (size,) = _HEAD_BYTES.unpack_from(outcome)
     head = json.loads(outcome[_HEAD_BYTES.size : _HEAD_BYTES.size + size])
+    # A failure is an outcome, too: it is raised, and never executed again.
     if "failed" in head:
         raise OperationFailed(head["failed"]["message"], head["failed"]["kind"])
     output = outcome[_HEAD_BYTES.size + size :]

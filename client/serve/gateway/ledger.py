@@ -12,7 +12,7 @@ reserve takes it over with a higher epoch, which the store requires for every la
 only slow, it can begin nothing after that. If the entry was STARTED, it is unknown whether the effect happened: the
 entry stays UNKNOWN forever, and the operation is not executed again.
 
-Every rule is idempotent for the same claim id, because a store may repeat a transaction whose outcome it does not know.
+Every rule is idempotent for the same claim id, because a store may repeat a transaction with an unknown outcome.
 
 The key of an operation is `inference:` and the request's id. Its hash identifies it: SHA-256 (FIPS 180-4) over
 five fields in this order, each preceded by its length in bytes as a big-endian u32:
@@ -63,6 +63,7 @@ def operation_hash(request_id: str, model_id: str, output_len: int, input_bytes:
     """Return the hash, 32 bytes, that identifies this operation. Raises InvalidRequest."""
     payload = operation_payload(request_id, model_id, output_len, input_bytes)
     digest = hashlib.sha256()
+    # Each field after its length, so that no two lists of fields hash to the same bytes.
     for field in (RESOURCE.encode(), KIND.encode(), VERB.encode(), SCHEMA_ID.encode(), payload):
         digest.update(_LENGTH.pack(len(field)))
         digest.update(field)
@@ -80,6 +81,7 @@ def operation_payload(request_id: str, model_id: str, output_len: int, input_byt
 def checked_id(text: str, what: str) -> str:
     """Return an id of 1 to MAX_ID_BYTES bytes of printable UTF-8. Raises InvalidRequest."""
     try:
+        # Unpaired surrogates can't be encoded, and a value that is not a text has no `encode`.
         size = len(text.encode())
     except (UnicodeEncodeError, AttributeError):
         size = 0
@@ -191,16 +193,19 @@ def reserve(
     """Return the entry to store and the answer. Raises OperationConflict if the key was used for another operation."""
     if entry is not None and entry.request_hash != request_hash:
         raise OperationConflict(f"{key} was used for another operation, with another model, input or output length")
-    # This very call reserved it before, in a transaction whose outcome the store did not learn.
+    # This very call reserved it before, in a transaction with an outcome that the store did not learn.
     if entry is not None and entry.claim_id == claim_id and entry.phase is Phase.RESERVED:
         return entry, Reservation(key, request_hash, entry.epoch, claim_id)
+    # Done before: the outcome is the answer to every repetition.
     if entry is not None and entry.phase is Phase.COMPLETED:
         return entry, Completed(entry.epoch, entry.outcome)
+    # Given up for good: executing it now could be a second time.
     if entry is not None and entry.phase is Phase.UNKNOWN:
         return entry, Unknown(entry.epoch)
     if entry is not None and entry.phase is not Phase.RELEASED:
         # RESERVED or STARTED. Times of another clock, such as before a reboot, count as expired.
         remaining_s = entry.claim_until_s - at.now_s if entry.clock_id == at.clock_id else 0.0
+        # The other attempt counts as alive until its claim expires.
         if remaining_s > 0:
             return entry, InFlight(entry.epoch, remaining_s)
         # Its attempt died after the effect may have begun. The higher epoch also stops that attempt, if it only slept.

@@ -86,6 +86,7 @@ class CommitWatch(Generic[WatchedConnection]):
 
     def _run(self) -> None:
         while (connection := self._next()) is not None:
+            # Without the lock, because it talks to the server; `_given_up` holds `ended` back meanwhile.
             self._give_up(connection)
             with self._changed:
                 self._given_up = None
@@ -214,11 +215,13 @@ class PostgresStore:
         """
         self._conninfo, self._patience_s, self._now_s = conninfo, patience_s, now_s
         self._watch = CommitWatch(commit_s, _cancel)
+        # Callers beyond the limit wait for a connection instead of opening another.
         self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
         self._idle: list[Connection] = []
         self._lock = threading.Lock()
         self._is_closed = False
         try:
+            # Also shows at the start that the server can be reached and written to.
             self._transact(_make_tables)
         except BaseException:
             self._watch.close()
@@ -229,7 +232,10 @@ class PostgresStore:
         claim_id = secrets.token_bytes(16)
 
         def job(connection: Connection) -> ReserveResult:
+            # The primary's clock, read in the same transaction, is the one that all gateways share.
             now_s = self._now(connection)
+            # The entry for a new operation. It is also computed for the INSERT that finds out whether the operation is
+            # new.
             fresh, answer = ledger.reserve(None, key, request_hash, claim_id, Moment("", now_s), claim_ttl_s)
             assert fresh is not None
             # The common case is a new operation: one INSERT, no read. A conflict means that the row exists.
@@ -273,6 +279,7 @@ class PostgresStore:
 
     def _move(self, held: Reservation, rule: Callable[[Entry | None], Entry]) -> None:
         def job(connection: Connection) -> None:
+            # FOR UPDATE: the row stays locked until the commit, so no other gateway can change it in between.
             before = _load(connection, held.key)
             _save(connection, held.key, before, rule(before), self._now(connection))
 
@@ -309,13 +316,14 @@ class PostgresStore:
                 raise StoreUnavailable("the store is closed")
             connection = self._idle.pop() if self._idle else None
         if connection is None:
+            # Connect outside of the lock, because it may take seconds.
             connection = self._connect()
         try:
             with _trusted(connection):
                 try:
                     with connection.transaction():
                         result = job(connection)
-                        # From here on only the commit is left, whose wait for a standby must be limited.
+                        # From here on only the commit is left, and its wait for a standby must be limited.
                         self._watch.begins(connection)
                 finally:
                     self._watch.ended(connection)
@@ -326,12 +334,14 @@ class PostgresStore:
         return result
 
     def _connect(self) -> Connection:
+        # The store's defaults, which the connection string may override, except for the options.
         ours: dict[str, Any] = {"connect_timeout": CONNECT_S, "target_session_attrs": "read-write"} | _HAS_GONE
         given = conninfo_to_dict(self._conninfo)
         # The operator's options come first, because the last one counts if a setting occurs twice.
         options = f"{given.get('options') or ''} {_OPTIONS}"
         everything = ours | {"application_name": _NAME} | given | {"options": options}
         connection = psycopg.connect(make_conninfo(**everything), autocommit=True)
+        # Ask once per connection how durable a commit is on this server.
         row = connection.execute(_DURABILITY).fetchone()
         assert row is not None
         # With less, a crash could lose a commit that was reported.
@@ -378,9 +388,11 @@ def _trusted(connection: Connection) -> Iterator[None]:
     warnings: list[str] = []
 
     def on_notice(notice: psycopg.errors.Diagnostic) -> None:
+        # The non-localised severity, because servers translate the other.
         if notice.severity_nonlocalized == "WARNING":
             warnings.append(notice.message_primary or "a warning")
 
+    # Warnings are notices and not errors, so psycopg would only log them.
     connection.add_notice_handler(on_notice)
     try:
         yield
@@ -391,6 +403,7 @@ def _trusted(connection: Connection) -> Iterator[None]:
 
 
 def _make_tables(connection: Connection) -> None:
+    # The lock ends with the transaction.
     connection.execute("SELECT pg_advisory_xact_lock(%s)", (_TABLE_LOCK,))
     for statement in _TABLES:
         connection.execute(statement)
@@ -407,6 +420,7 @@ def _load(connection: Connection, key: str) -> Entry | None:
 
 
 def _save(connection: Connection, key: str, before: Entry | None, after: Entry | None, now_s: float) -> None:
+    # A repeated transaction changes nothing, and then writes nothing.
     if after is not None and after != before:
         connection.execute(_UPDATE, (*_columns(after), now_s, key))
 

@@ -53,7 +53,7 @@ def _read_arguments(value: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ModelTable:
-    """The table `[models.NAME]` of one model."""
+    """The table `[models.NAME]` of one model, as it is declared in the file."""
 
     ptx: Annotated[str, Setting("PTX or a cubin, in this file's folder.", example='"affine.ptx"')]
     kernel: Annotated[str, Setting("The kernel in it.", example='"affine"')]
@@ -84,6 +84,7 @@ class ModelTable:
 
 def load_models(path: Path) -> dict[str, Model]:
     """Return a file's models by id. Raises InvalidRequest, which names the setting that is wrong."""
+    # Names of models are part of an operation's hash, so they have the form of ids.
     tables = read_model_tables(path)
     return {checked_id(name, f"model id in {path}"): _model(path, name, table) for name, table in tables.items()}
 
@@ -92,12 +93,14 @@ def _model(path: Path, name: str, table: Any) -> Model:
     settings = settings_of(path, ModelTable, table, "models", name)
     where = f"{path}: models.{name}"
     try:
+        # Read once, at the start: a file that is replaced later does not change running requests.
         image = (path.parent / settings.ptx).read_bytes()
     except OSError as error:
         raise InvalidRequest(f"{where}.ptx: {settings.ptx!r}: {error.strerror}") from None
     if not 0 < len(image) <= MAX_PAYLOAD_BYTES:
         raise InvalidRequest(f"{where}.ptx must have 1 to {MAX_PAYLOAD_BYTES} bytes, not {len(image)}")
     try:
+        # The kernel's own checks apply; their errors get the place in the file.
         kernel = InferenceKernel(
             settings.kernel, settings.threads_per_block, settings.bytes_per_thread, settings.arguments
         )

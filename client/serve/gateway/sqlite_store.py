@@ -88,7 +88,9 @@ class SqliteStore:
         self._is_closed = False
         opened: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(opened,), name="gpulease-store", daemon=True)
+        # The connection must be used by the thread that opens it, so opening is that thread's first job.
         self._thread.start()
+        # Wait until the file is open, so that the constructor raises what went wrong.
         opened.result()
 
     def reserve(self, key: str, request_hash: bytes, claim_ttl_s: float) -> ReserveResult:
@@ -97,6 +99,7 @@ class SqliteStore:
 
         def job(connection: sqlite3.Connection) -> ReserveResult:
             before = _load(connection, key)
+            # The rule runs inside the transaction, between its read and its write.
             after, answer = ledger.reserve(before, key, request_hash, claim_id, self._clock(), claim_ttl_s)
             self._save(connection, key, before, after)
             return answer
@@ -176,6 +179,7 @@ class SqliteStore:
             return None
         group = [first]
         with suppress(queue.Empty):
+            # Take what waits already, without waiting for more: under load, groups grow by themselves.
             while len(group) < GROUP_MAX:
                 job = self._jobs.get_nowait()
                 if job is None:
@@ -198,10 +202,12 @@ class SqliteStore:
         except (OSError, sqlite3.Error) as error:
             with suppress(sqlite3.Error):
                 connection.execute("ROLLBACK")
-            # The whole transaction failed, also for callers whose own rule had succeeded.
+            # The whole transaction failed, also for callers with a rule that had succeeded.
             answers = [(done, _unavailable(self._path, error)) for _, done in group]
+        # Only after the commit: a caller must not act on a reservation that a crash could lose.
         for done, answer in answers:
             if isinstance(answer, BaseException):
+                # A rule's refusal, or the failure of the whole transaction.
                 done.set_exception(answer)
             else:
                 done.set_result(answer)
@@ -212,10 +218,12 @@ def _open(path: Path) -> sqlite3.Connection:
     os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
     connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)
     try:
+        # WAL, so that a commit syncs one file, and readers do not block the writer.
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("BEGIN IMMEDIATE")
         (found,) = connection.execute("PRAGMA user_version").fetchone()
+        # 0 is a new file. Any other format may have been written by a newer version, so it is left alone.
         if found not in (0, FORMAT):
             raise StoreUnavailable(f"{path} is a store of format {found}; this program knows {FORMAT}")
         connection.execute(_TABLES)

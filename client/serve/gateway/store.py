@@ -68,6 +68,7 @@ def open_store(url: str) -> ReplicatedIdempotencyStore:
     if not url.startswith(POSTGRES):
         raise InvalidRequest(f"a store must be sqlite:PATH or postgresql://HOST/DATABASE, not {url!r}")
     try:
+        # Imported late, because it needs the extra `postgres`.
         from gpulease.client.serve.gateway.postgres_store import PostgresStore
     except ImportError as error:
         raise StoreUnavailable(

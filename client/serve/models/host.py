@@ -32,14 +32,17 @@ class ModelHost:
 
     def __init__(self, models: Mapping[str, ModelSettings], address: str | None, metrics: ModelServerMetrics) -> None:
         self.models, self._address, self._metrics = models, address, metrics
+        # Callers through shared memory name models by number.
         self._names = {model.method_id: name for name, model in models.items()}
         self._instances: dict[str, Instance] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
         for name, model in self.models.items():
+            # A model without room hands its queue to the smaller variant, which may hand it on.
             pass_on = partial(self._pass_on, model.smaller) if model.smaller else None
             self._instances[name] = Instance(model, self._address, ModelMetrics(self._metrics, name), pass_on)
+        # Each model has its own task, so that one that waits for a lease does not delay the others.
         self._tasks = [asyncio.create_task(self._run(instance)) for instance in self._instances.values()]
         return self
 
@@ -47,6 +50,7 @@ class ModelHost:
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         for instance in self._instances.values():
+            # All begin to stop before any is awaited, so that they stop in parallel.
             instance.stop()
         # First let them end by themselves, then cancel those that did not.
         await asyncio.wait(self._tasks, timeout=STOP_LIMIT_S)
@@ -63,6 +67,7 @@ class ModelHost:
         name = self._names.get(method_id)
         if name is not None:
             return self.submit(name, payload, deadline_s)
+        # An error is a result, too: the handler of an RpcServer must always return a future.
         refused: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         refused.set_result(CallError(CallErrorCode.NO_SUCH_METHOD, f"no model has number {method_id}"))
         return refused
@@ -102,6 +107,7 @@ class ModelHost:
         return name
 
     def _pass_on(self, smaller: str, requests: list[WaitingRequest]) -> None:
+        # The smaller variant may lack room as well; then the next smaller one gets the requests.
         self._instances[self._with_room(smaller)].adopt(requests)
 
     async def _run(self, instance: Instance) -> None:

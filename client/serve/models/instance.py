@@ -40,6 +40,7 @@ class BatchRunner:
 
     def __init__(self, session: GpuSession, settings: ModelSettings, module: Module, buffers: list[Buffer]) -> None:
         self._session, self._settings, self._module = session, settings, module
+        # Three buffers on the card, for the life of the session; the arrays below are the host's side of two of them.
         self._weights, self._input, self._output = buffers
         self._into = session.empty(settings.max_batch * settings.input_bytes, np.uint8)
         self._out_of = session.empty(settings.max_batch * settings.output_bytes, np.uint8)
@@ -51,6 +52,7 @@ class BatchRunner:
     async def open(cls, session: GpuSession, settings: ModelSettings) -> Self:
         """Load the model's code and weights. Raises LoadFailed, AllocFailed and other session errors."""
         module = await session.module_load(settings.module)
+        # The weights' buffer exists even without weights, because the kernel always gets its address.
         sizes = (
             max(1, len(settings.weights)),
             settings.max_batch * settings.input_bytes,
@@ -74,6 +76,7 @@ class BatchRunner:
         items = at // settings.input_bytes
         size = items * settings.output_bytes
         await self._session.mem_write(self._input, 0, self._into[:at])
+        # Only the grid depends on the number of items, so one kernel serves batches of any size.
         grid, block = [items * settings.blocks_per_item], [settings.threads_per_block]
         await self._session.launch(self._module, settings.kernel, grid, block, self._args_for(items))
         await self._session.mem_read(self._output, 0, size, into=self._out_of[:size])
@@ -106,7 +109,7 @@ CLOSE_LIMIT_S: Final = 5.0
 """Seconds for freeing a lease, which otherwise ends at its deadline."""
 
 WAIT_FOR_ROOM_S: Final = 2.0
-"""Seconds to wait in the daemon's queue for room if there is no smaller variant, so that others do not overtake."""
+"""Seconds to wait in the daemon's queue for room without a smaller variant, so that others do not overtake."""
 
 _log: Final = logging.getLogger("gpulease.models")
 
@@ -163,11 +166,11 @@ class Instance:
 
     @property
     def waiting_items(self) -> int:
-        """The number of items in the queue."""
         return self._intake.queue.items
 
     def submit(self, payload: bytes, deadline_s: float | None = None) -> "asyncio.Future[Outcome]":
         """Queue some items. They are refused at once if they can't be computed, or not within `deadline_s`."""
+        # Admission must know how long the lease can still compute; without a lease, the next one has its full time.
         left_s = None if self._lease is None else self._lease.remaining_s
         return self._intake.submit(payload, deadline_s, left_s or None)
 
@@ -197,7 +200,7 @@ class Instance:
                 async with self._leased() as (lease, runner, ended):
                     await self._serve(lease, runner, ended)
             except GpuLeaseError as error:
-                # Without its traceback, whose frames would keep the lease and its arrays alive.
+                # Without its traceback, because its frames would keep the lease and its arrays alive.
                 await self._recover(error.with_traceback(None))
         intake.dismiss(_STOPS)
 
@@ -218,13 +221,15 @@ class Instance:
         try:
             async with GpuSession(lease) as session:
                 runner = await BatchRunner.open(session, settings)
+                # Set by whichever notices the lease's end first: the event stream or a refused renewal.
                 ended: Ended = self._loop.create_future()
                 async with (
                     self._watching(lease, ended),
                     lease.keep_alive(lambda error: self._on_renewal_failed(error, ended)),
                 ):
                     self._intake.starts.add(self._loop.time() - began, self._loop.time())
-                    # The model serves from here on. The duration so far tells admission what a new lease costs.
+                    # The model serves from here on. Admission predicts the cost of a new lease from the duration so
+                    # far.
                     self._lease, self._intake.trouble, self._no_room_until = lease, None, 0.0
                     _log.info("%s: serves on lease %s", settings.name, lease.lease_id_text)
                     try:
@@ -234,6 +239,7 @@ class Instance:
         finally:
             with suppress(GpuLeaseError, TimeoutError):
                 async with asyncio.timeout(CLOSE_LIMIT_S):
+                    # Also after an error: a lease that is not freed would hold the card until its deadline.
                     await lease.free()
             self.count_lease_time()
             self._held_from = None
@@ -258,12 +264,14 @@ class Instance:
             try:
                 async with lease.events() as events:
                     async for event in events:
+                        # Events before the end, such as warnings of a drain, do not stop the service.
                         if (error := lease_end_of(event)) is not None:
                             self._set_ended(ended, error)
                             return
             except Disconnected as broken:
                 self._must_check_session = True
                 self._intake.changed_event.set()
+                # The daemon may be restarting: subscribe again, with growing pauses.
                 await asyncio.sleep(pause.after(broken))
             except GpuLeaseError as over:
                 self._set_ended(ended, over.with_traceback(None))
@@ -275,6 +283,7 @@ class Instance:
             self._set_ended(ended, error.with_traceback(None))
 
     def _set_ended(self, ended: Ended, error: GpuLeaseError) -> None:
+        # The first reason counts: a revoked lease's renewal is also refused, with a less exact error.
         if not ended.done():
             ended.set_result(error)
         self._intake.changed_event.set()
@@ -290,18 +299,22 @@ class Instance:
                 raise LeaseExpired("the lease's time ran out before it was renewed")
             if self._must_check_session:
                 self._must_check_session = False
+                # Between batches: raises if the session ended while the event stream was lost.
                 await runner.check()
             # Three cases: an empty queue, a batch that may still grow, and a batch that is due.
             due, now = intake.queue.due_at(self.settings.max_delay_ms / 1000), self._loop.time()
+            # Nothing waits: stop if asked to, free the lease if idle for long, otherwise sleep.
             if due is None:
                 if intake.is_stopping or (idle_s and now >= idle_from + idle_s):
                     return
                 await self._wait_for_change(idle_from + idle_s if idle_s else None)
+            # The batch may still grow until its oldest request has waited `max_delay_ms`.
             elif due > now and not intake.is_stopping:
                 await self._wait_for_change(due)
             else:
                 batch = intake.queue.next_batch()
                 intake.changed()
+                # Computing a request that will be late would only make the next ones late, too.
                 if in_time := intake.drop_late(batch, lease.remaining_s):
                     await self._compute(runner, in_time)
                 idle_from = self._loop.time()
@@ -318,6 +331,7 @@ class Instance:
         intake, began, was_warm = self._intake, self._loop.time(), runner.is_warm
         for request in batch:
             request.attempts += 1
+        # Requests that arrive now wait for one more batch, which admission takes into account.
         intake.is_running = True
         self._metrics.launches.inc()
         self._metrics.batch_items.observe(sum(request.items for request in batch))
@@ -340,6 +354,7 @@ class Instance:
         # The first batch is slower than the others, so it does not count for the estimate.
         if was_warm:
             intake.batches.add(now - began, now)
+        # A batch that succeeded proves that the lease works, so the next failure starts with a short pause again.
         self._pause.succeeded()
         for request, output in zip(batch, outputs, strict=True):
             request.settle(Answer(self.settings.method_id, output))
@@ -348,6 +363,7 @@ class Instance:
 
     def _on_batch_failed(self, batch: list[WaitingRequest], error: GpuLeaseError) -> None:
         """Put the requests that can safely be computed again back into the queue, and answer the others."""
+        # Only these may have been caused by a request of the batch.
         is_kernels = isinstance(error, GpuSessionFailed | OperationFailed)
         again = []
         for request in batch:
@@ -364,6 +380,7 @@ class Instance:
     async def _recover(self, error: GpuLeaseError) -> None:
         """Pause after the lease ended or was refused, so that repeated failures do not take time from others."""
         intake = self._intake
+        # Requests that reach their deadlines meanwhile get this error as the reason.
         intake.trouble, pause_s = error, self._pause.after(error)
         _log.warning("%s: has no lease, retries in %.2f s: %s", self.settings.name, pause_s, error)
         if isinstance(error, CapacityExceeded):
@@ -377,5 +394,6 @@ class Instance:
             text = f"{self.settings.name} can't be served: {text_for_callers(error)}"
             intake.dismiss(CallError(CallErrorCode.UNAVAILABLE, text))
         until = self._loop.time() + pause_s
+        # Changes of the queue wake this wait, but do not shorten the pause; only a stop does.
         while not intake.is_stopping and self._loop.time() < until:
             await self._wait_for_change(until)

@@ -66,6 +66,7 @@ def parsed_input(body: bytes, max_items: int, numbers: int) -> Any:
 
 def pack(value: list[Any], kind: str, numbers: int) -> bytes:
     """Pack one item, or an array of items, into the bytes that a kernel reads. Raises NumbersRefused."""
+    # One item: a flat array. Several: an array of arrays.
     if not value or not isinstance(value[0], list):
         return _packed(value, kind, numbers, "The input")
     for at, item in enumerate(value):
@@ -76,6 +77,7 @@ def pack(value: list[Any], kind: str, numbers: int) -> bytes:
 
 def unpack(payload: bytes, kind: str, numbers: int, *, is_several: bool) -> list[Any]:
     """Return outputs as numbers: one item's, or an array per item. Raises NumbersRefused for NaN or infinity."""
+    # Little-endian, as the kernel writes it.
     found = struct.unpack(f"<{len(payload) // size_of(kind)}{FORMATS[kind]}", payload)
     if not all(map(math.isfinite, found)):
         raise NumbersRefused("The output has NaN or infinity, which JSON can't represent: use base64 or bytes.")

@@ -2,7 +2,7 @@
 
     gpu_lease_seconds_total{model}      counter: how long the model has held leases
     kernel_launch_total{model}          counter: batches launched
-    kernel_fail_total{model}            counter: batches whose kernel failed, ran too long, or lost its lease
+    kernel_fail_total{model}            counter: batches that failed: by the kernel, its time limit, or the lease's end
     inference_latency_ms{model}         histogram: from a request's arrival to its outcome, of answered requests
     bytes_in_total{model}               counter: bytes of inputs received
     bytes_out_total{model}              counter: bytes of outputs sent
@@ -38,7 +38,6 @@ class ModelMetrics:
         self._requests, self._model = metrics.requests, model
 
     def answered(self, outcome: str) -> None:
-        """Count one request by its outcome."""
         self._requests.labels(self._model, outcome).inc()
 
 

@@ -118,16 +118,19 @@ class ModelServer:
                 yield
             finally:
                 if server is not None:
+                    # No new callers while the host computes what is left.
                     server.stop_accepting()
 
     async def _infer(self, request: Request) -> Response:
         try:
             name = request.path_params["model"]
+            # An unknown model is refused before its body is read.
             model = self._host.models.get(name)
             if model is None:
                 raise RequestRefused(Problem(404, "no_such_method", "This server has no such model."))
             body_type = media_type_of(request.headers.get("Content-Type", ""))
             form, payload = await _payload(request, body_type, model)
+            # The outcome is an answer or an error; both come from the model that computed or refused it.
             outcome = await self._host.submit(name, payload, _deadline_s(request))
             return self._answer(outcome, form)
         except ClientDisconnect:
@@ -137,9 +140,12 @@ class ModelServer:
 
     def _answer(self, outcome: Outcome, form: _Form) -> Response:
         if isinstance(outcome, CallError):
+            # Retry-After is in whole seconds, so the queue's estimate is rounded up to at least one.
             retry_s = max(1.0, outcome.retry_after_ms / 1000) if outcome.code in _RETRYABLE else None
+            # The same codes as over shared memory, so that programs can switch between the two.
             code = outcome.code.name.lower()
             return _problem_response(Problem(_STATUS[outcome.code], code, outcome.text, retry_after_s=retry_s))
+        # The model that computed it, which may be a smaller variant of the one that was named.
         name = self._host.name_of(outcome.method_id)
         if form is _Form.BASE64:
             return JSONResponse({"model": name, "output_base64": base64.b64encode(outcome.payload).decode()})
@@ -156,6 +162,7 @@ class ModelServer:
             raise RequestRefused(Problem(500, "not_finite", str(error))) from None
 
     def _metrics_text(self) -> bytes:
+        # Leases that are held now are counted up to this scrape.
         self._host.count_lease_time()
         return self._metrics.text()
 
@@ -177,6 +184,7 @@ def _deadline_s(request: Request) -> float | None:
 
 async def _payload(request: Request, body_type: str, model: ModelSettings) -> tuple[_Form, bytes]:
     """Return the body's form and the items' inputs. Raises RequestRefused."""
+    # A request may have as many items as a batch.
     most_bytes = model.max_batch * model.input_bytes
     if body_type == BINARY:
         return _Form.BYTES, await read_body(request, most_bytes, BODY_LIMIT_S, "It")
@@ -203,6 +211,7 @@ def _from_numbers(body: bytes, model: ModelSettings) -> tuple[_Form, bytes]:
         raise NumbersRefused('It must be an object with "input_base64": this model declares no number type.')
     numbers = model.input_bytes // size_of(model.input_type)
     value = parsed_input(body, model.max_batch, numbers)
+    # The reply has the shape of the request: one array, or an array of arrays.
     form = _Form.ITEMS if value and isinstance(value[0], list) else _Form.ITEM
     payload = pack(value, model.input_type, numbers)
     # Refuse before computing: a small input may have a huge output.

@@ -112,7 +112,7 @@ class ModelSettings:
     ] = 0.0
     smaller: Annotated[
         str,
-        Setting("The model that is served instead while there is no room for this one.", example='"digits-small"'),
+        Setting("The model that is served instead while this one has no room.", example='"digits-small"'),
     ] = ""
     is_pure: Annotated[
         bool,
@@ -147,6 +147,7 @@ def check_together(models: Mapping[str, ModelSettings]) -> None:
                 raise InvalidRequest(f"model {chain[-1]}: smaller must be another model of the file, not {smaller!r}")
             chain.append(smaller)
             found = models[smaller]
+            # A caller gets the variant's answer without knowing it in advance, so it must have the same form.
             if _shape(found) != _shape(model):
                 raise InvalidRequest(f"model {name}: {smaller} has other inputs or outputs, and can't replace it")
 
@@ -160,12 +161,15 @@ def _model(path: Path, name: str, table: Any) -> ModelSettings:
     if not 0 < len(name) <= MAX_NAME_CHARACTERS or not name.isascii() or not name.replace("-", "").isalnum():
         raise InvalidRequest(f"{where}: a name must have 1 to {MAX_NAME_CHARACTERS} letters, digits and hyphens")
     found = values_of(path, ModelSettings, table, "models", name)
+    # Settings name files; the model has their contents.
     found |= {key: _file(path, where, key, found[key]) for key in _FILES if key in found}
     model = ModelSettings(name=name, **found)
+    # Each setting is within its own limits, but their product must also fit.
     if max(model.input_bytes, model.output_bytes) * model.max_batch > MAX_BATCH_BYTES:
         raise InvalidRequest(f"{where}: a batch of {model.max_batch} is more than {MAX_BATCH_BYTES} bytes")
     for side in ("input", "output"):
         kind, size = found.get(f"{side}_type", ""), found[f"{side}_bytes"]
+        # An item must consist of whole numbers of its declared type.
         if kind and size % size_of(kind):
             raise InvalidRequest(f"{where}: {side}_bytes must be a multiple of the size of {kind}, not {size}")
     if ("input_type" in found) is not ("output_type" in found):
@@ -176,6 +180,7 @@ def _model(path: Path, name: str, table: Any) -> ModelSettings:
 def _file(path: Path, where: str, key: str, value: str) -> bytes:
     try:
         with (path.parent / value).open("rb") as file:
+            # One byte more than allowed shows that a file is too large, without reading all of it.
             data = file.read(_FILES[key] + 1)
     except OSError as error:
         raise InvalidRequest(f"{where}.{key}: {value!r}: {error.strerror}") from None

@@ -33,15 +33,16 @@ class RestartPause:
 
     def after(self, error: errors.GpuLeaseError) -> float:
         """Return the seconds to wait after this error, and count it as a failure."""
+        # Lack of room and broken models do not pass within milliseconds, so do not retry that soon.
         has_no_room = isinstance(error, errors.CapacityExceeded)
         least_s = PRESSURE_PAUSE_S if has_no_room or is_broken(error) else 0.0
         pause_s = back_off_s(self._failures, FIRST_PAUSE_S, MAX_PAUSE_S)
+        # Counted until a batch succeeds, not until a lease is granted: a model may fail on every lease.
         self._failures += 1
         # Half of it is random, so that models that failed together do not all retry together.
         return max(least_s, pause_s * (0.5 + self._uniform() / 2))
 
     def succeeded(self) -> None:
-        """Reset the pause after a batch succeeded."""
         self._failures = 0
 
 

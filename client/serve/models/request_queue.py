@@ -74,12 +74,14 @@ class BatchQueue:
         """Append a request. Returns False if the queue has no room for it."""
         if self.items + request.items > self.max_items:
             return False
+        # First come, first served: a batch never skips a request to fill itself better.
         self._waiting.append(request)
         self.items += request.items
         return True
 
     def put_first(self, requests: Iterable[WaitingRequest]) -> None:
         """Put begun requests back at the front, in their order. This may exceed `max_items`."""
+        # In reverse, because each goes to the front.
         for request in reversed(list(requests)):
             self._waiting.appendleft(request)
             self.items += request.items
@@ -97,14 +99,16 @@ class BatchQueue:
         """Return when to begin the next batch: 0 (at once) if it is full, None if the queue is empty."""
         if not self._waiting:
             return None
+        # A batch is due when it is full, when its oldest request has waited long enough, or when that is to be alone.
         first = self._waiting[0]
         return 0.0 if self.items >= self.max_batch or first.is_alone else first.at + max_delay_s
 
     def next_batch(self) -> list[WaitingRequest]:
         """Remove and return the requests from the front that fit into a batch.
 
-        Drops those whose callers disconnected.
+        Drops those of callers that disconnected.
         """
+        # Take from the front until the batch is full. Requests are never split between batches.
         batch: list[WaitingRequest] = []
         items = 0
         while self._waiting:
@@ -123,7 +127,6 @@ class BatchQueue:
         return batch
 
     def take_all(self) -> list[WaitingRequest]:
-        """Remove and return all requests."""
         found = list(self._waiting)
         self._waiting.clear()
         self.items = 0
@@ -138,7 +141,7 @@ class RequestIntake:
         batches, starts: Estimates of the durations of a batch, and of acquiring a lease.
         is_running: Whether a batch is being computed.
         is_stopping: Whether no more requests are admitted.
-        lease_left_s: Seconds left of the lease at the last arrival; None if there was no lease.
+        lease_left_s: Seconds left of the lease at the last arrival; None without a lease.
         trouble: The error that keeps the model from having a lease; None with a lease, or if none is needed.
         changed_event: Set whenever the queue changes.
     """
@@ -147,6 +150,7 @@ class RequestIntake:
         self.settings, self._metrics = settings, metrics
         self._loop = asyncio.get_running_loop()
         self.queue = BatchQueue(settings.max_queue, settings.max_batch)
+        # Both are measured while serving; at first they are 0, so that nothing is refused for lack of data.
         self.batches, self.starts = Estimate(), Estimate()
         self.is_running = self.is_stopping = False
         self.lease_left_s: float | None = None
@@ -158,11 +162,13 @@ class RequestIntake:
         now, settings = self._loop.time(), self.settings
         self.lease_left_s = lease_left_s
         answer: asyncio.Future[Outcome] = self._loop.create_future()
+        # Without the caller's deadline, the model's applies.
         left_s = settings.deadline_ms / 1000 if deadline_s is None else deadline_s
         items = len(payload) // settings.input_bytes
         request = WaitingRequest(payload, items, now, now + left_s, answer)
         # Added before a refusal, so that refused requests are counted, too.
         answer.add_done_callback(lambda _: self._on_answered(request))
+        # Refused at once: a caller learns early that its request would be late, and does not load the queue.
         if refusal := self._refusal(request, left_s):
             answer.set_result(refusal)
         else:
@@ -178,15 +184,17 @@ class RequestIntake:
                 continue
             if not self.queue.add(request):
                 text = f"{self.settings.max_queue} items wait already"
+                # Also for requests that another model passes on, so its queue can't make this one grow.
                 request.settle(CallError(CallErrorCode.QUEUE_FULL, text, self._retry_ms()))
                 continue
             if request.timer is not None:
                 request.timer.cancel()
+            # At its deadline a request is answered even if the model has no lease.
             request.timer = self._loop.call_at(request.deadline, self._on_deadline, request)
         self.changed()
 
     def put_back(self, requests: list[WaitingRequest]) -> None:
-        """Put begun requests back at the front of the queue, and refuse those whose deadline has passed."""
+        """Put begun requests back at the front of the queue, and refuse those that are past their deadline."""
         self.queue.put_first(requests)
         for request in requests:
             if request.deadline <= self._loop.time():
@@ -199,6 +207,7 @@ class RequestIntake:
         Earlier batches may have taken longer than predicted.
         """
         now = self._loop.time()
+        # These requests are next, so nothing is ahead of them and the lease exists.
         forecast = replace(self._forecast(now), items_ahead=0, start_s=0.0, lease_left_s=lease_left_s)
         in_time = []
         for request in batch:
@@ -216,6 +225,7 @@ class RequestIntake:
 
     def changed(self) -> None:
         """Publish the queue's new depth and wake the model's task."""
+        # Every change of the queue ends here, so that the gauge is never stale.
         self._metrics.queue_depth.set(self.queue.items)
         self.changed_event.set()
 
@@ -228,11 +238,13 @@ class RequestIntake:
                 f"{size} bytes; {settings.name} takes 1 to {settings.max_batch} items of {settings.input_bytes} bytes"
             )
             return CallError(CallErrorCode.INVALID_REQUEST, text)
+        # The model itself is broken, so the request would only wait until its deadline.
         if self.trouble is not None and is_broken(self.trouble):
             text = f"{settings.name} can't be served: {text_for_callers(self.trouble)}"
             return CallError(CallErrorCode.UNAVAILABLE, text)
         if self.queue.items + request.items > settings.max_queue:
             return CallError(CallErrorCode.QUEUE_FULL, f"{self.queue.items} items wait already", self._retry_ms())
+        # Last, because it is an estimate: the checks before it are certain.
         if text := self._forecast(request.at).refusal(request.items, left_s):
             return CallError(CallErrorCode.TOO_LATE, text, self._retry_ms())
         return None
@@ -243,6 +255,7 @@ class RequestIntake:
             self.settings.max_batch,
             self.is_running,
             self.batches.seconds(now),
+            # Without a lease, acquiring one and loading the model come first.
             0.0 if self.lease_left_s is not None else self.starts.seconds(now),
             self.lease_left_s,
         )
@@ -255,7 +268,7 @@ class RequestIntake:
             self.changed()
             code, why = CallErrorCode.TOO_LATE, "it was not begun in its time"
             if self.trouble is not None:
-                code, why = CallErrorCode.UNAVAILABLE, f"{why}: there is no lease: {self.trouble}"
+                code, why = CallErrorCode.UNAVAILABLE, f"{why}: the model has no lease: {self.trouble}"
             request.settle(CallError(code, why, self._retry_ms()))
 
     def _on_answered(self, request: WaitingRequest) -> None:
@@ -267,6 +280,7 @@ class RequestIntake:
                 self.changed()
             self._metrics.answered("cancelled")
             return
+        # Every end of a request passes here, so the metrics count each exactly once.
         outcome = request.answer.result()
         if isinstance(outcome, Answer):
             self._metrics.bytes_out.inc(len(outcome.payload))
@@ -305,6 +319,7 @@ class Estimate:
         """Return the predicted duration at the time `now`."""
         if self._measured_at is None:
             return 0.0
+        # Old measurements count less and less.
         age_s = max(0.0, now - self._measured_at)
         return (self._mean_s + DEVIATIONS * self._deviation_s) * math.exp2(-age_s / HALF_LIFE_S)
 
@@ -340,6 +355,7 @@ class Forecast:
         expected_s = self.expected_s(items)
         if expected_s > left_s:
             return f"it would take {expected_s:.3f} s, and has {left_s:.3f} s"
+        # The lease may not be renewed, for example on a drained node, so its end counts as a deadline.
         if self.lease_left_s is not None and expected_s > self.lease_left_s:
             return f"it would take {expected_s:.3f} s, and the lease ends in {self.lease_left_s:.3f} s"
         return ""

@@ -103,6 +103,7 @@ class RpcClient:
                 "Use HTTP",
             )
         self._path, self._timeout_s = where.path, timeout_s
+        # Spinning only pays if the server can run on another core at the same time.
         wanted_ns = spin_policy_of(None, SPIN_NS).spin_ns if spin_ns is None else spin_ns
         self._spin_ns = wanted_ns if LOOKING_IS_ORDERED else 0
         self._connection: _Connection | None = None
@@ -138,12 +139,14 @@ class RpcClient:
             CallTimedOut: No reply came in time.
             Disconnected: The server ended, or violated the protocol.
         """
+        # A copy, so that the caller's buffer may change while the call waits for its turn.
         data = bytes(memoryview(payload))
         if len(data) > MAX_PAYLOAD_BYTES:
             raise InvalidRequest(f"rpc: {len(data)} bytes; a call takes {MAX_PAYLOAD_BYTES}", "Use HTTP for more")
         if deadline_s is not None and not 0 < deadline_s < math.inf:
             raise InvalidRequest(f"rpc: a deadline must be a number of seconds above 0, not {deadline_s}")
         span = _Span.of(self._timeout_s if timeout_s is None and deadline_s is None else timeout_s, deadline_s)
+        # One call at a time: the shared memory has room for one request and one reply.
         if not self._lock.acquire(timeout=min(span.to_ask_s(), threading.TIMEOUT_MAX)):
             raise _too_late("other threads' calls took all of its time")
         try:
@@ -190,6 +193,7 @@ class RpcClient:
                 if not is_idempotent:
                     raise
                 cause = uncertain = error
+            # Retry only while the call could still begin in time.
             left_s = span.to_ask_s()
             if left_s <= 0:
                 raise cause
@@ -198,12 +202,16 @@ class RpcClient:
             failures += 1
 
     def _try(self, method_id: int, data: bytes, span: "_Span") -> Answer:
+        # Connect with the first call, and again after each connection that was lost.
         if self._connection is None:
             self._connection = _connected(self._path, span.until)
+        # A new id for each attempt, so that a late reply to an earlier one is recognised.
         self._last_id = self._last_id + 1 & _MAX_ID
         connection = self._connection
         left_ms = span.left_ms()
         try:
+            # Two stages with different meanings: before the bell a failure is harmless, after it the call may be
+            # executed.
             connection.ask(self._last_id, method_id, data, left_ms)
         except OSError as error:
             # The connection was closed before the bell was sent, and the server reads no request without a bell.
@@ -278,10 +286,12 @@ class _Connection:
         self._shared.say_time_left(request_id, left_ms)
         self._shared.request.put(request_id, method_id, data, CallStatus.REQUEST_READY)
         with suppress(BlockingIOError):
+            # A full socket means that the server has bells to read, so one more is not needed.
             self._sock.send(b"\0", socket.MSG_NOSIGNAL)
 
     def answer(self, request_id: int, until: float, spin_ns: int) -> Answer:
         """Wait for the reply and return it. Raises CallFailed, CallTimedOut, Disconnected, OSError."""
+        # Poll the memory first: a fast model answers before a sleep and a wake-up would be over.
         if not self._spin(spin_ns):
             self._sleep(until)
         reply = self._shared.reply
@@ -289,6 +299,7 @@ class _Connection:
         header = reply.header()
         if header.request_id != request_id or not header.fits or header.status not in _ENDS:
             raise Disconnected("rpc: the server's reply can't be followed")
+        # Copied before the region is given back to the server.
         payload = reply.payload(header.payload_len)
         reply.status = CallStatus.EMPTY
         if header.status == CallStatus.RESPONSE_READY:
@@ -298,13 +309,14 @@ class _Connection:
         raise CallFailed(error)
 
     def close(self) -> None:
-        """Close the socket and unmap the memory."""
+        """Close the socket, which ends the call at the server, and unmap the memory."""
         self._sock.close()
         self._shared.close()
 
     def _spin(self, spin_ns: int) -> bool:
         if not spin_ns:
             return False
+        # The status byte is the only thing that is polled; the rest is read after it has changed.
         reply, ends = self._shared.reply, time.monotonic_ns() + spin_ns
         while time.monotonic_ns() < ends:
             for _ in range(LOOKS_PER_CLOCK):
@@ -322,6 +334,7 @@ class _Connection:
             has_ended = not self._sock.recv(_BELLS_BYTES)
             if self._shared.reply.status:
                 return
+            # Checked after the reply: a server that stops answers first and then closes.
             if has_ended:
                 raise Disconnected("rpc: the server closed the connection; the call may have been done")
 
@@ -337,6 +350,7 @@ def _connected(path: str, until: float) -> _Connection:
     """Connect and map the shared memory. Raises _NotReceived."""
     sock = socket.socket(socket.AF_UNIX)
     try:
+        # 0 would mean a non-blocking socket, so at least a millisecond.
         sock.settimeout(max(0.001, until - time.monotonic()))
         sock.connect(path)
         shared = _greeted(sock)
@@ -354,6 +368,7 @@ def _connected(path: str, until: float) -> _Connection:
 def _greeted(sock: socket.socket) -> SharedCall:
     """Receive the greeting, and map the memory that comes with it. Raises OSError or ValueError."""
     space = socket.CMSG_SPACE(MAX_DESCRIPTORS * array("i").itemsize)
+    # The greeting and the descriptor of the shared memory come in one message.
     data, rights, _, _ = sock.recvmsg(GREETING_BYTES, space, socket.MSG_CMSG_CLOEXEC)
     descriptors = array("i")
     for level, kind, raw in rights:

@@ -76,13 +76,13 @@ class RpcServer:
 
     @property
     def callers(self) -> int:
-        """The number of connected callers."""
         return len(self._callers)
 
     async def __aenter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
         self._sock.setblocking(False)
         self._loop.add_reader(self._sock, self._accept)
+        # Cleaning up a folder may remove the socket's file, so its path is watched.
         self._keeping = self._loop.create_task(keep_path(self._sock, self._replace))
         return self
 
@@ -90,6 +90,7 @@ class RpcServer:
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         self.stop_accepting()
+        # Closing removes a caller from the set, so iterate over a copy.
         for caller in list(self._callers):
             caller.close()
 
@@ -123,6 +124,7 @@ class RpcServer:
         except OSError as error:
             _log.warning("no caller is admitted for %g s: %s", ACCEPT_PAUSE_S, error)
             self._loop.remove_reader(self._sock)
+            # The backlog keeps the callers meanwhile.
             self._loop.call_later(ACCEPT_PAUSE_S, self._accept_again)
             return
         # Accepted and closed, rather than left in the backlog, so that the caller notices at once.
@@ -130,6 +132,7 @@ class RpcServer:
             peer.close()
             return
         try:
+            # It greets the peer, so it may fail if descriptors or memory run out.
             caller = _Caller(peer, self._loop, self._begin, self._callers.discard)
         except OSError as error:
             _log.warning("a caller was not let in: %s", error)
@@ -142,6 +145,7 @@ class RpcServer:
             self._loop.add_reader(self._sock, self._accept)
 
     def _begin(self, method_id: int, payload: bytes, left_s: float | None) -> "asyncio.Future[Outcome]":
+        # The server answers this method itself; all others are models.
         if method_id == DESCRIBE:
             found: asyncio.Future[Outcome] = self._loop.create_future()
             found.set_result(Answer(DESCRIBE, self._describe()))
@@ -186,11 +190,13 @@ class _Caller:
         self._sock.close()
         self._shared.close()
         if self._call is not None:
+            # Do not compute for a caller that is gone.
             self._call.cancel()
         self._gone(self)
 
     def _on_bell(self) -> None:
         try:
+            # The bytes have no meaning; an empty read is the end of the connection.
             bells = self._sock.recv(BELLS_BYTES)
         except BlockingIOError:
             return
@@ -217,6 +223,7 @@ class _Caller:
             text = f"a payload must have at most {MAX_PAYLOAD_BYTES} bytes, not {header.payload_len}"
             self._answer(header, CallError(CallErrorCode.INVALID_REQUEST, text))
             return
+        # The deadline is in the memory, too, tagged with the request it belongs to.
         left_ms = self._shared.time_left_ms(header.request_id)
         left_s = None if left_ms is None else left_ms / 1000
         try:
@@ -225,6 +232,7 @@ class _Caller:
             _log.exception("a call of method %d failed", header.method_id)
             self._answer(header, _FAILED)
             return
+        # The reply needs the header of this request, even if the caller overwrites the region meanwhile.
         self._call.add_done_callback(lambda call: self._on_call_done(header, call))
 
     def _on_call_done(self, header: CallHeader, call: "asyncio.Future[Outcome]") -> None:
@@ -243,6 +251,7 @@ class _Caller:
         self._answer(header, outcome)
 
     def _answer(self, header: CallHeader, outcome: Outcome) -> None:
+        # The caller must get an answer, and this one does not fit.
         if isinstance(outcome, Answer) and len(outcome.payload) > MAX_PAYLOAD_BYTES:
             outcome = CallError(CallErrorCode.INVALID_REQUEST, "the answer is larger than a region: ask for less")
         # Empty the request's region before the reply: on the reply, the caller may write its next request at once.

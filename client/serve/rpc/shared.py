@@ -88,11 +88,13 @@ class SharedCall:
     def __init__(self, fd: int) -> None:
         """Map the memory and close the descriptor. Raises OSError or ValueError if it has another size or no seals."""
         try:
+            # Check size and seals before mapping: only sealed memory is safe to touch.
             if os.fstat(fd).st_size != SHARED_BYTES or fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
                 raise ValueError("the shared memory has another size, or may change it")
             self._map = mmap.mmap(fd, SHARED_BYTES)
         finally:
             os.close(fd)
+        # Slices keep the map alive; the whole view is not needed after that.
         memory = memoryview(self._map)
         self.request, self.reply = Region(memory, REQUEST_AT), Region(memory, REPLY_AT)
         self._time_left = memory[TIME_LEFT_AT : TIME_LEFT_AT + TIME_LEFT_BYTES]
@@ -104,6 +106,7 @@ class SharedCall:
         fd = os.memfd_create("gpulease-rpc", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, SHARED_BYTES)
+            # Sealed before the descriptor is passed on, and F_SEAL_SEAL makes that final.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
             return cls(os.dup(fd)), fd
         except BaseException:

@@ -76,6 +76,7 @@ class Weights:
         Args:
             images: (images, PIXELS) float32.
         """
+        # One hidden layer of rectified linear units, computed as in digits.cu.
         units = np.maximum(images @ self.first + self.first_bias, 0)
         scores: Floats = units @ self.last + self.last_bias
         return scores
@@ -111,6 +112,7 @@ def train(images: Floats, digits: NDArray[np.uint8], hidden: int, epochs: int = 
     steps = [np.zeros_like(part) for part in parts]
     wanted = np.eye(DIGITS)[digits]
     for epoch in range(epochs):
+        # A new order in each epoch, and a learning rate that falls linearly to zero.
         order = draw.permutation(len(images))
         rate = _RATE * (1 - epoch / epochs)
         for start in range(0, len(order), _BATCH):
