@@ -590,9 +590,9 @@ def _check(config: Config) -> None:
 
 def _check_driver(config: Config) -> None:
     if config.arch is not None and config.driver == "cuda":
-        raise ConfigError("arch is the embedded driver's; a card has the architecture it has")
+        raise ConfigError("arch is only for the embedded driver: a card's architecture can't be chosen")
     if config.shuffle_warps is not None and config.driver == "cuda":
-        raise ConfigError("shuffle_warps is the embedded driver's; a card runs warps in an order of its own")
+        raise ConfigError("shuffle_warps is only for the embedded driver: a card's order of warps can't be chosen")
     if not config.launch_chains and config.driver == "cpu":
         raise ConfigError("launch_chains is for cards; the embedded driver has no chains")
 
@@ -602,7 +602,7 @@ def _check_addresses(config: Config) -> None:
         raise ConfigError("nothing to listen on")
     # The kernel would refuse the second socket, with a sentence that does not name the setting.
     if len(set(config.listen)) < len(config.listen):
-        raise ConfigError("an address stands twice in listen")
+        raise ConfigError("listen has the same address twice")
     if config.http in config.listen:
         raise ConfigError("http and listen have the same address")
     if config.tls is None and any(isinstance(address, TlsAddress) for address in config.listen):

@@ -98,7 +98,7 @@ def test_the_command_line_wins_and_its_silence_does_not(tmp_path: Path) -> None:
         ({"limits": 3}, "limits must be a table, not 3"),
         ({"socket_mode": "rwx"}, "socket_mode must be a file mode such as .0660. or 0o660, not "),
         ({"socket_mode": "0990"}, "socket_mode must be a file mode such as .0660. or 0o660, not "),
-        ({"listen": ["unix:/s", "unix:/s"]}, "an address stands twice"),
+        ({"listen": ["unix:/s", "unix:/s"]}, "the same address twice"),
         ({"max_connections": 0}, "max_connections must be a whole number of at least 1, not 0"),
         ({"max_load_s": 2**31}, "max_load_s must be at most 2147483647, not 2147483648"),
         ({"limits": {"max_ttl_s": 10**20}}, "limits.max_ttl_s must be at most 2147483647, not 1"),
