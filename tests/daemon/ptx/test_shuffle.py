@@ -100,7 +100,7 @@ def test_the_operator_says_the_seed() -> None:
     assert load_config(None, {"shuffle_warps": 0, "arch": "sm_80"}).driver_of_workers("cpu") == "cpu:sm_80:0"
     assert load_config(None, {"shuffle_warps": 7}).driver_of_workers("cuda") == "cuda"
     assert load_config(None, {"launch_chains": False}).driver_of_workers("cuda") == "cuda:one-by-one"
-    with pytest.raises(ConfigError, match="shuffle_warps is the embedded driver's"):
+    with pytest.raises(ConfigError, match="shuffle_warps is only for the embedded driver"):
         load_config(None, {"shuffle_warps": 7, "driver": "cuda"})
     with pytest.raises(ConfigError, match="shuffle_warps must be a whole number from 0 to 2147483647, not 2147483648"):
         load_config(None, {"shuffle_warps": 2**31})
