@@ -2,5 +2,5 @@
 
 etcd holds the truth. The fleet process of each node (`gpulease.daemon.fleet`) talks to it; broker, workers and tenants
 never do. `rules` decides, from events and the time; `etcd` carries transactions there and answers back; `directory`
-tells tenants which nodes to ask.
+answers tenants with the nodes to ask.
 """

@@ -52,7 +52,6 @@ class MachineReadings:
         return tuple(fd for fd in (self._clock_fd, self._stat_fd, uevents_fd) if fd is not None)
 
     def read(self) -> MachineReading:
-        """Read all available clocks and counters."""
         # The messages first: a pause before this reading counts for it.
         self._generations += self._new_generations()
         # The own clock is read before and after the others, which bounds the time between them.

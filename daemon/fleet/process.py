@@ -328,7 +328,7 @@ class FleetProcess:
         number = request_of(received)
         if number is None:
             return
-        text = "this node's fleet process can't read the request: look at the daemon's log"
+        text = "this node's fleet process can't read the request: see the daemon's log"
         match received.get("op"):
             case ClaimWanted.OP:
                 self._send(ClaimRefused(number, Why.REJECTED, text, RETRY_AFTER_MS))

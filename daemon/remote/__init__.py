@@ -1,16 +1,16 @@
 """Remote tenants: mutual TLS 1.3, in processes apart from the broker and the workers.
 
 A worker speaks plain frames on a socket, and a session's bytes must not pass through the broker. So each TLS connection
-has its own process, a **relay**. It speaks TLS on one side. On the other side it has a socket pair, whose far end is
-the broker's and, after ATTACH, the worker's. Neither of them knows TLS. The kernel could do a relay's work (ktls), but
+has its own process, a **relay**. It speaks TLS on one side. On the other side it has a socket pair. The broker
+has the far end and, after ATTACH, the worker. Neither of them knows TLS. The kernel could do a relay's work (ktls), but
 not every kernel has it, and Python can't hand the kernel the keys.
 
 The **acceptor** makes the relays. It accepts connections and waits, in one process and for a bounded time, until a
 connection has sent the beginning of a handshake. Then it gives the connection to a relay that it has forked before, or
 forks one. The acceptor parses six bytes of a stranger's input. The relay shakes hands. If the peer's certificate holds,
 the relay reports it to the acceptor, on a channel of their own and before it decrypts a byte of the tenant's. The
-acceptor tells the broker whose connection it is, and ignores later reports. So a tenant's bytes are in no process that
-serves another tenant, except the broker.
+acceptor reports the tenant to the broker, and ignores later reports of the relay. So a tenant's bytes are in no process
+that serves another tenant, except the broker.
 
 The keys: the acceptor reads the node's private key but does not use it. A relay inherits the key, has it while it waits
 for its connection, and forgets it when its handshake ends. OpenSSL overwrites its copy before the relay decrypts the

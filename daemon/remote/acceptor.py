@@ -52,11 +52,11 @@ MIN_HANDSHAKE_S: Final = 0.5
 """Each handshake gets at least so long; then, if others wait, one handshake is ended."""
 
 HANDSHAKE_CHECK_S: Final = 0.25
-"""Pause between two looks for handshakes to end, while others wait."""
+"""Pause between two checks for handshakes to end, while others wait."""
 
 INNER_BUFFER_BYTES: Final = 512 << 10
-"""Bytes on the way between a relay and the worker, in each direction. The kernel allows as many again for what it
-keeps beside them, and no more than net.core.wmem_max says (socket(7)). With room for one batch of a relay's alone,
+"""Bytes on the way between a relay and the worker, in each direction. The kernel allows as many again for its
+own bookkeeping, and no more than net.core.wmem_max says (socket(7)). With room for one batch of a relay's alone,
 relay and worker wait for each other in turn. Stops a peer that does not read from holding more of the host's memory."""
 
 SPARE_RELAYS: Final = 4
@@ -92,7 +92,6 @@ class SpareRelay:
     inner: socket.socket
 
     def close(self) -> None:
-        """Have the relay end."""
         self.report.close()
         self.inner.close()
 
@@ -275,7 +274,7 @@ class TlsAcceptor:
             # No descriptor is left: make room by evicting one connection, and accept no more for a moment. Otherwise
             # epoll would report the same connection again at once.
             self._refusals.add("a peer", f"no connection can be taken: {error.strerror}")
-            self._pending.evict_one("there are no descriptors left")
+            self._pending.evict_one("no descriptors are left")
             self._watch_listeners(events=0)
             self._accepts_from = time.monotonic() + NO_DESCRIPTORS_PAUSE_S
 

@@ -76,7 +76,6 @@ class IdentityFiles:
 
     @classmethod
     def of(cls, settings: TlsSettings) -> Self:
-        """Return the files that the settings name."""
         return cls(settings.certificate, settings.key, settings.client_ca, settings.crl)
 
     def to_arguments(self) -> list[str]:
@@ -90,7 +89,6 @@ class IdentityFiles:
         return cls(Path(certificate), Path(key), Path(client_ca), Path(crl) if crl else None)
 
     def stamps(self) -> tuple[Stamp, ...]:
-        """Return the files' present stamps."""
         return tuple(_stamp(getattr(self, field)) for field in _FIELDS)
 
 
@@ -114,7 +112,6 @@ class Identity:
         self.revoked = _revoked(files.crl)
 
     def is_current(self) -> bool:
-        """Return whether the files are unchanged."""
         return self._files.stamps() == self._stamps
 
     def wrap(self, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO) -> ssl.SSLObject:

@@ -137,7 +137,6 @@ class PendingConnections:
             self._refuse(next(iter(self._pending.values())), f"no handshake began within {HELLO_TIMEOUT_S:g} s")
 
     def evict_one(self, why: str) -> None:
-        """Close one connection, if there is one."""
         victim = oldest_of_largest_source(self._pending.values())
         if victim is not None:
             self._refuse(victim, why)

@@ -58,7 +58,7 @@ class HandshakeFailed(Exception):
 
 @dataclass(slots=True)
 class TlsStream:
-    """The tenant's socket and the TLS on it."""
+    """The tenant's socket, and the TLS connection with its two buffers (see ssl.MemoryBIO)."""
 
     net: socket.socket
     tls: ssl.SSLObject
@@ -90,7 +90,7 @@ def run_relay(inner: socket.socket, report: socket.socket, identity: Identity) -
     net = _wait_for_connection(report)
     if net is None:
         return 0
-    # Step 4: shake hands, and learn whose certificate it is. A peer that fails is reported and gets an alert; its bytes
+    # Step 4: shake hands, and read the peer's certificate. A peer that fails is reported and gets an alert; its bytes
     # are never decrypted.
     stream = TlsStream(net, tls, incoming, outgoing)
     try:
@@ -208,7 +208,7 @@ def _certificate_of(tls: ssl.SSLObject) -> tuple[PeerVerified, float]:
     """Return the report on the peer's verified certificate, and the seconds until it expires."""
     certificate = tls.getpeercert()
     if not certificate:
-        raise HandshakeFailed("there is no certificate")
+        raise HandshakeFailed("the peer sent no certificate")
     # Only names that may be a tenant's; the subject is ignored (see node_identity).
     names = [f"{kind}:{value}" for kind, value in _pairs(certificate.get("subjectAltName", ()))]
     if not are_bounded(names):

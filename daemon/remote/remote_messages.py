@@ -1,6 +1,6 @@
 """The messages between the broker and the remote tenants' acceptor, and between the acceptor and its relays.
 
-    from      to        messages                                   descriptors beside them
+    from      to        messages                                   descriptors with them
     broker    acceptor  Listen                                     a listening socket
                         LeftOverRelay                              the relay's pidfd
                         Ping
@@ -72,7 +72,7 @@ Serial = Annotated[str, matching(f"-?[0-9A-F]{{1,{MAX_SERIAL_CHARS}}}")]
 
 @dataclass(frozen=True, slots=True)
 class Listen(Message):
-    """Accept connections from this socket too."""
+    """Accept connections from one more listening socket, besides the earlier ones."""
 
     OP: ClassVar[str] = "listen"
 
@@ -116,7 +116,7 @@ class RelayArrived(Message):
 
 @dataclass(frozen=True, slots=True)
 class RelayLeft(Message):
-    """A relay has ended, and was reaped."""
+    """A relay has ended, and the acceptor has reaped it."""
 
     OP: ClassVar[str] = "left"
     pid: RelayPid

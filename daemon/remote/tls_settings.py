@@ -39,7 +39,7 @@ def parse_certificate_names(table: Any) -> Mapping[str, str]:
     if not isinstance(table, dict):
         raise must_be("a table", table)
     if not table:
-        # An operator means "nobody" by it; without entries every certificate would name its tenant itself.
+        # An empty table may be meant to admit no tenant, but it would let every certificate name its tenant itself.
         raise ValueError("it is empty: name a certificate, or leave the table out to take the names they have")
     for name, tenant in table.items():
         if not name.startswith(NAME_KINDS) or "*" in name:
@@ -58,7 +58,7 @@ def _read_operators(value: Any) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class TlsSettings:
-    """The `[tls]` table."""
+    """The `[tls]` table: how remote tenants reach the node, and how many of them."""
 
     certificate: Annotated[
         Path,

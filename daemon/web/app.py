@@ -399,7 +399,7 @@ class Cached:
         self._lock = asyncio.Lock()
 
     async def get(self) -> Any:
-        """Return the answer. Raises BrokerSilent."""
+        """Return the answer, at most `fresh_s` old. Raises BrokerSilent."""
         # One caller asks; the others wait for the lock, and then find a fresh answer.
         async with self._lock:
             if self._clock() >= self._until_s:

@@ -101,17 +101,14 @@ class BrokerLink(asyncio.Protocol):
     # --- transport ---
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the transport."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """Parse bytes from the broker."""
         self._connection.receive_data(data)
         self._handle_events()
 
     def eof_received(self) -> bool:
-        """Parse the end of the broker's stream."""
         self._connection.receive_eof()
         self._handle_events()
         return False
@@ -192,7 +189,7 @@ class BrokerChannel:
         self._waiting: dict[int, asyncio.Future[ActionOutcome]] = {}
 
     def open(self, channel: socket.socket) -> None:
-        """Read the broker's messages from now on."""
+        """Read the broker's messages from now on, in the running loop."""
         channel.setblocking(False)
         self._channel = channel
         asyncio.get_running_loop().add_reader(channel, self._read)

@@ -92,8 +92,6 @@ class Guard:
         self._known = KnownHosts(hosts, others, setting)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one ASGI request."""
-
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", ()), *HEADERS]
@@ -156,7 +154,7 @@ class ServerLogFilter(logging.Filter):
         self._limit = RateLimit(PAUSE_S, clock)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether a record is logged."""
+        # h11 raises for a peer's breach of HTTP; such a line would say nothing about this daemon.
         error = record.exc_info[1] if record.exc_info else None
         return not isinstance(error, h11.ProtocolError) and self._limit.admit() is not None
 
@@ -183,8 +181,8 @@ class WrongTokens:
         self._is_pausing = False
 
     def add(self) -> None:
-        """Count a request with a wrong token."""
         self._count += 1
+        # During the pause only the count rises; it is logged when the pause is over.
         if not self._is_pausing:
             self._log()
 

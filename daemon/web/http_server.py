@@ -62,7 +62,6 @@ class BoundedHttp(H11Protocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def data_received(self, data: bytes) -> None:
-        """Parse a part of a request."""
         super().data_received(data)
         self._update_deadline()
 
@@ -87,12 +86,10 @@ class BoundedHttp(H11Protocol):
             self._stall = self.loop.call_later(STALL_S, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """Stop that deadline: the peer has read."""
         super().resume_writing()
         self._stall = _cancel(self._stall)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Stop every deadline."""
         for handle in (self._stall, self._deadline, self._lingering):
             _cancel(handle)
         self._stall = self._deadline = self._lingering = None
@@ -124,7 +121,6 @@ class Server(uvicorn.Server):
         self.begun = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start, and set `begun`."""
         await super().startup(sockets)
         self.begun.set()
 

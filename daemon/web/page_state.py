@@ -43,8 +43,8 @@ MAX_KNOWN: Final = 4096
 """Leases that are remembered with what is shown of their changes: tenant, card and size."""
 
 MAX_TO_LOOK_UP: Final = 64
-"""Changes whose lease the feed still has to ask for; a change beyond that shows without its tenant. Stops thousands of
-short leases from making the broker answer for each."""
+"""Changes for which the feed still has to query the lease; a change beyond that shows without its tenant. Stops
+thousands of short leases from making the broker answer for each."""
 
 LOOK_UP_PAUSE_S: Final = 0.05
 """Pause between two such requests."""

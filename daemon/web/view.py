@@ -44,7 +44,6 @@ class Pseudonyms:
         self._secret = secret
 
     def of_tenant(self, tenant: str) -> str:
-        """Return a tenant's pseudonym."""
         return f"tenant {self._digest('tenant', tenant)[:PSEUDONYM_CHARS]}"
 
     def of_lease(self, lease_id: str) -> str:
@@ -52,6 +51,7 @@ class Pseudonyms:
         return self._digest("lease", lease_id)[:KEY_CHARS]
 
     def _digest(self, kind: str, text: str) -> str:
+        # Keyed, so that no reader can try names. The kind keeps a tenant and a lease of the same text apart.
         return hmac.new(self._secret, f"{kind}:{text}".encode(errors="replace"), hashlib.sha256).hexdigest()
 
 
@@ -202,6 +202,7 @@ def _slice(
 
 def _allocated(lease: Report) -> int | None:
     """Return the bytes that a session holds, at most its lease: a worker reports them. None without a report."""
+    # A worker may be compromised, so its figure is bounded by the lease.
     allocated = lease.get("allocated_bytes")
     return None if allocated is None else min(allocated, lease["size_bytes"])
 

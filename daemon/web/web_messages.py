@@ -1,6 +1,6 @@
 """The messages between the broker and the web process, by the channel of the process's start.
 
-    from      messages                                             descriptors beside them
+    from      messages                                             descriptors with them
     broker    WebStart, once: the settings                         the process's connection, and the listening sockets
               TokenChanged, CardLoads, FleetMembership, Ping
               LeaseRevoked, DrainChanged, FencesCleared or ActionRefused, for each action

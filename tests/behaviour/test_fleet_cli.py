@@ -274,7 +274,7 @@ UNUSED = ("--etcd", "etcd://127.0.0.1:1")
                     2,
                     "no --tenant-of-certificate names this tenant",
                 ),
-                (("--etcd", "h1", *SOMEWHERE), 2, "is no address of etcd"),
+                (("--etcd", "h1", *SOMEWHERE), 2, "must be an address of etcd"),
                 ((*UNUSED, "--listen", "tls:127.0.0.1:0"), 1, "TLS needs --certificate, --key and --client-ca"),
                 ((*UNUSED, "--listen", "tcp:0.0.0.0:0"), 1, "an address of plain TCP must be on loopback"),
                 ((*UNUSED, *SOMEWHERE, "--http", "0.0.0.0:1"), 2, "is not on loopback"),

@@ -69,7 +69,6 @@ class DirectoryMetrics:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the directory names nodes now."""
         return self._fleet.denial() is None
 
     def text(self) -> bytes:

@@ -357,7 +357,6 @@ class DirectoryConnection(asyncio.Protocol):
             self._start(STALL_TIMEOUT_S, self.abort)
 
     def resume_writing(self) -> None:
-        """Resume with a peer that reads again."""
         self._is_peer_slow = False
         # The transport takes more: write the next part. It may pause again at once.
         self._write_on()
@@ -510,7 +509,9 @@ class DirectoryConnection(asyncio.Protocol):
 def _faulty(request: Request) -> Failure:
     """Log the exception that is being handled, and return the failure for the peer."""
     log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"answering {request.op.name}")
-    return Failure(Status.INTERNAL, "the directory could not answer, by a fault of its own", hint="Tell its operator.")
+    return Failure(
+        Status.INTERNAL, "the directory could not answer, by a fault of its own", hint="Report it to the operator."
+    )
 
 
 def _source(sock: socket.socket) -> Hashable:

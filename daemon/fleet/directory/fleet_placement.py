@@ -80,7 +80,7 @@ def place(
     holder = view.holder_of(wanted.name, silent_before_s) if wanted.name else None
     told = holder if tells_holder else None
     # Only the node that serves the name can grant it, so it goes first. An asker who may not know that gets other nodes
-    # as well, and can't tell it from them.
+    # as well, and can't distinguish it from them.
     first: tuple[Candidate, ...] = ()
     if holder is not None and holder not in wanted.tried and view.nodes[holder].inventory.addresses:
         first = (_candidate(holder, view.nodes[holder]),)

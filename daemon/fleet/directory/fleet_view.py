@@ -120,7 +120,7 @@ class FleetView:
             self.unreadable.forget(item.key)
         else:
             if item.key != HORIZON:
-                # An unreadable horizon is no reason to change it: the nodes keep the one that they have, too.
+                # Keep the horizon if the new value is unreadable: the nodes keep theirs, too.
                 self._drop(item.key)
             self.unreadable.add(item, unreadable.reason, int(now_s * NS_PER_S))
 

@@ -7,7 +7,7 @@ and a read of many keys is split into pages.
 
 Each client has the members in a random order, so that a fleet's nodes spread their load over all of them.
 
-etcd's `database space exceeded` does not tell whether the write was done (etcd, apply.go: quotaApplierV3 applies first,
+etcd's `database space exceeded` leaves open whether the write was done (etcd, apply.go: quotaApplierV3 applies first,
 and then reports that error). The client reads the keys back, and returns Rejected only if it finds nothing of the
 write.
 """
@@ -482,7 +482,6 @@ async def _first_connected(members: Sequence[_Member], within_s: float) -> _Memb
 
 
 def _request(transaction: Transaction) -> Any:
-    """Return a transaction as etcd's message."""
     # Writes come first on success, so that the reads see them. On failure only the reads are done, which show why.
     reads = [messages.RequestOp(request_range=_range(get)) for get in transaction.reads]
     writes = [

@@ -35,7 +35,6 @@ class Certificates:
 
 
 def certificate_files(ca: Path | None, key: Path | None, certificate: Path | None) -> dict[str, Path]:
-    """Return the files that are set, by name."""
     files = {"ca": ca, "key": key, "certificate": certificate}
     return {name: path for name, path in files.items() if path is not None}
 
@@ -54,6 +53,7 @@ def open_certificates(files: Mapping[str, Path]) -> tuple[list[int], tuple[Stamp
     fds: list[int] = []
     path = None
     try:
+        # All or none: a key without its certificate would be of no use.
         for path in files.values():
             fds.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
         found = [os.fstat(fd) for fd in fds]
@@ -80,6 +80,7 @@ def received_certificates(names: Sequence[str], fds: Sequence[int]) -> Certifica
     if len(names) != len(fds):
         raise BadEtcdSettings("the files of certificates could not be passed on: too many files are open")
     try:
+        # pread(2) leaves the offset alone: the descriptors share it with the sender.
         found = {name: os.pread(fd, MAX_FILE_BYTES, 0) for name, fd in zip(names, fds, strict=True)}
     except OSError as error:
         raise BadEtcdSettings(f"a certificate can't be read: {error.strerror}") from None

@@ -57,6 +57,7 @@ MESSAGES: Final = {
 
 def messages_of(package: str, fields: Mapping[str, str]) -> dict[str, Any]:
     """Return message classes by name, from fields in the notation of `MESSAGES`."""
+    # Step 1: build the descriptor of a .proto file, field by field.
     file = descriptor_pb2.FileDescriptorProto(name=f"{package}.proto", package=package, syntax="proto3")
     for name, texts in fields.items():
         message = file.message_type.add(name=name)
@@ -68,10 +69,12 @@ def messages_of(package: str, fields: Mapping[str, str]) -> dict[str, Any]:
             field.type = _KINDS.get(kind, field.TYPE_MESSAGE)
             if kind not in _KINDS:
                 field.type_name = f".{package}.{kind}"
+            # A field of a union has presence, so its 0 is sent.
             if of_union:
                 if not message.oneof_decl:
                     message.oneof_decl.add(name="union")
                 field.oneof_index = 0
+    # Step 2: a pool of its own, in which no other description of etcd exists.
     pool = descriptor_pool.DescriptorPool()
     pool.AddSerializedFile(file.SerializeToString())
     found = {name: pool.FindMessageTypeByName(f"{package}.{name}") for name in fields}

@@ -11,7 +11,7 @@ from gpulease.protocol.fast_dataclass import dataclass
 
 
 class KeyValue(NamedTuple):
-    """A key as read."""
+    """A key with its value, as of the revision that was read."""
 
     key: bytes
     value: bytes
@@ -150,7 +150,7 @@ class Compacted(WatchEnded):
     """
 
     def __init__(self, revision: int) -> None:
-        super().__init__(f"etcd has no changes before revision {revision} any more: read the keys anew")
+        super().__init__(f"etcd has no changes before revision {revision} any more: read the keys again")
         self.revision = revision
 
 

@@ -92,7 +92,7 @@ def node_id_of(key: bytes) -> str | Unreadable:
     try:
         return node_id.decode() if 0 < len(node_id) <= MAX_NODE_ID_BYTES else Unreadable("its key names no node")
     except UnicodeDecodeError:
-        return Unreadable("its key is no text")
+        return Unreadable("its key must be UTF-8 text")
 
 
 def name_of(key: bytes) -> str | Unreadable:
@@ -235,7 +235,6 @@ def read_node(value: bytes) -> NodeRecord | Unreadable:
 
 
 def read_inventory(value: bytes) -> InventoryRecord | Unreadable:
-    """Read a node's inventory."""
     return read_record(InventoryRecord, value)
 
 
@@ -249,12 +248,12 @@ def read_epochs(value: bytes) -> EpochsRecord | Unreadable:
 
 
 def read_horizon_s(value: bytes) -> float | Unreadable:
-    """Read the fleet's horizon, in seconds."""
     return read_record(_HorizonSeconds, value)
 
 
 def read_generation(value: bytes) -> str:
     """Return the store's generation as a short text, distinct for each value: operators may write any value."""
+    # An operator writes this key by hand, so any bytes must give a usable text.
     try:
         text = value.decode() if len(value) <= MAX_GENERATION_BYTES else ""
     except UnicodeDecodeError:

@@ -24,7 +24,8 @@ MAX_HORIZON_S: Final = 600
 
 HISTORY_S: Final = 60
 """Seconds of history that are kept at least. A directory that is cut off finds another member of etcd within 12 s and
-goes on from where it was; one that was away for longer reads all anew. 10,000 nodes write 0.2 GiB in so long."""
+continues from where it was; one that was away for longer reads everything again. 10,000 nodes write 0.2 GiB in that
+time."""
 
 MIN_HISTORY_S: Final = 15
 """A directory that moves to another member of etcd within 12 s finds all changes of meanwhile."""
@@ -105,7 +106,7 @@ class FleetSettings:
     certificate: Annotated[
         Path | None,
         path_setting(
-            "This node's certificate for etcd, whose common name is etcd's user.", "/etc/gpulease/pki/etcd-client.pem"
+            "This node's certificate for etcd; its common name is etcd's user.", "/etc/gpulease/pki/etcd-client.pem"
         ),
     ] = None
     key: Annotated[Path | None, path_setting("The key of that certificate.", "/etc/gpulease/pki/etcd-client.key")] = (

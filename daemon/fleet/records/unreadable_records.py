@@ -39,9 +39,11 @@ class UnreadableRecords:
 
     def add(self, item: KeyValue, reason: str, now_ns: int = 0) -> None:
         """Count a value that could not be read at that time."""
+        # Each revision counts once, however often it is read.
         before = self._found.pop(item.key, None)
         if before is None or before.mod_revision != item.mod_revision:
             self.count += 1
+        # Forget the key that was met longest ago.
         while len(self._found) >= MAX_REMEMBERED:
             del self._found[next(iter(self._found))]
         self._found[item.key] = _Found(item.mod_revision, reason, now_ns)

@@ -4,7 +4,7 @@ Every deadline and every wait of the fleet is right only while no clock's rate i
 nodes publish facts about their last heartbeat in slots: its revision, and two times of their own clock between which
 etcd executed it. From its own heartbeats, every node knows two times of its clock around that revision. Two such
 revisions give an interval for the rate of one clock relative to the other, however late requests and answers are; the
-interval narrows with time. A node compensates only for a median whose whole interval lies outside the tolerance.
+interval narrows with time. A node compensates only if the whole interval of the median lies outside the tolerance.
 
 The slots contain claims of other nodes, which may be forged. So they never remove a node from the fleet. They only make
 it more careful, within bounds (`Membership.make_up_for`): deadlines on a slow clock come earlier, waits on a fast one
@@ -30,7 +30,7 @@ SLOTS: Final = 16
 _SLOT_KEYS: Final = tuple(CLOCKS + b"%02d" % number for number in range(SLOTS))
 
 MIN_CLOCKS: Final = 3
-"""Clocks, including this node's, from which the median can tell which one is wrong."""
+"""Clocks, including this node's, from which the median shows which one is wrong."""
 
 WINDOW_NS: Final = 3 * 3600 * NS_PER_S
 """Time after which a clock's rate is measured from scratch, so that a changed rate is noticed."""
@@ -95,7 +95,7 @@ class _Clock:
     last: _Reading
 
     def rate(self) -> tuple[float, float] | None:
-        """Return the bounds of its seconds per own second; None if it is too early to tell."""
+        """Return the bounds of its seconds per own second; None if the readings are too close."""
         # Both readings are intervals. The shortest possible own time gives the highest rate, the longest the lowest.
         shortest = self.last.low_ns - self.first.high_ns
         longest = self.last.high_ns - self.first.low_ns
@@ -106,7 +106,7 @@ class _Clock:
 
 
 class ClockRates:
-    """The fleet's clocks as seen by this node."""
+    """Rates of the fleet's clocks, relative to this node's clock."""
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
@@ -153,7 +153,7 @@ class ClockRates:
         # Step 2: compare each slot's revision with the own heartbeats around it.
         for item in found:
             if item.key not in _SLOT_KEYS:
-                self._membership.distrust(item, "its key is no slot")
+                self._membership.distrust(item, "its key must be one of the slots")
                 continue
             there.add(item.key)
             # Remember when each slot last changed: a slot that stops changing has lost its owner.

@@ -9,7 +9,7 @@ writes it, too.
 
 A record with this node's id that this daemon did not write belongs to another daemon: on a host with the same name, on
 a host with a copy of this one's journal, or on this host before its journal was lost or restored. The mark, which the
-journal stores before each heartbeat, tells them apart. The other daemon's leases may live. So the record is deleted
+journal stores before each heartbeat, distinguishes them. The other daemon's leases may live. So the record is deleted
 only after half a horizon of silence, and its claims are abandoned one more horizon later. While the other daemon sends
 heartbeats, this node stays out.
 
@@ -110,7 +110,7 @@ RENEW: Final = f"{_AFTER} puts a new text: `etcdctl put {GENERATION.decode()} TE
 NEW_HORIZON: Final = f"set the fleet's; to give all nodes another one, {_AFTER} `etcdctl del {HORIZON.decode()}`"
 """The step that lets a node join with a horizon other than the fleet's."""
 
-CLOCK: Final = "until they agree, its horizons end earlier or its waits last longer; look at the clocks of all of them"
+CLOCK: Final = "until they agree, its horizons end earlier or its waits last longer; check the clocks of all of them"
 
 TWIN: Final = "another daemon runs under this node's id: an operator gives each its own, as `node` of [fleet]"
 
@@ -262,20 +262,25 @@ class Member:
     # --- time ---
 
     def _advance(self, now_ns: int) -> None:
+        # An answer suggested a lost membership: a heartbeat finds out.
         if self._membership.is_suspect and self._phase is _Phase.MEMBER and not self._awaits_mark:
             self._due_ns = now_ns
         self._membership.is_suspect = False
+        # One question about the own record at a time, and none while the daemon stops.
         if self._is_running and not self._is_asking and now_ns >= self._due_ns:
             if self._phase is _Phase.JOINING:
                 self._read_store(now_ns)
             elif self._phase is _Phase.MEMBER:
                 self._beat(now_ns)
+        # The deadline has passed: claimed leases have ended by themselves. The membership stays, until another node
+        # fences it.
         if self._phase is _Phase.MEMBER and self._membership.horizon_ns <= now_ns and not self._is_isolated:
             self._is_isolated = True
             self._membership.beating_since_ns = None
             self._note(Note.ISOLATED)
         self._claims.advance(now_ns)
         self._quotas.advance(now_ns)
+        # Leave last, once nothing is under way that could still write.
         if self._is_stopping and not self._has_left and self._membership.is_quiet:
             self._leave(now_ns)
         self._arm(now_ns)
@@ -297,6 +302,7 @@ class Member:
     def _answered(self, answered: Answered, now_ns: int) -> None:
         """Pass an outcome to the rule that asked. For a member, an answer from another store counts as none."""
         asked = self._membership.take(answered.number)
+        # It was answered before, or asked by an earlier membership.
         if asked is None:
             return
         outcome = answered.outcome
@@ -355,7 +361,7 @@ class Member:
             other = "a value that can't be read as its horizon_s" if theirs is None else f"horizon_s = {theirs:g}"
             text = f"the fleet has {other}, and this node {self._horizon_s:g}"
             act = NEW_HORIZON
-        # Stay out, tell the operator once, and look again after the time of a heartbeat.
+        # Stay out, log the reason once for the operator, and check again after the time of a heartbeat.
         if text:
             refusal = f"{text}: {act}"
             if self._membership.trouble is CUT_OFF:
@@ -383,6 +389,7 @@ class Member:
 
     def _make_generation(self, now_ns: int) -> None:
         """Create the generation key if it was absent for long enough that all leases of a lost store are over."""
+        # The wait starts with the first read that found no key.
         if self._no_generation_ns is None:
             self._no_generation_ns = now_ns
         self._due_ns = self._no_generation_ns + self._membership.wait_ns
@@ -396,6 +403,7 @@ class Member:
     def _take_live(self, live: LiveClaims, now_ns: int) -> None:
         """Take the broker's claims. The node joins if it has none, or if it knows their incarnation."""
         if self._phase is _Phase.STARTING:
+            # Leases live, and nothing says which membership claimed their names: end them.
             if (live.epochs or live.quotas) and not self._membership.incarnation:
                 self._lose(Reason.FORGOTTEN, "the daemon does not know any more as which member it claimed names")
                 return
@@ -403,6 +411,7 @@ class Member:
             self._quotas.restore(live.quotas)
             # A store with revisions below the epoch of a living lease is an earlier state of the joined one.
             self._membership.revision = max(self._membership.revision, *self._claims.live.values(), 0)
+        # Later reports count only while the leases of a lost membership end, and only once none is left.
         elif self._phase is not _Phase.ENDING or live.epochs or live.quotas:
             return
         self._phase = _Phase.JOINING
@@ -561,7 +570,7 @@ class Member:
         if record and record.mod_revision < self._membership.mod_revision:
             self._lose_store("etcd has an earlier state of this node's record", answer)
             return
-        # An unreadable record of this membership is no daemon's; the next heartbeat rewrites it.
+        # No daemon writes an unreadable record of this membership; the next heartbeat rewrites it.
         is_spoiled = record and record.create_revision == self._membership.incarnation and not self._nonce(record)
         # A readable record by a foreign writer is a second daemon with this id. It got the record, so this one must go.
         if record and not is_spoiled and not self._is_own(record):
@@ -621,6 +630,7 @@ class Member:
 
     def _take_rate(self, rate: float | None) -> None:
         """Take the others' clock rate, as their readings show it."""
+        # Compensate first, and then log only what has changed.
         self._membership.make_up_for(1.0 if rate is None else rate)
         if rate is None and self._rate is not None:
             self._note(Note.CLOCK)
@@ -670,10 +680,12 @@ class Member:
     def _settle(self, found: tuple[KeyValue, ...], revision: int, now_ns: int) -> None:
         """Let nodes claim names once all leases from before the generation are over."""
         due_ns, write = self._missing_epochs(found, revision, now_ns)
+        # Too early: some lease from before the generation may live. Say so to whoever asks for a name.
         if now_ns < due_ns:
             self._due_ns = min(self._due_ns, due_ns)
             left_s = (due_ns - now_ns) / NS_PER_S
             self._membership.trouble = Why.ISOLATED, f"{UNSETTLED}: no name is free for another {left_s:.0f} s"
+        # Several nodes may write at once; the next heartbeat reads the record that won.
         elif not self._is_settling:
             self._is_settling = True
             self._membership.ask(now_ns, Transaction(self._membership.as_member(), (write,)), self._settled)
@@ -687,6 +699,7 @@ class Member:
         """Move the deadline: etcd has the write of this node's record that was sent then."""
         horizon_ns = written_ns + self._membership.cap_ns
         self._note(Note.BEAT)
+        # The deadline never moves back, although answers may arrive in another order.
         if horizon_ns > self._membership.horizon_ns:
             self._membership.horizon_ns = horizon_ns
             self._is_isolated = False
@@ -694,6 +707,7 @@ class Member:
 
     def _lose(self, reason: Reason, text: str, due_ns: int = 0) -> None:
         """Lose the membership: end all claimed leases, and rejoin after that, but not before `due_ns`."""
+        # From here on nothing of this membership is valid: neither its record, nor what it knew of the store.
         self._due_ns = due_ns
         self._phase = _Phase.ENDING
         self._membership.incarnation = 0
@@ -706,9 +720,11 @@ class Member:
         self._history.forget()
         self._claims.lose(forgets=reason in _FORGETS)
         self._quotas.lose(forgets=reason in _FORGETS)
+        # The store, or the machine, may be another one: observations of it are void, too.
         if reason in _FORGETS:
             self._fences.forget()
             self._clocks.forget()
+        # The broker ends the leases, and answers with LiveClaims once their memory is proved free.
         self._membership.effects.append(EndClaimed(reason, text))
         self._note(Note.FENCED, text)
 
@@ -743,6 +759,7 @@ class Member:
     def _leave(self, now_ns: int) -> None:
         """Delete this node's record if no claims remain, so that others need not wait for this node."""
         self._has_left = True
+        # A claim that remains needs the record: other nodes wait for it by that.
         if self._phase is not _Phase.MEMBER or self._claims.live or self._quotas.has_entries:
             self._membership.effects.append(Stopped(has_left=False))
             return
@@ -763,7 +780,6 @@ class Member:
         return Put(self._key, NodeRecord(nonce, now_ns // 1_000_000, self._mark.beat).encode())
 
     def _inventory(self) -> Put:
-        """Return the write of the inventory."""
         told = self._record
         record = InventoryRecord(told.addresses, dict(told.labels), told.cards, told.is_draining, told.version)
         return Put(inventory_key(self._membership.node_id), record.encode())
@@ -775,11 +791,13 @@ class Member:
 
         def on_outcome(outcome: Outcome, asked_ns: int, now_ns: int) -> None:
             self._is_asking = False
+            # The membership ended meanwhile: the answer means nothing any more.
             if self._phase is not phase:
                 return
             if isinstance(outcome, Answer):
                 on_answer(outcome, asked_ns, now_ns)
                 return
+            # No answer: forget whatever only an unbroken row of answers proves.
             self._membership.beating_since_ns = None
             self._stranger = None
             self._clocks.lose_slot()

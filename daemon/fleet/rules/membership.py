@@ -180,6 +180,7 @@ class Membership:
         While this node is not a member, another daemon may be, under its id. A daemon that continues as a member does
         not know what its journal has lost.
         """
+        # A member waits one more horizon after it joined; outside a membership nothing is certain.
         return self.incarnation > 0 and now_ns >= self.earlier_over_ns
 
     def make_up_for(self, rate: float) -> None:
@@ -221,6 +222,7 @@ class Membership:
         return f"{self.instance}-{self._nonces}"
 
     def ask(self, now_ns: int, transaction: Transaction, on_outcome: OnOutcome) -> None:
+        # The floor is what the store had reached when this was sent: an answer below it comes from an earlier state.
         self._numbers += 1
         self._asked[self._numbers] = Asked(now_ns, self.revision, on_outcome)
         self.effects.append(Ask(self._numbers, transaction))

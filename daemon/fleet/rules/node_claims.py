@@ -128,6 +128,7 @@ class NodeClaims:
     def advance(self, now_ns: int) -> None:
         """Make the attempts that are due, and refuse requests that have waited long enough."""
         is_member = self._membership.is_member(now_ns)
+        # One that has waited long enough is refused with its last reason, but only after an attempt was answered.
         for want in list(self._wants.values()):
             if want.is_asking:
                 continue
@@ -154,6 +155,7 @@ class NodeClaims:
         ids = membership.node_id, membership.incarnation, wanted.lease_id, wanted.tenant
         record = ClaimRecord(*ids, want.nonce, membership.epoch_base)
         held = Put(held_key(membership.node_id, wanted.name), want.nonce.encode())
+        # If the last attempt found the name taken, read the holder's node in the same transaction.
         holder = self._holders.get(wanted.name)
         looks = reads_of(holder) if holder else ()
         transaction = Transaction((CreateRevisionIs(key, 0),), (Put(key, record.encode()), held), (Get(key), *looks))
@@ -177,7 +179,7 @@ class NodeClaims:
             want.next_ns = now_ns + self._membership.poll_ns
             want.refusal = Why.REJECTED, f"the fleet's store refused the claim; an operator must act: {outcome.reason}"
             return
-        # An attempt that failed may still have found the claim of an earlier one, whose answer was lost.
+        # A failed attempt may have found the claim of an earlier one that got no answer.
         revision = outcome.revision if outcome.succeeded else self._revision_of_mine(want, incarnation, outcome)
         if not revision:
             if is_wanted:
@@ -278,6 +280,8 @@ class NodeClaims:
 
     def _release_if_over(self, name: str, revision: int, nonce: str, now_ns: int) -> bool:
         """Delete a claim unless another daemon with this node's id may serve it. Returns whether it deletes."""
+        # Known as this daemon's own, by its memory or by the nonce; else every daemon that may have made it must be
+        # over.
         is_known = (name, revision) in self._former or self._membership.is_own_nonce(nonce)
         is_over = is_known or self._membership.is_over(now_ns)
         if is_over:

@@ -42,12 +42,12 @@ Looked = tuple[tuple[KeyValue, ...], tuple[KeyValue, ...]]
 
 
 def reads_of(node_id: str) -> tuple[Get, Get]:
-    """Return the reads of a node whose results `NodeFences.look` takes: its record, and its fence's mark."""
+    """Return the reads of a node for `NodeFences.look`: its record, and its fence's mark."""
     return Get(node_key(node_id)), Get(fenced_key(node_id))
 
 
 class NodeFences:
-    """Silent nodes as seen by this node."""
+    """Judges whether the leases of other nodes are over, and fences silent nodes."""
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
@@ -73,7 +73,8 @@ class NodeFences:
         if not records or records[0].create_revision != incarnation:
             over_ns = self._gone_since_ns(node_id, incarnation, records, now_ns) + membership.wait_ns
             return now_ns >= over_ns, max(now_ns, min(next_ns, over_ns))
-        # Case 3: the record is unchanged. During an outage this node can't tell a dead node from an unreachable store.
+        # Case 3: the record is unchanged. During an outage this node can't distinguish a dead node from a store that it
+        # does not reach.
         if membership.beating_since_ns is None:
             return False, next_ns
         # Fence it once its silence outlasts every lease, and once others had time to return after an outage.

@@ -82,7 +82,6 @@ class Shard:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes for further leases."""
         return max(0, self.budget_bytes - self.used_bytes)
 
     def put(self) -> Put:
@@ -118,7 +117,6 @@ def shard_key(tenant: str, number: int) -> bytes:
 
 
 def tenant_of(key: bytes) -> str:
-    """Return the tenant of a shard's key."""
     return unquote(key.removeprefix(QUOTAS).rpartition(b"/")[0].decode(errors="replace"))
 
 
@@ -179,8 +177,8 @@ def spread(shards: Iterable[Shard], total_bytes: int, default_revision: int = 0)
     else:
         # The quota is smaller than its use: scale every budget down, so that none has free bytes.
         budgets = [size * total_bytes // sum(used) for size in used]
-    # Integer division leaves a rest. It goes to the first shard; if the quota is short, to shards whose use exceeds
-    # their budget.
+    # Integer division leaves a rest. It goes to the first shard; if the quota is short, to shards that use more
+    # than their budget.
     rest = total_bytes - sum(budgets)
     for shard, size, budget_bytes in zip(some, used, budgets, strict=True):
         more = rest if spare >= 0 else min(rest, size - budget_bytes)

@@ -115,7 +115,7 @@ class _Quota(NamedTuple):
 
 
 class QuotaShards:
-    """This node's claims of bytes."""
+    """This node's claims of quota bytes: requests, leases that have bytes, and bytes to be returned."""
 
     def __init__(self, membership: Membership, fences: NodeFences) -> None:
         self.live: dict[str, str] = {}
@@ -168,6 +168,7 @@ class QuotaShards:
 
     def lose(self, *, forgets: bool) -> None:
         """Drop all bytes, like `NodeClaims.lose`."""
+        # As long as this daemon knows them, their bytes can return without a wait.
         self._former = frozenset() if forgets else frozenset(self.live)
         self.live = {}
 
@@ -239,7 +240,7 @@ class QuotaShards:
 
     def _answered(self, want: _Want, nodes: tuple[str, ...], outcome: Outcome, asked_ns: int, now_ns: int) -> None:
         want.is_asking = False
-        # The request was dropped meanwhile, or there is no answer.
+        # The request was dropped meanwhile, or etcd has not answered.
         if self._wants.get(want.wanted.request) is not want or not self._is_answer(outcome, want, now_ns):
             return
         # Step 1: is there a quota that can be read?
@@ -250,7 +251,7 @@ class QuotaShards:
             self._refuse_at_once(want, Why.REJECTED, text, now_ns)
         elif quota is None:
             self._refuse_at_once(want, Why.NO_QUOTA, f"tenant {tenant!r} has no quota in the fleet", now_ns)
-        # Step 2: an earlier attempt whose answer was lost has written the entry.
+        # Step 2: an earlier attempt that got no answer has written the entry.
         elif self._is_mine(quota.home.used.get(want.wanted.lease_id)):
             self._give(want, now_ns)
         else:

@@ -1,8 +1,8 @@
 """Dates of etcd's revisions on this node's clock: the latest time at which an unchanged record was written.
 
 Revisions number all writes of the store and only rise. So a record with a mod revision up to that of an answer was
-written before the answer came. A node that keeps the dates of its own answers can tell of every record how long it has
-been silent, at least, even of one that it sees for the first time.
+written before the answer came. A node that keeps the dates of its own answers knows for every record how long it has
+been silent, at least, even for one that it sees for the first time.
 """
 
 from typing import Final, NamedTuple
@@ -35,6 +35,7 @@ class RevisionDates:
 
     def written_by_ns(self, mod_revision: int, now_ns: int) -> int:
         """Return a time by which the write of that revision, which was just read, was surely done."""
+        # The earliest answer at or above the revision: the write was done before that answer came.
         return next((date.now_ns for date in self._dates if date.revision >= mod_revision), now_ns)
 
     def forget(self) -> None:

@@ -28,7 +28,6 @@ class StoreHistory:
         self._is_asking = False
 
     def read(self) -> Get:
-        """Return the read of a heartbeat."""
         return Get(COMPACTION)
 
     def forget(self) -> None:
@@ -38,6 +37,7 @@ class StoreHistory:
     def saw(self, found: tuple[KeyValue, ...], now_ns: int) -> None:
         """Take the mark as read by a heartbeat, and remove the history before it if it is old."""
         revision = found[0].mod_revision if found else 0
+        # The mark was rewritten, by this node or another: its age starts again.
         if self._mark is None or self._mark[0] != revision:
             self._mark = revision, now_ns
         if not self._history_ns or self._is_asking or now_ns - self._mark[1] < self._history_ns:
@@ -46,6 +46,7 @@ class StoreHistory:
 
         def on_outcome(outcome: Outcome, asked_ns: int, now_ns: int) -> None:
             self._is_asking = False
+            # This node rewrote the mark, so it alone removes the history before the old one.
             if isinstance(outcome, Answer) and outcome.succeeded and revision:
                 self._membership.effects.append(Compact(revision))
 

@@ -79,12 +79,10 @@ class Authority:
 
     @property
     def certificate_path(self) -> Path:
-        """The certificate that others must trust."""
         return self.folder / _CA
 
     @property
     def crl_path(self) -> Path:
-        """The list of revoked certificates."""
         return self.folder / _CRL
 
     @classmethod
