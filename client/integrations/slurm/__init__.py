@@ -1,1 +1,1 @@
-"""Slurm: a job's lease is made by its prolog and proved free by its epilog."""
+"""Leases for Slurm: a job's prolog acquires its lease, and the job's epilog proves its memory free."""

@@ -3,9 +3,9 @@
 A job's `--gres=vram:N` is a lease of N MiB on each of its nodes; the job's user is its tenant. The prolog acquires it,
 the service renews it while the job lives, the epilog frees it and waits for the proof that its memory is free.
 
-Who is at fault decides what fails. A request that the daemon refuses to this user fails the job: the prolog succeeds,
-and the task prolog prints the reason and fails. Only a fault of the node fails the prolog or the epilog, by which Slurm
-drains the node.
+The cause of a failure decides what fails. If the daemon refuses this user's request, the job fails: the prolog
+succeeds, and the task prolog prints the reason and fails. Only a fault of the node fails the prolog or the epilog,
+after which Slurm drains the node.
 """
 
 import fcntl
@@ -38,8 +38,8 @@ from gpulease.protocol.messages import Empty, LeaseAlloc, LeaseRenew
 from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, Status
 
 LEASE_S: Final = 600.0
-"""Time of a job's lease, in seconds: the service renews it every RENEW_S while the job lives. So a lease outlasts a
-restart of the service, and a node that is gone for good gives the memory back after ten minutes."""
+"""Seconds of a job's lease, which the service renews every RENEW_S while the job runs. So a lease survives a restart of
+the service, and the memory of a node that is gone for good is free after ten minutes."""
 
 RENEW_S: Final = 60.0
 
@@ -58,7 +58,7 @@ SERVICE_LOCK: Final = "service"
 _NODE_FAULTS: Final = frozenset(
     {Status.INTERNAL, Status.DRAINED, Status.FENCED, Status.SESSION_FAILED, Status.UNSUPPORTED}
 )
-"""Refusals that another node would not have given. All others are about what the user asked for, or may do."""
+"""Refusals that are the node's fault, so that another node might grant the lease. All others are about the request."""
 
 _folder = click.option(
     "--folder", type=click.Path(path_type=Path), default=Path("/run/gpulease-slurm"), show_default=True
@@ -77,7 +77,7 @@ def main() -> None:
 @_folder
 @_daemon
 def prolog(folder: Path, address: str) -> None:
-    """Acquire the job's lease. For slurm.conf's Prolog, with PrologFlags=Alloc. Fails for a fault of the node alone."""
+    """Acquire the job's lease. For slurm.conf's Prolog, with PrologFlags=Alloc. Fails only for a fault of the node."""
     job, size_bytes = job_id(os.environ), size_of_job(os.environ)
     # The job requested no vram, so it gets no lease.
     if not size_bytes:
@@ -95,6 +95,8 @@ def prolog(folder: Path, address: str) -> None:
         try:
             _acquire(records, job, JobRecord(user, restarts, address), size_bytes)
         except RefusedForUser as refusal:
+            # The node's fault fails the prolog. Otherwise the job is to fail: the task prolog finds the refusal in the
+            # record.
             if _is_fault_of_node(refusal, size_bytes, address):
                 raise
             records.write(job, JobRecord(user, restarts, address, refusal=str(refusal)))
@@ -108,7 +110,7 @@ def task_prolog(folder: Path) -> None:
     if record is None:
         return
     if record.refusal:
-        # Slurm copies such a line to the task's output, and ends the job with this status; the node stays as it is.
+        # Slurm copies a line that begins with "print" to the task's output. The exit status ends the job, not the node.
         click.echo(f"print gpulease-slurm: the job has no lease: {' '.join(record.refusal.split())}")
         sys.exit(1)
     click.echo(f"export {ADDRESS_VARIABLE}={record.address}\nexport {LEASE_ID_VARIABLE}={record.lease_id}")
@@ -129,9 +131,10 @@ def epilog(folder: Path) -> None:
 @main.command()
 @_folder
 def service(folder: Path) -> None:
-    """Renew the leases of running jobs, and free those of jobs whose epilog never ran. For systemd, one a node."""
+    """Renew the leases of running jobs, and free those of jobs without an epilog. For systemd, one per node."""
     records = JobRecords(folder)
     with (folder / SERVICE_LOCK).open("ab") as held:
+        # The prolog checks this lock, by which it knows that leases are renewed.
         if not _lock(held):
             raise CannotStart(f"another gpulease-slurm service already serves {folder}")
         while True:
@@ -139,7 +142,7 @@ def service(folder: Path) -> None:
                 try:
                     _keep(records, job)
                 except CannotStart as error:
-                    # The next round tries again; what can't be mended is in the log each time.
+                    # The next round tries again. A lasting fault is logged in each round.
                     click.echo(f"gpulease-slurm: job {job}: {error}", err=True)
             time.sleep(RENEW_S)
 
@@ -148,7 +151,10 @@ def service(folder: Path) -> None:
 
 
 def _acquire(records: JobRecords, job: str, record: JobRecord, size_bytes: int) -> None:
-    """Acquire a job's lease, and record it. Raises RefusedForUser and CannotStart; then nothing is left of it."""
+    """Acquire a job's lease, and record it.
+
+    If it raises RefusedForUser or CannotStart, nothing remains of the lease.
+    """
     # Step 1: a short lease, so that a prolog that is killed before step 2 leaves nothing behind for long. A repeated
     # prolog sends the same request id, and gets the same lease.
     again = REQUEST_ID.parameter(request_id(os.environ, job, record.restarts).hex())
@@ -159,7 +165,7 @@ def _acquire(records: JobRecords, job: str, record: JobRecord, size_bytes: int) 
     # Step 2: the record, from which the epilog frees the lease.
     record = replace(record, lease_id=lease_id)
     records.write(job, record)
-    # Step 3: the lease's full time, and the record as ready.
+    # Step 3: extend the lease to its full time, and mark the record as ready.
     try:
         _renew(record)
     except RefusedForUser:
@@ -174,18 +180,19 @@ def _renew(record: JobRecord) -> None:
 
 
 def _keep(records: JobRecords, job: str) -> None:
-    """Renew a job's lease, or end it if slurmctld says that the job is over. Raises CannotStart."""
+    """Renew a job's lease, or end it if slurmctld reports that the job is over. Raises CannotStart."""
     with records.locked(job, waits=False) as is_free:
         record = records.read(job) if is_free else None
-        # A prolog or an epilog is at work, or there is nothing to renew.
+        # A prolog or an epilog holds the lock, or the job has no lease to renew.
         if record is None or record.refusal or not record.is_ready:
             return
-        # Renewed first: a slurmctld that hangs costs no job its lease.
+        # Renew before asking slurmctld: if that hangs, no job loses its lease.
         lost: RefusedForUser | None = None
         try:
             _renew(record)
         except RefusedForUser as refusal:
             lost = refusal
+        # Only a definite answer ends a lease; a slurmctld that does not answer ends none.
         if state_of_job(job) is JobState.OVER:
             _end(records, job, record)
         elif lost is not None:
@@ -209,20 +216,20 @@ def _end(records: JobRecords, job: str, record: JobRecord) -> None:
 
 
 def _free(lease_id: LeaseId, address: str) -> str:
-    free_and_prove(lease_id, address, PROOF_LIMIT_S, lambda told: click.echo(f"gpulease-slurm: {told}", err=True))
+    free_and_prove(lease_id, address, PROOF_LIMIT_S, lambda text: click.echo(f"gpulease-slurm: {text}", err=True))
     return ""
 
 
 def _is_fault_of_node(refusal: RefusedForUser, size_bytes: int, address: str) -> bool:
-    """Return whether the node refused what the job may have; else the job asked for too much, or its user may not."""
+    """Return whether the node is at fault: it refused a request that is within the job's and its user's limits."""
     if refusal.status not in {Status.DISCONNECTED, Status.CAPACITY_EXCEEDED}:
         return refusal.status in _NODE_FAULTS
-    # Asked as root. A daemon that answers root has kept the user out: its socket is not for everybody.
+    # Ask as root. If the daemon answers root, it did not answer the user because of the socket's permissions.
     try:
         cards = cards_of(ask(Opcode.GET_INVENTORY, Empty(), address))
     except GpuLeaseError:
         return True
-    # No room, although a card could hold the lease: Slurm's count of the node is wrong.
+    # No room, although a card is large enough: Slurm's count of the node's memory differs from the daemon's.
     has_such_card = any(card["capacity_bytes"] >= size_bytes for card in cards)
     return refusal.status is Status.CAPACITY_EXCEEDED and has_such_card
 

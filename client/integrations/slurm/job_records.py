@@ -1,4 +1,4 @@
-"""What a node remembers of its jobs' leases: one file a job, locked by each script while it changes it."""
+"""A node's records of its jobs' leases: one file per job, which each script locks while it changes it."""
 
 import fcntl
 import json
@@ -12,7 +12,7 @@ from typing import Final
 from gpulease.client.console.exit_status import CannotStart
 
 LOCKS: Final = "locks"
-"""The file whose bytes are the jobs' locks: the byte at a job's number is that job's."""
+"""The file with the jobs' locks: the byte at a job's number is locked for that job."""
 
 _SUFFIX: Final = ".json"
 
@@ -22,11 +22,11 @@ class JobRecord:
     """A job's lease, or why it has none.
 
     Attributes:
-        user: The job's user, by number, who is the lease's tenant.
-        restarts: How often Slurm had requeued the job before.
-        address: The daemon's.
+        user: The id of the job's user, who is the lease's tenant.
+        restarts: How often Slurm had requeued the job by then.
+        address: The daemon's address.
         lease_id: The lease, in hex digits; "" for a job that was refused.
-        is_ready: Whether the lease has the time that it was acquired for.
+        is_ready: Whether the lease was extended to its full time.
         refusal: Why the job has no lease; "" if it has one.
     """
 
@@ -42,7 +42,7 @@ class JobRecords:
     """The records of one node.
 
     Args:
-        folder: Where they lie; made if it is missing. Everybody may read it, root alone write.
+        folder: Their folder, which is created if it is missing. All users may read it, and only root may write.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -52,7 +52,7 @@ class JobRecords:
     @contextmanager
     def locked(self, job: str, *, waits: bool = True) -> Iterator[bool]:
         """Lock a job's record until the block ends. Yields False if another process has it and `waits` is false."""
-        # A lock of a byte, not of a file of the job's own: such a file could not be removed while others wait for it.
+        # Lock a byte of one shared file: a separate file per job could not be removed while others wait for its lock.
         with (self._folder / LOCKS).open("ab") as file:
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB), 1, int(job))
@@ -66,10 +66,11 @@ class JobRecords:
         return [path.stem for path in sorted(self._folder.glob(f"*{_SUFFIX}"))]
 
     def read(self, job: str) -> JobRecord | None:
-        """Return a job's record, None if there is none. Raises CannotStart if the file is not a record."""
+        """Return a job's record; None if it has none. Raises CannotStart if the file is not a record."""
         path = self._path(job)
         try:
             record = JobRecord(**json.loads(path.read_text()))
+            # Check types, too: the user's id and the address are used as root.
             for name, kind in JobRecord.__annotations__.items():
                 if type(getattr(record, name)) is not kind:
                     raise ValueError(f"{name} is {getattr(record, name)!r}")
@@ -80,8 +81,9 @@ class JobRecords:
             raise CannotStart(f"{path} must be a job's record: {error}. Was it changed?") from None
 
     def write(self, job: str, record: JobRecord) -> None:
-        """Replace a job's record, durably."""
+        """Replace a job's record. It is on the disk when this returns."""
         path = self._path(job)
+        # Write a new file and rename it, so that a killed script never leaves half a record.
         new = path.with_suffix(".new")
         with new.open("w") as file:
             file.write(json.dumps(asdict(record)))
@@ -91,7 +93,7 @@ class JobRecords:
         new.replace(path)
 
     def forget(self, job: str) -> None:
-        """Remove a job's record."""
+        """Remove a job's record, if it has one."""
         self._path(job).unlink(missing_ok=True)
 
     def _path(self, job: str) -> Path:

@@ -1,4 +1,4 @@
-"""Requests as a job's user: prolog and epilog are root, and the lease is the user's."""
+"""Requests as a job's user: prolog and epilog run as root, but the lease belongs to the user."""
 
 import json
 import os
@@ -10,14 +10,14 @@ from gpulease.client.errors import GpuLeaseError
 from gpulease.protocol.opcodes import Status
 
 MAX_ANSWER_BYTES = 4096
-"""Longest answer of the child: a pipe takes so much without a reader (PIPE_BUF)."""
+"""Longest answer of the child, which a pipe takes without a reader (PIPE_BUF)."""
 
 
 class RefusedForUser(CannotStart):
-    """The daemon has refused the user's request.
+    """The daemon refused a request that was made as the job's user.
 
     Attributes:
-        status: The refusal's.
+        status: The status of the refusal.
     """
 
     def __init__(self, message: str, status: Status) -> None:
@@ -26,20 +26,23 @@ class RefusedForUser(CannotStart):
 
 
 def as_user(user: int, action: Callable[[], str]) -> str:
-    """Return an action's text, done by a child process of that user.
+    """Return the text of an action that a child process runs as that user.
 
-    The child has the user's groups: who may not write to the daemon's socket gets no lease.
+    The child has the user's groups, so a user who may not write to the daemon's socket gets no lease.
 
-    Raises RefusedForUser for the daemon's refusal, and CannotStart for any other error of the child.
+    Raises RefusedForUser if the daemon refuses, and CannotStart for any other error of the child.
     """
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
+        # In the child: drop root for good, run the action, and send the result through the pipe. It must not return
+        # into the parent's code.
         answer: dict[str, str | int]
         try:
             if os.geteuid() != user:
                 known = pwd.getpwuid(user)
                 os.initgroups(known.pw_name, known.pw_gid)
+                # Groups before the user, because only root may change groups.
                 os.setresgid(known.pw_gid, known.pw_gid, known.pw_gid)
                 os.setresuid(user, user, user)
             answer = {"done": action()}
@@ -53,6 +56,7 @@ def as_user(user: int, action: Callable[[], str]) -> str:
     with os.fdopen(reading, "rb") as pipe:
         text = pipe.read()
     os.waitpid(child, 0)
+    # No answer at all: the child did not reach its last line.
     if not text:
         raise CannotStart(f"as user {user}: the request's process was killed")
     answer = json.loads(text)

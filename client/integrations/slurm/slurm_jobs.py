@@ -1,4 +1,4 @@
-"""What Slurm says of a job: by the environment of its scripts, and by squeue outside of them."""
+"""Slurm's information about a job: from the environment of its scripts, and elsewhere from squeue."""
 
 import re
 import subprocess
@@ -11,11 +11,11 @@ from gpulease.client.console.exit_status import CannotStart
 MIB: Final = 1 << 20
 
 SQUEUE_LIMIT_S: Final = 20.0
-"""Longest wait for squeue's answer, in seconds: slurmctld may hang."""
+"""Longest wait for squeue's answer, in seconds, because slurmctld may hang."""
 
 _MARK: Final = re.compile(r"\[vram_mib=([0-9]{1,12})\]$")
-"""What job_submit.lua appends to the comment of a job that asks for vram. The end of the text alone counts: what stands
-before it is the user's."""
+"""The mark that job_submit.lua appends to the comment of a job that requests vram. Only the end of the text counts,
+because the user writes what is before it."""
 
 _OVER: Final = frozenset(
     {
@@ -23,14 +23,14 @@ _OVER: Final = frozenset(
         *("PENDING", "PREEMPTED", "REVOKED", "TIMEOUT"),
     }
 )
-"""States of a job that runs nowhere (squeue(1), JOB STATE CODES). A pending job was requeued: its next start has a
-prolog of its own."""
+"""States of a job that does not run (squeue(1), JOB STATE CODES). A pending job was requeued, and its next start has
+another prolog."""
 
 _UNKNOWN_JOB: Final = b"Invalid job id"
 
 
 class JobState(Enum):
-    """Whether a job still runs, as far as slurmctld says."""
+    """Whether a job still runs, according to slurmctld."""
 
     LIVES = "lives"
     OVER = "over"
@@ -38,7 +38,7 @@ class JobState(Enum):
 
 
 def size_of_job(environment: Mapping[str, str]) -> int:
-    """Return the bytes per node that the job asks for, 0 if it asks for no vram, by the prolog's environment."""
+    """Return the bytes per node that the job requests, from the prolog's environment; 0 if it requests no vram."""
     mark = _MARK.search(environment.get("SLURM_JOB_COMMENT", ""))
     return int(mark[1]) * MIB if mark else 0
 
@@ -62,13 +62,14 @@ def number_in(environment: Mapping[str, str], name: str, default: str = "") -> i
 
 
 def state_of_job(job: str) -> JobState:
-    """Ask slurmctld whether a job still runs. Not for prologs and epilogs, which must not wait for it."""
+    """Request a job's state from slurmctld. Not for prologs and epilogs, which must not wait for it."""
     command = ["squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T"]
     try:
         done = subprocess.run(command, capture_output=True, timeout=SQUEUE_LIMIT_S, check=False)
     except (OSError, subprocess.SubprocessError):
         return JobState.UNKNOWN
     if done.returncode:
+        # slurmctld forgets a job some minutes after its end. Any other failure proves nothing.
         return JobState.OVER if _UNKNOWN_JOB in done.stderr else JobState.UNKNOWN
     # One line for a job; none for one that slurmctld has just forgotten.
     states = done.stdout.decode("ascii", errors="replace").split()
