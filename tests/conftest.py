@@ -109,8 +109,9 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave exhaustive and slow tests out, unless some files or names are asked for; everything has no slow ones.
 
-    Of a test and the one that does all of it and more, the latter runs alone.
+    Of a test and the one that does all of it and more, the latter runs alone. Those that take longest begin first.
     """
+    items.sort(key=lambda item: item.get_closest_marker("first") is None)
     if not is_default(config):
         return
     marks = ["slow"] if config.option.everything else ["slow", "exhaustive"]

@@ -240,6 +240,7 @@ def test_there_are_blocks() -> None:
     assert {"README.md", "client/README.md", "daemon/README.md"} <= {block.document for block in BLOCKS}
 
 
+@pytest.mark.first
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("document", sorted({block.document for block in BLOCKS if block.language in RUN}))
 def test_what_is_run_in_the_documents_order(stage: Stage, document: str) -> None:

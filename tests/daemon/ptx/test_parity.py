@@ -88,10 +88,10 @@ def test_every_form_gives_what_the_card_gave(resting: CpuContext, recorded: dict
     """But for the forms known to differ, which must be exactly those: one that is mended leaves the list."""
     known = {line for line in OPEN.read_text().split("\n") if line.startswith(opcode + ".")}
     differing: dict[str, list[str]] = {}
-    values = {text: entry["values"].split() for text, entry in recorded["results"].items()}
-    for group in groups([spelled for spelled in BY_OPCODE[opcode] if spelled.text in values and is_exact(spelled)]):
+    results = recorded["results"]
+    for group in groups([spelled for spelled in BY_OPCODE[opcode] if spelled.text in results and is_exact(spelled)]):
         for spelled, given in zip(group, run(resting, group), strict=True):
-            if rows := differing_rows(spelled, given, values[spelled.text]):
+            if rows := differing_rows(spelled, given, results[spelled.text]["values"].split()):
                 differing[spelled.text] = rows
     surprises = [row for text, rows in differing.items() if text not in known for row in rows]
     assert not surprises, "\n".join(surprises[:20])

@@ -44,6 +44,7 @@ REVOKED_AT_ONCE: Final = 18
 LEADERS_STOPPED: Final = 3
 
 
+@pytest.mark.first
 @pytest.mark.exhaustive
 @pytest.mark.timeout(NEMESIS_S + 500)
 def test_no_name_is_served_twice_under_any_fault(tmp_path: Path) -> None:
