@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from fuzz.virtual import VirtualLoop, virtual_time
 from gpulease.daemon.broker import subscriptions
 from gpulease.daemon.broker.subscriptions import EVERY_LEASE, Publisher, Subscription
 from gpulease.daemon.leases import (
@@ -86,13 +87,19 @@ class Life:
 
 
 def on_loop(scenario: Callable[[Life], Any]) -> Callable[[], None]:
+    """Play a scenario on the virtual clock: how long a busy host takes changes nothing."""
+
     def run() -> None:
         async def play() -> None:
             life = Life()
             await scenario(life)
             life.publisher.stop()
 
-        asyncio.run(play())
+        loop = VirtualLoop()
+        with virtual_time(loop):
+            loop.run_until_complete(play())
+            loop.close()
+        assert loop.wrong == []
 
     run.__name__ = scenario.__name__
     return run
