@@ -103,7 +103,7 @@ class ArrayLayout:
             else:
                 offset += stride * _place(one, length, number)
         if len(shape) > MAX_DIMENSIONS:
-            raise InvalidRequest(f"index: {len(shape)} dimensions; an array has at most {MAX_DIMENSIONS}")
+            raise InvalidRequest(f"index: an array has at most {MAX_DIMENSIONS} dimensions, not {len(shape)}")
         # Without elements, the sum of strides may be outside the buffer.
         return type(self)(tuple(shape), tuple(strides), offset if 0 not in shape else self.offset, self.item_bytes)
 
@@ -139,17 +139,20 @@ def checked_shape(shape: Any, item_bytes: int, doing: str) -> tuple[int, ...]:
     Raises InvalidRequest.
     """
     try:
+        # numpy's integers have __index__, floats and strings do not.
         lengths = tuple(length.__index__() for length in (shape if isinstance(shape, Sequence) else (shape,)))
     except (TypeError, AttributeError):
-        raise InvalidRequest(f"{doing}: shape {quoted(shape)} is neither an integer nor a sequence of them") from None
+        raise InvalidRequest(
+            f"{doing}: the shape must be an integer or a sequence of them, not {quoted(shape)}"
+        ) from None
     if len(lengths) > MAX_DIMENSIONS:
-        raise InvalidRequest(f"{doing}: {len(lengths)} dimensions; an array has at most {MAX_DIMENSIONS}")
+        raise InvalidRequest(f"{doing}: an array has at most {MAX_DIMENSIONS} dimensions, not {len(lengths)}")
     if any(length < 0 for length in lengths):
         raise InvalidRequest(f"{doing}: shape {quoted(lengths)} has a negative length")
     # A length of 0 makes the product 0, but strides still multiply the other lengths.
     if math.prod(max(length, 1) for length in lengths) * item_bytes > MAX_ARRAY_BYTES:
         raise InvalidRequest(
-            f"{doing}: shape {quoted(lengths)} is of over {MAX_ARRAY_BYTES} bytes, the most of an array"
+            f"{doing}: an array has at most {MAX_ARRAY_BYTES} bytes; the shape {quoted(lengths)} has more"
         )
     return lengths
 
@@ -178,6 +181,7 @@ def _full_key(key: Any, shape: tuple[int, ...]) -> Iterator[Any]:
 def _range_of(one: slice, length: int, number: int) -> tuple[int, int, int]:
     """(start, step, count) of a slice of a dimension of that length. Raises InvalidRequest."""
     try:
+        # Python's own rules: negative numbers count from the end, and what lies outside is cut.
         start, stop, step = one.indices(length)
     except (TypeError, ValueError) as error:
         raise InvalidRequest(f"index {number}: {quoted(one)}: {error}") from None

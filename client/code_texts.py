@@ -24,7 +24,9 @@ def image_of(image: Any, doing: str) -> bytes:
     _check_path(image, doing, 'Give what is in the file: pathlib.Path("...").read_bytes()')
     code = utf8(image, doing) if isinstance(image, str) else bytes(readable_bytes(image, doing))
     if not code.startswith(_BINARY) and _CUDA_C.search(code) and not _PTX.search(code):
-        raise InvalidRequest(f"{doing}: the image is CUDA C, not PTX", "Compile it: session.compile(source)")
+        raise InvalidRequest(
+            f"{doing}: the image must be PTX or a binary, not CUDA C", "Compile it: session.compile(source)"
+        )
     return code
 
 
@@ -32,9 +34,11 @@ def cuda_c_of(source: Any, doing: str) -> str:
     """The text of a CUDA C source. Raises InvalidRequest for a path, for PTX, and for other types."""
     _check_path(source, doing, 'Give what is in the file: pathlib.Path("...").read_text()')
     if not isinstance(source, str):
-        raise InvalidRequest(f"{doing}: {quoted(source)} is not a text of CUDA C")
+        raise InvalidRequest(f"{doing}: the source must be a string of CUDA C, not {quoted(source)}")
     if _PTX.search(utf8(source, doing)) and not _CUDA_C.search(source.encode()):
-        raise InvalidRequest(f"{doing}: the source is PTX", "Load it as it is: session.module_load(image)")
+        raise InvalidRequest(
+            f"{doing}: the source must be CUDA C, not PTX", "Load it as it is: session.module_load(image)"
+        )
     return source
 
 

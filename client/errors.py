@@ -300,6 +300,7 @@ class RegionFailed(OperationFailed):
 def _answers_of_region(status: Status) -> Callable[[E], E]:
     """Make the decorated class the error of a status in failures that name a region."""
 
+    # A region's status has a class of its own: its session continues, unlike a lease's with the same status.
     def register(kind: E) -> E:
         _OF_REGION[status] = kind
         kind.default_status = status
@@ -360,6 +361,7 @@ def error_class(status: int, *, of_region: bool = False) -> type[GpuLeaseError]:
     Returns:
         The class, or the base class, RegionFailed or GpuLeaseError, for a status without one.
     """
+    # A number that this client does not know gets the base class, so that programs can catch it.
     return _OF_REGION.get(status, RegionFailed) if of_region else _BY_STATUS.get(status, GpuLeaseError)
 
 

@@ -59,6 +59,7 @@ class Handle:
 
     def mark_freed(self) -> tuple[Opcode, int]:
         """Mark it as freed; returns the (operation, handle) of the request that frees it."""
+        # From here on the destructor adds nothing: the caller sends the request that frees it.
         self.owner = None
         return self._free_op, self.handle
 

@@ -95,6 +95,7 @@ class KernelArgs:
 
     def push_u32(self, value: int) -> Self:
         """Append an unsigned integer of 4 bytes. Raises InvalidRequest if the value does not fit."""
+        # struct checks type and range in one step; its error is translated, because it does not name the argument.
         try:
             self.data += _PACK_U32(value)
         except struct.error:
@@ -157,7 +158,7 @@ class KernelArgs:
             offset += buffer.layout.offset
             buffer = buffer.buffer
         if not isinstance(buffer, Buffer):
-            raise self._misfit(buffer, "a Buffer; integers go in with push_u64")
+            raise self._misfit(buffer, "a Buffer", "Push an integer with push_u64")
         if buffer.owner is None:
             raise InvalidHandle(f"argument {len(self.kinds)}: buffer {buffer.handle:#x} is freed")
         # An offset equal to the size is allowed: a pointer to the end, of which the kernel reads nothing.
@@ -178,7 +179,7 @@ class KernelArgs:
         except TypeError:
             raise self._misfit(data, "bytes") from None
         if not raw:
-            raise InvalidRequest(f"argument {len(self.kinds)}: it has no bytes")
+            raise InvalidRequest(f"argument {len(self.kinds)} must be at least one byte, not none")
         self.data += raw
         self.kinds += (len(raw),)
         return self
@@ -195,7 +196,10 @@ class KernelArgs:
         """
         # The name becomes a keyword of `graph.launch`, so it must be one that Python accepts.
         if not isinstance(name, str) or not name.isidentifier() or name in KEYWORDS:
-            raise InvalidRequest(f"argument {len(self.kinds)}: {quoted(name)} is not a valid parameter name")
+            raise InvalidRequest(
+                f"argument {len(self.kinds)}: a parameter's name must be an identifier, not {quoted(name)}",
+                f"It can't be {', '.join(sorted(KEYWORDS))}",
+            )
         # Pack it twice: as a parameter with its name, and as an ordinary argument of this launch.
         bound = pack_parameter(f"argument {len(self.kinds)}", kind, value)
         index = len(self.kinds)
@@ -209,8 +213,8 @@ class KernelArgs:
     def __repr__(self) -> str:
         return f"<KernelArgs sizes={self.sizes} data={self.data.hex()}>"
 
-    def _misfit(self, value: Any, wanted: str) -> InvalidRequest:
-        return InvalidRequest(f"argument {len(self.kinds)}: {quoted(value)} is not {wanted}")
+    def _misfit(self, value: Any, wanted: str, hint: str = "") -> InvalidRequest:
+        return InvalidRequest(f"argument {len(self.kinds)} must be {wanted}, not {quoted(value)}", hint)
 
 
 def pack_parameter(what: str, kind: Kind, value: Any) -> BoundParameter:

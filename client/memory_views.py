@@ -19,6 +19,7 @@ def readable_bytes(data: Any, doing: str) -> memoryview:
         view = memoryview(data)
     except (TypeError, ValueError) as error:
         raise InvalidRequest(f"{doing}: the data must be a buffer of bytes: {error}") from None
+    # What is not contiguous is copied: for a write, only the bytes matter.
     return _flat(view) or memoryview(view.tobytes())
 
 

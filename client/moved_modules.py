@@ -59,6 +59,7 @@ _PREFIXES: Final = ("gpulease.client.engine", "gpulease.client.serve.")
 def new_name(old: str) -> str | None:
     """Return the name that a module has now; None if it has not moved."""
     package, rest = old, ""
+    # The longest old name that has a row wins; what follows it is kept.
     while package:
         if package in MOVED:
             return MOVED[package] + rest
@@ -73,6 +74,7 @@ class _Moved(InspectLoader):
     def __init__(self, new: str) -> None:
         self._new = new
 
+    # None: the module is made by the usual means.
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return None
 
@@ -95,8 +97,10 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        # Cheap first: every import of every program passes here.
         if not fullname.startswith(_PREFIXES) or (new := new_name(fullname)) is None:
             return None
+        # The old name was of a part that is gone in both places.
         if (there := find_spec(new)) is None:
             return None
         is_package = there.submodule_search_locations is not None

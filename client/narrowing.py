@@ -46,6 +46,7 @@ def attenuate(
     try:
         # The times are facts of the token's first block, which the node signed.
         biscuit = Biscuit.from_bytes(token, _key(public_key))
+        # The policy does not matter: only the facts are asked for.
         (times,) = AuthorizerBuilder("allow if true").build(biscuit).query(Rule(_TIMES))
         issued_ms, issued_unix_ms, expires_ms = times.terms
     except (BiscuitValidationError, TypeError, ValueError):
@@ -59,6 +60,7 @@ def attenuate(
         narrowed = bytes(biscuit.append(BlockBuilder(narrowing_source(expires_ms, permissions))).to_bytes())
     except ValueError as error:
         raise InvalidRequest(f"attenuate: {error}") from None
+    # Each block adds to a token, so a chain of holders can exceed what a daemon reads.
     if len(narrowed) > MAX_TOKEN_BYTES:
         raise InvalidRequest(f"attenuate: the token would have more than {MAX_TOKEN_BYTES} bytes")
     return narrowed

@@ -49,6 +49,7 @@ NODE_LEASE: Final = 0
 
 _MAX_EXPIRY_DIGITS: Final = 18
 _BY_NAME: Final = {permission.name: permission for permission in Permission}
+# Exactly the text that `narrowing_source` writes: an expiry, and perhaps a set of permissions.
 _NARROWING: Final = re.compile(
     rf"check if time\(\$t\), \$t <= ([0-9]{{1,{_MAX_EXPIRY_DIGITS}}});\n"
     r'(?:check if permission\(\$p\), \{([A-Z_", ]*)\}\.contains\(\$p\);\n)?'
@@ -79,6 +80,7 @@ def narrowing_source(expires_ms: int, permissions: Permission | None) -> str:
     if not 0 <= expires_ms < 10**_MAX_EXPIRY_DIGITS:
         raise ValueError(f"{expires_ms} ms is not a time of a node's clock")
     source = f"check if time($t), $t <= {expires_ms};\n"
+    # Without permissions the block narrows the time alone, and a reader takes all permissions as kept.
     if permissions is None:
         return source
     if not permissions:

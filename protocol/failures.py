@@ -346,6 +346,7 @@ def region_refusal(
     # cause.
     if is_repeat and word in ENDED_WORDS:
         status = Status.FENCED
+    # Kernel, site and position say which launch it was, so that a program can find the work that was not done.
     said, hint = _REGION_REFUSALS[status]
     return Failure(
         status,

@@ -91,8 +91,8 @@ class LeaseOption(Generic[Value, Default]):
         return LeaseParameter(self.tag, self._encode(value))
 
     def read(self, parameters: Sequence[LeaseParameter]) -> Value | Default:
-        # An option given twice could mean either value to two readers, so it is refused.
         """Return the value that a request gives, or the default. Raises Refused."""
+        # An option given twice could mean either value to two readers, so it is refused.
         values = [parameter.value for parameter in parameters if parameter.tag == self.tag]
         if not values:
             return self.default
@@ -131,6 +131,7 @@ class NumberOption(LeaseOption[int, Default]):
         return value.to_bytes(self.size_bytes, "big")
 
     def _decode(self, data: bytes) -> int:
+        # The width alone bounds the largest number, so only the smallest one is checked.
         value = int.from_bytes(data, "big")
         if len(data) != self.size_bytes or value < self.least:
             raise self._malformed()
@@ -205,6 +206,7 @@ class NameOption(LeaseOption[str, str]):
         return value.encode()
 
     def _decode(self, data: bytes) -> str:
+        # Bytes that are not UTF-8 become a character that no name has, and are refused as a wrong name is.
         name = data.decode(errors="replace")
         if not NAME.fullmatch(name):
             raise self._malformed()
@@ -220,6 +222,7 @@ class LabelsOption(LeaseOption[Mapping[str, str], Mapping[str, str]]):
         return "…"
 
     def _encode(self, value: Mapping[str, str]) -> bytes:
+        # Nothing to quote: a name has neither "=" nor ",".
         return ",".join(f"{key}={one}" for key, one in value.items()).encode()
 
     def _decode(self, data: bytes) -> dict[str, str]:
@@ -251,11 +254,13 @@ class RequestIdOption(LeaseOption[str, str]):
         return data
 
     def _decode(self, data: bytes) -> str:
+        # Zeros are what a client sends that forgot to make an id; they must not join different acquires.
         if len(data) != REQUEST_ID_BYTES or not any(data):
             raise self._malformed()
         return data.hex()
 
 
+# Tags, rules and texts of the options. A tag keeps its meaning for ever: older workers and journals have it.
 EXCLUSIVITY: Final = ChoiceOption(
     tag=0x0903,
     kind=Exclusivity,
@@ -423,6 +428,7 @@ class LeaseOptions(WorkerOptions):
 
 def _by_field(options: type[WorkerOptions]) -> Mapping[str, LeaseOption[Any, Any]]:
     hints = get_type_hints(options, include_extras=True)
+    # Read the annotations with their metadata: an option is declared once, next to its field.
     # The annotation holds the declaration, so no field can be without one.
     found = {item.name: hints[item.name].__metadata__[0] for item in fields(options)}
     return dict(sorted(found.items(), key=lambda item: item[1].tag))
@@ -444,21 +450,26 @@ OPTIONS: Final[tuple[LeaseOption[Any, Any], ...]] = tuple(
 def _mistakes() -> Iterator[str]:
     """Yield what contradicts itself in the declarations above."""
     # Each check names the option and what its declaration must have; all mistakes are reported at once.
+    # Two options with one tag would each read the other's value.
     if len({option.tag for option in OPTIONS}) < len(OPTIONS):
         yield "each option must have a tag of its own"
     kept = list(KEPT_OPTIONS.values())
     for option in OPTIONS:
         where = f"option 0x{option.tag:04x}"
+        # An option is stored in the lease, or is for the acquire alone.
         if kept.count(option) != (option.before is not Row.NEVER):
             yield f"{where} must be in one field of LeaseOptions, or have before=Row.NEVER"
+        # Whether submits obey it makes sense only for what a worker obeys.
         if (option in WORKER_OPTIONS.values()) != (option.in_submits is not None):
             yield f"{where} must say with in_submits whether a submit's worker obeys it, if it is in WorkerOptions"
+        # A bar would end the table's cell; a method without an effect, or the reverse, a row with a hole.
         if (
             not option.wire
             or "|" in option.wire + option.call + option.effect
             or bool(option.call) != bool(option.effect)
         ):
             yield f"{where}: what it does must be a sentence for a table's cell"
+    # A request without the option, and a lease made without it, must mean the same.
     for item in fields(LeaseOptions):
         if item.default != KEPT_OPTIONS[item.name].default:
             yield f"{item.name} must have the default of its option, {KEPT_OPTIONS[item.name].default!r}"

@@ -36,8 +36,8 @@ class Body:
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
 
-# Every reply may be an error reply instead; its body is the same for all operations.
 # --- every operation ---
+# Every reply may be an error reply instead; its body is the same for all operations.
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +53,9 @@ class ErrorBody(Body):
     details: tuple[Tlv, ...] = wire(TLVS)
 
 
+# --- the connection ---
 # A connection begins with Hello, and a session or a submit with Attach or GpuSubmit. Their options are TLVs, so a later
 # version can add one that older peers skip.
-# --- the connection ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +101,8 @@ class AttachReply(Body):
     options: tuple[Tlv, ...] = wire(TLVS)
 
 
-# Asked of the broker about the node as a whole. A reader need not have a lease.
 # --- the node ---
+# Asked of the broker about the node as a whole. A reader need not have a lease.
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +168,8 @@ class FenceCleared(Body):
     count: int = wire(U32)
 
 
-# Asked of a directory, which grants nothing: the tenant then asks the nodes that it names.
 # --- a fleet's directory ---
+# Asked of a directory, which grants nothing: the tenant then asks the nodes that it names.
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,9 +210,9 @@ class Placement(Body):
     why: str = wire(text())
 
 
+# --- leases ---
 # A lease's life: LEASE_ALLOC, renewals, and its free or revocation. Times are in milliseconds from the message on,
 # because the two clocks differ.
-# --- leases ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,9 +307,9 @@ class LeaseEvent(Body):
     reason: str = wire(text())
 
 
+# --- regions ---
 # A region is a part of a lease's memory that ends by itself. The broker opens and ends it; the session's worker and its
 # clients see that in the session's words.
-# --- regions ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,8 +384,8 @@ class RegionEvent(Body):
     seen_ns: int = wire(U64)
 
 
-# A token carries permissions for one lease to another holder.
 # --- tokens ---
+# A token carries permissions for one lease to another holder.
 
 
 @dataclass(frozen=True, slots=True)
@@ -444,8 +444,8 @@ class Audience(Body):
     audience: bytes = wire(sized_bytes(limits.AUDIENCE_BYTES))
 
 
-# From here on the session's worker serves the requests. A handle is a number that this worker gave.
 # --- memory and streams ---
+# From here on the session's worker serves the requests. A handle is a number that this worker gave.
 
 
 @dataclass(frozen=True, slots=True)
@@ -559,8 +559,8 @@ class Elapsed(Body):
     nanoseconds: int = wire(U64)
 
 
-# A module is loaded once; its replies say what a client needs to check a launch before it is sent.
 # --- modules and launches ---
+# A module is loaded once; its replies say what a client needs to check a launch before it is sent.
 
 
 @dataclass(frozen=True, slots=True)
@@ -664,8 +664,8 @@ class Launch(Body):
     arg_sizes: tuple[int, ...] = wire(list_of(U32, limits.MAX_ARGUMENTS))
 
 
-# A graph's nodes are requests of other operations, recorded as they would be sent.
 # --- graphs ---
+# A graph's nodes are requests of other operations, recorded as they would be sent.
 
 
 @dataclass(frozen=True, slots=True)
@@ -712,8 +712,8 @@ class GraphLaunch(Body):
     args: bytes = wire(sized_bytes(limits.MAX_ARGUMENT_BYTES))
 
 
-# The region set is made once, so that a launch names any number of regions by one number.
 # --- launches in regions ---
+# The region set is made once, so that a launch names any number of regions by one number.
 
 
 @dataclass(frozen=True, slots=True)
@@ -804,8 +804,8 @@ class GraphLaunchIn(Body):
     position: int = wire(U64)
 
 
-# A submit is a job of one kernel in a process of its own: GPU_SUBMIT, SUBMIT_RUN, and the connection ends.
 # --- submits ---
+# A submit is a job of one kernel in a process of its own: GPU_SUBMIT, SUBMIT_RUN, and the connection ends.
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,6 +171,7 @@ _ALL: Final = (
         "the first frame: agrees on a version, exchanges features and names",
         trigger=Trigger.HELLO,
     ),
+    # Any permission of a session opens it. From then on each request is checked against its own operation's needs.
     _control(
         Opcode.ATTACH,
         m.Attach,
@@ -183,6 +184,7 @@ _ALL: Final = (
     _control(
         Opcode.PING, m.Ping, m.Ping, _NOTHING, Trait.READ_ONLY, "checks that the peer is alive", trigger=Trigger.PING
     ),
+    # Without a trigger: no state of a connection accepts it as a request.
     _control(
         Opcode.GOODBYE,
         m.Empty,
@@ -246,6 +248,7 @@ _ALL: Final = (
         "only ever sent by the daemon, see [events](#events)",
         trigger=None,
     ),
+    # The reply waits for the teardown, so that an operator learns whether the bytes are free or fenced.
     _control(
         Opcode.LEASE_REVOKE,
         m.LeaseRevoke,
@@ -254,6 +257,7 @@ _ALL: Final = (
         Trait.NONE,
         "ends any lease whatever it is doing; the reply comes when the outcome is certain",
     ),
+    # What only operators may ask needs no permission, and no token can give it: the trait decides.
     _control(
         Opcode.FENCE_CLEAR,
         m.FenceClear,
@@ -330,6 +334,7 @@ _ALL: Final = (
         "only ever sent by the daemon, see [refused launches](#refused-launches)",
         trigger=None,
     ),
+    # The reply waits for the disk: a note that is acknowledged survives the loss of the machine's power.
     _control(
         Opcode.LEASE_NOTE,
         m.LeaseNote,
@@ -419,6 +424,8 @@ _ALL: Final = (
         ability=None,
         driver_failure=Status.SESSION_FAILED,
     ),
+    # A read waits for everything before it in its own stream. That settles the session only while it has no other
+    # stream.
     _session(
         Opcode.MEM_READ,
         m.MemRead,
@@ -450,6 +457,7 @@ _ALL: Final = (
         ability=None,
         driver_failure=Status.LAUNCH_FAILED,
     ),
+    # It polls, so it does not have WAITS_IN_DRIVER: a worker that is silent in a SYNC hangs, and is killed.
     _session(
         Opcode.SYNC,
         m.Empty,
@@ -574,6 +582,7 @@ _ALL: Final = (
         driver_failure=Status.SESSION_FAILED,
     ),
     # A submit's one operation.
+    # A quiet one would lose the outputs, which are in its reply.
     _session(
         Opcode.SUBMIT_RUN,
         m.SubmitRun,
@@ -616,6 +625,7 @@ _ALL: Final = (
         ability=SessionOption.REGIONS,
         driver_failure=Status.SESSION_FAILED,
     ),
+    # All permissions: the addresses belong to the whole session, not to the connection that asks.
     _session(
         Opcode.REGION_RELEASE,
         m.Handle,
@@ -750,6 +760,7 @@ _ALL: Final = (
         ability=SessionOption.OWN_MEMORY,
         driver_failure=Status.SESSION_FAILED,
     ),
+    # All permissions: it frees what other connections left behind.
     _session(
         Opcode.MEM_RESET,
         m.Empty,
@@ -761,6 +772,7 @@ _ALL: Final = (
         driver_failure=Status.SESSION_FAILED,
     ),
     # The client's report of a refusal that it made without the worker.
+    # Any permission: each connection that may launch or copy can be refused, and must be able to report that.
     _session(
         Opcode.REGION_REFUSED,
         m.RegionRefusal,
@@ -808,6 +820,7 @@ EVENTS_OF: Final = {spec.op: spec.events for spec in _ALL if spec.events is not 
 """The operations that begin a subscription, and those of its events."""
 
 
+# A single trait: `in` is true only if all bits are there, so a union would select too few.
 def having(trait: Trait) -> frozenset[Opcode]:
     """The operations with a trait; `trait` is a single one."""
     return frozenset(spec.op for spec in _ALL if trait in spec.traits)

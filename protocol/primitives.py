@@ -57,8 +57,10 @@ _U128_BYTES: Final = 16
 
 
 def plain_of(subcon: Any) -> Plain:
-    # Construct's own integers have no attribute for a plain form; every other encoding here was given one.
     """Return the plain form of an encoding of this module."""
+    # Construct's own integers have no attribute for a plain form; every other encoding here was given one.
+    # Three kinds: construct's integers, which have a format for struct; the one integer that struct has no letter for;
+    # and what this module made, which has its form with it.
     if isinstance(subcon, c.FormatField):
         return _plain_integer(struct.Struct(subcon.fmtstr))
     if subcon is U128:
@@ -105,6 +107,7 @@ def _plain_list(item: Plain, limit: int) -> Plain:
 
     def read(data: bytes, at: int) -> tuple[tuple[Any, ...], int]:
         (count,) = _U16.unpack_from(data, at)
+        # The count first: it says how many items follow, so a list over the limit costs nothing.
         if count > limit:
             raise BadValue
         at += _U16.size
@@ -143,9 +146,11 @@ def _plain_record(record: type[Any]) -> Plain:
     for item in fields(record):
         subcon = item.metadata["wire"]
         form, named = runs[-1] if runs else (None, [])
+        # A field with a form of its own ends the run of integers before it.
         if not isinstance(subcon, c.FormatField):
             runs.append((plain_of(subcon), [item.name]))
         elif isinstance(form, struct.Struct):
+            # Without the second format's byte order: a struct has one, at its beginning.
             runs[-1] = (struct.Struct(form.format + subcon.fmtstr[1:]), [*named, item.name])
         else:
             runs.append((struct.Struct(subcon.fmtstr), [item.name]))
@@ -159,6 +164,7 @@ def _plain_record(record: type[Any]) -> Plain:
 
     def read(data: bytes, at: int) -> tuple[Any, int]:
         values: list[Any] = []
+        # A value after the other: each step begins where the last one ended.
         for step in steps:
             if isinstance(step, Plain):
                 value, at = step.read(data, at)
@@ -329,6 +335,7 @@ LEASE_PARAMETERS = list_of(Record(LeaseParameter), limits.MAX_TLVS)
 
 
 def _unpack(data: bytes) -> Any:
+    # msgpack nests without a bound, so a hostile report can exhaust the stack: that is a bad value too.
     try:
         return msgpack.unpackb(data, strict_map_key=True)
     except (ValueError, msgpack.UnpackException, RecursionError) as error:

@@ -42,6 +42,7 @@ RPC_VERSION: Final = 1
 """The version of everything in this module."""
 
 REQUEST_AT: Final = 0
+# The two halves of the memory. A side writes only into its own half, and the status of the other.
 REPLY_AT: Final = 32768
 SHARED_BYTES: Final = 65536
 """The size of the memory, which one caller shares with the server alone."""
@@ -66,6 +67,7 @@ DESCRIBE: Final = 0
 """The method that every server has."""
 
 
+# Numbers of the wire: one that was given away keeps its meaning in every version.
 class CallStatus(IntEnum):
     """A region's status; any other byte is a mistake."""
 
@@ -182,6 +184,7 @@ class CallError:
     def to_bytes(self) -> bytes:
         # A cut may fall inside a character: decode drops the incomplete one.
         text = self.text.encode()[:MAX_ERROR_TEXT_BYTES].decode(errors="ignore").encode()
+        # A longer time than the field holds is cut: seven weeks mean "not soon" as well.
         built: bytes = CALL_ERROR.build(
             {"code": self.code, "retry_after_ms": min(self.retry_after_ms, 2**32 - 1), "text": text}
         )

@@ -95,8 +95,8 @@ def split_word(word: int) -> tuple[int, RegionWord | None]:
 
 
 def cause_of(page: bytes) -> str:
-    # The cause was written before the word that announces it, so a page with an ended lease has it whole.
     """Return the name of the cause for which the lease has ended, on a copy of the page; "" while it lives."""
+    # The cause was written before the word that announces it, so a page with an ended lease has it whole.
     return page[CAUSE_AT : CAUSE_AT + CAUSE_BYTES].rstrip(b"\0").decode(errors="replace")
 
 

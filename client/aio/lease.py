@@ -80,6 +80,7 @@ class GpuLease(LeaseView):
         return Opening(self._reacquired())
 
     async def _reacquired(self) -> "GpuLease":
+        # As in `_acquired`: cancelled, its connection closes, and the daemon frees what it had granted.
         return GpuLease(await drive(reacquire(self._state, ConnectionLock())))
 
     async def note(self, data: Mapping[str, Any]) -> None:
@@ -136,6 +137,7 @@ class GpuLease(LeaseView):
 
         Raises Denied if the daemon reserves one of the permissions for operators.
         """
+        # The request is checked before the connection's lock is taken: a wrong argument never waits for another task.
         return await self._run(self._state.issue(issue_request(self.lease_id, permissions, audience, ttl_secs, nonce)))
 
     async def inspect_token(self, token: bytes | str | Grant) -> HeldToken:
@@ -216,6 +218,7 @@ class GpuLease(LeaseView):
             kernel: The name of the kernel.
             image: PTX text or a cubin.
         """
+        # The submission runs itself on this lease, when its `launch` is awaited.
         return Submission(kernel, image, lambda submission: submission._run_on(self._state))
 
     def keep_alive(self, on_loss: Callable[[GpuLeaseError], None] | None = None) -> KeepAlive:
@@ -237,6 +240,7 @@ class GpuLease(LeaseView):
         Args:
             callback: Receives the event; `event.left_s` is the time that the lease has left, in seconds.
         """
+        # Its own connection and task, so that the warning comes while this lease's operations wait.
         return WarningWatch(self._state.event_stream(), callback)
 
     async def __aenter__(self) -> Self:
@@ -252,6 +256,7 @@ class GpuLease(LeaseView):
         await self._state.lock.wait_for_abandoned()
 
     async def _run(self, procedure: Procedure[T]) -> T:
+        # The lock goes along: a caller that is cancelled leaves the operation to finish under it.
         return await undisturbed(self._drive(procedure), lock=self._state.lock)
 
     async def _drive(self, procedure: Procedure[T]) -> T:
@@ -263,6 +268,7 @@ class GpuSharedLease(LeaseView):
     """A lease that another tenant or `gpulease run` holds, reached by a token or the environment. Never freed here."""
 
     def __init__(self, state: LeaseState) -> None:
+        # The lease is another holder's, so only the connection is closed; nothing is freed.
         self._state = state
         weakref.finalize(self, state.channel.close)
 
@@ -281,6 +287,7 @@ async def my_audience(address: str | None = None) -> bytes:
     Args:
         address: The node's address; GPULEASE_ADDRESS or the default socket if None.
     """
+    # A connection for the one request: naming its user needs no lease.
     return bytes((await ask(Opcode.CAPABILITY_AUDIENCE, Empty(), address)).audience)
 
 
@@ -289,4 +296,5 @@ async def inspect_token(token: bytes | str | Grant, address: str | None = None) 
 
     Raises Denied, naming the check that the token failed.
     """
+    # Presented on a connection that ends with the reply. No session is opened, so the token is not used up.
     return HeldToken.of(await ask(Opcode.CAPABILITY_PRESENT, CapabilityPresent(token_of(token)), address))

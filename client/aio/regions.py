@@ -47,6 +47,7 @@ class Region(RegionView):
 
         Raises Denied unless its lease is yours.
         """
+        # The request has the region's lease id, so it ends this region and no other part of the lease.
         return await self._run(self._state.revoke(reason))
 
     async def cancel(self) -> None:
@@ -93,6 +94,7 @@ class Region(RegionView):
         if self.owner is None:
             return
         await self._run(self._state.close())
+        # Without an owner it does not belong to the session any more: launches and copies with it are refused here.
         self.owner = None
 
     async def __aenter__(self) -> Self:

@@ -117,7 +117,7 @@ class DecodeClient:
         # Plain HTTP alone: TLS would measure the client's cipher as well.
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname:
-            raise ValueError(f"{url!r} is not a server's URL: write http://HOST:PORT")
+            raise ValueError(f"a server's URL must be http://HOST:PORT, not {url!r}")
         self._host, self._port = parts.hostname, parts.port or 80
         self._max_tokens = max_tokens
 

@@ -36,7 +36,7 @@ def milliseconds_of(ctx: click.Context, param: click.Parameter, value: str) -> i
     except InvalidRequest as error:
         raise click.BadParameter(f"{error}.", ctx, param) from None
     except (ValueError, KeyError):
-        raise click.BadParameter(f"{value!r} is not a time. Write it like 30s, 10m or 1.5h.", ctx, param) from None
+        raise click.BadParameter(f"the time must be like 30s, 10m or 1.5h, not {value!r}.", ctx, param) from None
 
 
 @click.command()

@@ -96,5 +96,5 @@ def _labels_of(ctx: click.Context, param: click.Parameter, values: tuple[str, ..
     pairs = [value.partition("=") for value in values]
     for key, equals, value in pairs:
         if not (key and equals and value):
-            raise click.BadParameter(f"{key}{equals}{value} is not KEY=VALUE.", ctx, param)
+            raise click.BadParameter(f"must be KEY=VALUE, not {key}{equals}{value}.", ctx, param)
     return {key: value for key, _, value in pairs}

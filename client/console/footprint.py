@@ -61,7 +61,7 @@ def broker_pid(address: str) -> int:
     parsed = parse_address(address)
     # Another host's processes can't be read from here.
     if not isinstance(parsed, UnixAddress):
-        raise ValueError(f"{address} is not a Unix socket: only a daemon of this host can be looked at")
+        raise ValueError(f"the address must be a Unix socket, so of a daemon of this host, not {address}")
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(parsed.path)
         return parse_ucred(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED_BYTES)).pid

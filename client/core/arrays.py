@@ -149,7 +149,9 @@ def fill(array: SessionArray, value: Any, stream: StreamHandle | None) -> Calls[
     # A number fills every element with the same bytes, so no data goes to the card but one unit of it.
     if number.ndim:
         # The kernel writes whole units: repeat the element's bytes up to the widest unit.
-        raise InvalidRequest(f"fill: {quoted(value)} is not one number", "a[...] = values takes several")
+        raise InvalidRequest(
+            f"fill: the value must be one number, not {quoted(value)}", "a[...] = values takes several"
+        )
     if array.size:
         pattern = number.tobytes() * (MAX_UNIT_BYTES // number.itemsize)
         yield from _launch(array, None, pattern, stream)
@@ -309,7 +311,7 @@ def host_value(value: Any, dtype: np.dtype[Any], doing: str) -> NDArray[Any]:
     Numbers are converted if they fit; arrays never are. Raises InvalidRequest.
     """
     if isinstance(value, ArrayView):
-        raise InvalidRequest(f"{doing}: {value!r} is on the card, and no number", "Assign it: a[...] = b")
+        raise InvalidRequest(f"{doing}: the value must be a number, not the array {value!r}", "Assign it: a[...] = b")
     # An array is never converted implicitly: that could lose data for a whole buffer unnoticed.
     if isinstance(value, np.ndarray) and value.ndim:
         if value.dtype != dtype:

@@ -308,5 +308,7 @@ def spin_ns(nbytes: int) -> int:
 def check_range(buffer: Buffer, offset: int, nbytes: int, doing: str) -> None:
     """Raise InvalidHandle or InvalidRequest unless the bytes are all inside the buffer."""
     if not isinstance(offset, int) or not isinstance(nbytes, int) or nbytes < 0:
-        raise InvalidRequest(f"{doing}: offset {quoted(offset)} and length {quoted(nbytes)} are not counts of bytes")
+        raise InvalidRequest(
+            f"{doing}: offset and length must be numbers of bytes, not {quoted(offset)} and {quoted(nbytes)}"
+        )
     buffer.check_range(offset, nbytes, doing)

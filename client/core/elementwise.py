@@ -139,8 +139,10 @@ class ElementwiseOperation:
             if isinstance(value, ArrayView) and not parameter.is_raw
         ]
         # The number of elements comes from arrays or from `size`, never from both.
-        if bool(shaped) == (size is not None):
-            raise self._failed("size is given if, and only if, no array but raw ones is", "Use kernel(..., size=n)")
+        if shaped and size is not None:
+            raise self._failed("size must be left out: the arrays have a size")
+        if not shaped and size is None:
+            raise self._failed("no array gives the size, since all of them are raw", "Use kernel(..., size=n)")
         if size is not None:
             if type(size) is not int or size < 0:
                 raise self._failed(f"size must be a number of elements, not {quoted(size)}")

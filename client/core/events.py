@@ -208,6 +208,7 @@ class EventStream(Subscription[LeaseEvent]):
         return event_of(notification)
 
     def _is_last(self, event: LeaseEvent) -> bool:
+        # A subscription to all leases continues after the end of one.
         return event.phase == Phase.ENDED and self._body.lease_id != EVERY_LEASE
 
 

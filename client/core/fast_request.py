@@ -180,6 +180,8 @@ class FastRequest(_KnownReply):
         request_id = attachment.connection.next_request_id()
         number = request_id.to_bytes(8, "big")
         request = b"".join((self._head, number, self._middle, payload))
+        # The only reply that is recognised: this operation's, successful, without a body beyond the answer. Any other
+        # is left to the general way.
         reply = b"".join((self._reply_head, number, self._reply_tail))
         return self._ask(request_id, request, reply, into, more_ns)
 
@@ -202,6 +204,7 @@ class SmallRead(_KnownReply):
     def ask(self, handle: int, offset: int, into: memoryview) -> Outcome[None]:
         """Read `len(into)` bytes from byte `offset`, under the session's lock."""
         attachment = self._attachment
+        # As in FastRequest: with other replies due, this one would not be the next.
         if not attachment.is_at_rest:
             return NOT_SENT
         request_id = attachment.connection.next_request_id()

@@ -189,7 +189,9 @@ class Graphs:
         # Both the protocol and this daemon limit it; refuse it before it is sent.
         most = min(MAX_GRAPH_BYTES, self.attachment.max_payload_bytes)
         if len(payload) > most:
-            raise InvalidRequest(f"record: the graph has {len(payload)} bytes; at most {most} are taken")
+            raise InvalidRequest(
+                f"record: the graph must have at most {most} bytes, not {len(payload)}", "Record several graphs"
+            )
         making = self._operations.make(
             Opcode.GRAPH_CREATE, payload, Opcode.GRAPH_DESTROY, lambda reply: graph.made(self, reply.handle, record)
         )

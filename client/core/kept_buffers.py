@@ -45,6 +45,7 @@ class KeptBuffers:
     def _find(self, name: str) -> Procedure[BorrowedBuffer]:
         doing = "kept"
         found = yield from self._operations.do(doing, self._named(self._checked_name(name, doing), doing))
+        # Borrowed: the lease holds it, so dropping this handle frees nothing.
         return BorrowedBuffer(self._attachment, found.handle, found.size_bytes)
 
     def names(self) -> Procedure[dict[str, int]]:
@@ -74,6 +75,7 @@ class KeptBuffers:
 
     def _reset(self) -> Procedure[int]:
         doing = "reset"
+        # Waits for all work, since what it frees may be in use by a kernel that is queued.
         self._attachment.require(Opcode.MEM_RESET, doing)
         reply: Freed = yield from self._operations.do(doing, self._operations.ask(Opcode.MEM_RESET, doing=doing))
         return reply.size_bytes
@@ -89,6 +91,7 @@ class KeptBuffers:
 
     def _taken(self, name: str, doing: str) -> Procedure[Buffer]:
         found = yield from self._named(name, doing)
+        # Found, then taken. Another session may take it between the two: then the second request fails.
         # An empty name makes the buffer this connection's own again.
         yield from self._ask_to_keep(found.handle, "", doing)
         return Buffer(self._attachment, found.handle, found.size_bytes)

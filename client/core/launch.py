@@ -384,7 +384,7 @@ class Launches(LaunchCommands):
         if found is not None:
             return found
         if not isinstance(module, Module):
-            raise InvalidHandle(f"launch of {quoted(kernel)}: {quoted(module)} is not a Module")
+            raise InvalidHandle(f"launch of {quoted(kernel)}: the module must be a Module, not {quoted(module)}")
         self._check_owner(module, kernel)
         if self._attachment.held:
             # A kernel's first launch may need memory.
@@ -428,7 +428,7 @@ def _checked(
     if entry.max_threads_per_block and threads > entry.max_threads_per_block:
         raise _failed(kernel, f"a block of {threads} threads; the kernel takes at most {entry.max_threads_per_block}")
     if not isinstance(shared_bytes, int) or not 0 <= shared_bytes <= MAX_U32:
-        raise _failed(kernel, f"shared_bytes of {quoted(shared_bytes)} is not an integer from 0 to {MAX_U32}")
+        raise _failed(kernel, f"shared_bytes must be an integer from 0 to {MAX_U32}, not {quoted(shared_bytes)}")
     # Step 3: the message with blank arguments. A launch fills in its own; one byte too many shows that they exceed the
     # limit.
     blank = bytes(min(sum(sizes), MAX_ARGUMENT_BYTES + 1))
@@ -473,12 +473,12 @@ def dimensions(kernel: str, what: str, given: Any) -> tuple[int, int, int]:
         numbers = [item.__index__() for item in given]
     except (TypeError, AttributeError):
         hint = f"Write [{given}]" if hasattr(given, "__index__") else ""
-        raise _failed(kernel, f"{what} {quoted(given)} is not a sequence of integers", hint) from None
+        raise _failed(kernel, f"the {what} must be a sequence of integers, not {quoted(given)}", hint) from None
     if not 1 <= len(numbers) <= 3:
-        raise _failed(kernel, f"{what} {quoted(given)} has {len(numbers)} dimensions instead of 1 to 3")
+        raise _failed(kernel, f"the {what} must have 1 to 3 dimensions, not {len(numbers)}: {quoted(given)}")
     for number in numbers:
         if not 1 <= number <= MAX_U32:
-            raise _failed(kernel, f"{what} {given!r}: {number} is not between 1 and {MAX_U32}")
+            raise _failed(kernel, f"the {what}'s numbers must be from 1 to {MAX_U32}, not {number}: {given!r}")
     # Missing dimensions are 1, as in CUDA.
     x, y, z = (*numbers, 1, 1)[:3]
     return x, y, z

@@ -380,7 +380,7 @@ class LeaseState:
             seconds: The time.
             waits_for_daemon: Whether to wait for a daemon that is restarting.
         """
-        ttl_ms = milliseconds(seconds, "renew", least_ms=1)
+        ttl_ms = milliseconds(seconds, "renew: seconds", least_ms=1)
         self.look()
         body = LeaseRenew(self.grant.lease_id, ttl_ms)
         renewed: LeaseRenewed = yield from self._control(Opcode.LEASE_RENEW, body, waits_for_daemon=waits_for_daemon)
@@ -484,7 +484,7 @@ class LeaseState:
         doing = doing_of(Opcode.LEASE_NOTE)
         # One send, so the daemon must be able to take all of them at once.
         if len(several) > MAX_NOTES:
-            raise InvalidRequest(f"notes: {len(several)} at once; {MAX_NOTES} are the most")
+            raise InvalidRequest(f"notes: at most {MAX_NOTES} at once, not {len(several)}")
         if self.over is not None:
             raise error_of(self.over, doing)
         # Step 1: encode all records. One that can't be encoded gets its error, and the others are sent.
@@ -672,7 +672,7 @@ def _note_of(data: Mapping[str, Any]) -> bytes:
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequest(f"note: it can't be written as JSON: {error}") from None
     if len(note) > MAX_NOTE_BYTES:
-        raise InvalidRequest(f"note: it has {len(note)} bytes as JSON; {MAX_NOTE_BYTES} are the most")
+        raise InvalidRequest(f"note: it must have at most {MAX_NOTE_BYTES} bytes as JSON, not {len(note)}")
     return note
 
 
@@ -819,7 +819,9 @@ def _take_name(lease: LeaseState, name: str) -> Procedure[None]:
     # A daemon that does not know names has granted a lease without one. Using it would break the name's promise.
     if lease.name != name:
         yield from lease.free()
-        failure = Failure(Status.UNSUPPORTED, "the daemon knows of no names", hint="Leave the name out, or update it.")
+        failure = Failure(
+            Status.UNSUPPORTED, "the daemon does not support names", hint="Leave the name out, or update it."
+        )
         raise error_of(failure, doing_of(Opcode.LEASE_ALLOC))
 
 

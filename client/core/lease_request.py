@@ -70,6 +70,7 @@ def address_of(text: str | None, files: TlsFiles = TlsFiles()) -> Address:  # no
         # A text that UTF-8 can't encode would fail only when the address is used.
         if text is not None:
             utf8(text, "the daemon's address")
+        # The argument, else the environment, else the daemon of this host.
         address = parse_address(text or os.environ.get(ADDRESS_VARIABLE) or DEFAULT_ADDRESS)
     except ValueError as error:
         raise InvalidRequest(f"the daemon's address: {error}") from None
@@ -102,11 +103,11 @@ def milliseconds(seconds: float, what: str, *, least_ms: int) -> int:
     # bool is an int in Python, and a string of digits is a mistake that needs another hint.
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not math.isfinite(seconds):
         hint = "Give seconds as a number: 600 for ten minutes" if isinstance(seconds, str) else ""
-        raise InvalidRequest(f"{what}: {quoted(seconds)} is not a number of seconds", hint)
+        raise InvalidRequest(f"{what} must be a number of seconds, not {quoted(seconds)}", hint)
     # Rounded up: a lease of 0.0001 s must not become one of 0 ms.
     value = math.ceil(seconds * 1000)
     if not least_ms <= value <= MAX_WIRE_MS:
-        raise InvalidRequest(f"{what}: {seconds!r} s is not between {least_ms / 1000:g} s and {MAX_WIRE_MS // 1000} s")
+        raise InvalidRequest(f"{what} must be {least_ms / 1000:g} s to {MAX_WIRE_MS // 1000} s, not {seconds!r} s")
     return value
 
 
@@ -212,7 +213,7 @@ class LeaseRequest:
         """
         utf8(name, "name")
         if not NAME.fullmatch(name):
-            raise InvalidRequest(f"name: {quoted(name)} is not a valid name", f"A name is {NAME_RULE}")
+            raise InvalidRequest(f"name must be {NAME_RULE}, not {quoted(name)}")
         return self._give(LEASE_NAME, name)
 
     def labels(self, **labels: str) -> Self:
@@ -221,12 +222,11 @@ class LeaseRequest:
             utf8(value, f"labels: {quoted(key)}")
             if not NAME.fullmatch(key) or not NAME.fullmatch(value):
                 raise InvalidRequest(
-                    f"labels: {quoted(key)}={quoted(value)} is not a valid label",
-                    f"Its key and its value are each {NAME_RULE}",
+                    f"labels: a key and a value must each be {NAME_RULE}, not {quoted(key)}={quoted(value)}"
                 )
         # Repeated calls add labels, so count all of them.
         if len(self._labels | labels) > MAX_LABELS:
-            raise InvalidRequest(f"labels: a lease asks for {MAX_LABELS} labels at the most")
+            raise InvalidRequest(f"labels: a lease has at most {MAX_LABELS}, not {len(self._labels | labels)}")
         self._labels |= labels
         return self._give(LABELS, self._labels) if self._labels else self
 
@@ -244,6 +244,7 @@ class LeaseRequest:
         return self
 
     def _give(self, option: LeaseOption[Value, Any], value: Value) -> Self:
+        # By tag: a method that is called twice replaces what it gave before.
         self._parameters[option.tag] = option.parameter(value)
         return self
 
@@ -251,18 +252,21 @@ class LeaseRequest:
         return self._give(option, milliseconds(seconds, option.method, least_ms=option.least))
 
     def _where(self) -> Address | Fleet:
+        # A fleet first: its address does not name a daemon, and `address_of` would refuse it.
         return fleet_of(self._address, self._tls_files) or address_of(self._address, self._tls_files)
 
     def _request(self) -> LeaseAlloc:
         # Only the size has no default that makes sense.
         if not self._min_vram_bytes:
             raise InvalidRequest("acquire: the lease's size is missing", 'Set it with GpuBuilder().min_vram("4GiB")')
+        # The two parts are granted together, as one slice of the card.
         size_bytes = self._min_vram_bytes + self._submit_bytes
         return LeaseAlloc(
             GPU_RESOURCE_TYPE, size_bytes, self._ttl_ms, self._wait_ms, self._device, tuple(self._parameters.values())
         )
 
 
+# At import, so that an option without a method can't be released.
 if _missing := [option.method for option in OPTIONS if option.method and option.method not in vars(LeaseRequest)]:
     raise TypeError(f"LeaseRequest must have the method of each lease option: {', '.join(_missing)}")
 
@@ -272,7 +276,7 @@ def _member(kind: type[Member], given: int, what: str) -> Member:
         return kind(given)
     except ValueError:
         names = ", ".join(f"{item.name} ({item.value})" for item in kind)
-        raise InvalidRequest(f"{what}: {quoted(given)} is none of {names}") from None
+        raise InvalidRequest(f"{what} must be one of {names}, not {quoted(given)}") from None
 
 
 def size_of(size: Any, what: str) -> int:
@@ -293,7 +297,7 @@ def whole(value: Any, what: str, *, least: int, most: int) -> int:
     try:
         number = value.__index__()
     except (AttributeError, TypeError):
-        raise InvalidRequest(f"{what}: {quoted(value)} is not an integer") from None
+        raise InvalidRequest(f"{what} must be an integer, not {quoted(value)}") from None
     if not least <= number <= most:
-        raise InvalidRequest(f"{what}: {number} is not between {least} and {most}")
+        raise InvalidRequest(f"{what} must be from {least} to {most}, not {number}")
     return int(number)

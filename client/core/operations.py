@@ -449,7 +449,7 @@ class Operations:
         """Raise InvalidHandle unless this is a handle of that kind in this session."""
         if not isinstance(handle, kind):
             # The kind first: any other object has no owner to compare.
-            raise InvalidHandle(f"{doing}: {quoted(handle)} is not a {kind.__name__}")
+            raise InvalidHandle(f"{doing}: the argument must be a {kind.__name__}, not {quoted(handle)}")
         handle.check(self.attachment, doing)
 
 

@@ -85,10 +85,12 @@ class Recording(LaunchCommands, CopyCommands):
         if not self._nodes:
             raise InvalidRequest("record: nothing was recorded", "Launch or copy something in the block")
         if len(self._used) > MAX_GRAPH_HANDLES:
-            raise InvalidRequest(f"record: {len(self._used)} buffers; a graph has at most {MAX_GRAPH_HANDLES}")
+            raise InvalidRequest(f"record: a graph has at most {MAX_GRAPH_HANDLES} buffers, not {len(self._used)}")
         total_bytes = sum(len(parameter.value) for parameter in self._parameters.values())
         if total_bytes > MAX_ARGUMENT_BYTES:
-            raise InvalidRequest(f"record: parameters of {total_bytes} bytes; at most {MAX_ARGUMENT_BYTES} are taken")
+            raise InvalidRequest(
+                f"record: a graph's parameters have at most {MAX_ARGUMENT_BYTES} bytes, not {total_bytes}"
+            )
         # Buffers and values differ on the wire: the worker checks a buffer's handle at each launch.
         parameters = tuple(
             GraphParameter(
@@ -162,7 +164,7 @@ class Recording(LaunchCommands, CopyCommands):
             self._add_arena_copy(Opcode.ARENA_WRITE, buffer, offset, data, len(view))
         elif len(view) > MAX_WRITE_BYTES:
             raise InvalidRequest(
-                f"mem_write: {len(view)} bytes can't be recorded; at most {MAX_WRITE_BYTES}",
+                f"mem_write: at most {MAX_WRITE_BYTES} bytes can be recorded, not {len(view)}",
                 "Copy from an array of session.empty(): each launch of the graph takes its bytes then",
             )
         else:
@@ -232,7 +234,10 @@ class Recording(LaunchCommands, CopyCommands):
         added = dict(self._parameters)
         for name, _, bound in args.parameters:
             if len(name.encode()) > MAX_PARAMETER_NAME_BYTES:
-                raise InvalidRequest(f"launch of {kernel!r}: a name of over {MAX_PARAMETER_NAME_BYTES} bytes")
+                raise InvalidRequest(
+                    f"launch of {kernel!r}: a parameter's name must have at most {MAX_PARAMETER_NAME_BYTES} bytes, "
+                    f"not {len(name.encode())}"
+                )
             # Several arguments may share a name. They must agree, because a launch without a value uses the recorded
             # one.
             known = added.setdefault(name, bound)

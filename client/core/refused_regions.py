@@ -45,6 +45,7 @@ class RefusedRegions:
         epoch = self._attachment.regions_epoch[0]
         if regions.epoch == epoch:
             return True
+        # The words have changed since this set was last compared, or it never was.
         if self._check([region._state for region in regions.regions], kernel, position, doing):
             regions.epoch = epoch
             return True
@@ -52,18 +53,21 @@ class RefusedRegions:
 
     def check_copy(self, buffer: object, doing: str) -> None:
         """Do the same for a copy: RegionFailed is raised here if `buffer` is such a region, or by the worker."""
+        # Other buffers end only with their lease.
         if isinstance(buffer, RegionView):
             self._check([buffer._state], "", None, doing)
 
     def confirmed(self, launched: Begun[int], doing: str) -> Procedure[int]:
         """Wait until the worker has taken or refused a launch that was sent, whose number is the result."""
         number = launched if isinstance(launched, int) else (yield from launched)
+        # A PING's reply comes after the launch was taken or refused, and carries the refusal.
         ping = self._operations.ask(Opcode.PING, build_body(Ping(0)), doing=doing, own_requests=(number,))
         yield from self._operations.go_on(doing, ping)
         return number
 
     def _check(self, regions: Iterable[RegionState], kernel: str, position: int | None, doing: str) -> bool:
         attachment, operations = self._attachment, self._operations
+        # Without the page every launch is the worker's to check.
         if attachment.words is None:
             return True
         for region in regions:
@@ -72,6 +76,8 @@ class RefusedRegions:
                 break
         else:
             return True
+        # Something that was sent is not settled yet, and may have failed before this: the worker must report the first
+        # failure, so it gets this launch too.
         if operations.settled_id != attachment.connection.last_request_id:
             return False
         # The worker notifies whoever watches the region. Without room for this, the launch goes to the worker.
@@ -86,6 +92,7 @@ class RefusedRegions:
             site=0,
             position=position,
         )
+        # As if the worker had refused: leaving the block must not raise this failure a second time.
         attachment.last_raised = failure
         region.note_failure(failure)
         raise error_of(failure, doing)

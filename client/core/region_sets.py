@@ -68,11 +68,11 @@ class RegionSets:
                 "Its daemon is too old for them, or its driver can't take memory away: acquire a lease on another node",
             )
         if not 1 <= len(regions) <= MAX_REGIONS:
-            raise InvalidRequest(f"region_set: {len(regions)} regions; a set has 1 to {MAX_REGIONS}")
+            raise InvalidRequest(f"region_set: a set has 1 to {MAX_REGIONS} regions, not {len(regions)}")
         # Check here, where the mistake is: a launch with the set could only say that some region is wrong.
         for region in regions:
             if not isinstance(region, RegionView):
-                raise InvalidHandle(f"region_set: {quoted(region)} is not a Region")
+                raise InvalidHandle(f"region_set: the regions must be Region objects, not {quoted(region)}")
             region.check(self._attachment, "region_set")
         named = RegionSetBody(tuple(RegionRef(region._state.slot, region._state.number) for region in regions))
         making = self._operations.make(
@@ -93,7 +93,9 @@ def regions_named(regions: RegionSet, position: int, session: HandleOwner, what:
     Raises InvalidHandle or InvalidRequest.
     """
     if not isinstance(regions, RegionSet):
-        raise InvalidHandle(f"{what}: {quoted(regions)} is not a RegionSet", "Make one with session.region_set([...])")
+        raise InvalidHandle(
+            f"{what}: regions must be a RegionSet, not {quoted(regions)}", "Make one with session.region_set([...])"
+        )
     if regions.owner is not session:
         regions.check(session, what)
     return regions.handle, whole(position, f"{what}: position", least=0, most=MAX_WIRE_BYTES)

@@ -282,7 +282,7 @@ def open_region(
     """
     owner = "" if tenant is None else bounded(tenant, "region: the tenant", MAX_TEXT_BYTES)
     ttl_ms = milliseconds(lease.ttl_s if ttl_secs is None else ttl_secs, "region: ttl_secs", least_ms=1)
-    body = RegionOpen(lease.grant.lease_id, size_of(size, "region"), ttl_ms, owner)
+    body = RegionOpen(lease.grant.lease_id, size_of(size, "region: size"), ttl_ms, owner)
     # Buffers that the client holds for reuse take room in the slice: free them first.
     yield from lease.give_back()
     # `made` receives the grant even if this is interrupted: then the region is closed again.
@@ -301,5 +301,5 @@ def open_region(
 
 def resize(lease: LeaseState, more_bytes: int | str, doing: str, sign: int) -> Procedure[None]:
     """Make a lease larger (sign 1) or smaller (sign -1). Raises CapacityExceeded or InvalidRequest."""
-    size_bytes = lease.grant.size_bytes + sign * size_of(more_bytes, doing)
-    yield from lease.resize(whole(size_bytes, doing, least=1, most=MAX_WIRE_BYTES))
+    size_bytes = lease.grant.size_bytes + sign * size_of(more_bytes, f"{doing}: size")
+    yield from lease.resize(whole(size_bytes, f"{doing}: the new size", least=1, most=MAX_WIRE_BYTES))

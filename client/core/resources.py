@@ -56,7 +56,7 @@ class Resources:
         return self._alloc(size_bytes)
 
     def _alloc(self, size_bytes: int) -> Procedure[Buffer]:
-        size = whole(size_bytes, "mem_alloc", least=1, most=MAX_WIRE_BYTES)
+        size = whole(size_bytes, "mem_alloc: size_bytes", least=1, most=MAX_WIRE_BYTES)
         making = self._operations.make(
             Opcode.MEM_ALLOC, MEM_ALLOC.pack(size), Opcode.MEM_FREE, lambda reply: Buffer(None, reply.handle, size)
         )
@@ -64,7 +64,7 @@ class Resources:
 
     def alloc_at_once(self, size_bytes: int) -> Begun[Buffer]:
         """`alloc`, tried immediately, under the session's lock."""
-        size = whole(size_bytes, "mem_alloc", least=1, most=MAX_WIRE_BYTES)
+        size = whole(size_bytes, "mem_alloc: size_bytes", least=1, most=MAX_WIRE_BYTES)
         attachment = self.attachment
         # A freed buffer of this size that the client still holds saves the round trip. Otherwise the held ones really
         # go back first, because the slice may need their room.
@@ -137,7 +137,7 @@ class Resources:
         most = self.attachment.max_payload_bytes - MODULE_LOAD_FIXED_BYTES
         # The whole image goes in one frame.
         if not 0 < len(code) <= most:
-            raise InvalidRequest(f"module_load: an image of {len(code)} bytes; 1 to {most} are taken")
+            raise InvalidRequest(f"module_load: the image must have 1 to {most} bytes, not {len(code)}")
         return (yield from self._operations.do("module_load", self._load_code(code, kind)))
 
     def _load_code(self, code: bytes, kind: type[M]) -> Procedure[M]:

@@ -69,6 +69,7 @@ class Session:
         """
         # Memory can only be shared on one host, which the address shows.
         wanted = wanted_of(lease.address) if shared_memory else Wanted()
+        # The session's frames name this lease, so a token of another one would be refused for each of them.
         if grant is not None and grant.lease_id != lease.grant.lease_id:
             raise InvalidRequest(f"attach: the grant is of lease {grant.lease_id}, not of this one")
         token = lease.token if grant is None else grant.token
@@ -88,7 +89,9 @@ class Session:
     def attach(self) -> Procedure[None]:
         """Open the session. Raises the reason if it can't be opened."""
         yield from self.attachment.attach()
+        # The operations that need the worker's abilities can be prepared only now.
         self.operations.begin()
+        # Weak, so that a lease that outlives its session does not keep it.
         self.attachment.lease.attached = weakref.ref(self.operations)
 
 
@@ -139,6 +142,7 @@ class SessionView:
 
         Raises InvalidRequest for a `dtype` that numpy does not know.
         """
+        # In a forked child the arena is the parent's memory: new arrays there would overwrite the parent's.
         if self._session.attachment.end is OF_PARENT:
             raise error_of(OF_PARENT, "empty")
         return empty(self._session.attachment.arena, shape, dtype)
@@ -153,8 +157,11 @@ class SessionView:
             handle: Its `handle` there.
             size_bytes: Its size there.
         """
-        at = whole(handle, "buffer", least=0, most=MAX_WIRE_BYTES)
-        return BorrowedBuffer(self._session.attachment, at, whole(size_bytes, "buffer", least=1, most=MAX_WIRE_BYTES))
+        # Nothing is asked: the worker checks the handle with each operation.
+        at = whole(handle, "buffer: handle", least=0, most=MAX_WIRE_BYTES)
+        return BorrowedBuffer(
+            self._session.attachment, at, whole(size_bytes, "buffer: size_bytes", least=1, most=MAX_WIRE_BYTES)
+        )
 
     @property
     def session_id(self) -> LeaseId:
@@ -184,11 +191,13 @@ class SessionView:
     @property
     def _arch(self) -> int | None:
         """The capability to compile for: the card's. None, the compilers' default, for the embedded driver."""
+        # The embedded driver has no compute capability; None lets the compiler choose one.
         return (self.compute_capability or None) if self.driver == "cuda" else None
 
     @property
     def _card(self) -> bytes:
         value = self._session.attachment.option_value(SessionOption.CARD)
+        # An option of another width is a later version's: treated as missing.
         return value if value is not None and len(value) == CARD_BYTES else bytes(CARD_BYTES)
 
     def on_printed(self, callback: PrintedCallback | None) -> None:

@@ -97,7 +97,7 @@ class SubmissionBase:
             is_value = memoryview(data).ndim == 0
         except TypeError:
             hint = "Numbers need a size: np.uint32(n), or .args(KernelArgs().push_u32(n))"
-            raise InvalidRequest(f"arg: {quoted(data)} is neither bytes nor a number with a size", hint) from None
+            raise InvalidRequest(f"arg: it must be bytes, or a number with a size, not {quoted(data)}", hint) from None
         return self.args([data]) if is_value else self._push(ArgumentKind.INPUT, data)
 
     def args(self, args: KernelArgs | list[Any] | tuple[Any, ...]) -> Self:
@@ -136,16 +136,16 @@ class SubmissionBase:
         # The bytes are copied now: the program may change them before the job runs.
         raw = bytes(readable_bytes(data, "arg"))
         if not raw:
-            raise InvalidRequest(f"argument {len(self._arguments)}: it has no bytes")
+            raise InvalidRequest(f"argument {len(self._arguments)} must be at least one byte, not none")
         return self._add(SubmitArgument(kind, 0, raw), len(raw) if kind is ArgumentKind.INOUT else 0)
 
     def _add(self, argument: SubmitArgument, output_bytes: int) -> Self:
         if len(self._arguments) >= MAX_SUBMIT_ARGUMENTS:
-            raise InvalidRequest(f"a submit takes {MAX_SUBMIT_ARGUMENTS} arguments at most")
+            raise InvalidRequest(f"a submit takes at most {MAX_SUBMIT_ARGUMENTS} arguments")
         # Outputs come back in one frame.
         if self._output_bytes + output_bytes > MAX_SUBMIT_OUTPUT_BYTES:
             hint = "Use a session for more: its buffers are read in pieces"
-            raise InvalidRequest(f"a submit's outputs have {MAX_SUBMIT_OUTPUT_BYTES} bytes together at most", hint)
+            raise InvalidRequest(f"a submit's outputs have at most {MAX_SUBMIT_OUTPUT_BYTES} bytes together", hint)
         self._output_bytes += output_bytes
         self._arguments.append(argument)
         return self
@@ -193,7 +193,7 @@ def _check_size(body: SubmitRun) -> None:
     if size_bytes > MAX_PAYLOAD_BYTES:
         hint = "Use a session for more: its buffers are written in pieces"
         raise InvalidRequest(
-            f"submit: image and arguments have {size_bytes} bytes; {MAX_PAYLOAD_BYTES} are taken at most", hint
+            f"submit: image and arguments must have at most {MAX_PAYLOAD_BYTES} bytes together, not {size_bytes}", hint
         )
 
 

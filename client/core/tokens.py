@@ -76,14 +76,15 @@ def token_of(token: "bytes | str | Grant") -> bytes:
         return token.token
     try:
         if isinstance(token, str):
+            # The URL-safe alphabet, strictly: a character outside it is a mistake in copying, not noise.
             found = base64.b64decode(token, altchars=b"-_", validate=True)
         else:
             # memoryview() first: bytes() of a number would be that many zeros.
             found = bytes(memoryview(token))
     except (ValueError, TypeError):
-        raise InvalidRequest("a token is bytes, or the text that Grant.to_text gave") from None
+        raise InvalidRequest("a token must be bytes, or the string that Grant.to_text gave") from None
     if len(found) > MAX_TOKEN_BYTES:
-        raise InvalidRequest(f"a token has {MAX_TOKEN_BYTES} bytes at most, not {len(found)}")
+        raise InvalidRequest(f"a token has at most {MAX_TOKEN_BYTES} bytes, not {len(found)}")
     return found
 
 
@@ -95,11 +96,14 @@ def issue_request(
     if not isinstance(permissions, Permission) or not permissions or permissions & ~ALL_PERMISSIONS:
         raise InvalidRequest(f"issue: permissions must be Permission members, not {quoted(permissions)}")
     if audience is not None and (not isinstance(audience, bytes | bytearray) or len(audience) != AUDIENCE_BYTES):
-        raise InvalidRequest(f"issue: an audience has {AUDIENCE_BYTES} bytes", "Ask the holder for their my_audience()")
+        raise InvalidRequest(
+            f"issue: an audience must be {AUDIENCE_BYTES} bytes, not {quoted(audience)}",
+            "Ask the holder for their my_audience()",
+        )
     return CapabilityIssue(
         lease_id,
         int(permissions),
         bytes(audience or b""),
-        milliseconds(ttl_secs, "issue", least_ms=1),
-        whole(nonce, "issue", least=0, most=MAX_NONCE),
+        milliseconds(ttl_secs, "issue: ttl_secs", least_ms=1),
+        whole(nonce, "issue: nonce", least=0, most=MAX_NONCE),
     )

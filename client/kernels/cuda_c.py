@@ -58,7 +58,7 @@ def _checked(source: Any, options: Any, arch: Any) -> list[bytes]:
     if len(source) > MAX_SOURCE_BYTES or "\0" in source:
         raise InvalidRequest(f"compile: the source has a zero byte, or more than {MAX_SOURCE_BYTES} bytes")
     if isinstance(options, str) or not all(isinstance(option, str) for option in options):
-        raise InvalidRequest(f"compile: options {quoted(options)} are not a sequence of texts")
+        raise InvalidRequest(f"compile: options must be a sequence of strings, not {quoted(options)}")
     for option in options:
         # The architecture has a parameter of its own; two of them would contradict each other.
         if option.startswith(("-arch", "--gpu-architecture")):

@@ -247,16 +247,19 @@ def _parameters(text: str) -> tuple[Parameter, ...]:
         words = declared.split()
         is_raw = words[:1] == ["raw"]
         if len(words) != 2 + is_raw:
-            raise InvalidRequest(f"elementwise: {quoted(declared)} is not a parameter", 'Say "T x", or "raw float32 x"')
+            raise InvalidRequest(
+                f"elementwise: a parameter must be a type and a name, not {quoted(declared)}",
+                'Write "T x", or "raw float32 x"',
+            )
         kind, name = words[is_raw:]
         # Names that begin with an underscore, and `i`, are used by the generated code.
         if not name.isidentifier() or name.startswith("_") or name == "i":
             raise InvalidRequest(
-                f"elementwise: {quoted(name)} is not a valid parameter name", "i and _names are the kernel's"
+                f"elementwise: a parameter can't have the name {quoted(name)}", "i and _names are the kernel's"
             )
         if len(kind) > 1 and kind not in C_TYPES:
             raise InvalidRequest(
-                f"elementwise: {quoted(kind)} is not a type", f"They are one letter, and {', '.join(C_TYPES)}"
+                f"elementwise: a type must be one letter or one of {', '.join(C_TYPES)}, not {quoted(kind)}"
             )
         if len(kind) == 1 and not kind.isalpha():
             raise InvalidRequest(f"elementwise: a type's placeholder must be a single letter, not {quoted(kind)}")

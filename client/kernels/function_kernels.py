@@ -25,11 +25,11 @@ def kernel_of(
     """
     # A text of code, or types in the other compiler's form, are mistakes with a remedy of their own.
     if isinstance(function, str | bytes):
-        raise InvalidRequest("kernel: a text is not a function", "Text of CUDA C goes to session.compile")
+        raise InvalidRequest("kernel: it must be a function, not a string", "CUDA C goes to session.compile")
     # By the module of its type, so that Triton need not be imported to recognise what it made.
     if type(function).__module__.startswith("triton."):
         if types is not None and not isinstance(types, Mapping):
-            raise InvalidRequest(f"kernel: types {quoted(types)} is not a map", 'Pass types={"x": "*fp32"}')
+            raise InvalidRequest(f"kernel: types must be a map, not {quoted(types)}", 'Pass types={"x": "*fp32"}')
         return TritonKernel(function, types, arch, cuda)
     if isinstance(types, Mapping):
         raise InvalidRequest("kernel: numba's types are a signature", 'Pass types="void(float32, float32[:])"')

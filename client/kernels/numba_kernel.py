@@ -100,7 +100,7 @@ class NumbaKernel:
         # The Python function under the decorator: numba compiles from it again, for another target.
         self.function: Any = getattr(function, "py_func", function)
         if not callable(self.function) or not hasattr(self.function, "__code__"):
-            raise InvalidRequest(f"kernel: {quoted(function)} is not a function of Triton's or numba's")
+            raise InvalidRequest(f"kernel: it must be a function of Triton's or numba's, not {quoted(function)}")
         self.name: str = self.function.__name__
         # Options that numba's linker would apply can't be honoured; the others go to its compiler.
         options = dict(getattr(function, "targetoptions", None) or {})
@@ -115,7 +115,9 @@ class NumbaKernel:
                 self._declared = tuple(sigutils.normalize_signature(types)[0])
             except Exception as error:
                 # Numba evaluates the string, which can raise anything.
-                raise InvalidRequest(f"kernel {self.name}: {quoted(types)} is not a valid signature: {error}") from None
+                raise InvalidRequest(
+                    f"kernel {self.name}: types must be a signature of numba's, not {quoted(types)}: {error}"
+                ) from None
         self._variants: dict[tuple[Any, ...], CompiledKernel] = {}
 
     def prepared(self, place: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> PreparedLaunch:
@@ -141,13 +143,15 @@ class NumbaKernel:
 
     def _place(self, place: Any) -> tuple[tuple[int, ...], tuple[int, ...], Handle | None, int]:
         if not isinstance(place, tuple) or not 2 <= len(place) <= 4:
-            raise self._failed(f"[{quoted(place)}] is not [blocks, threads]", "Write kernel[blocks, threads](...)")
+            raise self._failed(f"write kernel[blocks, threads](...), not kernel[{quoted(place)}]")
         grid, block = place[:2]
         stream = place[2] if len(place) > 2 else None
         shared_bytes = place[3] if len(place) > 3 else 0
         # numba's default stream is 0.
         if stream is not None and stream != 0 and not isinstance(stream, Handle):
-            raise self._failed(f"{quoted(stream)} is not a stream of the session", "Make one by session.stream()")
+            raise self._failed(
+                f"the stream must be one of the session's, not {quoted(stream)}", "Make one with session.stream()"
+            )
         sizes = [self._sizes(each) for each in (grid, block)]
         (bytes_shared,) = self._sizes(shared_bytes)
         return sizes[0], sizes[1], stream or None, bytes_shared
@@ -156,7 +160,9 @@ class NumbaKernel:
         try:
             return tuple(size.__index__() for size in (given if isinstance(given, tuple | list) else (given,)))
         except AttributeError:
-            raise self._failed(f"{quoted(given)} is not an integer, nor a tuple of them") from None
+            raise self._failed(
+                f"blocks and threads must each be an integer or a tuple of them, not {quoted(given)}"
+            ) from None
 
     # --- types ---
 

@@ -32,7 +32,7 @@ def checked_arch(arch: Any) -> int:
         return DEFAULT_ARCH
     if type(arch) is not int or not MIN_ARCH <= arch <= MAX_ARCH:
         raise InvalidRequest(
-            f"arch {quoted(arch)} is not a compute capability from {MIN_ARCH} to {MAX_ARCH}",
+            f"arch must be a compute capability from {MIN_ARCH} to {MAX_ARCH}, not {quoted(arch)}",
             "Give the number alone, 90 for a card of compute capability 9.0",
         )
     return arch

@@ -77,7 +77,7 @@ class TritonKernel:
                 if is_interpreted
                 else "Of an autotuned function give .fn and choose one config"
             )
-            raise InvalidRequest(f"kernel: {quoted(function)} is not a @triton.jit function", hint)
+            raise InvalidRequest(f"kernel: it must be a @triton.jit function, not {quoted(function)}", hint)
         self.function: Any = function
         self.name: str = function.__name__
         self._knobs: Any = knobs
@@ -151,7 +151,7 @@ class TritonKernel:
             sizes = tuple(size.__index__() for size in found)
         except (TypeError, AttributeError):
             raise self._failed(
-                f"grid {quoted(found)} is not a sequence of integers", "Write kernel[(n,)](...)"
+                f"the grid must be a sequence of integers, not {quoted(found)}", "Write kernel[(n,)](...)"
             ) from None
         packed = self._packed(bound, kinds)
         # Triton's own launcher does nothing for such a grid, and ignores numbers after the third.
@@ -281,7 +281,7 @@ class TritonKernel:
             try:
                 args.push_raw(struct.pack(_PACKED_AS[kind], value))
             except (KeyError, struct.error, OverflowError):
-                raise self._failed(f"{name}: {quoted(value)} is not a {kind} that a launch can take") from None
+                raise self._failed(f"{name} must be of Triton's type {kind}, not {quoted(value)}") from None
         # The compiled kernel has these parameters even if it uses no scratch memory.
         for _ in range(SCRATCH_PARAMETERS):
             args.push_u64(0)

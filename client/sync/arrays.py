@@ -64,6 +64,7 @@ class Array(SessionArray):
         make(self.session, assign(self, value, stream))
 
     def __setitem__(self, key: Any, value: Any) -> None:
+        # Both forms of assignment are one: the part is a view of the same buffer.
         self[key].assign(value)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
@@ -87,6 +88,7 @@ def make(session: SessionView, calls: Calls[T]) -> T:
             # call.
             step = calls.send(answer)
         except StopIteration as done:
+            # The core yields two kinds of steps: calls of the session, and procedures that only move bytes.
             result: T = done.value
             return result
         answer = getattr(session, step.method)(*step.args, **step.keywords) if isinstance(step, Call) else drive(step)

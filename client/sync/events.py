@@ -43,6 +43,7 @@ class _Events(Iterator[E], Generic[E]):
 
     def close(self) -> None:
         """End the subscription. A thread that is waiting for the next event stops iterating."""
+        # From any thread: the wait in `__next__` ends, and the iteration with it.
         self._stream.wake()
 
     def __enter__(self) -> Self:
@@ -98,6 +99,7 @@ class WarningWatch:
     def _run(self) -> None:
         try:
             drive(warnings(self._stream, self._on_warning))
+        # No caller waits for this thread: the error is kept for whoever looks at the watch.
         except GpuLeaseError as error:
             self.error = error
 
@@ -129,6 +131,7 @@ class KeepAlive:
     def stop(self) -> None:
         """Stop renewing. The lease then ends at its deadline, unless it is freed or renewed by hand."""
         self._stopped.set()
+        # As in WarningWatch: `on_loss` may stop what called it.
         if threading.current_thread() is not self._thread:
             self._thread.join()
 

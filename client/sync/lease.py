@@ -123,6 +123,7 @@ class GpuLease(LeaseView):
         Raises Denied if the daemon reserves one of the permissions for operators.
         """
         wanted = issue_request(self.lease_id, permissions, audience, ttl_secs, nonce)
+        # The request is checked before the connection's lock is taken: a wrong argument never waits for another thread.
         return drive(self._state.issue(wanted))
 
     def inspect_token(self, token: bytes | str | Grant) -> HeldToken:
@@ -205,6 +206,7 @@ class GpuLease(LeaseView):
             kernel: The name of the kernel.
             image: PTX text or a cubin.
         """
+        # The submission runs itself on this lease, when its `launch` is called.
         return Submission(kernel, image, lambda submission: submission._run_on(self._state))
 
     def keep_alive(self, on_loss: Callable[[GpuLeaseError], None] | None = None) -> KeepAlive:
@@ -226,6 +228,7 @@ class GpuLease(LeaseView):
         Args:
             callback: Receives the event; `event.left_s` is the time that the lease has left, in seconds.
         """
+        # Its own connection and thread, so that the warning comes while this lease's operations wait.
         return WarningWatch(self._state.event_stream(), callback)
 
     def __enter__(self) -> Self:
@@ -242,6 +245,7 @@ class GpuSharedLease(LeaseView):
 
     def __init__(self, state: LeaseState) -> None:
         self._state = state
+        # The lease is another holder's, so only the connection is closed; nothing is freed.
         weakref.finalize(self, state.channel.close)
 
     def query(self) -> LeaseReport:
@@ -272,6 +276,7 @@ def my_audience(address: str | None = None) -> bytes:
     Args:
         address: The node's address; GPULEASE_ADDRESS or the default socket if None.
     """
+    # A connection for the one request: naming its user needs no lease.
     return bytes(ask(Opcode.CAPABILITY_AUDIENCE, Empty(), address).audience)
 
 
@@ -280,4 +285,5 @@ def inspect_token(token: bytes | str | Grant, address: str | None = None) -> Hel
 
     Raises Denied, naming the check that the token failed.
     """
+    # Presented on a connection that ends with the reply. No session is opened, so the token is not used up.
     return HeldToken.of(ask(Opcode.CAPABILITY_PRESENT, CapabilityPresent(token_of(token)), address))

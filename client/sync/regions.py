@@ -44,6 +44,7 @@ class Region(RegionView):
 
         Raises Denied unless its lease is yours.
         """
+        # The request has the region's lease id, so it ends this region and no other part of the lease.
         return drive(self._state.revoke(reason))
 
     def cancel(self) -> None:
@@ -90,6 +91,7 @@ class Region(RegionView):
         if self.owner is None:
             return
         drive(self._state.close())
+        # Without an owner it does not belong to the session any more: launches and copies with it are refused here.
         self.owner = None
 
     def __enter__(self) -> Self:

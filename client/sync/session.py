@@ -118,12 +118,15 @@ class GpuSession(SessionView):
         """Allocate device memory, set to zero. Raises AllocFailed if the slice has no room."""
         # The lock is held for the whole operation, so that threads take turns.
         with self._lock:
+            # The first way: memory that an earlier free left is given out again without a request. Otherwise the worker
+            # is asked.
             buffer = self._session.resources.alloc_at_once(size_bytes)
             return buffer if isinstance(buffer, Buffer) else drive(buffer)
 
     def mem_free(self, buffer: Buffer) -> None:
         """Free a buffer now instead of with its last reference. The call does not wait."""
         with self._lock:
+            # Most frees only join the batch of requests that is sent with the next one that waits.
             rest = self._session.resources.free(buffer)
             if rest is not None:
                 drive(rest)
@@ -225,6 +228,7 @@ class GpuSession(SessionView):
         """
         with self._lock:
             rest = self._copies.write(buffer, offset, data, stream)
+            # None: the bytes are copied, or queued with the next requests.
             if rest is not None:
                 drive(rest)
 
@@ -299,6 +303,7 @@ class GpuSession(SessionView):
 
         Raises Unsupported if the compiler is not installed, InvalidRequest for anything but such a function.
         """
+        # The compiler is imported with the kernel, not with this module.
         return Kernel(self, kernel_of(function, types, arch or self._arch, self.cuda_version))
 
     def elementwise(
@@ -442,6 +447,7 @@ class GpuSession(SessionView):
 
     def _tell_printed(self, callback: PrintedCallback) -> None:
         found = self.printed()
+        # Not called without output: otherwise each sync would call it.
         if found.text or found.is_lost:
             callback(found)
 
@@ -468,4 +474,5 @@ class GpuSession(SessionView):
                     self._tell_printed(self._on_printed)
                 fence(self._session.streams)
         finally:
+            # However the block ends, the session does.
             self.close()

@@ -34,6 +34,7 @@ class Submission(SubmissionBase):
             TimedOut: It took longer than `timeout_secs`.
             Disconnected: The job was not run, or it is unknown whether it was; the hint says which.
         """
+        # No session takes part: the job has a connection of its own, on which it is sent, run and answered.
         return drive(self._run(self))
 
 

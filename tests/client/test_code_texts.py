@@ -28,14 +28,14 @@ def test_a_path_is_no_source() -> None:
 
 @pytest.mark.parametrize("given", [CUDA_C, CUDA_C.encode(), memoryview(CUDA_C.encode())])
 def test_cuda_c_is_no_image(given: Any) -> None:
-    with pytest.raises(InvalidRequest, match=r"CUDA C, not PTX.*session\.compile"):
+    with pytest.raises(InvalidRequest, match=r"must be PTX or a binary, not CUDA C.*session\.compile"):
         image_of(given, "module_load")
 
 
 def test_ptx_is_no_source() -> None:
-    with pytest.raises(InvalidRequest, match=r"is PTX.*session\.module_load"):
+    with pytest.raises(InvalidRequest, match=r"must be CUDA C, not PTX.*session\.module_load"):
         cuda_c_of(transform_ptx().decode(), "compile")
-    with pytest.raises(InvalidRequest, match="not a text of CUDA C"):
+    with pytest.raises(InvalidRequest, match="must be a string of CUDA C"):
         cuda_c_of(CUDA_C.encode(), "compile")
 
 

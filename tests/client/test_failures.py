@@ -294,12 +294,12 @@ def test_local_launch_checks(run: Run) -> None:
         (("other", [1], [1], [b"1234", 7]), "no such kernel; it has nothing, scale, small"),
         (("small", [1], [1], KernelArgs()), "0 arguments are given, the kernel has 1 parameters"),
         (("small", [1], [1], KernelArgs().push_u64(1)), "argument 0 has 8 bytes, the kernel's parameter has 4"),
-        (("nothing", [0], [1], KernelArgs()), r"grid \[0\]: 0 is not between"),
-        (("nothing", [1], [1, 2**32], KernelArgs()), r"block .* is not between"),
-        (("nothing", [], [1], KernelArgs()), "0 dimensions"),
-        (("nothing", [1], [1] * 4, KernelArgs()), "4 dimensions"),
-        (("nothing", 5, [1], KernelArgs()), r"grid 5 is not a sequence of integers\. Write \[5\]"),
-        (("nothing", [1.5], [1], KernelArgs()), "not a sequence of integers"),
+        (("nothing", [0], [1], KernelArgs()), r"the grid's numbers must be from 1 to 4294967295, not 0"),
+        (("nothing", [1], [1, 2**32], KernelArgs()), r"the block's numbers must be"),
+        (("nothing", [], [1], KernelArgs()), "1 to 3 dimensions, not 0"),
+        (("nothing", [1], [1] * 4, KernelArgs()), "1 to 3 dimensions, not 4"),
+        (("nothing", 5, [1], KernelArgs()), r"the grid must be a sequence of integers, not 5\. Write \[5\]"),
+        (("nothing", [1.5], [1], KernelArgs()), "must be a sequence of integers"),
         (("small", [1], [65], KernelArgs().push_u32(1)), "a block of 65 threads; the kernel takes at most 64"),
         (("nothing", [1], [1], KernelArgs(), None, -1), "shared_bytes"),
         (("small", [1], [1], b"12345", [4]), "have 5 bytes, their sizes add up to 4"),
@@ -316,7 +316,7 @@ def test_local_launch_checks(run: Run) -> None:
                 await session.launch(module, "small", [1], [1], b"1234")
             with pytest.raises(client.InvalidRequest, match="is for raw bytes"):
                 await session.launch(module, "small", [1], [1], KernelArgs(), [4])
-            with pytest.raises(client.InvalidHandle, match="not a Module"):
+            with pytest.raises(client.InvalidHandle, match="must be a Module, not"):
                 await session.launch("module", "small", [1], [1], KernelArgs())
             await session.sync()
             assert "LAUNCH" not in face.peer.ops()

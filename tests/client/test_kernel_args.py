@@ -66,7 +66,7 @@ def test_packs_little_endian_without_gaps(values: list[tuple[str, Any]]) -> None
 )
 def test_what_does_not_fit_is_refused_by_its_index(push: Callable[..., Any], value: Any) -> None:
     args = KernelArgs().push_u32(1).push_f32(2.0)
-    with pytest.raises(InvalidRequest, match="argument 2: "):
+    with pytest.raises(InvalidRequest, match="argument 2 must be "):
         push(args, value)
     assert (len(args), len(args.data)) == (2, 8), "a refused argument leaves nothing behind"
 

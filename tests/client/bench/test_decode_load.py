@@ -80,7 +80,7 @@ def test_an_object_of_a_stream_tells_its_tokens() -> None:
 def test_another_url_is_refused(url: str) -> None:
     done = CliRunner().invoke(main, [url, "--key", "k"])
     assert done.exit_code == 2
-    assert "write http://HOST:PORT" in done.output
+    assert "must be http://HOST:PORT" in done.output
 
 
 def offered(reply: Callable[[Request], Awaitable[Response]], requests: int = 6) -> list[Outcome]:

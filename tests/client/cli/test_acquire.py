@@ -125,7 +125,7 @@ def test_no_lease_is_left_that_nobody_was_told_of(daemon: Daemon, output: str, s
     [
         ("acquire", 2, "Missing option '--vram'"),
         ("acquire --vram many", 2, "'many' is not a size"),
-        ("acquire --vram 1MiB --label zone", 2, "is not KEY=VALUE"),
+        ("acquire --vram 1MiB --label zone", 2, "must be KEY=VALUE, not"),
         ("acquire --vram 1MiB --device 9", 1, "No card answers to"),
         ("acquire --vram 1MiB --name model-a", 1, "fleet"),
         ("free", 2, "Missing argument 'LEASE_ID'"),

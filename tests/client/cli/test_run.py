@@ -249,7 +249,7 @@ def test_programs_that_can_not_be_started_keep_no_lease(start: Start, daemon: Da
 def test_what_makes_no_sense(start: Start) -> None:
     for words, said in (
         (["--vram", "much", "true"], "is not a size"),
-        (["--for", "soon", "true"], "not a time"),
+        (["--for", "soon", "true"], "the time must be like 30s"),
         ([], "CMD"),
     ):
         _, complaint = (process := start(*words)).communicate(timeout=LIMIT_S)

@@ -79,7 +79,7 @@ def test_where_the_daemon_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_time_with_a_unit_says_how_to_write_it() -> None:
-    with pytest.raises(InvalidRequest, match=r"'10m' is not a number of seconds.*600 for ten minutes"):
+    with pytest.raises(InvalidRequest, match=r"must be a number of seconds, not '10m'.*600 for ten minutes"):
         GpuBuilder().lease_secs("10m")  # type: ignore[arg-type]
 
 

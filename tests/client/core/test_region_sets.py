@@ -101,13 +101,13 @@ async def what_is_wrong_is_not_sent(face: Face) -> None:
         with pytest.raises(InvalidRequest, match="position"):
             await launch(position=position)
     for named in ([one], one, 1):
-        with pytest.raises(InvalidHandle, match="is not a RegionSet"):
+        with pytest.raises(InvalidHandle, match="must be a RegionSet, not"):
             await launch(named=named)
     with pytest.raises(LaunchFailed, match="no such kernel"):
         await launch("nope")
-    with pytest.raises(InvalidHandle, match="is not a Region"):
+    with pytest.raises(InvalidHandle, match="must be Region objects, not"):
         await session.region_set([await session.mem_alloc(4)])
-    with pytest.raises(InvalidRequest, match=f"0 regions; a set has 1 to {MAX_REGIONS}"):
+    with pytest.raises(InvalidRequest, match=f"a set has 1 to {MAX_REGIONS} regions, not 0"):
         await session.region_set([])
     with pytest.raises(InvalidRequest, match=f"a set has 1 to {MAX_REGIONS}"):
         await session.region_set([real(await lease.region(GRANULE)) for _ in range(MAX_REGIONS + 1)])
@@ -200,7 +200,7 @@ def test_scenario(run_over_both: Any, scenario: Scenario) -> None:
 
 @pytest.mark.parametrize("name", ["stream", "regions", "position"])
 def test_a_graphs_own_keywords_are_no_parameters(name: str) -> None:
-    with pytest.raises(InvalidRequest, match="is not a valid parameter name"):
+    with pytest.raises(InvalidRequest, match="a parameter's name must be"):
         KernelArgs().push_parameter(name, "u32", 1)
 
 

@@ -166,7 +166,7 @@ async def several_notes_at_once_each_with_its_outcome(face: Face) -> None:
     outcomes = await lease.notes([{"n": 0}, {"n": 0.1j}, {"n": 2}, {"n": 3}])
     assert [type(outcome) for outcome in outcomes] == [type(None), InvalidRequest, Busy, type(None)]
     assert [body.note for body in heard(face, Opcode.LEASE_NOTE)] == [b'{"n":0}', b'{"n":2}', b'{"n":3}']
-    with pytest.raises(InvalidRequest, match="256 are the most"):
+    with pytest.raises(InvalidRequest, match="at most 256 at once, not"):
         await lease.notes([{}] * 257)
     assert await lease.notes([]) == []
 

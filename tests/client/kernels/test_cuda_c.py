@@ -58,11 +58,11 @@ def test_options_reach_the_compiler() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((b"", ()), "not a text"),
+        ((b"", ()), "must be a string of CUDA C"),
         (("\0", ()), "zero byte"),
-        (("", "-DN=4"), "not a sequence"),
+        (("", "-DN=4"), "must be a sequence"),
         (("", ("-arch=sm_90",)), "Write it as arch=90"),
-        (("", (), "sm_90"), "not a compute capability"),
+        (("", (), "sm_90"), "must be a compute capability"),
         (("", (), 60), "from 75"),
     ],
 )

@@ -250,7 +250,8 @@ def test_an_empty_grid_in_the_asyncio_face(daemon: Daemon) -> None:
 
 
 @pytest.mark.parametrize(
-    ("grid", "said"), [((-1,), "-1 is not between 1"), (4, "not a sequence of integers.*Write kernel")]
+    ("grid", "said"),
+    [((-1,), "must be from 1 to 4294967295, not -1"), (4, "must be a sequence of integers, not 4.*Write kernel")],
 )
 def test_a_grid_that_is_none_is_refused(session: Any, grid: Any, said: str) -> None:
     with pytest.raises(LaunchFailed, match=said):
