@@ -234,7 +234,7 @@ async def ranges_are_checked_here(face: Face) -> None:
         for into in (np.zeros(8, np.uint8)[::2], np.zeros((2, 4), np.uint8, order="F")):
             with pytest.raises(InvalidRequest, match="must be C-contiguous"):
                 await session.mem_read(buffer, 0, 4, into=into)
-        with pytest.raises(InvalidRequest, match="must have 1 to .* bytes, not 0"):
+        with pytest.raises(InvalidRequest, match=r"must have 1 to .* bytes, not 0"):
             await session.module_load(b"")
         assert face.peer.ops()[-1] == "MEM_ALLOC", "nothing of this was sent"
 
