@@ -27,8 +27,9 @@ import struct
 from collections.abc import Mapping
 from enum import IntEnum
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple
 
+from gpulease.protocol.limits import MAX_REGIONS
 from gpulease.protocol.opcodes import Status
 
 SESSION_WORDS_VERSION: Final = 1
@@ -92,6 +93,45 @@ def split_word(word: int) -> tuple[int, RegionWord | None]:
     # An unknown state comes from a newer broker: the caller treats it as no permission to launch.
     state = word & _STATE_MASK
     return word >> NUMBER_SHIFT, RegionWord(state) if state in _STATES else None
+
+
+class WordViews(NamedTuple):
+    """The numbers of a mapped page, each field a view of its own, so that reading or writing one is one access.
+
+    Attributes:
+        epoch: The epoch alone.
+        lease: The lease's word alone.
+        generation: The lease's generation alone.
+        reason_length: The length of the reason alone.
+        words: The regions' words, by slot.
+        flipped_ns: When each slot's word was changed last, on the monotonic clock.
+        deadlines: When each slot's region ends, on the monotonic clock.
+    """
+
+    epoch: memoryview
+    lease: memoryview
+    generation: memoryview
+    reason_length: memoryview
+    words: memoryview
+    flipped_ns: memoryview
+    deadlines: memoryview
+
+    def release(self) -> None:
+        """Release all views, so that the page can be unmapped."""
+        for view in self:
+            view.release()
+
+
+def views_of(page: memoryview) -> WordViews:
+    """Return the views of a mapped page, and release `page`. They can be written if the page can be."""
+    # A view of a part keeps the mapping by itself; a view of the whole page would keep it from being unmapped.
+    with page, page.cast("Q") as fields:
+        alone = (EPOCH_AT, LEASE_WORD_AT, GENERATION_AT, REASON_LENGTH_AT)
+        columns = (WORDS_AT, FLIPPED_AT, DEADLINES_AT)
+        return WordViews(
+            *(fields[at // 8 : at // 8 + 1] for at in alone),
+            *(fields[at // 8 : at // 8 + MAX_REGIONS] for at in columns),
+        )
 
 
 def cause_of(page: bytes) -> str:

@@ -5,15 +5,12 @@ from typing import Final
 
 from gpulease.protocol.limits import MAX_REGIONS
 from gpulease.protocol.session_words import (
-    EPOCH_AT,
-    FLIPPED_AT,
-    LEASE_WORD_AT,
     SESSION_WORDS_BYTES,
-    WORDS_AT,
     RegionWord,
     cause_of,
     reason_of,
     split_word,
+    views_of,
     word_of,
 )
 
@@ -39,11 +36,9 @@ class SessionWords:
         # Read-only: a client can't change what the broker wrote. Each field is a view of its own, so that a look is one
         # load.
         self._page = mmap.mmap(fd, SESSION_WORDS_BYTES, prot=mmap.PROT_READ)
-        words = memoryview(self._page).cast("Q")
-        self.lease = words[LEASE_WORD_AT // 8 : LEASE_WORD_AT // 8 + 1]
-        self.epoch = words[EPOCH_AT // 8 : EPOCH_AT // 8 + 1]
-        self._regions = words[WORDS_AT // 8 : WORDS_AT // 8 + MAX_REGIONS]
-        self._flipped_ns = words[FLIPPED_AT // 8 : FLIPPED_AT // 8 + MAX_REGIONS]
+        views = views_of(memoryview(self._page))
+        self.lease, self.epoch = views.lease, views.epoch
+        self._regions, self._flipped_ns = views.words, views.flipped_ns
 
     def is_refused(self, slot: int, number: int) -> bool:
         """Return whether launches that name this region are refused, according to this page.

@@ -15,18 +15,12 @@ from gpulease.protocol.opcodes import Status
 from gpulease.protocol.session_words import (
     CAUSE_AT,
     CAUSE_BYTES,
-    DEADLINES_AT,
-    EPOCH_AT,
-    FLIPPED_AT,
-    GENERATION_AT,
-    LEASE_WORD_AT,
     MAX_SHOWN_REASON_BYTES,
     REASON_AT,
-    REASON_LENGTH_AT,
     SESSION_WORDS_BYTES,
-    WORDS_AT,
     RegionWord,
     split_word,
+    views_of,
     word_of,
 )
 
@@ -49,14 +43,9 @@ class BrokerRegionsPage:
 
     def __init__(self) -> None:
         self._map, self.reading_fd = published_memory("gpulease-regions", SESSION_WORDS_BYTES)
-        # Views of the four columns, by slot, so that a change of a word is one store.
-        words = memoryview(self._map).cast("Q")
-        self._all = words
-        self._words = words[WORDS_AT // 8 : WORDS_AT // 8 + MAX_REGIONS]
-        self._flipped = words[FLIPPED_AT // 8 : FLIPPED_AT // 8 + MAX_REGIONS]
-        self._deadlines = words[DEADLINES_AT // 8 : DEADLINES_AT // 8 + MAX_REGIONS]
+        self._views = views_of(memoryview(self._map))
         # Epochs count changes, at most one each nanosecond, so a page that is made later starts above all earlier ones.
-        words[EPOCH_AT // 8] = time.monotonic_ns()
+        self._views.epoch[0] = time.monotonic_ns()
 
     def set(self, slot: int, number: int, word: RegionWord, deadline_ns: int, now_ns: int) -> None:
         """Write a region's state and deadline, then raise the epoch.
@@ -77,32 +66,31 @@ class BrokerRegionsPage:
                 f"a region's slot must be below {MAX_REGIONS} and its number positive, not {slot}, {number}"
             )
         # A reader that caches the page checks the epoch first, so the epoch is raised after everything else is written.
-        value = word_of(number, word)
-        if self._words[slot] != value:
-            self._flipped[slot] = now_ns
-        self._deadlines[slot] = deadline_ns
-        self._words[slot] = value
-        self._all[EPOCH_AT // 8] += 1
+        value, views = word_of(number, word), self._views
+        if views.words[slot] != value:
+            views.flipped_ns[slot] = now_ns
+        views.deadlines[slot] = deadline_ns
+        views.words[slot] = value
+        views.epoch[0] += 1
 
     def set_generation(self, generation: int) -> None:
         """Write the number of the lease's last grant or renewal."""
-        self._all[GENERATION_AT // 8] = generation
+        self._views.generation[0] = generation
 
     def end_lease(self, status: Status, cause: str, reason: str = "") -> None:
         """Write that the lease is over: clients refuse launches from their next check on. The word is written last."""
         # The first end counts: a worker that dies after the lease was revoked does not change the reason.
-        if self._all[LEASE_WORD_AT // 8]:
+        if self._views.lease[0]:
             return
         self._map[CAUSE_AT : CAUSE_AT + CAUSE_BYTES] = cause.encode()[:CAUSE_BYTES].ljust(CAUSE_BYTES, b"\0")
         text = reason.encode(errors="replace")[:MAX_SHOWN_REASON_BYTES]
         self._map[REASON_AT : REASON_AT + len(text)] = text
-        self._all[REASON_LENGTH_AT // 8] = len(text)
-        self._all[LEASE_WORD_AT // 8] = -status
+        self._views.reason_length[0] = len(text)
+        self._views.lease[0] = -status
 
     def close(self) -> None:
         """Unmap the page and close the descriptor. The worker has its own."""
-        for view in (self._words, self._flipped, self._deadlines, self._all):
-            view.release()
+        self._views.release()
         self._map.close()
         if self.reading_fd >= 0:
             os.close(self.reading_fd)
@@ -135,12 +123,9 @@ class WorkerRegions:
     def __init__(self, fd: int) -> None:
         # For reading only: the descriptor allows no other mapping.
         self._map = mmap.mmap(fd, SESSION_WORDS_BYTES, prot=mmap.PROT_READ)
-        # Only the columns are kept as views; the whole-page views must be released before `close` can unmap.
-        with memoryview(self._map) as page, page.cast("Q") as fields:
-            self.epoch_word = fields[EPOCH_AT // 8 : EPOCH_AT // 8 + 1]
-            self.words = fields[WORDS_AT // 8 : WORDS_AT // 8 + MAX_REGIONS]
-            self.flipped_ns = fields[FLIPPED_AT // 8 : FLIPPED_AT // 8 + MAX_REGIONS]
-            self.deadlines = fields[DEADLINES_AT // 8 : DEADLINES_AT // 8 + MAX_REGIONS]
+        self._views = views = views_of(memoryview(self._map))
+        self.epoch_word, self.words = views.epoch, views.words
+        self.flipped_ns, self.deadlines = views.flipped_ns, views.deadlines
 
     @property
     def epoch(self) -> int:
@@ -152,6 +137,5 @@ class WorkerRegions:
         return SeenWord(number, RegionWord.REVOKED if state is None else state)
 
     def close(self) -> None:
-        for view in (self.epoch_word, self.words, self.flipped_ns, self.deadlines):
-            view.release()
+        self._views.release()
         self._map.close()

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from gpulease.client.decode.engine.engine import BlockPool, DecodeEngine
 from gpulease.client.decode.row_records import ROW, Rows
 from gpulease.client.decode.scheduler.scheduler import ContinuousBatchScheduler
 from gpulease.client.decode.scheduler.step_plan import StepPlan
+from gpulease.client.decode.scheduler.tenant_state import LiveSequence
 from gpulease.client.decode.supervisor.engine_lifecycle import Closed, EngineLifecycle
 from gpulease.client.decode.supervisor.engine_supervisor import EngineSupervisor
 from gpulease.client.decode.supervisor.request_ledger import RequestLedger
@@ -216,14 +217,19 @@ class StepLoop:
             async with asyncio.timeout(delay_s):
                 await self._wake.wait()
 
+    def _use_pool(self, sequence: LiveSequence, pool: BlockPool) -> Any:
+        """Compute a sequence in this pool from its next row on. Returns its constant fields."""
+        constants = self._constants[sequence.table]
+        constants["base"], constants["blocks"] = pool.region.address, pool.blocks
+        self._ledger.admitted(sequence, pool.region.lease_id)
+        return constants
+
     def _rows_of(self, plan: StepPlan) -> Rows:
         """Return a plan's rows as the engine's records."""
         # A sequence's first row: write the fields that stay the same until it ends or moves to another region.
         for sequence in plan.joined:
-            pool, sampling = self.regions.pools[sequence.tenant.config.id], sequence.request.sampling
-            self._ledger.admitted(sequence, pool.region.lease_id)
-            constants = self._constants[sequence.table]
-            constants["base"], constants["blocks"] = pool.region.address, pool.blocks
+            sampling = sequence.request.sampling
+            constants = self._use_pool(sequence, self.regions.pools[sequence.tenant.config.id])
             constants["seed"], constants["top_k"], constants["top_p"] = sampling.seed, sampling.top_k, sampling.top_p
             constants["inverse_temperature"] = sampling.inverse_temperature
         # An indexed copy gives each row its sequence's constant fields; the others are this step's.
@@ -279,9 +285,7 @@ class StepLoop:
         """Use this pool in the rows of the tenant's sequences from now on."""
         # Called with the tenant held and no step under way, so all of its later rows use the new addresses.
         for sequence in self.scheduler.tenants[tenant_id].live.values():
-            constants = self._constants[sequence.table]
-            constants["base"], constants["blocks"] = pool.region.address, pool.blocks
-            self._ledger.admitted(sequence, pool.region.lease_id)
+            self._use_pool(sequence, pool)
         self.log.info("region_moved", tenant=tenant_id, region=lease_text(pool.region.lease_id))
 
     # --- what the supervisor calls ---

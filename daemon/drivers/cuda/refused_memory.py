@@ -32,13 +32,17 @@ class MemoryRefused(OutOfMemory):
     """The driver has no memory (CUDA driver API, CUDA_ERROR_OUT_OF_MEMORY)."""
 
 
+class TooFewShown(MemoryRefused):
+    """The card shows fewer free bytes than are requested; the message says how many."""
+
+
 _Taken = TypeVar("_Taken")
 
 
 def take_if_shown(take: Callable[[], _Taken], size_bytes: int, free_bytes: Callable[[], int]) -> _Taken:
-    """Return what `take` returns. Raises MemoryRefused, for a large size also where the card shows too little free."""
+    """Return what `take` returns. Raises MemoryRefused; TooFewShown for a large size where the card shows less."""
     if size_bytes > SMALL_BYTES and (shown_bytes := free_bytes()) < size_bytes:
-        raise MemoryRefused(
+        raise TooFewShown(
             f"the card can't give {size_bytes} bytes: it has {shown_bytes} bytes free",
             hint="Free something or ask for less.",
         )
@@ -68,7 +72,9 @@ def take_once_given(take: Callable[[], _Taken], size_bytes: int, free_bytes: Cal
             if shown_bytes >= size_bytes:
                 enough_s = now_s
             if now_s - enough_s >= SHORTAGE_S or now_s - began_s >= REFUSAL_WAIT_S:
-                waited = f"it reported {shown_bytes} bytes free for {now_s - began_s:.1f} s of retries"
-                raise MemoryRefused(f"{refused}; {waited}", hint=refused.hint) from None
+                waited = f"for {now_s - began_s:.1f} s of retries"
+                # The driver's own refusal says nothing of the card's free bytes.
+                shown = "" if isinstance(refused, TooFewShown) else f"; it reported {shown_bytes} bytes free"
+                raise MemoryRefused(f"{refused}{shown} {waited}", hint=refused.hint) from None
         poll()
         time.sleep(RETRY_S)
