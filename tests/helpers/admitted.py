@@ -1,4 +1,4 @@
-"""A session while the card's own figure for it is watched."""
+"""A session, while the memory that the card reports for it is measured."""
 
 import threading
 import time

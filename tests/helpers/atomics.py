@@ -1,4 +1,4 @@
-"""What atomic operations make of what was there (PTX ISA section 9.7.13, "atom"), on bit patterns."""
+"""The new values that atomic operations store (PTX ISA section 9.7.13, "atom"), on bit patterns."""
 
 import struct
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Shared memory that launches ask for: a kernel that uses one word of it, and each way to launch that kernel."""
+"""Shared memory that launches request: a kernel that uses one word of it, and each way to launch that kernel."""
 
 from collections.abc import Callable
 from typing import Final

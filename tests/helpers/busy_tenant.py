@@ -1,4 +1,4 @@
-"""A tenant that computes and checks for so long, in a process of its own: `busy_tenant LEASE_S UNTIL_S`.
+"""A tenant that computes and checks until a given time, in a separate process: `busy_tenant LEASE_S UNTIL_S`.
 
 Prints "leased", and at the end how many rounds were right.
 """

@@ -1,4 +1,4 @@
-"""All comparisons of PTX (ISA section 9.3.1 and 9.7.6): how they are spelled, and what they give."""
+"""All comparisons of PTX (ISA section 9.3.1 and 9.7.6): their names and their results."""
 
 import itertools
 import operator

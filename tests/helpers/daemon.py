@@ -1,4 +1,4 @@
-"""A real `gpuleased` in a process of its own, and proof that nothing of it is left when it has stopped."""
+"""A real `gpuleased` in a separate process, and checks that nothing of it remains after it has stopped."""
 
 import gc
 import json

@@ -1,4 +1,4 @@
-"""Commands of the fleet's manual, as it says them."""
+"""Commands in the fleet's manual, extracted to be run."""
 
 import re
 import shutil

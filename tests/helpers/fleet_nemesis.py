@@ -1,4 +1,4 @@
-"""A fleet in network namespaces, tenants who want its names, and a nemesis that cuts, stops and kills any of them.
+"""A fleet in network namespaces, tenants that claim its names, and a nemesis that cuts off, stops and kills nodes.
 
 It also copies a node's host, and puts a node's journal, or etcd, back to an earlier state.
 """

@@ -1,4 +1,4 @@
-"""A tenant who wants names served, in a process of its own.
+"""A tenant that claims names and serves them, in a separate process.
 
 `python -P -m helpers.fleet_tenant FILE SEED HOLD_S NAME,NAME... NODE=ADDRESS...`: for each name it asks one node
 after another, computes in the lease until it has had enough or the lease is over, and begins again. Each kernel that

@@ -1,4 +1,4 @@
-"""Every effect of serving a request, reported before it happens: to pause there, to fail, to be killed.
+"""Every effect of serving a request, reported before it happens, so that a test can pause, fail or kill it there.
 
 As a program, `python -P -m helpers.gateway_steps`, it serves the requests that it reads from stdin. Each runs in a
 process of its own, which reports its steps on stdout and waits for a line after each.

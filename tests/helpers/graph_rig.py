@@ -1,4 +1,4 @@
-"""A session in this process, on the embedded driver, with what launch graphs are made of."""
+"""A session in this process, on the embedded driver, with kernels and buffers for launch graphs."""
 
 import os
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The product's PTX as tests use it: the main job, and kernels that take for ever, or go astray."""
+"""PTX for tests: the main job, and kernels that never end or that fault."""
 
 import struct
 from collections.abc import Iterator

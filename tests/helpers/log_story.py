@@ -1,4 +1,4 @@
-"""Reads a daemon's log, written in JSON."""
+"""Reads the events of a daemon's JSON log."""
 
 import json
 from typing import Any, Final

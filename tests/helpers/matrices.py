@@ -1,4 +1,4 @@
-"""Who holds what of a matrix, by the PTX ISA's own formulas (section 9.7.15.5), and sums as an H100 adds them."""
+"""Which thread has which elements of a matrix (PTX ISA section 9.7.15.5), and sums in the order of an H100."""
 
 import math
 from collections.abc import Callable, Sequence

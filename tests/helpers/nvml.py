@@ -1,4 +1,4 @@
-"""What NVML says of the cards; for tests that run where there are some."""
+"""NVML's reports about the cards, for tests that need real ones."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""What /proc says about processes: their children, names and open descriptors."""
+"""Information about processes from /proc: their children, names and open descriptors."""
 
 import os
 import threading
@@ -83,7 +83,7 @@ def _children(pid: int) -> list[int]:
 def marked(mark: str) -> list[ProcessInfo]:
     """The running processes that were started with `mark` in their environment, and their descendants.
 
-    Only root can read a worker's environment: without root, this finds processes whose parent was started so.
+    Only root can read a worker's environment: without root, this finds processes with a parent that was started so.
     """
     wanted = mark.encode()
     everybody = processes()

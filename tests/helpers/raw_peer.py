@@ -1,4 +1,4 @@
-"""A peer that speaks the protocol's bytes by hand: it says what no well-behaved client would."""
+"""A peer that sends the protocol's bytes by hand, including what no correct client would send."""
 
 import socket
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""Records of etcd that a test knows to be sound."""
+"""Reading records of etcd that must be valid."""
 
 from typing import TypeVar
 

@@ -1,4 +1,4 @@
-"""A peer that shares a ring with its worker and does with it what no well-behaved client would."""
+"""A peer that shares a ring with its worker and misuses it as no correct client would."""
 
 import contextlib
 import mmap

@@ -1,4 +1,4 @@
-"""Ways in which a secret can come into a session's worker, to be searched for when the session is over."""
+"""Ways in which a secret can get into a session's worker, and is searched for after the session."""
 
 import struct
 from collections.abc import Callable

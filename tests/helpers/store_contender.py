@@ -1,4 +1,4 @@
-"""One of several processes that want the same operations done: `python -P -m helpers.store_contender URL FOLDER`.
+"""One of several processes that attempt the same operations: `python -P -m helpers.store_contender URL FOLDER`.
 
 Each effect is a line in the folder's file `effects`, written by one write(2); when every operation has ended, it ends
 with status 0. It may be killed at any point.

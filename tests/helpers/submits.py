@@ -1,4 +1,4 @@
-"""Submits as tests make them: one that is right, one that goes astray, one that never ends."""
+"""One-shot jobs for tests: a correct one, one that faults, and one that never ends."""
 
 import threading
 from collections.abc import Callable, Iterator

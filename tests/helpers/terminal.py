@@ -1,4 +1,4 @@
-"""A terminal for programs that need one: a pty, somebody who types, and a screen that shows what they would see."""
+"""A terminal for programs that need one: a pty, simulated typing, and the resulting screen."""
 
 import codecs
 import fcntl

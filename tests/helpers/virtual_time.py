@@ -1,4 +1,4 @@
-"""An event loop whose clock jumps to the next timer instead of waiting for it."""
+"""An event loop with a clock that jumps to the next timer instead of waiting for it."""
 
 import asyncio
 import selectors

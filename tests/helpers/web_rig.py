@@ -1,4 +1,4 @@
-"""The web process in front of a broker that says what the test wants: any tenants, states and texts."""
+"""The web process in front of a broker that returns what the test sets: any tenants, states and texts."""
 
 import asyncio
 import hashlib

@@ -1,4 +1,4 @@
-"""A session in which a thread works constantly: what happens concurrently must not affect it."""
+"""A session with a thread that computes continuously, and must not be affected by what happens concurrently."""
 
 import threading
 import time

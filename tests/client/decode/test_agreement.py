@@ -1,4 +1,4 @@
-"""The rule of agreement itself: what it counts, and what it calls wrong."""
+"""The rule by which two computations agree: what it counts, and what it rejects."""
 
 from typing import Any
 
@@ -87,7 +87,7 @@ def test_outputs_may_part_from_the_first_undecided_token_on(other: list[int], fo
 
 
 class _Chain:
-    """A model whose next token is the last plus one, but for a wrong one behind a given token."""
+    """A model that emits the last token plus one, except for a wrong token after a given one."""
 
     def __init__(self, wrong_behind: int | None = None, error: float = 0.0) -> None:
         self._wrong_behind = wrong_behind

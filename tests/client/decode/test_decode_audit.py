@@ -1,4 +1,4 @@
-"""Records of requests on the audit log: what they say, and that none is lost without a word."""
+"""Records of requests in the audit log: their contents, and that each lost one is reported."""
 
 import asyncio
 import hashlib
@@ -43,7 +43,7 @@ DONE = FinishedRequest(
 
 
 class MadeLease:
-    """A lease whose daemon takes notes, or raises what the test says."""
+    """A lease that takes notes for the audit log, or raises the error that the test sets."""
 
     def __init__(self, *failures: Exception) -> None:
         self.failures = list(failures)

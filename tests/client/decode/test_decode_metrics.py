@@ -1,4 +1,4 @@
-"""The metrics of a decode server: what a scrape tells after a decoder's reports."""
+"""The metrics of a decode server: what a scrape shows after a decoder's reports."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The page of a decode server: its state, who may see it, and what a press does; in a browser at three widths."""
+"""The page of a decode server: its state, the key that it requires, and its button; in a browser at three widths."""
 
 import asyncio
 import hashlib

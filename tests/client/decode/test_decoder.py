@@ -1,4 +1,4 @@
-"""The decoder: tenants share its steps, and each has the tokens that it has alone, whatever becomes of the others."""
+"""The decoder: tenants share its steps, and each gets the same tokens as alone, whatever happens to the others."""
 
 import asyncio
 import logging
@@ -78,7 +78,7 @@ End = Callable[[Daemon, Decoder, str], Awaitable[None]]
 
 @dataclass
 class Told:
-    """What a tenant whose region ended got.
+    """What a tenant received after its region ended.
 
     Attributes:
         output: Its tokens.
@@ -104,7 +104,7 @@ async def interrupted(decoder: Decoder, name: str, after: int, end: Callable[[],
 
 
 async def lose_one(daemon: Daemon, decoder: Decoder, name: str, after: int, end: End) -> tuple[Told, Outputs]:
-    """A request's story, whose tenant loses its region, and the others' outputs: no other tenant's was replayed."""
+    """The outcome of a tenant that loses its region, and the other tenants' outputs, none of which was replayed."""
     others = {other: submit(decoder, other) for other in PROMPTS if other != name}
     reads = asyncio.gather(*map(read, others.values()))
     told = await interrupted(decoder, name, after, lambda: end(daemon, decoder, name))
@@ -188,7 +188,7 @@ def test_a_region_that_ends_behind_a_last_step_is_noticed_at_the_next_request(
 def test_a_tenant_whose_region_expires_goes_on_with_the_same_tokens(
     daemon: Daemon, alone: Outputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its first region is revoked, so that it gets one of a second, whose renewals then stop."""
+    """Its first region is revoked, so that it gets another one of one second, and the renewals of that one stop."""
 
     async def scene(decoder: Decoder) -> None:
         monkeypatch.setattr("gpulease.client.decode.supervisor.tenant_regions.REGION_TTL_S", 1.0)

@@ -1,4 +1,4 @@
-"""The engine's steps: what refuses them, what they leave as it was, and what they take."""
+"""The engine's steps: when they are refused, what they do not change, and what they accept."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -106,7 +106,7 @@ async def compute_all(engine: DecodeEngine, steps: list[tuple[Rows, list[BlockPo
 
 
 async def refused(rig: EngineRig, rows: Rows, pools: list[BlockPool]) -> RegionFailed:
-    """The error of a step that does not begin, whether `start` or `finish` hears of it."""
+    """Return the error of a step that does not begin, whether `start` or `finish` raises it."""
     found = await compute_all(rig.engine, [(rows, pools)])
     assert found.results == []
     return found.errors[0]
@@ -169,9 +169,9 @@ async def clear(rig: EngineRig, tenant: int) -> None:
 def test_of_two_steps_the_one_that_names_an_ended_region_does_not_begin(
     tiny: RunningRig, shared_daemon: Daemon, is_first: bool, is_new: bool
 ) -> None:
-    """A step before it is good; one behind it, which names regions that go on alone, does not begin either.
+    """A step before it succeeds. One behind it, which names only valid regions, does not begin either.
 
-    A set that is new is asked for between the two, and that request may be the first to hear of the refusal.
+    A new set of regions is requested between the two, and that request may be the first to receive the refusal.
     """
 
     async def scene(rig: EngineRig, pool: BlockPool) -> None:

@@ -1,4 +1,4 @@
-"""A decoder whose engines are lost, refused, replaced and blamed in any order, on a virtual clock.
+"""A decoder with engines that are lost, refused, replaced and blamed in any order, on a virtual clock.
 
 The decoder is real, from `submit` to the rows of a step. Its engines are simulated: each token depends on the tokens
 that a row really reads through its table and its region's memory, so a row on the wrong engine shows.

@@ -1,4 +1,4 @@
-"""A row's bits are its own: whatever computes beside it, in whatever blocks, steps and chunks."""
+"""A row's bits do not depend on the other rows, or on its blocks, steps and chunks."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Blocks of keys and values, copied to the host and back: in any region, a sequence goes on with its bits."""
+"""Blocks of keys and values, copied to the host and back: a sequence continues with the same bits in any region."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""An engine's end, and an engine that never was: neither leaves anything on its lease."""
+"""The end of an engine, and a failed start: neither leaves anything on the lease."""
 
 import asyncio
 from dataclasses import replace

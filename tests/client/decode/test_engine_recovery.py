@@ -1,4 +1,4 @@
-"""A decoder whose whole engine is lost, or moves: everybody goes on with the same tokens on another lease."""
+"""A decoder that loses its whole engine, or moves: all requests continue with the same tokens on another lease."""
 
 import asyncio
 import logging
@@ -362,7 +362,7 @@ def test_a_daemon_that_keeps_its_leases_is_killed_and_nobody_is_replayed(
 
 
 async def lose(daemon: Daemon, decoder: Decoder, gate: Gate) -> dict[str, Generation]:
-    """Requests whose engine is lost as they run; the next one waits at the gate."""
+    """Requests that lose their engine while they run; the next engine waits for the test."""
     generations = {name: submit(decoder, name) for name in PROMPTS}
     await anext(generations["a"])
     await revoke_lease(daemon, decoder)
@@ -542,7 +542,7 @@ def test_a_move_finds_an_engine_elsewhere_while_none_can_be_had_here(
 def test_a_fault_of_the_decoder_itself_ends_it_and_is_logged(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without an engine there is nobody else to blame, and no other engine would help."""
+    """Without an engine, the fault is the decoder's own, and no other engine would help."""
 
     async def scene(decoder: Decoder) -> None:
         def broken(_: float) -> None:

@@ -1,4 +1,4 @@
-"""The search for the request that ends engines."""
+"""The search for the request that ends engines, by halving groups of suspects."""
 
 import pytest
 

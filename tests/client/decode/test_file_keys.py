@@ -1,4 +1,4 @@
-"""The tables of keys, walked whole: what each says of a key is what becomes of it in the loader."""
+"""Every entry in the tables of keys: the loader treats the key as the table says."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""What a step's kernels read and write of the tenants' regions: their own rows' places, and nothing else."""
+"""A step's kernels read and write only their own rows' places in the tenants' regions."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -50,7 +50,7 @@ async def fill(rig: EngineRig, tenant: int, data: bytes) -> None:
 
 
 async def changed(rig: EngineRig, tenant: int) -> "np.ndarray[tuple[int], np.dtype[np.bool]]":
-    """Which bytes of a region are no longer NAN."""
+    """Return which bytes of a region were overwritten, because they are not NAN any more."""
     values = np.frombuffer(await rig.memory(tenant), np.uint16) != np.frombuffer(NAN, np.uint16)[0]
     return np.repeat(values, 2)
 

@@ -1,4 +1,4 @@
-"""A generation that nobody decodes: what its one reader sees of tokens that come before, during and after its waits."""
+"""A generation without a decoder: what its reader gets of tokens that come before, during and after its waits."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""The GGUF files that tests write: what the library reads back is what was written, within each kind's step."""
+"""The GGUF files that tests write: the library reads back what was written, up to each type's rounding."""
 
 from pathlib import Path
 

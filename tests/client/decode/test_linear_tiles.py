@@ -1,4 +1,4 @@
-"""The tile of a linear: one that its card takes, with programs enough, and small for few rows."""
+"""The choice of a linear's tile: one that the card runs, with enough programs, and small for few rows."""
 
 import pytest
 

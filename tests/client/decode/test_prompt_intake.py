@@ -1,4 +1,4 @@
-"""Prompts before they are the scheduler's: counted, and read by real processes."""
+"""Prompts before they reach the scheduler: counted by tenant, and read by real processes."""
 
 import asyncio
 from collections.abc import Callable, Coroutine

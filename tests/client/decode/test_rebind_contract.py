@@ -1,4 +1,4 @@
-"""Hot rebind's contract: a tenant is revoked at any step, the others don't notice, and it goes on with the same tokens.
+"""The contract of rebinding: a tenant is revoked at any step, the others are unaffected, and it continues.
 
 One decoder serves all moments of a test. Each moment is met exactly: a step's start waits until the region has ended.
 """
@@ -30,7 +30,7 @@ End = Callable[[Daemon, Decoder, str], Awaitable[None]]
 
 @asynccontextmanager
 async def unlimited(daemon: Daemon, heard: Recorder) -> AsyncIterator[Decoder]:
-    """A decoder whose tenants may lose their regions as often as a test likes."""
+    """A decoder without a practical limit on how often its tenants lose their regions."""
     async with opened(daemon, heard) as decoder:
         for tenant in decoder.scheduler.tenants.values():
             tenant.limiter = CellRate(1, 0.0)
@@ -81,7 +81,7 @@ async def by_quota(_: Daemon, decoder: Decoder, name: str) -> None:
 
 
 async def by_cancel(_: Daemon, decoder: Decoder, name: str) -> None:
-    """A limit's holder stops the tenant, whose region has not ended."""
+    """The holder of the region's lease cancels it before it has ended otherwise."""
     await decoder.regions.pools[name].region.cancel()
 
 

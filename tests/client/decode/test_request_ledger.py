@@ -168,7 +168,7 @@ class Recorder(DecoderObserver):
 
 
 class Broken(DecoderObserver):
-    """Observer that fails whatever it hears."""
+    """An observer that raises on every report."""
 
     def on_step(self, report: StepReport) -> None:
         raise OSError(report)
@@ -181,7 +181,7 @@ class Broken(DecoderObserver):
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """State machine that draws what the scheduler tells next."""
+    """A state machine that draws the next event of the scheduler."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.numbers = count(1)
 
     def teardown(self) -> None:
-        """In the end the engine is closed: whatever goes on ends."""
+        """At the end the engine is closed, which ends every request in progress."""
         try:
             self.end_all()
         finally:
@@ -224,7 +224,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule()
     def open_and_forget(self) -> None:
-        """The scheduler refuses a request by an exception: its id is free again, and nobody hears of it."""
+        """The scheduler refuses a request by an exception: its id is free again, and no observer is notified."""
         request = PromptRequest("ann", "refused", (1, 2), SamplingParameters(), 8)
         self.ledger.forget(self.ledger.open(request, lambda _: None, self.now))
 

@@ -1,4 +1,4 @@
-"""The records of rows and results: the kernels' constants say where each of their words is."""
+"""The records of rows and results match the offsets that the kernels have as constants."""
 
 import ast
 from pathlib import Path

@@ -1,6 +1,6 @@
 """The scheduler against a naive model and a simulated engine, with a virtual clock, in any order of events.
 
-The model knows of each request what it would emit alone. Every token that the scheduler tells is compared with it:
+The model knows the tokens that each request would emit alone. Every token of the scheduler is compared with it:
 through rows that run ahead, steps that fail, blocks and tables that are used again, regions that move, and replays.
 """
 
@@ -226,7 +226,7 @@ class AnyOrder(RuleBasedStateMachine):
         return {name: sequence.length for tenant in tenants for name, sequence in tenant.live.items()}
 
     def check_admission(self) -> None:
-        """Nobody waits whom there is room for, but those whose tenant is held."""
+        """No request waits while there is room for it, unless its tenant is held."""
         has_tables = self.scheduler.live_sequences < self.scheduler.settings.max_sequences
         contenders = []
         for tenant in self.scheduler.tenants.values():

@@ -1,4 +1,4 @@
-"""Who gets how much: weighted service, its bound, turns of rows, and prompts beside each other."""
+"""Shares of the engine: weighted service and its bound, turns of rows, and concurrent prompts."""
 
 import random
 from itertools import count

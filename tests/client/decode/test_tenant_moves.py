@@ -1,4 +1,4 @@
-"""A tenant's sequences leave their region, in time or for a while: all tenants have the tokens they have alone."""
+"""A tenant's sequences move to another region or to the host: all tenants get the same tokens as alone."""
 
 import asyncio
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The end of a lease that serves another program, on a real daemon."""
+"""The end of a lease of a cluster's job, on a real daemon."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""When two computations of one model agree: the rule that every reference of the decode engine is held to.
+"""When two computations of a model agree: the rule for every reference of the decode engine.
 
 Both compute the same weights, in other precisions and orders, so logits differ by an error. Where the reference's
 margin between its first and second token is within twice that error, either is right. Elsewhere the two must agree.

@@ -1,4 +1,4 @@
-"""A decode server on the tiny model, in a thread, asked over a real socket by the official client."""
+"""A decode server on the tiny model, in a thread, called over a real socket by the official client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shapes of models with random weights: each has what another kernel or another path of the engine computes."""
+"""Shapes of models with random weights, each of which exercises another kernel or path of the engine."""
 
 from dataclasses import replace
 from typing import Final

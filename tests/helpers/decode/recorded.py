@@ -1,4 +1,4 @@
-"""References of the decode engine that compute in a process of their own, and write what they found to a folder.
+"""References of the decode engine that compute in separate processes, and write their results to a folder.
 
 So their threads, memory and warnings are gone before the engine takes the card, and they need not end in good order.
 """

@@ -1,4 +1,4 @@
-"""Jobs for processes that read texts which no server has."""
+"""Jobs for processes that read texts, which exist only for tests."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Launches that fail or print, on a card and on the embedded driver: what each says of them."""
+"""Launches that fail or print, on a card and on the embedded driver, and what each of the two reports."""
 
 from dataclasses import dataclass
 from typing import Final

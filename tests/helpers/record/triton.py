@@ -1,4 +1,4 @@
-"""The launches of Triton's kernels, and what NumPy says they compute."""
+"""The launches of Triton's kernels, and the results by NumPy."""
 
 import json
 from collections.abc import Iterator

@@ -30,7 +30,7 @@ def test_a_config_is_read_back(config: ModelConfig) -> None:
 
 
 def test_what_a_config_leaves_out_is_as_in_transformers() -> None:
-    """The config.json of SmolLM2-135M, without what nobody reads."""
+    """The config.json of SmolLM2-135M, without keys that have no effect."""
     config = read(
         {
             "model_type": "llama",

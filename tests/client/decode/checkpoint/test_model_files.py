@@ -1,4 +1,4 @@
-"""What is no file in the place of one: each is refused by name, where a read would wait or go on for ever."""
+"""Paths that are not regular files: each is refused by name, because reading it would wait or never end."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""The kernels that the package has: each as its manifest says, exact, and what their source compiles to."""
+"""The packaged kernels: each matches its manifest, is exact, and is what its source compiles to."""
 
 import ast
 import importlib

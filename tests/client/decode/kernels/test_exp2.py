@@ -1,4 +1,4 @@
-"""The kernels' own 2^x, as `combine` shows it: an output of it less the exact power, which is a small number."""
+"""The kernels' 2^x, measured through `combine`: the difference from the exact power, which must be small."""
 
 import numpy as np
 import pytest

@@ -85,7 +85,7 @@ def test_parts_are_those_of_their_columns_alone(rig: KernelRig) -> None:
 
 
 def test_sums_over_columns_ascend(rig: KernelRig) -> None:
-    """1 is lost beside 2^40, and stays where that was taken away before."""
+    """In f32, 1 added to 2^40 is lost; if 2^40 was subtracted before, it stays. So the order of the sum shows."""
     x = bf16(np.ones((1, 64)))
     w = np.zeros((2, 64))
     w[0, [0, 16, 32]] = 1, 2.0**40, -(2.0**40)

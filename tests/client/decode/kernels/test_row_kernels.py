@@ -76,7 +76,7 @@ def test_silu(rig: KernelRig, inner: int, splits: int) -> None:
 
 @pytest.mark.parametrize("kernel", ["add_rmsnorm_512", "silu"])
 def test_parts_are_added_in_ascending_order(rig: KernelRig, kernel: str) -> None:
-    """1 is lost beside 1e8, and stays where that was taken away before."""
+    """In f32, 1 added to 1e8 is lost; if 1e8 was subtracted before, it stays. So the order of the sum shows."""
     parts = np.zeros((3, 1, 64), np.float32)
     parts[:, 0, 0] = 1e8, -1e8, 1
     parts[:, 0, 1] = 1, 1e8, -1e8

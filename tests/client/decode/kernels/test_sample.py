@@ -1,4 +1,4 @@
-"""`sample` against an implementation of its own in numpy's float64."""
+"""`sample` against a separate implementation in numpy's float64."""
 
 import math
 from typing import Any

@@ -60,7 +60,7 @@ def kinds(kind: type[Any]) -> Iterator[type[Any]]:
 
 
 def made(kind: type[Any]) -> GpuLeaseError:
-    """An error of this kind whose text has a socket's path, where it can have any."""
+    """An error of this class with a socket's path in its text, if the class takes a text."""
     if kind is errors.SequenceEnded:
         return errors.SequenceEnded(CompletionReason.REVOKED)
     more: dict[type[Any], tuple[Any, ...]] = {errors.RebindLimited: (2.5,), errors.TextNotRead: ("memory",)}

@@ -1,4 +1,4 @@
-"""Keys in headers: whose they are, in any character set, and none that is too long."""
+"""Keys in headers: their tenants, any character set, and the refusal of keys that are too long."""
 
 import hashlib
 

@@ -1,4 +1,4 @@
-"""Bodies of completions: what is taken, and that anything else is an error in OpenAI's shape."""
+"""Bodies of completions: what is accepted, and that anything else is an error in OpenAI's format."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""The decode server, asked by OpenAI's own client, unchanged."""
+"""The decode server, called with OpenAI's own client, unchanged."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def rig(shared_daemon: Daemon, heard: Heard) -> Iterator[OpenAiRig]:
 
 @pytest.fixture(scope="module")
 def patient(shared_daemon: Daemon) -> Iterator[OpenAiRig]:
-    """A server whose requests wait for as long as it takes."""
+    """A server that lets requests wait without a practical limit."""
     with openai_rig(shared_daemon, wait_s=600.0) as running:
         yield running
 

@@ -1,4 +1,4 @@
-"""The table of parameters: each is used, ignored, or taken with values that change nothing alone."""
+"""The table of parameters: each is used, ignored, or accepted only with values that change nothing."""
 
 import json
 from typing import Any, Final, cast

@@ -1,4 +1,4 @@
-"""A text that ends before its stops: nothing depends on how it was cut, and nothing of a stop is given."""
+"""A text ends before its first stop: the result does not depend on the pieces, and no part of a stop is given out."""
 
 from itertools import pairwise
 

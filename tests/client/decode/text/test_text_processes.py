@@ -1,4 +1,4 @@
-"""Processes that read texts: real ones, whose limits are low here."""
+"""Real processes that read texts, with low limits."""
 
 import asyncio
 import os
@@ -207,7 +207,7 @@ def _helpers_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_helpers_are_there")
 def test_a_fault_in_a_process_is_an_error_and_costs_no_other_text() -> None:
-    """A text whose process ends is tried in two processes at most: a third would be lost as well."""
+    """A text that ends its process is tried in at most two processes: it would probably end a third one, too."""
 
     async def scene(processes: TextProcesses) -> None:
         with pytest.raises(TextNotRead, match="ended the process that read it, 2 times") as raised:

@@ -1,4 +1,4 @@
-"""Claims that take turns, on a real daemon."""
+"""Concurrent requests about claims, on a real daemon: those about the same claim take turns."""
 
 import threading
 from collections.abc import Callable, Iterator

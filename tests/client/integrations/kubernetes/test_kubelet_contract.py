@@ -1,4 +1,4 @@
-"""The DRA driver as a process, on a real daemon, asked over gRPC as a kubelet asks."""
+"""The DRA driver as a process, on a real daemon, called over gRPC like a kubelet does."""
 
 import json
 import os
@@ -61,7 +61,7 @@ def shared_node() -> Iterator[Node]:
 
 @pytest.fixture
 def own_node(start_daemon: Callable[..., Daemon]) -> Iterator[Node]:
-    """A node of the test's own, whose driver it may start again."""
+    """A node of this test alone, which may restart the node's driver."""
     with Node(start_daemon(vram=["64MiB"], config=OPEN_SOCKET)) as node:
         yield node
 
@@ -192,13 +192,13 @@ def test_a_second_driver_takes_no_socket_of_the_first(own_node: Node) -> None:
 
 @pytest.fixture
 def hanging_node(start_daemon: Callable[..., Daemon]) -> Iterator[Node]:
-    """A node whose driver's records wait for the disk while the test says so."""
+    """A node with a driver that hangs while it writes records, for as long as the test wants."""
     with Node(start_daemon(vram=["64MiB"], config=OPEN_SOCKET), may_hang=True) as node:
         yield node
 
 
 def begin_to_prepare(node: Node, claim: Claim) -> threading.Thread:
-    """A call that no kubelet gets an answer to; its driver has a lease, whose record is not on the disk."""
+    """Begin a call that gets no reply: the driver has acquired a lease, but its record is not on the disk."""
     node.stuck.touch()
 
     def prepare() -> None:
@@ -214,7 +214,7 @@ def begin_to_prepare(node: Node, claim: Claim) -> threading.Thread:
 
 @pytest.mark.exhaustive
 def test_a_driver_killed_between_a_grant_and_its_record_finds_the_lease_again(hanging_node: Node) -> None:
-    """Beside it another lease would have no room: this one takes the whole card."""
+    """The lease takes the whole card, so a second one would find no room."""
     claim = claim_of(hanging_node, None)
     call = begin_to_prepare(hanging_node, claim)
     hanging_node.process.kill()
@@ -252,7 +252,7 @@ def test_a_kubelet_that_lost_the_answer_gets_the_same_lease(hanging_node: Node) 
 
 @pytest.mark.exhaustive
 def test_a_claim_that_is_not_ready_is_prepared_anew(own_node: Node) -> None:
-    """The record of a claim that is not ready names leases that nobody was told of."""
+    """The record of a claim that is not ready names leases that were never reported to the kubelet."""
     claim = claim_of(own_node, None)
     assert isinstance(own_node.kubelet.prepare(claim), list)
     (early,) = own_node.lease_ids(claim)

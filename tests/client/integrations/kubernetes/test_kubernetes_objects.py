@@ -1,4 +1,4 @@
-"""What a DRA driver reads of Kubernetes' objects, and what it refuses."""
+"""Kubernetes' objects: what the DRA driver reads from them, and what it refuses."""
 
 from contextlib import suppress
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Headers and bodies of the gateway's HTTP face, without a socket."""
+"""Headers and bodies of the gateway's HTTP API, without a socket."""
 
 import base64
 import json

@@ -1,4 +1,4 @@
-"""Every error has a status, and the reply promises no more than holds."""
+"""Every error has a status, and a reply with Retry-After only where a retry is safe."""
 
 import pytest
 

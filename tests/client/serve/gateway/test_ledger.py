@@ -1,4 +1,4 @@
-"""A store repeats a transaction whose end it did not learn: each rule gives the same entry and answer twice."""
+"""A store may repeat a transaction with an unknown outcome: each rule gives the same entry and answer twice."""
 
 import pytest
 

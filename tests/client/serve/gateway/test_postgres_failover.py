@@ -1,4 +1,4 @@
-"""A primary is lost for good, and its standby promoted: the standby knows every outcome that any caller was told."""
+"""A primary is lost for good, and its standby promoted: the standby has every outcome that a caller received."""
 
 import time
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ WAITING = "SELECT pid FROM pg_stat_activity WHERE wait_event = 'SyncRep'"
 
 
 class Pair:
-    """A primary whose commits wait for its standby's disk."""
+    """A primary and its standby; commits wait for the standby's disk."""
 
     def __init__(self) -> None:
         self.primary = PostgresServer(synchronous_standby_names="*")
@@ -35,7 +35,7 @@ class Pair:
             raise
 
     def waiting(self) -> list[int]:
-        """The server's processes whose commits wait for the standby."""
+        """The server's processes with commits that wait for the standby."""
         with psycopg.connect(self.primary.conninfo, autocommit=True) as connection:
             return [int(row[0]) for row in connection.execute(WAITING)]
 

@@ -1,4 +1,4 @@
-"""Inputs and outputs as JSON's numbers: the kernel gets what was sent, or the request is refused with a sentence."""
+"""Inputs and outputs as JSON numbers: the kernel gets what was sent, or the request is refused with a reason."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Foretold durations, and the requests that are refused because of them."""
+"""Predicted durations, and the requests that are refused because of them."""
 
 import pytest
 from hypothesis import given

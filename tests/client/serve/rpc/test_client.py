@@ -1,4 +1,4 @@
-"""RpcClient with a real server: calls, errors, timeouts; and with servers that break the protocol."""
+"""RpcClient with a real server: calls, errors, timeouts; and with servers that violate the protocol."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""RpcServer beside callers that write any bytes, ring at any time, or die in any state: other callers never notice."""
+"""RpcServer with callers that write any bytes, ring at any time, or die in any state: others are unaffected."""
 
 import os
 import subprocess
@@ -45,7 +45,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RpcRig]:
 
 @pytest.fixture
 def neighbour(rig: RpcRig) -> Iterator[RpcClient]:
-    """Another caller, whose calls must be right afterwards."""
+    """Another caller, with calls that must still be correct afterwards."""
     with RpcClient(rig.address, timeout_s=10) as client:
         assert client.call(ECHO, b"before").payload == b"before"
         yield client
