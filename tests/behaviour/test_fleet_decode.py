@@ -280,6 +280,7 @@ def text_around(client: httpx.Client, event: Callable[[], None]) -> str:
     return text
 
 
+@pytest.mark.exhaustive
 def test_a_served_stream_outlives_the_node_that_it_began_on(tmp_path: Path) -> None:
     with nodes_at(tmp_path) as (address, _, nodes), server_at(address, tmp_path) as client:
         undisturbed = text_around(client, lambda: None)
