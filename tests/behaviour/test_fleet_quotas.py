@@ -118,6 +118,7 @@ def test_a_node_that_is_cut_off_ends_counted_leases_and_grants_none(tmp_path: Pa
             node.builder().acquire()
         cluster.resume(cluster.members[0])
         node.wait_until_joined()
+        wait_until(lambda: not counted_bytes(cluster), "the ended lease's bytes came back")
         for lease in fill(node, node):
             lease.free()
 
