@@ -32,6 +32,7 @@ Each message is one msgpack map (see host/ipc.py). A broker that starts takes ov
 version, so an op, a key and a type never change their meaning: a different meaning gets another HANDOVER.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final
 
 from gpulease.daemon.contract.control_page import PageState
@@ -48,10 +49,10 @@ from gpulease.daemon.contract.message_fields import (
     Pid,
     Serial,
     Text,
-    by_op,
     converted,
     inline,
     integer,
+    messages_of,
     nested,
 )
 from gpulease.daemon.contract.worker_spec import WorkerSpec
@@ -529,24 +530,35 @@ class Prepared(Message):
 
 # --- parsing ---
 
-TO_ZYGOTE: Final = by_op(WorkerSpec, LeaseChanged, PagesRenewed, WorkerForgotten, Retire, Ping)
-FROM_ZYGOTE: Final = by_op(Preloaded, Broken, Pong, WorkerForked, ForkFailed, WorkerReaped)
-HANDOVER_MESSAGES: Final = by_op(ZygoteTaken, ZygoteIntroduction, LivingWorker, EndedWorker, HandoverDone)
-TO_WORKER: Final = by_op(WorkerSpec, Attach, Scrub, EndSession, RegionsPage, OpenRegion, EndRegion, ResizeSlice)
-FROM_WORKER: Final = by_op(
-    Ready,
-    Failed,
-    Faulted,
-    Scrubbed,
-    Attached,
-    LastLeft,
-    MemoryGrew,
-    RegionOpened,
-    RegionRefused,
-    RegionEnded,
-    RegionStuck,
-    RegionReleased,
-    ForwardRevoked,
-    SliceResized,
+ToZygote = WorkerSpec | LeaseChanged | PagesRenewed | WorkerForgotten | Retire | Ping
+TO_ZYGOTE: Final[Mapping[str, type[ToZygote]]] = messages_of(ToZygote)
+
+FromZygote = Preloaded | Broken | Pong | WorkerForked | ForkFailed | WorkerReaped
+FROM_ZYGOTE: Final[Mapping[str, type[FromZygote]]] = messages_of(FromZygote)
+
+Handover = ZygoteTaken | ZygoteIntroduction | LivingWorker | EndedWorker | HandoverDone
+HANDOVER_MESSAGES: Final[Mapping[str, type[Handover]]] = messages_of(Handover)
+
+ToWorker = WorkerSpec | Attach | Scrub | EndSession | RegionsPage | OpenRegion | EndRegion | ResizeSlice
+TO_WORKER: Final[Mapping[str, type[ToWorker]]] = messages_of(ToWorker)
+
+FromWorker = (
+    Ready
+    | Failed
+    | Faulted
+    | Scrubbed
+    | Attached
+    | LastLeft
+    | MemoryGrew
+    | RegionOpened
+    | RegionRefused
+    | RegionEnded
+    | RegionStuck
+    | RegionReleased
+    | ForwardRevoked
+    | SliceResized
 )
-FROM_HELPER: Final = by_op(Prepared, Ready, Broken, Pong)
+FROM_WORKER: Final[Mapping[str, type[FromWorker]]] = messages_of(FromWorker)
+
+FromHelper = Prepared | Ready | Broken | Pong
+FROM_HELPER: Final[Mapping[str, type[FromHelper]]] = messages_of(FromHelper)

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, assert_never
 
 from gpulease.daemon.contract.control_page import BrokerPage
 from gpulease.daemon.contract.message_fields import MalformedMessage, Message, parse_message
@@ -17,12 +17,17 @@ from gpulease.daemon.contract.messages import (
     FROM_WORKER,
     Attach,
     Attached,
+    Broken,
     Failed,
     Faulted,
     ForkFailed,
     ForwardRevoked,
+    FromWorker,
+    FromZygote,
     LastLeft,
     MemoryGrew,
+    Pong,
+    Preloaded,
     Ready,
     RegionEnded,
     RegionOpened,
@@ -370,16 +375,22 @@ class Workers:
 
     # --- messages of zygotes and workers ---
 
-    def _on_zygote_message(self, zygote: Zygote, message: Message, fds: list[int]) -> None:
+    def _on_zygote_message(self, zygote: Zygote, message: FromZygote, fds: list[int]) -> None:
         match message:
             # The pidfd may be missing, because this process had no descriptor left when the message arrived.
-            case WorkerForked(lease_id, pid, serial) if len(fds) <= 1:
-                self._on_forked(zygote, self._unforked.pop(lease_id), pid, serial, fds)
-                return
+            case WorkerForked(lease_id, pid, serial):
+                if len(fds) <= 1:
+                    self._on_forked(zygote, self._unforked.pop(lease_id), pid, serial, fds)
+                    return
             case ForkFailed(lease_id, reason):
                 self._on_ended(self._unforked[lease_id], reason)
             case WorkerReaped() as reaped:
                 self._on_reaped(zygote, reaped)
+            case Preloaded() | Broken() | Pong():
+                # The client of the zygote handles these when they are due.
+                pass
+            case _:
+                assert_never(message)
         close_all(fds)
 
     def _on_forked(self, zygote: Zygote, worker: Worker, pid: int, serial: int, fds: list[int]) -> None:
@@ -418,7 +429,7 @@ class Workers:
         if (parsed := _parsed(message)) is not None:
             self._on_parsed(worker, parsed)
 
-    def _on_parsed(self, worker: Worker, message: Message) -> None:
+    def _on_parsed(self, worker: Worker, message: FromWorker) -> None:
         lease_id = worker.spec.lease_id
         match message:
             case Attached(mark, is_in):
@@ -450,8 +461,11 @@ class Workers:
                 self._on_region(lease_id, message)
             case Failed(reason):
                 self._post(WorkerFailed(lease_id, clean_text(reason, MAX_REASON_CHARS)))
-            case Faulted(reason) if worker.on_fault():
-                self._post(SessionFaulted(lease_id, clean_text(reason, MAX_REASON_CHARS)))
+            case Faulted(reason):
+                if worker.on_fault():
+                    self._post(SessionFaulted(lease_id, clean_text(reason, MAX_REASON_CHARS)))
+            case _:
+                assert_never(message)
 
     def _on_zygote_exit(self, zygote: Zygote) -> None:
         # The kernel kills workers with their zygote (PR_SET_PDEATHSIG), but no zygote is left to report that.
@@ -512,7 +526,7 @@ class Workers:
         worker.close()
 
 
-def _parsed(message: dict[str, Any]) -> Message | None:
+def _parsed(message: dict[str, Any]) -> FromWorker | None:
     """Return a worker's message; None if it is malformed or unknown. A worker may be compromised."""
     with contextlib.suppress(MalformedMessage):
         return parse_message(FROM_WORKER, message)

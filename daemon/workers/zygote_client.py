@@ -21,6 +21,7 @@ from gpulease.daemon.contract.message_fields import MalformedMessage, Message, p
 from gpulease.daemon.contract.messages import (
     FROM_ZYGOTE,
     Broken,
+    FromZygote,
     LeaseChanged,
     PagesRenewed,
     Ping,
@@ -68,7 +69,7 @@ class Zygotes:
     def __init__(
         self,
         driver: str,
-        on_message: Callable[["Zygote", Message, list[int]], None],
+        on_message: Callable[["Zygote", FromZygote, list[int]], None],
         on_exit: Callable[["Zygote"], None],
         sandbox: SandboxSettings,
         folder: Path | None,
@@ -177,7 +178,7 @@ class Zygote:
     def __init__(
         self,
         driver: str,
-        on_message: Callable[["Zygote", Message, list[int]], None],
+        on_message: Callable[["Zygote", FromZygote, list[int]], None],
         on_exit: Callable[["Zygote"], None],
         sandbox: SandboxSettings,
         folder: Path | None = None,
@@ -414,7 +415,7 @@ class Zygote:
             self._on_received(message, fds)
 
     def _on_received(self, received: dict[str, Any], fds: list[int]) -> None:
-        message: Message | None = None
+        message: FromZygote | None = None
         with contextlib.suppress(MalformedMessage):
             message = parse_message(FROM_ZYGOTE, received)
         # The first message of a new zygote is the answer that `start` waits for.
@@ -429,7 +430,7 @@ class Zygote:
         else:
             close_all(fds)
 
-    def _on_first_message(self, message: Message | None, preloaded: asyncio.Future[None]) -> None:
+    def _on_first_message(self, message: FromZygote | None, preloaded: asyncio.Future[None]) -> None:
         match message:
             case Preloaded(findings):
                 self.findings = findings

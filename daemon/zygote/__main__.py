@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 from contextlib import suppress
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, assert_never
 
 from gpulease.daemon.contract.control_page import PageFds, for_worker
 from gpulease.daemon.contract.message_fields import Message, parse_message
@@ -33,6 +33,7 @@ from gpulease.daemon.contract.messages import (
     Pong,
     Preloaded,
     Retire,
+    ToZygote,
     WorkerForgotten,
     WorkerForked,
     WorkerReaped,
@@ -288,7 +289,7 @@ class Zygote:
                 return
             self._on_message(parse_message(TO_ZYGOTE, message), fds)
 
-    def _on_message(self, message: Message | None, fds: list[int]) -> None:
+    def _on_message(self, message: ToZygote | None, fds: list[int]) -> None:
         # Each case owns the descriptors that came with the message; the others close them at the end.
         match message:
             case WorkerSpec() as spec:
@@ -296,15 +297,21 @@ class Zygote:
                 return
             case LeaseChanged(spec, serial):
                 self._workers.change(serial, spec)
-            case PagesRenewed(spec, serial) if len(fds) == 2:
-                self._workers.change(serial, spec, PageFds(*fds))
-                return
+            case PagesRenewed(spec, serial):
+                if len(fds) == 2:
+                    self._workers.change(serial, spec, PageFds(*fds))
+                    return
             case WorkerForgotten(serial):
                 self._workers.forget(serial)
             case Ping():
                 self._send(Pong())
             case Retire():
                 self._is_retired = True
+            case None:
+                # A newer broker's message.
+                pass
+            case _:
+                assert_never(message)
         close_all(fds)
 
     def _send(self, message: Message, fds: tuple[int, ...] = ()) -> None:
