@@ -143,7 +143,7 @@ async def load_weights(
     """Load a model. On any failure, all buffers are freed.
 
     Args:
-        session: The session into whose memory they are loaded.
+        session: The session that gets the weights into its memory.
         checkpoint: The model.
         packed: Leave weights of Q8_0 and Q4_K packed if all weights that are fused into one linear have that type.
             Otherwise they become bf16.

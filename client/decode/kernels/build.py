@@ -223,6 +223,7 @@ def _without_debug(ptx: str) -> str:
 
 def build(folder: Path) -> None:
     """Compile all kernels into a folder, and write the manifest. Exits on a kernel with inexact instructions."""
+    # The version of Triton is part of the manifest, and so of the kernels' digest.
     manifest = {"triton": triton.__version__, "split": SPLIT, "heads": HEADS, "kernels": {}}
     for name, job in jobs().items():
         ptx, manifest["kernels"][name] = compiled(name, job)

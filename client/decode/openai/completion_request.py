@@ -101,7 +101,7 @@ def parse_request(body: bytes, *, is_chat: bool, fresh_seed: int) -> CompletionR
 def check_model(asked: str, served: str) -> None:
     """Raise ApiError if a request names another model than the served one; "" means the served one."""
     if asked and asked != served:
-        raise ApiError(404, "model_not_found", f"There is no model {quoted(asked)}; {served} is served.", "model")
+        raise ApiError(404, "model_not_found", f"Model {quoted(asked)} is not served here; use {served}.", "model")
 
 
 def _object(body: bytes) -> dict[str, Any]:
@@ -158,6 +158,7 @@ def _max_tokens(said: Mapping[str, Any], *, is_chat: bool) -> int | None:
 
 
 def _sampling(said: Mapping[str, Any], seed: int) -> SamplingParameters:
+    # OpenAI's default temperature is 1, unlike this engine's.
     values = {"temperature": 1.0} | {
         name: value for name in ("temperature", "top_p", "top_k") if (value := said.get(name)) is not None
     }

@@ -259,6 +259,7 @@ def _digest(path: Path, name: str, table: KeyTable) -> bytes:
     """Return the digest of a table's key, which may be in a separate file."""
     if table.key_sha256 is not None:
         return table.key_sha256
+    # Only the digest stays in memory; the key itself is needed no more.
     return key_digest(_read_key(f"{path}: {name}", path.parent / str(table.key_file)))
 
 

@@ -112,6 +112,7 @@ def make_openai_application(
         Route("/healthz", show_health, methods=["GET"]),
         Route("/metrics", show_metrics, methods=["GET"]),
     ]
+    # The server's own routes come first, so that further routes can't shadow them.
     return Starlette(routes=[*own, *routes], exception_handlers={404: _not_found, 405: _not_found})
 
 

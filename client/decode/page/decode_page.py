@@ -152,6 +152,7 @@ class PageFeed(DecoderObserver):
             self._history.add_first_token(now, seconds)
         # A request that waited too long counts as refused, like on a full queue.
         if isinstance(report.reason, AdmissionReason) or report.reason is CompletionReason.DEADLINE_EXCEEDED:
+            # The page shows refusals as a count, in the chart, and as an event with the reason.
             self._refused[tenant_id] += 1
             self._history.add_refusal(now)
             self._events.add(now, tenant_id, EventKind.REFUSED, detail=report.detail or str(report.reason))

@@ -100,7 +100,7 @@ class ContinuousBatchScheduler:
     ended, the row planned ahead for it is discarded. Steps run one after another, so a sequence's blocks and tables can
     be reused at once: a discarded row writes before any row of their next owner does.
 
-    **Preemption**, if `settings.preempts`. If the tenant whose turn it is finds no free table, the youngest sequence of
+    **Preemption**, if `settings.preempts`. If the next tenant in turn finds no free table, the youngest sequence of
     the tenant with the lowest weight ends, provided that weight is lower than its own. A replay of the sequence waits:
     first in its tenant's queue, without a deadline, and not charged again. The order of turns does not change, so the
     service bound holds. No request starves: it is preempted MAX_PREEMPTIONS times at most, and then keeps its table to

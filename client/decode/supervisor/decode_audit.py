@@ -154,6 +154,8 @@ class DecodeRecord:
             raise ValueError("it describes no request")
         try:
             said, model = note["sampling"], note["model"]
+            # The texts of floats and of the seed are parsed back exactly, because they are their shortest
+            # representations.
             sampling = SamplingParameters(
                 float(said["temperature"]), float(said["top_p"]), int(said["top_k"]), int(said["seed"])
             )
@@ -226,6 +228,7 @@ class DecodeAudit(DecoderObserver):
 
     async def _write(self, lease: Callable[[], GpuLease]) -> None:
         while True:
+            # Cleared before the queue is read, so that a record that arrives meanwhile wakes the next round.
             self._wake.clear()
             while self._kept:
                 # Records stay in the queue until their outcome is known, so a cancelled write loses none of them.

@@ -225,6 +225,7 @@ class Decoder:
             _scheduler_settings(settings, checkpoint.config, spec.limits.positions), spec.tenants
         )
         decoder = cls(spec, scheduler, address, observers, settings.text_processes)
+        # From here on the lease exists, and the block's end frees it.
         async with decoder._serve(progress):
             yield decoder
 
@@ -322,7 +323,7 @@ class Decoder:
         generation = ledger.open(request, self.cancel, now)
         try:
             # The events may already contain a refusal or a preemption.
-            ledger.tell(self.scheduler.submit(request, now))
+            ledger.deliver(self.scheduler.submit(request, now))
         except BaseException:
             ledger.forget(generation)
             raise
@@ -377,7 +378,7 @@ class Decoder:
         """End a generation. Has no effect on one that has ended, even if a later request has its id now."""
         # Compare the generation, not the id: a later request may have the same id.
         if generation.reason is None:
-            self._ledger.tell(self.scheduler.cancel(generation.request.request_id))
+            self._ledger.deliver(self.scheduler.cancel(generation.request.request_id))
             self._steps.wake()
 
     # --- regions that sequences leave ---
@@ -438,6 +439,7 @@ class Decoder:
 
 def _engine_spec(checkpoint: Checkpoint, tenants: tuple[TenantConfig, ...], settings: DecoderSettings) -> EngineSpec:
     """Return the specification of the engine, with the lease's size. Raises what `lease_bytes` raises."""
+    # The settings' length, or else the model's context up to the default limit.
     positions = settings.positions or min(checkpoint.config.context, MAX_POSITIONS)
     limits = StepLimits(settings.max_rows, settings.max_sequences, positions)
     # Without tenants, one gets all sequences, and blocks for a few of full length.

@@ -180,7 +180,7 @@ class EngineSupervisor:
             self.reopened += 1
             self.log.info("region_reopened", tenant=tenant.id, region=lease_text(pool.region.lease_id))
             # Replays of the tenant that waited for this region can be admitted now.
-            self._ledger.tell(self.scheduler.rebound(tenant.id, pool.blocks, self._clock()))
+            self._ledger.deliver(self.scheduler.rebound(tenant.id, pool.blocks, self._clock()))
             self._steps.wake()
 
     def engine_failed(self, serving: ServingEngine, error: Exception) -> None:
@@ -247,7 +247,7 @@ class EngineSupervisor:
 
     def _end_sequences(self, reason: CompletionReason, wait_s: float) -> None:
         """End every tenant's sequences, which are replayed on this engine or the next one. No step is under way."""
-        self._ledger.tell(self.scheduler.engine_lost(self._clock(), reason, wait_s), is_engine_scoped=True)
+        self._ledger.deliver(self.scheduler.engine_lost(self._clock(), reason, wait_s), is_engine_scoped=True)
 
     def _bind_regions(self) -> None:
         """Give every tenant its region of the engine.
@@ -261,13 +261,13 @@ class EngineSupervisor:
             if self.scheduler.rebind_delay_s(tenant_id, now):
                 regions.replace(tenant_id)
             else:
-                self._ledger.tell(self.scheduler.rebound(tenant_id, pool.blocks, now))
+                self._ledger.deliver(self.scheduler.rebound(tenant_id, pool.blocks, now))
 
     def _give_up(self, request_id: str) -> None:
         """End a request that ended an engine while it was computed alone."""
         if generation := self._ledger.find(request_id):
             self.log.error("request_given_up", tenant=generation.request.tenant_id, request=request_id)
-            self._ledger.tell(self.scheduler.cancel(generation.request.request_id, CompletionReason.ENGINE_ERROR))
+            self._ledger.deliver(self.scheduler.cancel(generation.request.request_id, CompletionReason.ENGINE_ERROR))
 
     async def _await_answers(self, serving: ServingEngine, error: Exception) -> None:
         """Give an engine's steps ANSWER_S to end, then report them overdue: those of a dead host never end."""

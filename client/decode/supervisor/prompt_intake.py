@@ -177,6 +177,7 @@ class PromptIntake:
         from gpulease.client.decode.text.text_processes import TextProcesses
 
         context = self._scheduler.settings.context
+        # Every process gets the same tokenizer and limits, and knows the context for its own early refusals.
         self._processes = await TextProcesses.of(tokenizer, context, self._count, self.limits, self._log)
         return self._processes
 

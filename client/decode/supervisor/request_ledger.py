@@ -137,10 +137,10 @@ class RequestLedger:
             report = StepReport(len(step), step.decode_rows, tokens, took_s)
             self.report(lambda observer: observer.on_step(report))
         # Ends come after the report of the step that has their last tokens.
-        self.tell(ends)
+        self.deliver(ends)
 
-    def tell(self, events: Iterable[AnyEvent], *, is_engine_scoped: bool = False) -> None:
-        """Pass on events other than tokens.
+    def deliver(self, events: Iterable[AnyEvent], *, is_engine_scoped: bool = False) -> None:
+        """Deliver events other than tokens to their generations and to observers.
 
         Args:
             events: The events.

@@ -165,7 +165,7 @@ class StepLoop:
             now = self._clock()
             plan = self.scheduler.plan(now)
             # Requests that expired or were preempted during the planning.
-            self._ledger.tell(plan.events)
+            self._ledger.deliver(plan.events)
             if not plan.sequences:
                 return
             # From here on a loss makes its requests suspects, even if the start has not returned (`drop`).
@@ -179,7 +179,7 @@ class StepLoop:
                 # may be one of those steps' own.
                 self._starting = None
                 self._on_region_lost(error)
-                self._ledger.tell(self.scheduler.failed(plan, None, CompletionReason.REVOKED, self._clock()))
+                self._ledger.deliver(self.scheduler.failed(plan, None, CompletionReason.REVOKED, self._clock()))
                 return
             # The card was idle, so this step's time counts from its start; else from the end of the step before.
             if not self._pending:
@@ -198,7 +198,7 @@ class StepLoop:
             self._pending.clear()
             self._on_region_lost(error)
             self._refusal = None
-            self._ledger.tell(self.scheduler.failed(plan, None, CompletionReason.REVOKED, self._clock()))
+            self._ledger.deliver(self.scheduler.failed(plan, None, CompletionReason.REVOKED, self._clock()))
             self._abort_region(error)
             return
         self._pending.popleft()
@@ -276,7 +276,7 @@ class StepLoop:
             cause=cause_of(error),
             sequences=sequences,
         )
-        self._ledger.tell(self.scheduler.revoked(tenant_id, reason, self._clock()))
+        self._ledger.deliver(self.scheduler.revoked(tenant_id, reason, self._clock()))
         # Start opening the next region in the background; `region_opened` brings the replays in.
         self.regions.replace(tenant_id)
         self.wake()

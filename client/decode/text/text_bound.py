@@ -50,6 +50,7 @@ def most_bytes_per_token(library: tokenizers.Tokenizer) -> int | None:
     longest = longest_entry
     # Step 1's tokens: the longest name counts, before or after the normaliser.
     for added in library.get_added_tokens_decoder().values():
+        # Such a token absorbs any number of spaces.
         if added.lstrip or added.rstrip:
             return None
         name = str(added.content)

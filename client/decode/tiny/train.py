@@ -219,6 +219,7 @@ def train(training: Tokens, validation: Tokens, steps: int, seconds: float) -> W
     weights = first_weights(random)
     first = second = {name: jnp.zeros_like(weight) for name, weight in weights.items()}
     print(f"parameters {sum(weight.size for weight in weights.values()):,}", flush=True)
+    # The time limit is for quick trials; the published model ran all of its steps.
     began = time.monotonic()
     for step, rows in enumerate(batches(training, random), 1):
         weights, first, second, value = _update(weights, first, second, rows, float(step), float(steps))

@@ -93,7 +93,7 @@ class JobRecords:
         new.replace(path)
 
     def forget(self, job: str) -> None:
-        """Remove a job's record, if it has one."""
+        """Remove a job's record. Has no effect if there is none."""
         self._path(job).unlink(missing_ok=True)
 
     def _path(self, job: str) -> Path:

@@ -137,6 +137,7 @@ class Gateway:
             await asyncio.sleep(FORGET_EVERY_S)
 
     async def _infer(self, request: Request) -> Response:
+        # The id stays "" until the header was checked, so that replies never repeat an invalid one.
         began_s, request_id = time.monotonic(), ""
         # Only served models become labels of metrics, so that callers can't create series.
         model_id = request.path_params["model"] if request.path_params["model"] in self._models else ""
@@ -229,6 +230,7 @@ class Gateway:
         return {name: {"max_output_bytes": model.max_output_bytes} for name, model in self._models.items()}
 
     def _health(self) -> dict[str, Any]:
+        # Places that are taken without a slot.
         waiting = self._admission.taken - self._admission.in_flight
         return {"in_flight": self._admission.in_flight, "queued": waiting}
 

@@ -118,6 +118,7 @@ class SqliteStore:
 
     def forget(self, older_than_s: float) -> int:
         """Implement `ReplicatedIdempotencyStore.forget`."""
+        # By the wall clock: an age of hours must survive reboots, which reset the clock of claims.
         before_unix_s = self._unix_s() - older_than_s
         return self._do(lambda connection: connection.execute(_FORGET, (before_unix_s,)).rowcount)
 
@@ -200,6 +201,7 @@ class SqliteStore:
                     answers.append((done, refused))
             connection.execute("COMMIT")
         except (OSError, sqlite3.Error) as error:
+            # The rollback fails if the transaction never began.
             with suppress(sqlite3.Error):
                 connection.execute("ROLLBACK")
             # The whole transaction failed, also for callers with a rule that had succeeded.

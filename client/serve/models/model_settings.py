@@ -136,6 +136,7 @@ def load_settings(path: Path) -> dict[str, ModelSettings]:
 
 def check_together(models: Mapping[str, ModelSettings]) -> None:
     """Raise InvalidRequest if two models have the same number, or a smaller variant can't replace its model."""
+    # A number names a model for callers through shared memory, so two models can't share one.
     numbers: dict[int, str] = {}
     for name, model in models.items():
         if (other := numbers.setdefault(model.method_id, name)) != name:

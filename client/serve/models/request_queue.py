@@ -45,6 +45,7 @@ class WaitingRequest:
 
     def settle(self, outcome: Outcome) -> None:
         """Answer the request, unless it was answered before."""
+        # The deadline's timer must not answer a request a second time.
         if self.timer is not None:
             self.timer.cancel()
         if not self.answer.done():
@@ -348,6 +349,7 @@ class Forecast:
         """Return the expected seconds until `items` further items are done."""
         # Whole batches: those that wait, with these items in the last one, after the one that is running.
         batches = math.ceil((self.items_ahead + items) / self.max_batch) + self.is_running
+        # Every batch counts as a full one, so the estimate is rather too high than too low.
         return self.start_s + batches * self.batch_s
 
     def refusal(self, items: int, left_s: float) -> str:

@@ -192,6 +192,7 @@ class RpcClient:
                 self._hang_up()
                 if not is_idempotent:
                     raise
+                # The server may have executed the call. It is repeated only because the caller allows that.
                 cause = uncertain = error
             # Retry only while the call could still begin in time.
             left_s = span.to_ask_s()
@@ -301,6 +302,7 @@ class _Connection:
             raise Disconnected("rpc: the server's reply can't be followed")
         # Copied before the region is given back to the server.
         payload = reply.payload(header.payload_len)
+        # Gives the region back to the server.
         reply.status = CallStatus.EMPTY
         if header.status == CallStatus.RESPONSE_READY:
             return Answer(header.method_id, payload)

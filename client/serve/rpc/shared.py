@@ -47,6 +47,7 @@ class Region:
     @property
     def status(self) -> int:
         """The current status byte, which may have any value, since the peer can write it."""
+        # One byte, so a read is never torn.
         return self._memory[STATUS_AT]
 
     @status.setter

@@ -291,7 +291,7 @@ class AnyOrder(RuleBasedStateMachine):
         for reason, is_engine_scoped in losses:
             self.now += 1
             events: list[AnyEvent] = [self.lost(known, reason, is_engine_scoped) for known in chosen]
-            self.ledger.tell(events, is_engine_scoped=is_engine_scoped)
+            self.ledger.deliver(events, is_engine_scoped=is_engine_scoped)
         for known in chosen:
             assert known.generation.request.request_id == known.current.request_id, "what cancel names"
 
@@ -312,7 +312,7 @@ class AnyOrder(RuleBasedStateMachine):
         loss = self.lost(known, CompletionReason.REVOKED, False)
         refusal = SchedulerEvent.AdmissionRejected(known.current, AdmissionReason.REBIND_LIMITED, "wait", 7.0)
         self.expected.append(known.finished(AdmissionReason.REBIND_LIMITED, "wait", self.now))
-        self.ledger.tell([loss, refusal])
+        self.ledger.deliver([loss, refusal])
         error = self.has_ended(known, CompletionReason.CANCELLED, AdmissionRefused)
         assert isinstance(error, AdmissionRefused)
         assert (error.reason, error.retry_after_s) == (AdmissionReason.REBIND_LIMITED, 7.0)
@@ -325,7 +325,7 @@ class AnyOrder(RuleBasedStateMachine):
         end = SchedulerEvent.Completed(known.current, reason)
         if reason is CompletionReason.DEADLINE_EXCEEDED and any(loss.is_engine_scoped for loss in known.open_losses):
             # It waited for an engine, and none came.
-            self.ledger.tell([end] * 2)
+            self.ledger.deliver([end] * 2)
             error = self.has_ended(known, CompletionReason.ENGINE_ERROR, EngineDecodeFailed)
             waited_s = self.now - known.open_losses[0].at
             assert f"none took its place within {waited_s:.0f} s" in str(error)
@@ -333,7 +333,7 @@ class AnyOrder(RuleBasedStateMachine):
             return
         ended = error_of(end)
         self.expected.append(known.finished(reason, str(ended or ""), self.now))
-        self.ledger.tell([end] * 2)
+        self.ledger.deliver([end] * 2)
         self.has_ended(known, reason, type(ended) if ended else None)
 
     @precondition(lambda self: self.known)
@@ -342,7 +342,7 @@ class AnyOrder(RuleBasedStateMachine):
         """A request ended an engine alone: it is not replayed, and its caller gets the error."""
         self.now += 1
         known = self.some(data)[0]
-        self.ledger.tell([SchedulerEvent.Completed(known.current, CompletionReason.ENGINE_ERROR)])
+        self.ledger.deliver([SchedulerEvent.Completed(known.current, CompletionReason.ENGINE_ERROR)])
         name = known.generation.request_id
         error = self.has_ended(known, CompletionReason.ENGINE_ERROR, RequestBreaksEngine)
         assert f"request {name} alone" in str(error)
@@ -371,7 +371,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert (tokens, type(error) if error else None) == (known.yielded(), kind)
         assert [token.attempt for token in tokens] == [token.attempt for token in known.yielded()]
         assert known.generation.reason is reason
-        self.ledger.tell([SchedulerEvent.Completed(known.current, CompletionReason.CANCELLED)])
+        self.ledger.deliver([SchedulerEvent.Completed(known.current, CompletionReason.CANCELLED)])
         assert known.generation.reason is reason
         return error
 
@@ -400,8 +400,8 @@ def test_losses_before_a_token_are_one_rebind_and_of_the_engine_if_any_was() -> 
     request = PromptRequest("ann", "r", (1, 2), SamplingParameters(), 8)
     first, second = replace(request, request_id="r.1", continues="r"), replace(request, request_id="r.2", continues="r")
     ledger.open(request, lambda _: None, 0.0)
-    ledger.tell([SchedulerEvent.Completed(request, CompletionReason.REVOKED, "r.1")])
-    ledger.tell([SchedulerEvent.Completed(first, CompletionReason.ENGINE_ERROR, "r.2")], is_engine_scoped=True)
+    ledger.deliver([SchedulerEvent.Completed(request, CompletionReason.REVOKED, "r.1")])
+    ledger.deliver([SchedulerEvent.Completed(first, CompletionReason.ENGINE_ERROR, "r.2")], is_engine_scoped=True)
     results = np.ones(1, RESULT)
     for position in (2, 3):
         step = StepPlan(0, [], [], [], [], [], [], 1)
