@@ -213,7 +213,7 @@ class Connection:
         if frame.request_id in self._in_flight:
             raise FramingError(f"request id {frame.request_id} is already in flight")
         if frame.request_id == 0:
-            raise FramingError("request id 0 is kept for goodbyes")
+            raise FramingError("request id 0 is reserved for goodbyes")
         if len(self._in_flight) >= MAX_IN_FLIGHT:
             raise FramingError(f"more than {MAX_IN_FLIGHT} requests await their reply", Status.BUSY)
         # Step 2: what is wrong in this frame alone gets an error reply; the state and the next frames are not affected.

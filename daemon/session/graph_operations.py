@@ -269,7 +269,7 @@ class GraphOperations(Operations):
         try:
             steps = _Steps()
             if not body.nodes:
-                raise BodyError("a graph has at least one node")
+                raise BodyError("a graph must have at least one node")
             # A large graph takes milliseconds to check, so the lease is checked in between.
             for number, node in enumerate(body.nodes):
                 if number % NODES_PER_LOOK == 0:
@@ -338,7 +338,7 @@ class GraphOperations(Operations):
         parameters = made.parameters
         wanted_bytes = parameters[-1].end if parameters else 0
         if len(values) != wanted_bytes:
-            raise BodyError(f"{len(values)} bytes of values; the graph's parameters have {wanted_bytes}")
+            raise BodyError(f"the values must have {wanted_bytes} bytes, as the graph's parameters, not {len(values)}")
         checked = [self._value(parameter, values) for parameter in parameters]
         # Step 2: into the argument bytes; a value that did not change costs nothing.
         made.latest_values = None
@@ -433,7 +433,9 @@ def _checked_place(body: GraphCreate, steps: _Steps, place: GraphPlace, free: di
     """Return the step that contains a place, and take the argument there from `free`. Raises BodyError."""
     step = steps.step_of.get(place.node)
     if place.parameter >= len(body.parameters) or step is None:
-        raise BodyError(f"a place of parameter {place.parameter} in node {place.node}: no such parameter, or no launch")
+        raise BodyError(
+            f"place of parameter {place.parameter} in node {place.node}: no such parameter, or not a launch"
+        )
     # The arguments of this launch, as the wire has them, on first use.
     if step not in free:
         free[step] = {}

@@ -158,9 +158,9 @@ def _attributes(plan: "Plan", flags: int, cluster: Dim3) -> LaunchAttributes:
         return LaunchAttributes(bool(flags & LaunchFlag.COOPERATIVE), None)
     if not all(cluster) or any(blocks % of for blocks, of in zip(plan.grid, cluster, strict=True)):
         raise launch_failed(
-            f"{name}: a grid of {plan.grid} blocks is not a multiple of clusters of {cluster}",
+            f"{name}: the grid must be a multiple of the cluster {cluster}, not {plan.grid}",
             kernel=name,
-            hint="Give the cluster a number from 1 on in each dimension, and the grid a multiple of it.",
+            hint="Give the cluster at least 1 in each dimension, and the grid a multiple of it.",
         )
     return LaunchAttributes(bool(flags & LaunchFlag.COOPERATIVE), cluster)
 
@@ -349,7 +349,7 @@ def _check_sizes(launch: Launch, kernel: Kernel) -> None:
         )
     if len(launch.args) != sum(sizes):
         raise launch_failed(
-            f"{kernel.name}: {len(launch.args)} argument bytes, though their sizes add up to {sum(sizes)}",
+            f"{kernel.name}: the arguments must have {sum(sizes)} bytes, by their sizes, not {len(launch.args)}",
             kernel=kernel.name,
         )
 

@@ -244,7 +244,7 @@ def scrub(session: Session, context: Context, driver: Driver) -> Opening:
     if not is_heap_wiped():
         raise NotScrubbed("this process does not overwrite what it frees")
     if not _has_log_reader():
-        raise NotScrubbed("it has said more than is logged of one process: of the next lease nothing would be")
+        raise NotScrubbed("it has written more than is logged of one process; the next lease's output would be lost")
     # In this order: objects of the context, the context itself, which unpins host memory, and then that memory.
     try:
         session.release(_until(time.monotonic() + BUSY_S))

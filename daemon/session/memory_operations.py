@@ -174,7 +174,7 @@ class Arena:
         """Raise OSError if the host has no memory for it, or less than a granule is wanted."""
         self.size_bytes = min(wanted_bytes, MAX_ARENA_BYTES) // GRANULE_BYTES * GRANULE_BYTES
         if not self.size_bytes:
-            raise OSError(f"an arena of {wanted_bytes} bytes; the smallest has {GRANULE_BYTES}")
+            raise OSError(f"an arena must have at least {GRANULE_BYTES} bytes, not {wanted_bytes}")
         self._pin_memory = pin
         # By granule: the end of the pinned extent that contains it, 0 if the granule is not pinned.
         self._extent_ends = [0] * (self.size_bytes // GRANULE_BYTES)

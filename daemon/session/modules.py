@@ -86,7 +86,7 @@ class ModuleOperations(Operations):
                     Status.INVALID_HANDLE,
                     f"module {wanted.module} has no variable {wanted.name[:SHOWN_NAME_CHARACTERS]!r} with bytes in"
                     " device or constant memory",
-                    hint="Names are PTX's: C++ spells one in a namespace its own way, and drops one that nothing uses.",
+                    hint="Use the name in the PTX: C++ mangles names in namespaces, and drops unused variables.",
                 )
             )
         self._ledger.add_variable(wanted.module, address, size_bytes)

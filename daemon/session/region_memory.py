@@ -199,7 +199,10 @@ class RegionMemory:
         if gate.page is None or not granule_bytes:
             return "the session can have no regions"
         if size_bytes % granule_bytes or not 0 <= asked.slot < len(gate.page.words) or key in gate.regions:
-            return f"{size_bytes} bytes at slot {asked.slot}, number {asked.number}: no such region can be"
+            return (
+                f"a region must have a multiple of {granule_bytes} bytes and a slot and number that are free, "
+                f"not {size_bytes} bytes in slot {asked.slot}, number {asked.number}"
+            )
         if len(gate.regions) >= MAX_MAPPED_REGIONS:
             return f"the session has {MAX_MAPPED_REGIONS} regions, the most allowed; it must release ended ones"
         # Step 2: room in the slice, then the driver's memory, for which cached blocks may have to go.
@@ -269,7 +272,7 @@ class RegionMemory:
                     self._take_away(end.region)
                     return
             except (DriverError, LeaseOver) as error:
-                self._give_up(end.region, f"its memory can't be taken away: {error or 'the lease is over'}")
+                self._give_up(end.region, f"its memory can't be removed: {error or 'the lease is over'}")
 
     def _tell_of_opened(self) -> None:
         if not self._openings:

@@ -344,7 +344,7 @@ class RegionOperations(Operations):
         """Serve REGION_SET. A region that has ended may be named: launches in the set are refused for it."""
         named = parse_body(RegionSet, frame.payload).regions
         if not named:
-            raise BodyError("a region set names at least one region")
+            raise BodyError("a region set must name at least one region")
         gate = self._gate
         if len(gate.sets) >= MAX_REGION_SETS or self._member_count + len(named) > MAX_SET_MEMBERS:
             raise Refused(

@@ -429,7 +429,7 @@ class Server:
         held = sum(len(connection.reader.buffer) for connection in self._connections.values())
         if held > BUFFERS_BYTES:
             raise FramingError(
-                f"the session's connections hold {held} bytes of frames that have not ended; at most {BUFFERS_BYTES} "
+                f"the session's connections hold {held} bytes of unfinished frames; at most {BUFFERS_BYTES} "
                 "are allowed together",
                 Status.BUSY,
             )

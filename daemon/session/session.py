@@ -182,7 +182,7 @@ class Session:
         """
         # Nothing about the request was checked yet; these two errors end the connection.
         if frame.request_id == 0:
-            raise FramingError("request id 0 is kept for goodbyes")
+            raise FramingError("request id 0 is reserved for goodbyes")
         self._counters[_OPS] += 1
         if frame.flags not in (0, _QUIET):
             raise FramingError("a client sent a reply")
@@ -308,7 +308,7 @@ class Session:
             raise BodyError(f"unknown operation {frame.op:#06x}", Status.UNSUPPORTED)
         # After the opcode, so that an unknown operation is reported as that.
         if frame.session_id != self.lease_id:
-            raise BodyError(f"the request is for session {frame.session_id:032x}, which this connection is not")
+            raise BodyError(f"the request is for session {frame.session_id:032x}, not for this connection's")
         return operation
 
     def _skip(self, frame: Frame) -> None:

@@ -107,7 +107,7 @@ class StreamOperations(Operations):
         (number,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
         self._stream(number)
         if number == DEFAULT:
-            raise BodyError("the default stream is always there")
+            raise BodyError("the default stream can't be destroyed")
         self._destroy(self.current, number)
         return empty(frame)
 

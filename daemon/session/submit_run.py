@@ -177,7 +177,7 @@ def _check(arguments: tuple[SubmitArgument, ...]) -> None:
         is_output = argument.kind == ArgumentKind.OUTPUT
         # Exactly one of both: an OUTPUT's size is given, all other sizes are those of their data.
         if bool(argument.data) == is_output or bool(argument.size_bytes) != is_output:
-            raise BodyError(f"argument {index}: an OUTPUT has a size and no data, any other data and no size")
+            raise BodyError(f"argument {index}: an OUTPUT must have a size and no data, any other data and no size")
         passed_bytes += len(argument.data) if argument.kind == ArgumentKind.VALUE else _POINTER.size
         output_bytes += _size(argument) if argument.kind in _ANSWERED else 0
     if passed_bytes > MAX_ARGUMENT_BYTES:

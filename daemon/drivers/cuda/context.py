@@ -153,7 +153,7 @@ class CudaContext:
         """
         # Step 1: refuse what a scrub can't reach; such a context ends with its process.
         if self._leaves_traces:
-            raise DriverError("a module had variables, or called functions of the driver's")
+            raise DriverError("a module had variables, or called functions of the driver")
         if len(self._streams) > 1:
             raise DriverError("there were other streams")
         self._refuse_regions()
@@ -405,7 +405,7 @@ class CudaContext:
     def elapsed_ns(self, start: Event, end: Event) -> int:
         """Query the driver, with a resolution of half a microsecond (cuEventElapsedTime)."""
         if not isinstance(start, TimedEvent) or not isinstance(end, TimedEvent):
-            raise DriverError("these events are another driver's")
+            raise DriverError("these events belong to another driver")
         return round(float(self._call(start.event.time_till, end.event)) * 1e6)
 
     def streams_bytes(self, count: int) -> int:

@@ -220,7 +220,7 @@ def _open(cubin: bytes) -> _File:
     if not ident.startswith(_CLASS_64_LITTLE) or row_bytes != _SECTION.size:
         raise ValueError("it must be a 64-bit little-endian ELF file")
     if header[2] != _CUDA:
-        raise ValueError(f"it is code of machine {header[2]}, not of a GPU")
+        raise ValueError(f"it must be code for a GPU ({_CUDA}), not for machine {header[2]}")
     # Step 2: the section headers, with every number checked against the file's length.
     if table_at + _SECTION.size > len(cubin):
         raise ValueError("the section headers lie outside of the file")
@@ -228,7 +228,7 @@ def _open(cubin: bytes) -> _File:
         # The field is too small for the number of sections: the first section's size contains it.
         count = _SECTION.unpack_from(cubin, table_at)[5]
     if table_at + count * _SECTION.size > len(cubin):
-        raise ValueError(f"{count} sections in {len(cubin)} bytes")
+        raise ValueError(f"its {len(cubin)} bytes can't hold {count} sections")
     _check_count(count, "sections")
     rows = [_SECTION.unpack_from(cubin, table_at + _SECTION.size * number) for number in range(count)]
     sections = [_Section(row[0], row[1], row[2], row[4], row[5], row[6]) for row in rows]

@@ -133,7 +133,7 @@ class CudaDriver:
 
 def _checked(context: Context) -> CudaContext:
     if not isinstance(context, CudaContext):
-        raise DriverError("this context is another driver's")
+        raise DriverError("this context belongs to another driver")
     return context
 
 

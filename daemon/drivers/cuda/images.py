@@ -74,7 +74,7 @@ class CudaKernel:
         """Return one of the driver's figures. Raises DriverError."""
         error, value = api.cuFuncGetAttribute(attribute, api.CUfunction(self.function))
         if error:
-            raise DriverError(f"the driver does not report a figure of kernel {self.name}: {_words(error)}")
+            raise DriverError(f"the driver does not report an attribute of kernel {self.name}: {_words(error)}")
         return int(value)
 
 

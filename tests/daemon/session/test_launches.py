@@ -165,8 +165,8 @@ def test_refusals_are_not_remembered_as_plans() -> None:
     ("wrong", "said"),
     [
         ({"kernel": "other"}, "no kernel 'other'"),
-        ({"args": bytes(7)}, "7 argument bytes, though their sizes add up to 8"),
-        ({"args": bytes(9)}, "9 argument bytes"),
+        ({"args": bytes(7)}, "the arguments must have 8 bytes, by their sizes, not 7"),
+        ({"args": bytes(9)}, "must have 8 bytes, by their sizes, not 9"),
         ({"arg_sizes": (4, 4)}, r"takes arguments of \[8\] bytes, not \[4, 4\]"),
         ({"arg_sizes": ()}, r"takes arguments of \[8\] bytes, not \[\]"),
         ({"grid_x": 0}, "at least 1 in every dimension"),

@@ -66,9 +66,9 @@ def test_a_region_that_ended_refuses_it(made: RegionRig, asked: list[tuple[Any, 
     ("cluster", "flags", "said"),
     [
         (NONE, 2, "0x2 has flags"),
-        ((2, 0, 1), 0, "not a multiple"),
-        ((3, 1, 1), 0, "not a multiple"),
-        ((1, 2, 1), 1, "not a multiple"),
+        ((2, 0, 1), 0, "must be a multiple"),
+        ((3, 1, 1), 0, "must be a multiple"),
+        ((1, 2, 1), 1, "must be a multiple"),
     ],
 )
 def test_what_makes_no_sense(

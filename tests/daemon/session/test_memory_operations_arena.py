@@ -75,5 +75,5 @@ def test_the_size_is_bounded_and_sealed() -> None:
         with pytest.raises(PermissionError):
             os.ftruncate(arena.fd, size)
     os.close(arena.fd)
-    with pytest.raises(OSError, match="smallest"):
+    with pytest.raises(OSError, match="must have at least"):
         Arena(GRANULE_BYTES - 1, book.pin)

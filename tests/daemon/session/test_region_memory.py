@@ -88,8 +88,8 @@ def test_opening_again_gives_the_same_address(made: RegionRig) -> None:
 @pytest.mark.parametrize(
     ("slot", "number", "size_bytes", "said"),
     [
-        (0, 1, GRANULE + 1, "no such region"),
-        (256, 1, GRANULE, "no such region"),
+        (0, 1, GRANULE + 1, "must have a multiple"),
+        (256, 1, GRANULE, "must have a multiple"),
         (0, 1, 2 * SLICE, "of the slice"),
         (0, 1, 0, "0 bytes"),
     ],
