@@ -1,21 +1,23 @@
-"""Control flow (PTX ISA sections 9.7.12 and 9.7.19)."""
+"""Control flow, calls and indexed branches (PTX ISA sections 9.7.12 and 9.7.19)."""
 
 from typing import TYPE_CHECKING
 
-from gpulease.daemon.ptx.native.structures import Access
-from gpulease.daemon.ptx.parse.syntax import Instruction, Space, Target
-from gpulease.daemon.ptx.translate.access import fail_unless
+from gpulease.daemon.ptx.native.structures import Access, Status
+from gpulease.daemon.ptx.parse.syntax import SCALARS, CallSite, Instruction, Register, Space, Target
+from gpulease.daemon.ptx.translate.access import fail_unless, window_base
+from gpulease.daemon.ptx.translate.callees import GIVEN, STACK_END
 from gpulease.daemon.ptx.translate.forms import Family, Modifiers
-from gpulease.daemon.ptx.translate.ir import FALSE, constant
+from gpulease.daemon.ptx.translate.ir import FALSE, LIKELY, Value, constant
+from gpulease.daemon.ptx.translate.vprintf import SYSTEM_CALLS
 from gpulease.daemon.ptx.translate.wait_points import count_turn
 
 if TYPE_CHECKING:
     from gpulease.daemon.ptx.translate.thread import ThreadTranslator
 
-FAMILY = Family("Control flow", "9.7.12")
+CONTROL = Family("Control flow", "9.7.12")
 
 
-@FAMILY.form("bra{.uni}", 1, writes=False)
+@CONTROL.form("bra{.uni}", 1, writes=False)
 def branch(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     """`bra`: continue at a label, where a loop that polls memory may first let others run."""
     target = i.operands[0]
@@ -26,19 +28,97 @@ def branch(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     t.jump(target.index)
 
 
-@FAMILY.form("ret{.uni}", 0, writes=False)
-@FAMILY.form("exit", 0, writes=False)
+@CONTROL.form("ret{.uni}", 0, writes=False)
+@CONTROL.form("exit", 0, writes=False)
 def leave(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     """`ret`, `exit`: end the function or the thread; in a kernel both end the thread."""
     t.leave(is_exit=i.opcode == "exit")
 
 
-@FAMILY.form("trap", 0, writes=False)
+@CONTROL.form("trap", 0, writes=False)
 def trap(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     fail_unless(t, FALSE, Access.TRAP, Space.GENERIC, constant("i64", 0), 0)
 
 
-@FAMILY.form("brkpt", 0, writes=False)
+@CONTROL.form("brkpt", 0, writes=False)
 def break_point(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     """End the kernel with a fault, since no debugger can resume it."""
     fail_unless(t, FALSE, Access.BREAKPOINT, Space.GENERIC, constant("i64", 0), 0)
+
+
+if TYPE_CHECKING:
+    from gpulease.daemon.ptx.translate.thread import ThreadTranslator
+
+CALLS = Family("Calls", "9.7.12.4, 9.7.12.5")
+
+_HANDLE = SCALARS["b64"]
+_INDEX = SCALARS["u32"]
+
+
+@CALLS.form("call{.uni}", (1, 2), writes=False)
+def call(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
+    """Copy the arguments, call, copy the results. A fault or an exit in the function ends the caller as well."""
+    site = i.operands[-1]
+    if not isinstance(site, CallSite):
+        raise t.problem("a call names a function")
+    # Step 1: the call. Through a pointer it goes to a dispatcher of all functions with this signature.
+    if not site.name:
+        target = t.read(i.operands[0], _HANDLE)
+        status = _call(t, site, t.callees.dispatcher(site.signature), target)
+        is_function = t.ir.compare("icmp ne", status, Status.NO_FUNCTION)
+        fail_unless(t, is_function, Access.NO_FUNCTION, Space.CODE, target, 0)
+    elif (name := t.callees.name(site.name)) is not None:
+        status = _call(t, site, name)
+    # A declared function without body may be one of CUDA's own, such as vprintf or malloc.
+    elif site.name in SYSTEM_CALLS:
+        SYSTEM_CALLS[site.name](t, site)
+        return
+    else:
+        raise t.problem(f"{site.name[:60]} is declared but defined nowhere")
+    # Step 2: leave the caller if the thread did not return normally.
+    go_on, ended = t.ir.fresh("returned"), t.ir.fresh("ended")
+    t.ir.branch_if(t.ir.compare("icmp eq", status, Status.DONE), go_on, ended, extra=LIKELY)
+    t.ir.block(ended)
+    t.pass_on(status)
+    t.ir.block(go_on)
+    # Step 3: results go from the place where the callee left them to the caller's variables.
+    base, returned = window_base(t, Space.CALL), Value("ptr", "%returned")
+    for given, formal in zip(site.results, site.signature.results, strict=True):
+        t.ir.copy(t.ir.offset(base, given.offset), t.ir.offset(returned, formal.offset), given.size)
+
+
+def _call(t: "ThreadTranslator", site: CallSite, name: str, *further: Value) -> Value:
+    t.make_room(site.signature)
+    # Arguments are copied: a callee may keep no pointer into the caller's variables.
+    passed, returned = Value("ptr", "%passed"), Value("ptr", "%returned")
+    if site.arguments:
+        base = window_base(t, Space.CALL)
+        for given, formal in zip(site.arguments, site.signature.parameters, strict=True):
+            t.ir.copy(t.ir.offset(passed, formal.offset), t.ir.offset(base, given.offset), given.size)
+    arguments = ", ".join(map(str, (*GIVEN, passed, returned, t.stack(), STACK_END, *further)))
+    return t.ir.value("i32", f"call i32 @{name}({arguments})")
+
+
+@CALLS.form("brx.idx{.uni}", tuple(range(2, 1 << 12)), writes=False)
+def branch_by_index(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
+    """`brx.idx`: continue at the label with that number in the list; a number past the list faults."""
+    index, *targets = i.operands
+    if not isinstance(index, Register):
+        raise t.problem("an indexed branch takes a register")
+    count_turn(t)
+    # A switch over the list's positions; each case is a block of its own that jumps to its label.
+    number = t.read(index, _INDEX)
+    places: list[str] = []
+    for target in targets:
+        if not isinstance(target, Target):
+            raise t.problem("an indexed branch goes to labels of a .branchtargets")
+        places.append(t.ir.fresh("case"))
+    outside = t.ir.fresh("outside")
+    t.ir.switch(number, outside, list(enumerate(places)))
+    for place, target in zip(places, targets, strict=True):
+        t.ir.block(place)
+        t.jump(target.index if isinstance(target, Target) else 0)
+    t.ir.block(outside)
+    fail_unless(t, FALSE, Access.NO_TARGET, Space.CODE, t.ir.cast("zext", number, "i64"), 0)
+    # Not reached: the flag above is constant, but LLVM wants the block to end.
+    t.ir.ret_value(constant("i32", Status.FAULT))

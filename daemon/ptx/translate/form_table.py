@@ -7,27 +7,23 @@ from gpulease.daemon.ptx.translate.async_copies import FAMILY as COPYING
 from gpulease.daemon.ptx.translate.atomics import FAMILY as ATOMICS
 from gpulease.daemon.ptx.translate.barriers import FAMILY as BARRIERS
 from gpulease.daemon.ptx.translate.bulk import FAMILY as BULK
-from gpulease.daemon.ptx.translate.calls import FAMILY as CALLS
-from gpulease.daemon.ptx.translate.carry import FAMILY as CARRY
-from gpulease.daemon.ptx.translate.comparison import FAMILY as COMPARISON
-from gpulease.daemon.ptx.translate.control import FAMILY as CONTROL
+from gpulease.daemon.ptx.translate.comparison import COMPARISON, SET
+from gpulease.daemon.ptx.translate.control import CALLS, CONTROL
 from gpulease.daemon.ptx.translate.conversion import FAMILY as CONVERSION
 from gpulease.daemon.ptx.translate.directed import FAMILY as DIRECTED
 from gpulease.daemon.ptx.translate.fences import FAMILY as ORDERING
 from gpulease.daemon.ptx.translate.floating import FAMILY as FLOATING
 from gpulease.daemon.ptx.translate.forms import Form, Modifiers
 from gpulease.daemon.ptx.translate.half import FAMILY as HALF
-from gpulease.daemon.ptx.translate.integer import FAMILY as INTEGER
+from gpulease.daemon.ptx.translate.integer import CARRY, INTEGER
 from gpulease.daemon.ptx.translate.loads_stores import FAMILY as MEMORY
 from gpulease.daemon.ptx.translate.logic import FAMILY as LOGIC
 from gpulease.daemon.ptx.translate.matrix import FAMILY as MATRIX
 from gpulease.daemon.ptx.translate.minifloats import FAMILY as MINIFLOATS
-from gpulease.daemon.ptx.translate.movement import FAMILY as MOVEMENT
+from gpulease.daemon.ptx.translate.movement import MOVEMENT, PLACEMENT
 from gpulease.daemon.ptx.translate.multimedia import FAMILY as MULTIMEDIA
 from gpulease.daemon.ptx.translate.narrow_conversions import FAMILY as NARROWING
 from gpulease.daemon.ptx.translate.phases import FAMILY as PHASES
-from gpulease.daemon.ptx.translate.placement import FAMILY as PLACEMENT
-from gpulease.daemon.ptx.translate.relation import FAMILY as RELATION
 from gpulease.daemon.ptx.translate.selection import FAMILY as SELECTION
 from gpulease.daemon.ptx.translate.specials import NAMES
 from gpulease.daemon.ptx.translate.tiles import FAMILY as TILES
@@ -44,7 +40,7 @@ FAMILIES = (
     APPROXIMATE,
     HALF,
     COMPARISON,
-    RELATION,
+    SET,
     SELECTION,
     LOGIC,
     MOVEMENT,
@@ -77,7 +73,7 @@ _PURE = (
     APPROXIMATE,
     HALF,
     COMPARISON,
-    RELATION,
+    SET,
     SELECTION,
     LOGIC,
     MOVEMENT,

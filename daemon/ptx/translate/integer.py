@@ -1,11 +1,15 @@
-"""Integer arithmetic and bit fields (PTX ISA section 9.7.1)."""
+"""Integer arithmetic, bit fields, and arithmetic with carry (PTX ISA sections 9.7.1 and 9.7.2).
+
+The carry flag lives from an instruction ending in .cc to the next one that reads it. Here the flag is an IR value of
+straight code: a chain that a branch, a label or a barrier breaks, or that depends on a predicate, is refused.
+"""
 
 from gpulease.daemon.ptx.parse.syntax import SCALARS, Instruction, Scalar
 from gpulease.daemon.ptx.translate.forms import INTEGERS, SIGNED, Family, Modifiers
 from gpulease.daemon.ptx.translate.ir import Value, constant
 from gpulease.daemon.ptx.translate.operand_values import OperandTranslator
 
-FAMILY = Family("Integer arithmetic", "9.7.1")
+INTEGER = Family("Integer arithmetic", "9.7.1")
 
 _NARROW = ("u16", "u32", "s16", "s32")
 _WORDS = ("u32", "u64", "s32", "s64")
@@ -18,15 +22,15 @@ def _wider(scalar: Scalar) -> Scalar:
     return SCALARS[f"{scalar.kind.value}{2 * scalar.bits}"]
 
 
-@FAMILY.form("add.type", 3, type=INTEGERS)
-@FAMILY.form("sub.type", 3, type=INTEGERS)
+@INTEGER.form("add.type", 3, type=INTEGERS)
+@INTEGER.form("sub.type", 3, type=INTEGERS)
 def add_sub(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     scalar = m.scalar()
     t.write(i.operands[0], scalar, t.ir.binary(i.opcode, *_pair(t, i, scalar)))
 
 
-@FAMILY.form("add.sat.s32", 3)
-@FAMILY.form("sub.sat.s32", 3)
+@INTEGER.form("add.sat.s32", 3)
+@INTEGER.form("sub.sat.s32", 3)
 def saturating(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     """`.sat`: the result is clamped to the smallest and largest number instead of wrapping."""
     scalar = SCALARS["s32"]
@@ -34,7 +38,7 @@ def saturating(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     t.write(i.operands[0], scalar, t.ir.intrinsic(f"llvm.s{i.opcode}.sat.i32", "i32", left, right))
 
 
-@FAMILY.form("mul.half.type", 3, half=("lo", "hi"), type=INTEGERS)
+@INTEGER.form("mul.half.type", 3, half=("lo", "hi"), type=INTEGERS)
 def multiply(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     """`mul.lo`, `mul.hi`: one half of the whole product."""
     scalar = m.scalar()
@@ -42,7 +46,7 @@ def multiply(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     t.write(i.operands[0], scalar, product(t, m["half"], scalar, left, right))
 
 
-@FAMILY.form("mad.half.type", 4, half=("lo", "hi"), type=INTEGERS)
+@INTEGER.form("mad.half.type", 4, half=("lo", "hi"), type=INTEGERS)
 def multiply_add(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     """`mad.lo`, `mad.hi`: one half of the whole product, plus c."""
     scalar = m.scalar()
@@ -51,8 +55,8 @@ def multiply_add(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     t.write(i.operands[0], scalar, t.ir.binary("add", part, t.read(i.operands[3], scalar)))
 
 
-@FAMILY.form("mul.wide.type", 3, type=_NARROW)
-@FAMILY.form("mad.wide.type", 4, type=_NARROW)
+@INTEGER.form("mul.wide.type", 3, type=_NARROW)
+@INTEGER.form("mad.wide.type", 4, type=_NARROW)
 def multiply_wide(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     """`mul.wide`, `mad.wide`: the whole product, plus c of the product's width."""
     scalar = m.scalar()
@@ -64,8 +68,8 @@ def multiply_wide(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     t.write(i.operands[0], wide, result)
 
 
-@FAMILY.form("div.type", 3, type=INTEGERS)
-@FAMILY.form("rem.type", 3, type=INTEGERS)
+@INTEGER.form("div.type", 3, type=INTEGERS)
+@INTEGER.form("rem.type", 3, type=INTEGERS)
 def divide(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     """`div`, `rem`. The ISA leaves a division by zero open: here, as on an H100, it gives all ones, without a trap.
 
@@ -88,8 +92,8 @@ def divide(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     t.write(i.operands[0], scalar, result)
 
 
-@FAMILY.form("min.type", 3, type=INTEGERS)
-@FAMILY.form("max.type", 3, type=INTEGERS)
+@INTEGER.form("min.type", 3, type=INTEGERS)
+@INTEGER.form("max.type", 3, type=INTEGERS)
 def minimum_maximum(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     scalar = m.scalar()
     left, right = _pair(t, i, scalar)
@@ -98,7 +102,7 @@ def minimum_maximum(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     t.write(i.operands[0], scalar, t.ir.intrinsic(name, left.type, left, right))
 
 
-@FAMILY.form("neg.type", 2, type=SIGNED)
+@INTEGER.form("neg.type", 2, type=SIGNED)
 def negate(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     """`neg`; the smallest number stays the same, as it has no negative."""
     scalar = m.scalar()
@@ -106,7 +110,7 @@ def negate(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     t.write(i.operands[0], scalar, t.ir.binary("sub", constant(value.type, 0), value))
 
 
-@FAMILY.form("abs.type", 2, type=SIGNED)
+@INTEGER.form("abs.type", 2, type=SIGNED)
 def absolute(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     """`abs`; the smallest number stays the same, as it has no negative."""
     scalar = m.scalar()
@@ -116,8 +120,8 @@ def absolute(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     t.write(i.operands[0], scalar, t.ir.intrinsic(name, value.type, value, constant("i1", 0)))
 
 
-@FAMILY.form("popc.type", 2, type=_BIT_WORDS)
-@FAMILY.form("clz.type", 2, type=_BIT_WORDS)
+@INTEGER.form("popc.type", 2, type=_BIT_WORDS)
+@INTEGER.form("clz.type", 2, type=_BIT_WORDS)
 def count_bits(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     """`popc` counts ones, `clz` leading zeros: all bits for 0."""
     scalar = m.scalar()
@@ -129,14 +133,14 @@ def count_bits(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     t.write(i.operands[0], _LENGTH, t.ir.resize(count, "i32", signed=False))
 
 
-@FAMILY.form("brev.type", 2, type=_BIT_WORDS)
+@INTEGER.form("brev.type", 2, type=_BIT_WORDS)
 def reverse_bits(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     scalar = m.scalar()
     value = t.read(i.operands[1], scalar)
     t.write(i.operands[0], scalar, t.ir.intrinsic(f"llvm.bitreverse.i{scalar.bits}", value.type, value))
 
 
-@FAMILY.form("bfind{.shiftamt}.type", 2, type=_WORDS)
+@INTEGER.form("bfind{.shiftamt}.type", 2, type=_WORDS)
 def find_bit(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     """`bfind`: the highest bit that differs from the sign, or its distance from the top; all ones if there is none."""
     scalar, ir = m.scalar(), t.ir
@@ -152,7 +156,7 @@ def find_bit(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     t.write(i.operands[0], _LENGTH, ir.resize(found, "i32", signed=False))
 
 
-@FAMILY.form("bfe.type", 4, type=_WORDS)
+@INTEGER.form("bfe.type", 4, type=_WORDS)
 def extract_field(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     """`bfe`: `length` bits from `start`; a signed field is filled with its highest existing bit (section 9.7.1.18)."""
     scalar, ir = m.scalar(), t.ir
@@ -177,7 +181,7 @@ def extract_field(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     t.write(i.operands[0], scalar, field)
 
 
-@FAMILY.form("bfi.type", 5, type=_BIT_WORDS)
+@INTEGER.form("bfi.type", 5, type=_BIT_WORDS)
 def insert_field(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     """`bfi`: `length` bits of a into b, at `start` (section 9.7.1.19)."""
     scalar, ir = m.scalar(), t.ir
@@ -231,3 +235,72 @@ def ones(t: OperandTranslator, length: Value) -> Value:
     amount = t.ir.select(is_all, constant(length.type, 0), length)
     some = t.ir.binary("sub", t.ir.binary("shl", constant(length.type, 1), amount), 1)
     return t.ir.select(is_all, constant(length.type, -1), some)
+
+
+CARRY = Family("Arithmetic with carry", "9.7.2")
+
+_CARRYING = ("u32", "s32", "u64", "s64")
+
+
+@CARRY.form("add.cc.type", 3, type=_CARRYING)
+@CARRY.form("addc{.cc}.type", 3, type=_CARRYING)
+@CARRY.form("sub.cc.type", 3, type=_CARRYING)
+@CARRY.form("subc{.cc}.type", 3, type=_CARRYING)
+def add_sub_carrying(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
+    """`add`, `sub` with carry: the flag is the carry or borrow out."""
+    scalar = m.scalar()
+    left, right = (t.read(i.operands[n], scalar) for n in (1, 2))
+    flag = _flag(t, i.opcode[:3]) if i.opcode.endswith("c") else None
+    _finish(t, i, m, i.opcode[:3], _with_flag(t, i.opcode[:3], (left, right), flag))
+
+
+@CARRY.form("mad.half.cc.type", 4, half=("lo", "hi"), type=_CARRYING)
+@CARRY.form("madc.half{.cc}.type", 4, half=("lo", "hi"), type=_CARRYING)
+def multiply_add_carrying(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
+    """`mad` with carry: one half of a*b, plus c and the carry; the flag is the carry out of the sum."""
+    scalar: Scalar = m.scalar()
+    left, right, added = (t.read(i.operands[n], scalar) for n in (1, 2, 3))
+    part = product(t, m["half"], scalar, left, right)
+    flag = _flag(t, "add") if i.opcode == "madc" else None
+    _finish(t, i, m, "add", _with_flag(t, "add", (part, added), flag))
+
+
+def _with_flag(
+    t: OperandTranslator, operation: str, operands: tuple[Value, Value], flag: Value | None
+) -> tuple[Value, Value]:
+    """Return a sum or difference, with the flag in if there is one, and whether it carried out."""
+    ir, (left, right) = t.ir, operands
+    result = ir.binary(operation, left, right)
+    # A sum that wrapped is below either term; a difference wraps if more is subtracted than there is.
+    carried = ir.compare("icmp ult", *((result, left) if operation == "add" else (left, right)))
+    if flag is None:
+        return result, carried
+    # The flag is added or subtracted in a second step, which carries only from the last number before a wrap.
+    more = ir.resize(flag, left.type, signed=False)
+    again = ir.binary(operation, result, more)
+    at_end = ir.compare("icmp eq", again if operation == "add" else result, constant(left.type, 0))
+    return again, ir.binary("or", carried, ir.binary("and", at_end, flag))
+
+
+def _flag(t: OperandTranslator, operation: str) -> Value:
+    made_by, flag = t.carry or ("", None)
+    if flag is None:
+        raise t.problem("the carry comes from no .cc instruction right before, in the same straight code")
+    # Additions and subtractions leave opposite flags, so who made it matters.
+    if made_by == operation:
+        return flag
+    if operation == "sub":
+        raise t.problem("a carry taken as a borrow is not supported")
+    # A card subtracts by adding the complement and 1, so an addition finds a carry where nothing was borrowed. CUDA's
+    # own division of 128-bit integers relies on it, though the ISA's text does not mention it.
+    # own division of 128-bit integers relies on it; the ISA's text has no word of it.
+    return t.ir.invert(flag)
+
+
+def _finish(t: OperandTranslator, i: Instruction, m: Modifiers, operation: str, result: tuple[Value, Value]) -> None:
+    t.write(i.operands[0], m.scalar(), result[0])
+    if "cc" not in m:
+        return
+    if i.guard is not None:
+        raise t.problem("a carry that depends on a predicate is not supported")
+    t.carry = operation, result[1]

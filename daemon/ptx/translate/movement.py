@@ -1,12 +1,15 @@
-"""Moves, packing and address conversion (PTX ISA sections 9.7.9.3, 9.7.9.4 and 9.7.9.20)."""
+"""Moves, packing and address conversion; to which space an address belongs (PTX ISA section 9.7.9).
 
-from gpulease.daemon.ptx.parse.syntax import SCALARS, Instruction, Scalar, Space, Symbol, Vector
-from gpulease.daemon.ptx.translate.access import window_base
+A cluster is one block here, so an address in another block of the cluster is the block's own.
+"""
+
+from gpulease.daemon.ptx.parse.syntax import PREDICATE, SCALARS, Instruction, Scalar, Space, Symbol, Vector
+from gpulease.daemon.ptx.translate.access import window_base, window_limit
 from gpulease.daemon.ptx.translate.forms import BITS, FLOATS, INTEGERS, Family, Modifiers
-from gpulease.daemon.ptx.translate.ir import constant
+from gpulease.daemon.ptx.translate.ir import Value, constant
 from gpulease.daemon.ptx.translate.operand_values import OperandTranslator, bits_type
 
-FAMILY = Family("Moves and address conversion", "9.7.9")
+MOVEMENT = Family("Moves and address conversion", "9.7.9")
 
 _SPACES = ("global", "const", "shared", "shared::cta", "shared::cluster", "local")
 _WINDOWS = (Space.SHARED, Space.LOCAL)
@@ -14,7 +17,7 @@ _POINTER = SCALARS["u64"]
 _WORD = SCALARS["b32"]
 
 
-@FAMILY.form("mov.type", 2, type=("pred", *BITS, *INTEGERS, *FLOATS))
+@MOVEMENT.form("mov.type", 2, type=("pred", *BITS, *INTEGERS, *FLOATS))
 def move(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     """`mov`: a register, constant, special register or address; or a vector, packed or unpacked."""
     scalar = m.scalar()
@@ -27,7 +30,7 @@ def move(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
         t.write(into, scalar, t.read(source, scalar))
 
 
-@FAMILY.form("prmt.b32", 4)
+@MOVEMENT.form("prmt.b32", 4)
 def permute(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     """`prmt` in its default mode: any four of the eight bytes of b:a, each copied or replaced by its sign (9.7.9.7)."""
     low, high, choices = (t.read(i.operands[n], _WORD) for n in (1, 2, 3))
@@ -48,7 +51,7 @@ def permute(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     t.write(i.operands[0], _WORD, result)
 
 
-@FAMILY.form("cvta.space.u64", 2, space=_SPACES)
+@MOVEMENT.form("cvta.space.u64", 2, space=_SPACES)
 def to_generic(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     """`cvta`: an address in a space as a generic address."""
     space = Space(m["space"].split("::")[0])
@@ -63,7 +66,7 @@ def to_generic(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     t.write(i.operands[0], _POINTER, address)
 
 
-@FAMILY.form("cvta.to.space.u64", 2, space=_SPACES)
+@MOVEMENT.form("cvta.to.space.u64", 2, space=_SPACES)
 def from_generic(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     """`cvta.to`: a generic address as one in a space; if it lies elsewhere the result is useless, as on a GPU."""
     space = Space(m["space"].split("::")[0])
@@ -98,3 +101,45 @@ def _part(t: OperandTranslator, scalar: Scalar, vector: Vector) -> Scalar:
     if count not in (2, 4) or scalar.bits // count not in (8, 16, 32):
         raise t.problem(f".{scalar.name} does not divide into {count} parts")
     return bits_type(scalar.bits // count)
+
+
+PLACEMENT = Family("Places of addresses", "9.7.9")
+
+_RANK = SCALARS["u32"]
+
+
+@PLACEMENT.form("isspacep.space", 2, space=("global", "shared", "shared::cta", "shared::cluster", "local"))
+def lies_in(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
+    """`isspacep`: whether a generic address lies in a space; an address in no window is global."""
+    space = Space(m["space"].split("::")[0])
+    address = t.read(i.operands[1], _POINTER)
+    if space in _WINDOWS:
+        t.write(i.operands[0], PREDICATE, _is_in(t, address, space))
+        return
+    shared, local = (_is_in(t, address, window) for window in _WINDOWS)
+    t.write(i.operands[0], PREDICATE, t.ir.invert(t.ir.binary("or", shared, local)))
+
+
+def _is_in(t: OperandTranslator, address: Value, space: Space) -> Value:
+    base = t.ir.cast("ptrtoint", window_base(t, space), "i64")
+    # One unsigned comparison: an address below the window wraps to a huge offset.
+    return t.ir.compare("icmp ult", t.ir.binary("sub", address, base), window_limit(t, space))
+
+
+@PLACEMENT.form("mapa{.space}.type", 3, space=("shared::cluster",), type=("u32", "u64"))
+def of_block(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
+    """`mapa`: the address in a block of the cluster that corresponds to the given one, which is the same here."""
+    scalar = m.scalar()
+    source = i.operands[1]
+    if isinstance(source, Symbol) and (source.variable.space is not Space.SHARED or "space" not in m):
+        raise t.problem(f"{source.variable.name[:60]} has no such address in .shared::cluster")
+    # Read only so that a wrong operand is refused.
+    t.read(i.operands[2], _RANK)
+    t.write(i.operands[0], scalar, t.read(source, scalar))
+
+
+@PLACEMENT.form("getctarank{.space}.type", 2, space=("shared::cluster",), type=("u32", "u64"))
+def block_of(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
+    """`getctarank`: the block of the cluster that an address belongs to, which is always the only one."""
+    t.read(i.operands[1], m.scalar())
+    t.write(i.operands[0], _RANK, constant("i32", 0))
