@@ -63,6 +63,7 @@ class Array(SessionArray):
         await make(self.session, assign(self, value, stream))
 
     def __setitem__(self, key: Any, value: Any) -> None:
+        # An assignment is a statement: nothing could await the copy.
         raise InvalidRequest("a[key] = b can't be awaited", "Use await a[key].assign(b)")
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
@@ -79,6 +80,7 @@ async def make(session: SessionView, calls: Calls[T]) -> T:
     answer = None
     while True:
         try:
+            # Two kinds of steps: calls of the session, and procedures that only move bytes.
             step = calls.send(answer)
         except StopIteration as done:
             result: T = done.value

@@ -41,6 +41,7 @@ class _Events(AsyncIterator[E], Generic[E]):
 
     async def close(self) -> None:
         """End the subscription. A task that is waiting for the next event stops iterating."""
+        # From any task: the wait in `__anext__` ends, and the iteration with it.
         self._stream.wake()
 
     async def __aenter__(self) -> Self:
@@ -111,6 +112,7 @@ class WarningWatch(_Watch):
     async def _run(self, on_warning: OnWarning) -> None:
         try:
             await drive(warnings(self._stream, on_warning))
+        # No caller waits for this task: the error is kept for whoever looks at the watch.
         except GpuLeaseError as error:
             self.error = error
 
@@ -128,6 +130,7 @@ class KeepAlive(_Watch):
     def __init__(self, lease: Renewed, on_loss: OnLoss | None, schedule: RenewalSchedule) -> None:
         self.loss: GpuLeaseError | None = None
         self._on_loss = on_loss
+        # Weakly, as in the blocking API: the task must not keep the lease from being dropped.
         self._task = task_of(self._keep(weakref.ref(lease), schedule))
 
     async def stop(self) -> None:
@@ -144,6 +147,7 @@ class KeepAlive(_Watch):
 
     async def _keep(self, lease: "weakref.ref[Renewed]", schedule: RenewalSchedule) -> None:
         self.loss = await drive(keep_renewed(lease, schedule))
+        # Called once, from the task; the block does not raise the loss then.
         if self.loss is not None and self._on_loss is not None:
             self._on_loss(self.loss)
 

@@ -90,6 +90,7 @@ class Recorder:
         self._graph.discarded()
         recording = self._recording
         if kind is None and recording is not None:
+            # Only now, with launches and copies going to the worker again.
             session = self._session._session
             await undisturbed(drive(session.graphs.make(self._graph, recording.record())))
 

@@ -15,7 +15,7 @@ from gpulease.client.kernels.toolchain import checked_version
 
 
 class KernelSession(Protocol):
-    """What a kernel calls of its session."""
+    """A kernel's session: it loads each compiled variant once, and starts its launches."""
 
     @property
     def cuda_version(self) -> int: ...
@@ -34,6 +34,7 @@ class Kernel:
         self._modules: dict[CompiledKernel, Module] = {}
 
     def __getitem__(self, place: Any) -> "KernelInPlace":
+        # Nothing is compiled yet: the types of the arguments are known only at the call.
         return KernelInPlace(self, place)
 
     async def launch(
@@ -137,5 +138,6 @@ class ElementwiseKernel:
             LaunchFailed: An argument does not fit; the message names the parameter.
             LoadFailed: The operation does not compile for the types of these arguments.
         """
+        # Where the operation's launches go; its copies and allocations go through the session as well.
         place = (stream, regions, position)
         return await make(self._session, self._operation.called(self._session, Array, args, size, place))

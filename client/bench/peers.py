@@ -178,7 +178,7 @@ def compile_direct_calls(folder: Path) -> Path:
     """Compile the C caller into a folder; returns the program's path. Raises CannotStart."""
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
-        raise CannotStart(f"no C compiler is there: install one of {', '.join(COMPILERS)}")
+        raise CannotStart(f"no C compiler was found: install one of {', '.join(COMPILERS)}")
     # The source is part of the package; a compiler needs it as a file.
     program = folder / "direct_calls"
     with as_file(files("gpulease.client.bench").joinpath("direct_calls.c")) as source:

@@ -84,7 +84,7 @@ def _prompt_of(data: bytes, checkpoint: Checkpoint) -> list[int]:
     try:
         text = data.decode()
     except UnicodeDecodeError:
-        raise click.UsageError("the prompt is neither UTF-8 nor a JSON array of token ids") from None
+        raise click.UsageError("the prompt must be UTF-8 text or a JSON array of token ids") from None
     return checkpoint.tokenizer().encode(text)
 
 

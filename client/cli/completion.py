@@ -17,7 +17,7 @@ def completion(shell: str) -> None:
     kind = get_completion_class(shell)
     # Every choice of the argument has a class; this is for a newer click that drops one.
     if kind is None:
-        raise click.UsageError(f"{shell} can't be completed for")
+        raise click.UsageError(f"this version of click has no completion for {shell}")
     root = click.get_current_context().find_root().command
     # Fill in the template here: click's own method would start the shell to learn its version.
     made = kind(root, {}, "gpulease", "_GPULEASE_COMPLETE")

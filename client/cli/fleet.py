@@ -1,5 +1,6 @@
 """`gpulease fleet`: an operator's view of a fleet of nodes, and how to take a node out of it."""
 
+import os
 from typing import Any, Final
 
 import click
@@ -14,6 +15,7 @@ from gpulease.client.core.lease_request import fleet_of
 from gpulease.client.errors import Denied, Disconnected, GpuLeaseError, InvalidRequest, NotFound
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
+from gpulease.protocol.address import ADDRESS_VARIABLE
 from gpulease.protocol.lease_ids import LeaseId
 from gpulease.protocol.messages import Body, Drain, DrainStatus, Empty
 
@@ -117,7 +119,7 @@ def _fleet() -> Fleet:
     found = fleet_of(None)
     if found is None:
         raise InvalidRequest(
-            "GPULEASE_ADDRESS names no fleet",
+            f"GPULEASE_ADDRESS must name a fleet, not {os.environ.get(ADDRESS_VARIABLE, '')!r}",
             "Set it to the fleet's directories, fleet:tls:HOST:PORT",
         )
     return found

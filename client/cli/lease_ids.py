@@ -62,8 +62,8 @@ def _parse_lease_id(ctx: click.Context, param: click.Parameter, value: str | Non
         return lease_id_of(value)
     if not _PREFIX.fullmatch(value):
         raise click.BadParameter(
-            f"{value!r} is not a lease id, which has 32 hexadecimal digits, nor {MIN_PREFIX_DIGITS} or more of its"
-            " first. Copy one from `gpulease leases`.",
+            f"it must be a lease id of 32 hexadecimal digits, or at least {MIN_PREFIX_DIGITS} of its first digits, "
+            f"not {value!r}. Copy one from `gpulease leases`.",
             ctx,
             param,
         )

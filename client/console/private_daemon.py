@@ -241,7 +241,7 @@ def _wait_until_it_answers(process: "subprocess.Popen[bytes]", path: str, log: P
                 raise CannotStart(
                     "no daemon is installed with this client: pip install '.[daemon]' in gpulease's repository"
                 )
-            raise CannotStart(said[-1] if said else "the daemon said nothing and did not start")
+            raise CannotStart(said[-1] if said else "the daemon did not start, and printed nothing")
         time.sleep(_LOOK_S)
 
 

@@ -365,6 +365,7 @@ class LeaseState:
         if said.region is not None:
             region = self.regions.get(said.region)
             return said if region is None else region.note_failure(said)
+        # Without a hint from the daemon: it stops, which its clients can't see otherwise.
         if said.status is Status.DISCONNECTED and not said.hint:
             said = replace(said, hint=DAEMON_STOPS_HINT)
         if said.status in over and self.over is None:
@@ -381,6 +382,7 @@ class LeaseState:
             waits_for_daemon: Whether to wait for a daemon that is restarting.
         """
         ttl_ms = milliseconds(seconds, "renew: seconds", least_ms=1)
+        # An end that the session's words report needs no request.
         self.look()
         body = LeaseRenew(self.grant.lease_id, ttl_ms)
         renewed: LeaseRenewed = yield from self._control(Opcode.LEASE_RENEW, body, waits_for_daemon=waits_for_daemon)
@@ -400,6 +402,7 @@ class LeaseState:
         """
         try:
             with suppress(GpuLeaseError, LinkEnded):
+                # On a connection of its own: the interrupted request may still own the lease's.
                 again = ask_once(self.address, Opcode.LEASE_FREE, LeaseRef(self.grant.lease_id), CLEAN_UP_S, CLEAN_UP_S)
                 yield from clean_up(again)
         finally:
@@ -450,7 +453,8 @@ class LeaseState:
         now, most = report.get("allocated_bytes"), report.get("most_allocated_bytes")
         if not isinstance(now, int) or not isinstance(most, int):
             raise Unsupported(
-                "used: the session's memory is not counted", "Ask while the lease lives, by a newer daemon"
+                "used: the session's memory is not counted",
+                "Ask while the lease is active; if it is, the daemon is too old",
             )
         return LeaseUse(now, most)
 
@@ -462,6 +466,7 @@ class LeaseState:
 
     def resize(self, size_bytes: int) -> Procedure[None]:
         """Change its size. Raises CapacityExceeded or AllocFailed."""
+        # What is held for reuse counts as used, and would stand in the way of a shrink.
         yield from self.give_back()
         body, resized = LeaseResize(self.grant.lease_id, size_bytes), list[Any]()
         try:
@@ -541,6 +546,7 @@ class LeaseState:
             raise error_of(self.over, doing)
         # A repeat after a restart is safe only for some requests, and useful only if the leases outlive the daemon.
         waits_for_daemon = waits_for_daemon and self.outlives_daemon and op in REPEATABLE
+        # No longer than the lease itself lasts: after that there is nothing to renew, free or ask for.
         wait_s = self.remaining_s + (0.0 if op is Opcode.LEASE_RENEW else END_MARGIN_S)
         wait_s = min(wait_s, RECONNECT_LIMIT_S) if waits_for_daemon else 0.0
         answer = yield Locked(self.lock, self._ask_until(op, body, doing, wait_s, made))
@@ -574,6 +580,7 @@ class LeaseState:
         link, limit = self.channel.link, TimeLimit(CONTROL_REPLY_LIMIT_S, doing, self.address, self.clock)
         try:
             # All requests in one send, then their replies in order.
+            # Numbered before they are sent, so that each reply finds its record.
             asked = {number: link.request(op, body) for number, body in bodies.items()}
             yield from send(self.channel, [frame for _, frame in asked.values()], limit)
             for number, (request_id, _) in asked.items():
@@ -612,6 +619,8 @@ class LeaseState:
                 # The daemon is stopping. Its goodbye is the answer: another connection would not be accepted.
                 if self.channel.link.said_goodbye and ended.failure.status is Status.DISCONNECTED:
                     return ended.failure
+                # Asked twice on two connections is enough. A region is never opened twice: the first may be open
+                # already.
                 if fresh or op is Opcode.REGION_OPEN:
                     raise disconnected(ended, self.channel, doing) from None
                 is_again = True
@@ -639,6 +648,7 @@ class LeaseState:
             made += [answer]
             return answer
         except (LinkEnded, GeneratorExit):
+            # The connection's end and a closed generator leave nothing that could come late.
             raise
         except BaseException:
             # Interrupted before the reply: wait for it even now, so that what was made has an owner.

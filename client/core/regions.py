@@ -85,6 +85,7 @@ class RegionState(LeaseState):
     @property
     def remaining_s(self) -> float:
         """Seconds until it ends, at the latest with its lease; 0 once it has."""
+        # It ends with its lease at the latest.
         return min(super().remaining_s, self.parent.remaining_s)
 
     @property
@@ -107,6 +108,7 @@ class RegionState(LeaseState):
         # Step 1: a failure that is not about this region.
         if said.status not in over and said.region is None:
             return said
+        # A failure of the lease's kind, in a reply about this region: it is this region's end.
         if said.region is None:
             said = replace(said, region=self.grant.lease_id)
         # Step 2: remember the end, and whether an error has said it: later errors say FENCED.
@@ -128,6 +130,7 @@ class RegionState(LeaseState):
         """End the region, whoever uses it; its own tenant receives the reason."""
         body = LeaseRevoke(self.grant.lease_id, bounded(reason, "revoke: the reason", MAX_TEXT_BYTES))
         revoked = yield from self._control(Opcode.LEASE_REVOKE, body)
+        # Recorded at once, so that every later request about it is refused here.
         self.over = Failure(Status.REVOKED, f"the region was revoked: {reason}", region=self.grant.lease_id)
         return _KNOWN_OUTCOMES.get(revoked.outcome, int(revoked.outcome))
 
@@ -148,6 +151,7 @@ class RegionState(LeaseState):
         # Step 1: end it. Only FENCED is raised if it had ended by itself: its memory was not proved free.
         if self.over is None and self.parent.over is None:
             try:
+                # A region of another tenant is revoked, the lease's own is freed: the cause in the audit log differs.
                 yield from self.revoke("its lease's tenant is done with it") if self.tenant else self.free()
             except GpuLeaseError as error:
                 if self.over is None or error.status is Status.FENCED:
@@ -281,6 +285,7 @@ def open_region(
         ttl_secs: Its lifetime in seconds; None for the lease's last one.
     """
     owner = "" if tenant is None else bounded(tenant, "region: the tenant", MAX_TEXT_BYTES)
+    # By default it lasts as long as the lease was last granted.
     ttl_ms = milliseconds(lease.ttl_s if ttl_secs is None else ttl_secs, "region: ttl_secs", least_ms=1)
     body = RegionOpen(lease.grant.lease_id, size_of(size, "region: size"), ttl_ms, owner)
     # Buffers that the client holds for reuse take room in the slice: free them first.
@@ -301,5 +306,6 @@ def open_region(
 
 def resize(lease: LeaseState, more_bytes: int | str, doing: str, sign: int) -> Procedure[None]:
     """Make a lease larger (sign 1) or smaller (sign -1). Raises CapacityExceeded or InvalidRequest."""
+    # The wire has the new size; the program says by how much it changes.
     size_bytes = lease.grant.size_bytes + sign * size_of(more_bytes, f"{doing}: size")
     yield from lease.resize(whole(size_bytes, f"{doing}: the new size", least=1, most=MAX_WIRE_BYTES))

@@ -120,7 +120,8 @@ class SubmissionBase:
 
     def out(self, size_bytes: int) -> Self:
         """Add an output argument of `size_bytes` zeros; `launch` returns its bytes."""
-        size = whole(size_bytes, "out", least=1, most=MAX_SUBMIT_OUTPUT_BYTES)
+        # The worker makes the bytes, zeroed: nothing of them is sent.
+        size = whole(size_bytes, "out: size_bytes", least=1, most=MAX_SUBMIT_OUTPUT_BYTES)
         return self._add(SubmitArgument(ArgumentKind.OUTPUT, size, b""), size)
 
     def inout(self, data: Any) -> Self:
@@ -265,6 +266,7 @@ def _end_error(
     try:
         while True:
             report = yield from lease.query()
+            # The lease's end explains more than the submit's: look at it first.
             over, submit = end_reason_of(report), _submit_in(report, number)
             if over is not None:
                 lease.over = over

@@ -55,14 +55,18 @@ def _checked(source: Any, options: Any, arch: Any) -> list[bytes]:
     """All options for the compiler, architecture included. Raises InvalidRequest."""
     cuda_c_of(source, "compile")
     # The compiler takes a C string, so a zero byte would cut the source silently.
-    if len(source) > MAX_SOURCE_BYTES or "\0" in source:
-        raise InvalidRequest(f"compile: the source has a zero byte, or more than {MAX_SOURCE_BYTES} bytes")
+    if "\0" in source:
+        raise InvalidRequest(f"compile: the source must have no zero byte; byte {source.index(chr(0))} is one")
+    if len(source) > MAX_SOURCE_BYTES:
+        raise InvalidRequest(f"compile: the source must have at most {MAX_SOURCE_BYTES} bytes, not {len(source)}")
     if isinstance(options, str) or not all(isinstance(option, str) for option in options):
         raise InvalidRequest(f"compile: options must be a sequence of strings, not {quoted(options)}")
     for option in options:
         # The architecture has a parameter of its own; two of them would contradict each other.
         if option.startswith(("-arch", "--gpu-architecture")):
-            raise InvalidRequest(f"compile: option {quoted(option)}", "Write it as arch=90, for example")
+            raise InvalidRequest(
+                f"compile: the architecture can't be the option {quoted(option)}", "Write it as arch=90, for example"
+            )
     return [f"--gpu-architecture=compute_{checked_arch(arch)}".encode(), *(option.encode() for option in options)]
 
 

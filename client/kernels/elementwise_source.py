@@ -103,7 +103,7 @@ class ElementwiseSource:
         texts = (in_params, out_params, operation, name, preamble)
         if not all(isinstance(text, str) for text in texts) or not name.isidentifier():
             raise InvalidRequest(
-                f"elementwise: {quoted(name)} is not a valid name, or a part is not a string",
+                f"elementwise: every part must be a string, and the name an identifier, not {quoted(name)}",
                 'Write session.elementwise("T x, T y", "T z", "z = x + y", "sum")',
             )
         # Checked once, here; a call only fills in the types.

@@ -14,7 +14,7 @@ from gpulease.client.sync.streams import Stream
 
 
 class KernelSession(Protocol):
-    """What a kernel calls of its session."""
+    """A kernel's session: it loads each compiled variant once, and starts its launches."""
 
     @property
     def cuda_version(self) -> int: ...

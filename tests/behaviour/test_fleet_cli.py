@@ -86,7 +86,7 @@ def test_nodes_and_names_are_listed(cluster: EtcdCluster, directory: Directory, 
     unknown = gpulease("fleet", "drain", "n9", at=address)
     assert (unknown.returncode, "the fleet has no node n9" in unknown.stderr) == (1, True)
     nowhere = gpulease("fleet", "nodes", at=daemon.address)
-    assert "GPULEASE_ADDRESS names no fleet" in nowhere.stderr
+    assert "GPULEASE_ADDRESS must name a fleet, not" in nowhere.stderr
 
 
 def test_a_name_is_acquired_used_by_another_process_and_freed_at_a_fleet_s_address(tmp_path: Path) -> None:

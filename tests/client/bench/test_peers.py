@@ -68,7 +68,7 @@ def test_what_is_not_installed_is_named_with_its_command(monkeypatch: pytest.Mon
     missing = why_missing("some-package", "some_package_of_nobody.driver")
     assert missing == "some-package is not installed: pip install some-package"
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(CannotStart, match="no C compiler is there: install one of cc, gcc, clang"):
+    with pytest.raises(CannotStart, match="no C compiler was found: install one of cc, gcc, clang"):
         compile_direct_calls(tmp_path)
     (tmp_path / "gcc").write_text("#!/bin/sh\necho 'stdio.h: not there' >&2\nexit 1\n")
     (tmp_path / "gcc").chmod(0o755)

@@ -35,7 +35,7 @@ def test_a_kernel_of_cupy_s_is_taken() -> None:
         (("T i", "T z", "z = i"), "can't have the name 'i'"),
         (("T _x", "T z", "z = _x"), "can't have the name '_x'"),
         (("quad x", "T z", "z = x"), "not 'quad'"),
-        (("T x", "T z", "z = x", "a b"), "'a b' is not a valid name"),
+        (("T x", "T z", "z = x", "a b"), "the name an identifier, not 'a b'"),
         ((7,), "must be an ElementwiseKernel"),
     ],
 )
