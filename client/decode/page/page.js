@@ -8,7 +8,7 @@ const events = new Map();
 
 function onState(state) {
   if (state.serving) lamp("live", "Live");
-  else lamp("lost", "There is no engine: another one is being opened.");
+  else lamp("lost", "The engine was lost; another one is being opened.");
   document.title = `${state.model} on ${state.host} - gpulease decode`;
   say(by("served"), `${state.model} on ${state.host}`);
   say(by("total-rate"), number(state.tokens_s));
@@ -24,7 +24,7 @@ function drawEvents(items) {
   by("no-events").hidden = items.length > 0;
   arrange(by("events"), events, items, (event) => event.number, makeEvent);
   for (const event of items) {
-    // Like events become one, whose words change.
+    // Similar events are merged into one, and its text changes.
     say(events.get(event.number).querySelector(".words"), event.text);
     say(events.get(event.number).querySelector(".ago"), `${number(event.ago_s)} s ago`);
   }
@@ -44,7 +44,7 @@ function lamp(kind, words) {
 }
 
 function onRefused(why) {
-  lamp("lost", "This page takes the operator's key.");
+  lamp("lost", "This page requires the operator's key.");
   by("key-form").hidden = false;
   say(by("key-error"), why);
   by("key").focus();

@@ -61,9 +61,9 @@ class PageEvent:
                 behind = f", {took} after the region's end" if self.seconds else ""
                 return f"Its region has ended: a step that needed it was stopped before it began{behind}."
             case EventKind.REPLAYED:
-                who = "A request goes" if n == 1 else f"{n:,} requests go"
+                who = "A request continues" if n == 1 else f"{n:,} requests continue"
                 late = f"{took} after the loss of {self.detail}{' at most' * (n > 1)}"
-                return f"{who} on, {late}. Tokens computed again: {self.tokens:,}."
+                return f"{who}, {late}. Tokens computed again: {self.tokens:,}."
             case EventKind.REFUSED:
                 who = "A request was refused" if n == 1 else f"{n:,} requests were refused, the last one"
                 return f"{who}: {self.detail}"

@@ -78,7 +78,7 @@ function askToRevoke(tenant) {
     by("revoke-about"),
     `Its keys and values on the card are lost at once. Work in progress (${work}) is computed again in a new region and continues with the same tokens. Other tenants lose nothing.`,
   );
-  say(by("revoke-told"), "");
+  say(by("revoke-outcome"), "");
   say(by("revoke-cancel"), "Cancel");
   by("revoke-do").disabled = false;
   by("revoke-dialog").showModal();
@@ -92,17 +92,17 @@ by("revoke-do").addEventListener("click", async () => {
   by("revoke-do").disabled = true;
   const why = await revoke(tenant);
   const outcome = why || `The region of ${tenant} is revoked.`;
-  say(by("told"), outcome);
+  say(by("outcome"), outcome);
   if (asked !== tenant || !by("revoke-dialog").open) return;
-  say(by("revoke-told"), outcome);
+  say(by("revoke-outcome"), outcome);
   say(by("revoke-cancel"), "Close");
   by("revoke-cancel").focus();
 });
 
 function stateOf(tenant) {
   if (!tenant.blocks) return ["lost", "Its region is gone; another one is being opened."];
-  if (tenant.live) return ["", "Generates"];
-  return ["idle", tenant.waiting ? "Waits" : "Idle"];
+  if (tenant.live) return ["", "Generating"];
+  return ["idle", tenant.waiting ? "Waiting" : "Idle"];
 }
 
 function drawCard(card, tenant) {

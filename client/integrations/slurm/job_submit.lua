@@ -1,8 +1,8 @@
 -- slurm.conf: JobSubmitPlugins=lua; this file is job_submit.lua in slurm.conf's folder, on the controller.
 --
--- Prologs must not ask slurmctld, and Slurm does not tell them what a job asks for but for GPUs. So this appends
--- "[vram_mib=N]" to the comment of a job that asks for vram, which its prolog gets by its environment. It refuses a job
--- that no node can serve when it is submitted, where its user reads why.
+-- Prologs must not query slurmctld, and Slurm passes them no request of a job except for GPUs. So this appends
+-- "[vram_mib=N]" to the comment of a job that requests vram, which the prolog gets in its environment. A job that no node
+-- can serve is refused when it is submitted, where its user reads the reason.
 
 -- Set this: the MiB of the largest card of the cluster. A lease lies on one card.
 LARGEST_CARD_MIB = 81920

@@ -132,9 +132,8 @@ def test_a_state_tells_blocks_queues_and_losses(scene: Scene) -> None:
     assert (ann["live"], ann["blocks"], ann["blocks_used"], ann["blocks_at_most"]) == (1, 12, 3, 12)
     assert (ann["rebinds"], ann["rebind_ms"], bob["rebind_ms"]) == (1, 31.2, None)
     assert (bob["live"], bob["waiting"], state["waiting"], state["live"]) == (1, 1, 1, 2)
-    assert (
-        state["events"][0]["text"] == "A request goes on, 31 ms after the loss of its region. Tokens computed again: 4."
-    )
+    latest = state["events"][0]["text"]
+    assert latest == "A request continues, 31 ms after the loss of its region. Tokens computed again: 4."
     assert (state["model"], state["host"]) == ("tiny", socket.gethostname())
     assert state["serving"]
     scene.decoder.is_serving = False
@@ -167,7 +166,7 @@ def test_like_events_of_some_seconds_are_one() -> None:
         events.add(1.0 + at / 100, "bob", EventKind.REFUSED, detail="full")
     events.add(2.0, "ann", EventKind.REPLAYED, seconds=0.01, tokens=5, detail="the engine")
     assert [event["text"] for event in events.shown(2.0)] == [
-        "2 requests go on, 20 ms after the loss of the engine at most. Tokens computed again: 9.",
+        "2 requests continue, 20 ms after the loss of the engine at most. Tokens computed again: 9.",
         f"{2 * MAX_EVENTS} requests were refused, the last one: full",
     ]
     events.add(2.0 + MERGED_S, "ann", EventKind.REPLAYED)
@@ -371,7 +370,7 @@ def test_the_page_in_a_browser(scene: Scene, tmp_path: Any, monkeypatch: pytest.
     monkeypatch.setattr(feed, "history", lambda: {"span_s": 400} | figures)
     with served(scene.page) as url, Browser() as browser:
         browser.open(url)
-        browser.wait_for("#status", "This page takes the operator's key.")
+        browser.wait_for("#status", "This page requires the operator's key.")
         assert browser.text("#tenants") == ""
         browser.open(f"{url}#key={KEY}")
         browser.wait_for("#status", "Live")
@@ -403,7 +402,7 @@ def test_the_page_in_a_browser(scene: Scene, tmp_path: Any, monkeypatch: pytest.
         assert scene.revoked == [], "Enter alone cancels"
         browser.run("document.querySelector('.card .revoke').click()")
         browser.run("document.querySelector('#revoke-do').click()")
-        browser.wait_for("#revoke-told", "The region of ann is revoked.")
+        browser.wait_for("#revoke-outcome", "The region of ann is revoked.")
         browser.run("document.querySelector('#revoke-cancel').click()")
         browser.wait_for(".card .state", "Its region is gone")
         assert [tenant for tenant, _ in scene.revoked] == ["ann"]
@@ -411,6 +410,6 @@ def test_the_page_in_a_browser(scene: Scene, tmp_path: Any, monkeypatch: pytest.
         feed.on_finished(finished("bob", AdmissionReason.QUOTA_EXCEEDED, detail="64 wait already"))
         browser.wait_for("#events", "2 requests were refused, the last one: 64 wait already")
         scheduler.rebound("ann", 12, 2.0)
-        browser.wait_for(".card .state", "Waits")
+        browser.wait_for(".card .state", "Waiting")
         complaints = [text for text in browser.complaints() if "401" not in text]
         assert complaints == []
