@@ -54,7 +54,7 @@ _BINARY_MAGICS = {b"\x7fELF": "a cubin", b"\x50\xed\x55\xba": "a fatbin"}
 
 @dataclass(frozen=True, slots=True)
 class KernelFacts:
-    """What loading needs to know of one kernel; kept between processes, so only plain values.
+    """The facts of one kernel that loading needs; kept between processes, so only plain values.
 
     Attributes:
         required_block: The block that its .reqntid demands, or None.

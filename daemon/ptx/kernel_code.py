@@ -19,7 +19,7 @@ _COMPRESSION = 1
 
 @dataclass(frozen=True, slots=True)
 class PartSource:
-    """What a part is compiled from.
+    """The source of a part's code, and how it is compiled.
 
     Attributes:
         effort: The value of its Effort.

@@ -109,7 +109,7 @@ MAX_HELD_CODE_BYTES = 64 << 20
 MAX_CALL_STACK_BYTES = 16 << 20
 STREAM_STACK_BYTES = 32 << 20
 
-# What a function's frame takes at most, per line of IR: spilled values; optimised ones can be vectors, interleaved.
+# Most bytes of a function's frame per line of IR: spilled values; optimised ones can be vectors, interleaved.
 FRAME_BYTES_PER_LINE = 16
 OPTIMISED_FRAME_BYTES_PER_LINE = 256
 MAX_FRAME_BYTES = 8 << 20
@@ -134,8 +134,8 @@ MAX_SHARED_BYTES = 227 * 1024
 # Per thread. A card allows 512 KiB, but 1024 threads of that would be 512 MiB outside of any slice.
 MAX_LOCAL_BYTES = 64 * 1024
 
-# What a function may take of its stack by alloca while it runs. A card's default for all of a thread's stack is 1 KiB;
-# a thousand threads of a block have so much each.
+# Most bytes that a running function may take of its stack by alloca. A card's default for a thread's whole stack is
+# 1 KiB, which each of a block's thousand threads has.
 MAX_STACK_BYTES = 16 << 10
 
 # Registers a thread keeps across a barrier. A card has 255 of them and spills; 2048 of 8 bytes are 16 MiB a block.
@@ -162,7 +162,7 @@ MAX_LANE_BLOCKS = 128
 # Registers that such threads save and bring back at all barriers together: each way is a line or two of IR.
 MAX_LANE_SAVED_REGISTERS = 4096
 
-# What such threads keep at a barrier, per group of them; rows of one thread make 1024 groups of a block.
+# Most bytes that such threads keep at a barrier, per group of them; rows of one thread make 1024 groups of a block.
 MAX_LANE_FRAME_BYTES = 8 * MAX_LIVE_REGISTERS
 
 # --- Printing --------------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ MAX_LANE_FRAME_BYTES = 8 * MAX_LIVE_REGISTERS
 # A module's heap for malloc in kernels: CUDA's default. It counts against the slice.
 HEAP_BYTES = 8 << 20
 
-# What kernels may print between two waits for them, as records and as text: CUDA's default for its buffer.
+# Most bytes that kernels may print between two waits for them, as records and as text: CUDA's default for its buffer.
 MAX_PRINT_BYTES = 1 << 20
 
 # One format or one string.
@@ -200,7 +200,7 @@ RESIDENT_FRAME_BYTES = 80 << 20
 CHUNKS_PER_THREAD = 16
 MAX_CHUNK_BLOCKS = 64
 
-# What must be left of a launch, in nanoseconds, for sleeping threads to be woken: waking one costs some 5 us here, and
+# Sleeping threads are woken only if this much of a launch is left, in nanoseconds: waking one costs some 5 us here, and
 # as much again before it does anything.
 WAKE_NS = 20_000
 

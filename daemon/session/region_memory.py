@@ -323,7 +323,7 @@ class RegionMemory:
         shown_bytes = self._call(context.free_bytes) - before_bytes
         resources.ledger.end_region(region.address, returned.kept_bytes)
         resources.record_usage()
-        # What was queued for these regions has ended, so no ticket is needed any more.
+        # All launches that named the region have ended, so no ticket is needed any more.
         region.streams.clear()
         region.marks.clear()
         region.tickets.clear()

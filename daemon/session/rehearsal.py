@@ -84,7 +84,7 @@ def rehearse(context: Context) -> None:
         broker_page.close()
     # Sessions are cycles, and modules are unloaded with their last reference.
     gc.collect()
-    # What is left lives until the process ends, so the collector need not visit it again.
+    # The remaining objects live until the process ends, so the collector need not visit it again.
     gc.freeze()
 
 

@@ -333,7 +333,7 @@ class Server:
 
         After the reply, all bytes go through the ring if there is one. Raises ConnectionLost.
         """
-        # What the client asked for and may have: ring, arena and the page of words. Guests and remote clients get less.
+        # The client gets the ring, arena and page of words that it asked for; guests and remote clients get less.
         wanted = Wanted(attach.ring, attach.arena_bytes)
         ring, arena = ring_for(connection.sock, wanted, self._spin_policy), self._arena_for(connection, wanted)
         words_fd = self._session.regions.page_fd if attach.words and can_share(connection.sock) else -1

@@ -124,7 +124,7 @@ class Session:
         self.watch = KernelWatch(context, page.counters, options.max_kernel_ms)
         if self.watch.is_on:
             context.watch(self._check_lease)
-        # What may have to wait gets the same poll, so a wait ends with the lease.
+        # Calls that may have to wait get the same poll, so a wait ends with the lease.
         ledger.make_room = lambda most_bytes: context.trim(most_bytes, self._check_lease)
         self._resources = resources = SessionResources(ledger, context, self._check_lease, page.counters, options)
         resources.check_sync, resources.keep_fault = self._check_sync, self._keep_fault

@@ -121,7 +121,7 @@ def _preload(driver_name: str, channel: socket.socket, sandbox: str, listener: s
         return None
     # Without a listener no other broker learns of this process.
     build = own_build() if listener is not None else ""
-    # What is alive now is alive in every worker: the collector must not touch its pages, which would copy them.
+    # Every worker shares the objects alive now: the collector must not touch their pages, which would copy them.
     gc.collect()
     gc.freeze()
     introduction = ZygoteIntroduction(

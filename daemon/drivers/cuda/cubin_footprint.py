@@ -179,7 +179,7 @@ def weigh(cubin: bytes) -> Weight:
 
 
 def _weigh(cubin: bytes, file: _File) -> Weight:
-    # What the headers say of the sections that go to the card, without those that stay on the chip.
+    # Step 1: sizes from the headers of the sections that go to the card, without those that stay on the chip.
     sizes = {
         index: section.size
         for index, section in enumerate(file.sections)
@@ -188,8 +188,8 @@ def _weigh(cubin: bytes, file: _File) -> Weight:
     sums: dict[int, int] = {}
     symbols = list(file.symbols())
     has_system_calls = leaves_traces = False
-    # What the symbols add: managed variables are refused, calls of the driver's functions noted, and sizes corrected,
-    # where a 32-bit header can't show them.
+    # Step 2: symbols. Managed variables are refused, calls of the driver's functions noted, and sizes corrected that
+    # a 32-bit header can't show.
     for symbol in symbols:
         if symbol.other & _MANAGED and symbol.kind not in (_FUNCTION, _SECTION_SYMBOL):
             raise managed_refused(file.name_of(symbol).decode(errors="replace"))

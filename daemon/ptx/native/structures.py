@@ -273,7 +273,7 @@ class Team(ctypes.Structure):
         ("wake_ns", ctypes.c_uint64),
         ("idle_yields", ctypes.c_uint64),
         ("ending", ctypes.c_uint64),
-        # What is written for every chunk, and what idle threads poll, lie in cache lines of their own.
+        # Words that are written for every chunk, and words that idle threads poll, have cache lines of their own.
         ("_gap1", ctypes.c_uint64 * 2),
         ("next", ctypes.c_uint64),
         ("stop", ctypes.c_uint64),

@@ -96,7 +96,7 @@ def _pass(
     if len(place) > 1:
         stride = t.read(place[1], t.WORD)
     step = ir.binary("mul", ir.cast("zext", stride, "i64"), passage.size)
-    # What is needed after the wait goes into the thread's room: the first element's address, the step, the values.
+    # The values needed after the wait go into the thread's room, with the first element's address and the step.
     meet(t, [passage.first(ir, address, step, lane(t)), step, *values])
     room = own_room(t)
     start, step = (ir.load("i64", ir.offset(room, distance)) for distance in (0, 8))

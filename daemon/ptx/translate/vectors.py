@@ -50,7 +50,7 @@ class VectorWriter(IrWriter):
         self.arguments: dict[str, Value] = {}
         self.flat: Value | None = None
         self.lane: Value | None = None
-        # What `_SCALAR_COST` is counted for: operations that are one line but become one for each lane.
+        # `_SCALAR_COST` is counted for these: operations that are one line but become one for each lane.
         self._more = 0
         # Values that are loaded once, at the function's begin, by type, pointer and offset.
         self.opening: dict[tuple[str, str, int], Value] = {}
