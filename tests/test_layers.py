@@ -4,6 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -206,3 +207,12 @@ def test_a_wing_has_a_page_and_a_reading_list(wing: str) -> None:
     listed = reading_list(ROOT / wing / "README.md")
     assert len(set(listed)) == MOST_FILES_OF_A_WING
     assert {room_of(name_of(path)).wing for path in listed} == {wing}
+
+
+def test_no_circle_of_files_those_for_types_and_in_functions_included() -> None:
+    """What two files name in each other's annotations stands in a file below both."""
+    files = {name_of(path): {file_of(one) for one in imports_of(path)} - {None, name_of(path)} for path in SOURCES}
+    try:
+        TopologicalSorter(files).prepare()
+    except CycleError as error:
+        raise AssertionError(f"files that import each other: {' -> '.join(error.args[1])}") from None
