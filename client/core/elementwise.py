@@ -105,8 +105,10 @@ class ElementwiseOperation:
             raise self._failed(f"{parameter.name} is an array of the host's memory", hint)
         is_number = isinstance(value, int | float | np.generic | np.ndarray)
         if needs_array or not is_number:
-            wanted = "no array on the card" if needs_array else "neither an array on the card nor a number"
-            raise self._failed(f"{parameter.name}: {quoted(value)} is {wanted}", "Make one by session.array(values)")
+            wanted = "an array on the card" if needs_array else "an array on the card or a number"
+            raise self._failed(
+                f"{parameter.name} must be {wanted}, not {quoted(value)}", "Make one with session.array(values)"
+            )
 
     def _types(self, args: Sequence[Any]) -> dict[str, np.dtype[Any]]:
         """The element dtype of each parameter's kind: from arrays and numpy scalars, otherwise from Python numbers."""

@@ -289,7 +289,7 @@ def test_what_is_no_kernel(session: Any) -> None:
     assert caught.value.line == wrong.__code__.co_firstlineno + 1
     with pytest.raises(InvalidRequest, match="must be a signature of numba's"):
         session.kernel(add_to, "void(nothing)")
-    with pytest.raises(InvalidRequest, match="is not a function"):
+    with pytest.raises(InvalidRequest, match="must be a function of Triton"):
         session.kernel(7)
     with pytest.raises(InvalidRequest, match="goes to session"):
         session.kernel("text")
