@@ -19,7 +19,7 @@ COMMANDS: Final = {
     "bench": ("bench:bench", "Measure what a lease costs compared with calling the driver directly."),
     "completion": ("completion:completion", "Print a script for the shell that completes commands and lease ids."),
     "decode": ("decode:decode", "Continue a prompt with a language model, on a lease of its own."),
-    "demo": ("demo:demo", "Lease a slice, run two kernels on it, let another lease expire."),
+    "demo": ("demo:demo", "Show three tenants on a card, and measure every claim about them."),
     "drain": ("drain:drain", "Refuse new leases, and end the remaining ones by a deadline."),
     "events": ("lease_events:events", "Print the phases of leases, one line each as they happen."),
     "fence": ("node:fence", "Manage memory that could not be proved free."),
