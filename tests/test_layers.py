@@ -63,6 +63,13 @@ def file_of(module: str) -> str | None:
     return None
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _forget_trees() -> Iterator[None]:
+    """Every later garbage collection of this process would walk some million nodes."""
+    yield
+    tree_of.cache_clear()
+
+
 @cache
 def arrows() -> list[tuple[str, Room]]:
     """Return each import of another room: the file, and that room.
