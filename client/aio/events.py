@@ -15,7 +15,7 @@ from gpulease.client.core.events import (
     Subscription,
     warnings,
 )
-from gpulease.client.core.lease import OnLoss, RenewalSchedule, Renewed, keep_renewed, raise_untold
+from gpulease.client.core.lease import OnLoss, RenewalSchedule, Renewed, keep_renewed, raise_unreported
 from gpulease.client.errors import GpuLeaseError
 
 E = TypeVar("E")
@@ -143,7 +143,7 @@ class KeepAlive(_Watch):
         await self.stop()
         # An error of the block itself is more important than the loss.
         if kind is None:
-            raise_untold(self.loss, self._on_loss)
+            raise_unreported(self.loss, self._on_loss)
 
     async def _keep(self, lease: "weakref.ref[Renewed]", schedule: RenewalSchedule) -> None:
         self.loss = await drive(keep_renewed(lease, schedule))

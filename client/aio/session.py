@@ -432,11 +432,11 @@ class GpuSession(SessionView):
         """Wait until all streams have finished. Raises SyncFailed or LaunchFailed, naming the kernel that failed."""
         # With a callback, PRINTED takes the place of SYNC: it waits in the same way and returns the text.
         if self._on_printed is not None:
-            await self._tell_printed(self._on_printed)
+            await self._pass_printed(self._on_printed)
             return
         await self._run(self._session.streams.sync())
 
-    async def _tell_printed(self, callback: PrintedCallback) -> None:
+    async def _pass_printed(self, callback: PrintedCallback) -> None:
         found = await self.printed()
         if found.text or found.is_lost:
             callback(found)
@@ -472,7 +472,7 @@ class GpuSession(SessionView):
             # A block left by an error does not wait: what it waited for may never end.
             if kind is None:
                 if self._on_printed is not None:
-                    await self._tell_printed(self._on_printed)
+                    await self._pass_printed(self._on_printed)
                 await fence(self._session.streams)
         finally:
             await self.close()

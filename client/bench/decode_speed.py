@@ -57,7 +57,7 @@ CHILD_TIMEOUT_S: Final = 900
 OTHER_WAYS: Final = ("decode_torch", "decode_transformers")
 """Modules in this package that time other ways to decode; their arguments are a shape, batches and contexts."""
 
-Tell = Callable[[Mapping[str, object]], object]
+Report = Callable[[Mapping[str, object]], object]
 """Receives each figure as soon as it is measured."""
 
 Figure = dict[str, Any]
@@ -95,26 +95,26 @@ def plan_for(driver: str, *, quick: bool) -> DecodePlan:
     return QUICK_EMBEDDED if quick else EMBEDDED
 
 
-def measure_decode(address: str, plan: DecodePlan, tell: Tell, say: Callable[[str], object]) -> None:
+def measure_decode(address: str, plan: DecodePlan, report: Report, say: Callable[[str], object]) -> None:
     """Report all figures of a plan, on the daemon at this address and of the other ways.
 
     Args:
         address: The daemon's address.
         plan: The plan.
-        tell: Receives each figure.
+        report: Receives each figure.
         say: Receives the name of each measurement before it starts.
     """
     # Each shape: on a lease first, then every other way in a process of its own, so that none disturbs another.
     for shape in plan.shapes:
         say(f"{shape}: the decode engine on a lease")
-        target, steps = asyncio.run(measure(address, shape, plan, tell))
+        target, steps = asyncio.run(measure(address, shape, plan, report))
         say(f"{shape}: the same engine and kernels on the driver in a process of its own")
-        for figure in _told_by("decode_direct", shape, target, plan):
-            tell(_beside(figure, steps))
+        for figure in _figures_of("decode_direct", shape, target, plan):
+            report(_beside(figure, steps))
         for module in plan.other_ways:
             say(f"{shape}: {module.removeprefix('decode_')}")
-            for figure in _told_by(module, shape, "", plan):
-                tell(_beside(figure, steps))
+            for figure in _figures_of(module, shape, "", plan):
+                report(_beside(figure, steps))
 
 
 Steps = dict[tuple[int, int], StepTime]
@@ -133,7 +133,7 @@ def _beside(figure: Figure, steps: Steps) -> Figure:
     return {name: value for name, value in figure.items() if name != "results"} | beside
 
 
-def _told_by(module: str, shape: str, target: str, plan: DecodePlan) -> Iterator[Figure]:
+def _figures_of(module: str, shape: str, target: str, plan: DecodePlan) -> Iterator[Figure]:
     """Yield the figures that a module prints in a process of its own, and one with the reason if some are missing."""
     # Arguments as the modules take them: a shape, an architecture if there is one, batches, contexts.
     lists = [",".join(map(str, values)) for values in (plan.batches, plan.contexts)]
@@ -155,7 +155,7 @@ def _told_by(module: str, shape: str, target: str, plan: DecodePlan) -> Iterator
         yield why | {"skipped": (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]}
 
 
-async def measure(address: str, shape: str, plan: DecodePlan, tell: Tell = print_figures) -> tuple[str, Steps]:
+async def measure(address: str, shape: str, plan: DecodePlan, report: Report = print_figures) -> tuple[str, Steps]:
     """Report the figures of a shape on a lease. Returns the architecture of the kernels, and the steps' times."""
     # A lease that holds the engine, its blocks, and the two arrays of the memory's rate.
     batches, contexts = plan.batches, plan.contexts
@@ -166,7 +166,7 @@ async def measure(address: str, shape: str, plan: DecodePlan, tell: Tell = print
     async with GpuBuilder(address).min_vram(size_bytes).lease_secs(LEASE_S).acquire() as lease:
         # The rate of this card's memory, measured in the same run, is what a step's time is compared with.
         rate = await memory_rate(lease, copied)
-        tell({"figure": "memory", "shape": shape, "bytes_per_s": rate})
+        report({"figure": "memory", "shape": shape, "bytes_per_s": rate})
         engine = await DecodeEngine.open(lease, checkpoint, limits)
         try:
             # One pool for all rows; each sequence has blocks of its own in it.
@@ -180,20 +180,20 @@ async def measure(address: str, shape: str, plan: DecodePlan, tell: Tell = print
                     steps[batch, context] = found
                     step = {"figure": "step", "shape": shape, "batch": batch, "context": context}
                     moved = moved_bytes(config, batch, context)
-                    tell(step | step_figure(batch, found.took_s, moved, rate))
+                    report(step | step_figure(batch, found.took_s, moved, rate))
             # A whole prompt in one step.
             prompt = prompt_rows(blocks, limits)
             took_s = (await step_time(engine, prompt, [pool])).took_s
             prefill = {"figure": "prefill", "shape": shape, "rows": len(prompt), "ms": took_s * 1e3}
-            tell(prefill | {"tokens_per_s": len(prompt) / took_s})
+            report(prefill | {"tokens_per_s": len(prompt) / took_s})
             if plan.times_kernels:
-                await _tell_kernels(engine, blocks, shape, steps, tell)
+                await _report_kernels(engine, blocks, shape, steps, report)
             return engine.forward.target, steps
         finally:
             await engine.close()
 
 
-async def _tell_kernels(engine: DecodeEngine, blocks: Blocks, shape: str, steps: Steps, tell: Tell) -> None:
+async def _report_kernels(engine: DecodeEngine, blocks: Blocks, shape: str, steps: Steps, report: Report) -> None:
     """Report the times of kernels, and of linear layers with other tiles, in the steps of the longest context."""
     # Kernels are timed where attention is longest.
     context = max(context for _, context in steps)
@@ -201,9 +201,9 @@ async def _tell_kernels(engine: DecodeEngine, blocks: Blocks, shape: str, steps:
         if at == context:
             about = {"shape": shape, "batch": batch, "context": context}
             async for figure in kernel_figures(engine, blocks, batch, context):
-                tell({"figure": "kernel"} | about | figure)
+                report({"figure": "kernel"} | about | figure)
             async for figure in tile_figures(engine, blocks, batch, context, steps[batch, at].took_s):
-                tell({"figure": "invariance"} | about | figure)
+                report({"figure": "invariance"} | about | figure)
 
 
 def step_figure(batch: int, took_s: float, moved: int, rate: float) -> Figure:

@@ -1041,7 +1041,7 @@ OnLoss = Callable[[GpuLeaseError], None]
 """Called once with the error that says why a lease is lost."""
 
 
-def raise_untold(loss: GpuLeaseError | None, on_loss: OnLoss | None) -> None:
+def raise_unreported(loss: GpuLeaseError | None, on_loss: OnLoss | None) -> None:
     """Raise a loss that was not reported to `on_loss`: a block must not end as if its lease had been renewed."""
     if loss is not None and on_loss is None:
         raise loss.with_traceback(None)

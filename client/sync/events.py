@@ -14,7 +14,7 @@ from gpulease.client.core.events import (
     Subscription,
     warnings,
 )
-from gpulease.client.core.lease import OnLoss, RenewalSchedule, Renewed, keep_renewed, raise_untold
+from gpulease.client.core.lease import OnLoss, RenewalSchedule, Renewed, keep_renewed, raise_unreported
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.sync.driver import drive
 
@@ -142,7 +142,7 @@ class KeepAlive:
         self.stop()
         # An error of the block itself is more important than the loss.
         if kind is None:
-            raise_untold(self.loss, self._on_loss)
+            raise_unreported(self.loss, self._on_loss)
 
     def _run(self, lease: "weakref.ref[Renewed]", schedule: RenewalSchedule) -> None:
         self.loss = drive(keep_renewed(lease, schedule, self._stopped))

@@ -428,7 +428,7 @@ class GpuSession(SessionView):
         """Wait until all streams have finished. Raises SyncFailed or LaunchFailed, naming the kernel that failed."""
         # With a callback, PRINTED takes the place of SYNC: it waits in the same way and returns the text.
         if self._on_printed is not None:
-            self._tell_printed(self._on_printed)
+            self._pass_printed(self._on_printed)
             return
         with self._lock:
             # Most syncs end without a wait; only otherwise is a procedure driven.
@@ -445,7 +445,7 @@ class GpuSession(SessionView):
         """
         return drive(self._session.streams.printed())
 
-    def _tell_printed(self, callback: PrintedCallback) -> None:
+    def _pass_printed(self, callback: PrintedCallback) -> None:
         found = self.printed()
         # Not called without output: otherwise each sync would call it.
         if found.text or found.is_lost:
@@ -471,7 +471,7 @@ class GpuSession(SessionView):
         try:
             if kind is None:
                 if self._on_printed is not None:
-                    self._tell_printed(self._on_printed)
+                    self._pass_printed(self._on_printed)
                 fence(self._session.streams)
         finally:
             # However the block ends, the session does.

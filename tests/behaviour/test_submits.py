@@ -127,7 +127,11 @@ BAD = {
     "no program": (lambda gpu: gpu.submit("scale", "nonsense"), LoadFailed, "nonsense"),
     "no image": (lambda gpu: gpu.submit("scale", b""), LoadFailed, "line 1|empty|no bytes"),
     "too little room": (lambda gpu: gpu.submit("scale", TRANSFORM).out(ROOM + 1), AllocFailed, "submits"),
-    "too many outputs": (lambda gpu: gpu.submit("scale", TRANSFORM).out((16 << 20) + 1), InvalidRequest, "not between"),
+    "too many outputs": (
+        lambda gpu: gpu.submit("scale", TRANSFORM).out((16 << 20) + 1),
+        InvalidRequest,
+        "must be from 1 to",
+    ),
     "a number without a size": (lambda gpu: gpu.submit("scale", TRANSFORM).arg(7), InvalidRequest, "np.uint32"),
     "no bytes": (lambda gpu: gpu.submit("scale", TRANSFORM).arg(b""), InvalidRequest, "at least one byte"),
     "too large a frame": (lambda gpu: scaling(gpu).arg(bytes(65 << 20)), InvalidRequest, "at most"),

@@ -75,7 +75,7 @@ def test_a_way_that_ends_badly_is_told_with_the_figures_before_its_end(monkeypat
         [], 1, '{"figure": "torch", "ms": 1}\nnoise\n', "Traceback\nOutOfMemory: 80 GB\n"
     )
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: ended)
-    told = list(decode_speed._told_by("decode_torch", "llama-1b", "", plan_for("cuda", quick=True)))
+    told = list(decode_speed._figures_of("decode_torch", "llama-1b", "", plan_for("cuda", quick=True)))
     assert told == [
         {"figure": "torch", "ms": 1},
         {"figure": "torch", "shape": "llama-1b", "skipped": "OutOfMemory: 80 GB"},

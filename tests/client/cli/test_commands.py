@@ -90,7 +90,7 @@ def test_the_sandbox_is_shown_where_it_is_asked_for(gpulease: Gpulease) -> None:
         (f"{0x0123:032x}", 1, f"No such lease: {0x0123:032x}"),
         ("zz", 2, "it must be a lease id"),
         ("4f090dbe", 1, "no lease that you may see begins with 4f090dbe"),
-        ("4f0", 2, "4 or more of its first"),
+        ("4f0", 2, "at least 4 of its first digits"),
         (f"0x{1:030x}", 2, "it must be a lease id"),
     ],
 )
