@@ -11,10 +11,13 @@ from gpulease.client.texts import quoted, utf8
 _BINARY: Final = (b"\x7fELF", b"\x50\xed\x55\xba")
 """First bytes of a cubin and of a fat binary (ELF's magic; `fatBinaryHeader` of CUDA's fatbinary_section.h)."""
 
+# Every PTX module must begin with this directive, after comments (PTX ISA, ".version").
 _PTX: Final = re.compile(rb"^\s*\.version\s", re.MULTILINE)
 
+# What kernels and their helpers are declared with; neither word is one of PTX.
 _CUDA_C: Final = re.compile(rb"\b__(?:global|device)__\b")
 
+# One line without the marks of code, and one of the usual endings.
 _PATH: Final = re.compile(r"[^\n;{}]+\.(?:ptx|cubin|fatbin|cu|cuh|c|cpp|txt)", re.IGNORECASE)
 
 
@@ -43,5 +46,6 @@ def cuda_c_of(source: Any, doing: str) -> str:
 
 
 def _check_path(given: Any, doing: str, hint: str) -> None:
+    # A path is never opened here: on a shared host, what is read must be the caller's own decision.
     if isinstance(given, os.PathLike) or (isinstance(given, str) and _PATH.fullmatch(given.strip())):
         raise InvalidRequest(f"{doing}: {quoted(given)} is the path of a file", hint)

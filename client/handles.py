@@ -169,6 +169,7 @@ class Variable(BorrowedBuffer):
     __slots__ = ("module", "name")
 
     def __init__(self, module: Module, name: str, owner: HandleOwner, handle: int, size_bytes: int) -> None:
+        # The module first: `owner`, which the base class sets, is read from it.
         self.module, self.name = module, name
         super().__init__(owner, handle, size_bytes)
 

@@ -32,6 +32,7 @@ def utf8(text: Any, what: str) -> bytes:
     """
     if not isinstance(text, str):
         raise InvalidRequest(f"{what} must be a string, not {quoted(text)}")
+    # Python strings may hold half of a surrogate pair, for example from a file name that is not UTF-8.
     try:
         return text.encode()
     except UnicodeEncodeError as error:
@@ -42,9 +43,11 @@ def utf8(text: Any, what: str) -> bytes:
 
 def bounded(text: Any, what: str, most_bytes: int) -> str:
     """Return a string that has 1 to `most_bytes` bytes of UTF-8 and no NUL; raises InvalidRequest for any other."""
+    # The limits are of bytes: a character takes up to four.
     size_bytes = len(utf8(text, what))
     if not 0 < size_bytes <= most_bytes:
         raise InvalidRequest(f"{what} must have 1 to {most_bytes} bytes, not {size_bytes}")
+    # C libraries and logs would end the text at a NUL.
     if "\0" in text:
         raise InvalidRequest(f"{what}: {quoted(text)} has a NUL in it")
     return str(text)
