@@ -270,16 +270,20 @@ class Connection:
         except BodyError as error:
             raise FramingError(f"{op.name}: {error}", error.status) from None
         # The daemon refused or accepted: both move the state, as the daemon did when it sent this.
-        self._move(reply_trigger(op, refused=frame.status != 0), op)
+        state = _state_after(self.state, reply_trigger(op, refused=frame.status != 0), op)
         self._subscriptions.on_reply(op, frame.request_id, succeeded=not frame.status)
-        if op is Opcode.HELLO and not frame.status and self._behind_hello is not None:
+        behind = self._behind_hello if op is Opcode.HELLO and not frame.status else None
+        if behind is not None:
             # Treat the pipelined request as sent now: the daemon answered HELLO before it read the request.
-            behind, request_id, body = self._behind_hello
-            self._behind_hello = None
-            self.expect_reply_to(behind, request_id)
+            next_op, request_id, body = behind
+            state = _state_after(state, request_trigger(next_op), next_op)
+            self._in_flight[request_id] = next_op
             self._subscriptions.on_request(request_id, body)
         reply = Reply(op, frame.request_id, result)
-        # Delete it last: until here an interrupted call can be repeated.
+        # No call from here on: an interrupted call can be repeated, or it has done all of it.
+        self.state = state
+        if behind is not None:
+            self._behind_hello = None
         del self._in_flight[frame.request_id]
         return reply
 
@@ -415,10 +419,14 @@ class Connection:
         self._subscriptions.on_reply(request.op, request.request_id, succeeded=status is Status.OK)
 
     def _move(self, trigger: Trigger | None, op: Opcode) -> None:
-        state = None if trigger is None else TRANSITIONS.get((self.state, trigger))
-        if state is None:
-            raise LocalProtocolError(f"{op.name} is not allowed in state {self.state.name}")
-        self.state = state
+        self.state = _state_after(self.state, trigger, op)
+
+
+def _state_after(state: State, trigger: Trigger | None, op: Opcode) -> State:
+    after = None if trigger is None else TRANSITIONS.get((state, trigger))
+    if after is None:
+        raise LocalProtocolError(f"{op.name} is not allowed in state {state.name}")
+    return after
 
 
 class Subscriptions:

@@ -1,19 +1,22 @@
 """Runs procedures in the calling task: the event loop for sockets and pauses, an asyncio lock for turns."""
 
 import asyncio
+from _thread import start_new_thread
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextlib import AbstractAsyncContextManager, suppress
 from types import TracebackType
 from typing import Any, Final, TypeVar
 
-from gpulease.client.core.exchange import CONTROL_REPLY_LIMIT_S, ask_once
+from gpulease.client.core.exchange import CONTROL_REPLY_LIMIT_S, OwedGrant, ask_once
 from gpulease.client.core.lease_request import address_of
 from gpulease.client.core.waits import Locked, Procedure, Sleep, Step, Wait
 from gpulease.client.errors import GpuLeaseError
+from gpulease.client.sync.clean_ups import due, settle
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Body
 
 T = TypeVar("T")
+R = TypeVar("R")
 C = TypeVar("C", bound=AbstractAsyncContextManager[Any])
 
 MAX_WAIT_S: Final = 3600.0
@@ -44,6 +47,26 @@ async def drive(procedure: Procedure[T]) -> T:
         return result
     except GpuLeaseError as error:
         raise error.with_traceback(None)  # noqa: B904  # the same error, without the procedure's frames
+
+
+async def drive_owing(owed: OwedGrant, procedure: Procedure[T], made: Callable[[T], R]) -> R:
+    """Drive a procedure and return what `made` makes of its result; a thread settles what an interrupted call owes.
+
+    A thread, because the event loop may be ending. What is owed has a connection of its own, which the loop has left.
+    """
+    try:
+        result = made(await drive(procedure))
+        owed.is_settled = True
+        return result
+    except GpuLeaseError:
+        owed.is_settled = True
+        raise
+    except BaseException:
+        # No interrupt can come between these: see `core.clean_ups`.
+        due[owed] = None
+        owed.is_due = True
+        start_new_thread(settle, (owed,))
+        raise
 
 
 async def ask(op: Opcode, body: Body, address: str | None = None) -> Any:

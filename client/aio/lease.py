@@ -6,18 +6,20 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from gpulease.client.aio.driver import ConnectionLock, Opening, ask, drive, undisturbed
+from gpulease.client.aio.driver import ConnectionLock, Opening, ask, drive, drive_owing, undisturbed
 from gpulease.client.aio.events import KeepAlive, LeaseEvents, RegionWatch, WarningWatch, keep_alive
 from gpulease.client.aio.regions import Region
 from gpulease.client.aio.submits import Submission
+from gpulease.client.core.clean_ups import owing
 from gpulease.client.core.events import OnWarning
-from gpulease.client.core.lease import LeaseReport, LeaseState, LeaseUse, LeaseView, acquire, reacquire
+from gpulease.client.core.lease import LeaseReport, LeaseState, LeaseUse, LeaseView, acquire, owed_lease, reacquire
 from gpulease.client.core.lease_request import LeaseRequest
-from gpulease.client.core.regions import open_region, resize
+from gpulease.client.core.regions import close_owing, open_region, owed_region, resize
 from gpulease.client.core.submits import Image
 from gpulease.client.core.tokens import TOKEN_S, Grant, HeldToken, issue_request, token_of
 from gpulease.client.core.waits import Procedure
 from gpulease.client.errors import GpuLeaseError
+from gpulease.client.sync.clean_ups import nothing
 from gpulease.protocol import Opcode
 from gpulease.protocol.capabilities import Permission
 from gpulease.protocol.messages import CapabilityPresent, Empty
@@ -40,8 +42,8 @@ class GpuBuilder(LeaseRequest):
         return Opening(self._acquired())
 
     async def _acquired(self) -> "GpuLease":
-        # Not `undisturbed`: cancelling the acquire closes the connection, and the daemon takes the lease back.
-        return GpuLease(await drive(acquire(self._where(), self._request(), ConnectionLock())))
+        owed = owed_lease()
+        return await drive_owing(owed, acquire(self._where(), self._request(), ConnectionLock(), owed), GpuLease)
 
 
 class GpuLease(LeaseView):
@@ -80,8 +82,8 @@ class GpuLease(LeaseView):
         return Opening(self._reacquired())
 
     async def _reacquired(self) -> "GpuLease":
-        # As in `_acquired`: cancelled, its connection closes, and the daemon frees what it had granted.
-        return GpuLease(await drive(reacquire(self._state, ConnectionLock())))
+        owed = owed_lease()
+        return await drive_owing(owed, reacquire(self._state, ConnectionLock(), owed), GpuLease)
 
     async def note(self, data: Mapping[str, Any]) -> None:
         """Write a record about the lease to the node's audit log; returns once the record is on disk.
@@ -180,8 +182,9 @@ class GpuLease(LeaseView):
 
     async def _region(self, size: int | str, tenant: str | None, ttl_secs: float | None) -> Region:
         # If this is cancelled, the region is closed again in the background as soon as it was granted.
-        opening = self._drive(open_region(self._state, size, tenant, ttl_secs))
-        return Region(await undisturbed(opening, lambda state: self._drive(state.give_up()), self._state.lock))
+        owed = owed_region(self._state, tenant)
+        opening = self._drive(owing(owed, open_region(owed, size, ttl_secs)))
+        return Region(await undisturbed(opening, lambda state: self._drive(close_owing(state)), self._state.lock))
 
     def watch_regions(self) -> RegionWatch:
         """Subscribe to the launches that any region of this lease refuses."""
@@ -251,7 +254,8 @@ class GpuLease(LeaseView):
     ) -> None:
         # A block left by an error keeps that error: freeing must not hide it.
         with suppress(*(() if kind is None else (GpuLeaseError,))):
-            await self._run(self._state.free_at_exit())
+            freeing = drive_owing(self._state.owed_free(), self._state.free_at_exit(), nothing)
+            await undisturbed(freeing, lock=self._state.lock)
         # Operations of cancelled callers still use the connection; the block ends after them.
         await self._state.lock.wait_for_abandoned()
 

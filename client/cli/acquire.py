@@ -9,7 +9,7 @@ import math
 import shlex
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Callable
 from typing import Any, Final
 
 import click
@@ -21,7 +21,7 @@ from gpulease.client.console.exit_status import CannotStart
 from gpulease.client.console.tables import seconds_text, size_text
 from gpulease.client.core import lease as engine
 from gpulease.client.core.lease_request import LEASE_ID_VARIABLE, LeaseRequest, address_of
-from gpulease.client.errors import GpuLeaseError
+from gpulease.client.sync.clean_ups import drive_owing
 from gpulease.client.sync.driver import drive
 from gpulease.protocol import Opcode
 from gpulease.protocol.address import ADDRESS_VARIABLE
@@ -38,11 +38,12 @@ _lease = lease_id_argument(variable=LEASE_ID_VARIABLE)
 class _LastingRequest(LeaseRequest):
     """Acquires a lease that needs no connection."""
 
-    def acquire(self) -> engine.LeaseState:
-        """Acquire the lease. Raises what `GpuBuilder.acquire` raises."""
+    def acquire(self, use: Callable[[engine.LeaseState], None]) -> None:
+        """Acquire the lease and use it; it is freed if that fails. Raises what `GpuBuilder.acquire` raises."""
         # This command ends at once, and with it the lease's only connection.
         self.orphan_secs(0)
-        return drive(engine.acquire(self._where(), self._request(), threading.RLock()))
+        owed = engine.owed_lease()
+        drive_owing(owed, engine.acquire(self._where(), self._request(), threading.RLock(), owed), use)
 
 
 @click.command()
@@ -58,16 +59,15 @@ def acquire(wanted: WantedLease, as_json: bool) -> None:
     # Without an output the id would be lost, and with it the way to free the lease.
     if sys.stdout is None:
         raise CannotStart("the lease can't be printed: the output is closed")
-    lease = wanted.described_to(_LastingRequest()).acquire()
-    try:
-        click.echo(json.dumps(_fields(lease)) if as_json else _exports(lease))
-    except BaseException:
-        # Its id was not printed, so no program could free it.
-        with suppress(GpuLeaseError):
-            drive(lease.free())
-        raise
-    finally:
-        lease.channel.close()
+
+    def use(lease: engine.LeaseState) -> None:
+        try:
+            click.echo(json.dumps(_fields(lease)) if as_json else _exports(lease))
+        finally:
+            lease.channel.close()
+
+    # If its id was not printed, no program could free it, so it is freed.
+    wanted.described_to(_LastingRequest()).acquire(use)
 
 
 def _environment(lease: engine.LeaseState) -> dict[str, str]:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final, Protocol
 
+from gpulease.client.core.clean_ups import Owed
 from gpulease.client.core.exchange import CONNECT_LIMIT_S, First, TimeLimit, dial_for, receive
 from gpulease.client.core.lease import LeaseState, find_end_reason
 from gpulease.client.core.waits import Procedure
@@ -261,6 +262,7 @@ class Attachment:
             and not self.dropped
             and self.recording is None
             and link.end is None
+            and self.channel.is_finished
             and link.is_at_rest
         )
 
@@ -404,3 +406,16 @@ class Attachment:
             failure = self.lease.note_failure(failure)
         self.finish(failure)
         return error_of(failure, doing)
+
+
+class OwedAttachment(Owed):
+    """The connection of a session that an interrupted call was opening: it is closed."""
+
+    def __init__(self, attachment: Attachment) -> None:
+        super().__init__()
+        self._attachment = attachment
+
+    def _give_back(self) -> Procedure[None]:
+        self._attachment.give_up()
+        return
+        yield  # makes this a procedure

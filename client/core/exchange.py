@@ -10,13 +10,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, NamedTuple, cast
 
-from gpulease.client.core.clean_ups import CLEAN_UP_S, clean_up
+from gpulease.client.core.clean_ups import CLEAN_UP_S, Owed
 from gpulease.client.core.waits import Limit, Procedure, Sleep, Wait
 from gpulease.client.errors import Disconnected, GpuLeaseError, error_of
 from gpulease.client.transport.channel import Channel, connect_error, resolve, start_connecting
 from gpulease.client.transport.credentials import SecuredAddress
 from gpulease.client.transport.link import LinkEnded
-from gpulease.protocol import Failure, Opcode, Status
+from gpulease.protocol import Failure, Opcode
 from gpulease.protocol.address import Address, TcpAddress, UnixAddress
 from gpulease.protocol.messages import Body, Hello, HelloReply, Ping
 from gpulease.protocol.opcodes import HelloRequestOption
@@ -52,10 +52,6 @@ OTHER_PEERS: Final = {
 }
 """By the first bytes with which a peer answers plain frames: what is wrong with the address, and what to do."""
 
-_INTERRUPTED: Final = Failure(
-    Status.DISCONNECTED, "an earlier operation was interrupted in the middle of a request", "Open another connection"
-)
-
 Clock = Callable[[], float]
 
 
@@ -83,11 +79,14 @@ class TimeLimit:
 def send(channel: Channel, parts: Iterable[bytes | memoryview], limit: Limit) -> Procedure[None]:
     """Write buffers one after the other, without joining them. Raises LinkEnded, or what the limit raises.
 
+    From a deque of memoryviews, what was sent is dropped.
+
     Returns when the kernel, or the ring, has all of the bytes. If it is interrupted after some of them were sent, the
     stream can't be used any more and is broken off.
     """
-    rest = deque(memoryview(part) for part in parts if len(part))
-    whole_bytes = sum(map(len, rest))
+    rest = parts if isinstance(parts, deque) else deque(memoryview(part) for part in parts if len(part))
+    channel.finish()
+    channel.sending = rest, sum(map(len, rest))
     try:
         # push() takes what the channel accepts and drops it from `rest`; the bytes that stay need room, so wait for it
         # and receive meanwhile: a peer that waits for us to read would never make room.
@@ -98,10 +97,9 @@ def send(channel: Channel, parts: Iterable[bytes | memoryview], limit: Limit) ->
                 yield from _wait(channel, limit, for_room=True)
                 channel.pump()
     except BaseException:
-        # Half a frame was sent, or how much is unknown: anything sent after it would be read as its rest.
-        if channel.is_torn or 0 < sum(map(len, rest)) < whole_bytes:
-            channel.link.break_off(_INTERRUPTED, is_explained=True)
+        channel.finish()  # if this is interrupted too, whoever uses the channel next does it
         raise
+    channel.sending = None
 
 
 def receive(channel: Channel, request_id: int, limit: Limit) -> Procedure[Body | Failure]:
@@ -164,7 +162,10 @@ def wait_for_room(channel: Channel, limit: Limit) -> Procedure[None]:
 
 def _wait(channel: Channel, limit: Limit, *, for_room: bool) -> Procedure[None]:
     remaining_s = limit.remaining_s()
-    if remaining_s > 0:
+    # What is awaited may be here already, received by a call that was interrupted.
+    if channel.unfinished is not None:
+        channel.finish_step()
+    elif remaining_s > 0:
         yield Wait(channel, for_room, remaining_s)
     else:
         yield from limit.over()
@@ -178,35 +179,49 @@ def answer_to(channel: Channel, op: Opcode, body: Body, limit: Limit, session_id
     return (yield from receive(channel, request_id, limit))
 
 
-Undo = Callable[[Any], "First | None"]
-"""From a reply's body: the request that gives back what the reply brings; None if there is nothing."""
+class OwedGrant(Owed):
+    """What the first request of a connection may have made: a lease.
 
-
-def give_up(channel: Channel, request_id: int, undo: Undo) -> Procedure[None]:
-    """End a connection after its request, which makes something, was interrupted. Raises only a further interrupt.
-
-    This side closes its half. From then on the daemon makes nothing, and closes its half too. If it had made something
-    before, its reply arrives first, and what it brings is given back over another connection.
+    Attributes:
+        channel: The connection, once the request was built.
+        number: The request's id.
+        made: The reply's body, once it came.
     """
-    return clean_up(_give_up(channel, request_id, undo))
 
+    def __init__(self, undo: "Callable[[Any], First]", channel: Channel | None = None, made: Any = None) -> None:
+        """Args: undo: Makes the request that gives back what a reply's body has brought."""
+        super().__init__()
+        self.channel = channel
+        self.number = 0
+        self.made = made
+        self._undo = undo
 
-def _give_up(channel: Channel, request_id: int, undo: Undo) -> Procedure[None]:
-    limit, link = TimeLimit(CLEAN_UP_S, "give up", channel.address), channel.link
-    try:
-        # Step 1: no more requests from here. The daemon sees the end of the stream and finishes what it has begun.
+    def _give_back(self) -> Procedure[None]:
+        channel = self.channel
+        if channel is None:
+            return
+        try:
+            with contextlib.suppress(LinkEnded, GpuLeaseError):
+                if self.made is None:
+                    yield from self._take_late(channel)
+                # Step 3: this half is closed, so what the reply brought has to be given back over another connection.
+                if self.made is not None:
+                    again = self._undo(self.made)
+                    yield from ask_once(channel.address, again.op, again.body, CLEAN_UP_S, CLEAN_UP_S)
+        finally:
+            channel.close()
+            channel.link.notifications.clear()
+
+    def _take_late(self, channel: Channel) -> Procedure[None]:
+        # Step 1: no more requests from here. The daemon sees the end of the stream, makes nothing from then on, and
+        # closes its half.
         with contextlib.suppress(OSError):
             channel.sock.shutdown(socket.SHUT_WR)
         # Step 2: its reply, if it made something, comes before it closes its half.
-        with contextlib.suppress(LinkEnded, GpuLeaseError):
-            reply = yield from receive(channel, request_id, limit)
-            # Step 3: this half is closed, so what the reply brings has to be given back over another connection.
-            again = None if isinstance(reply, Failure) else undo(reply)
-            if again is not None:
-                yield from ask_once(channel.address, again.op, again.body, CLEAN_UP_S, CLEAN_UP_S)
-    finally:
-        channel.close()
-        link.notifications.clear()
+        limit = TimeLimit(CLEAN_UP_S, "give up", channel.address)
+        reply = yield from receive(channel, self.number, limit)
+        if not isinstance(reply, Failure):
+            self.made = reply
 
 
 def ask(channel: Channel, op: Opcode, body: Body, limit: Limit) -> Procedure[Any]:
@@ -253,14 +268,14 @@ class First(NamedTuple):
         body: Its body.
         session_id: The session that it is for.
         takes_descriptors: Whether descriptors that come with its reply are wanted.
-        undo: Gives back what the reply brings, if the caller is interrupted.
+        owed: Notes what the request may make, if its reply brings something that must be given back.
     """
 
     op: Opcode
     body: Body
     session_id: int = 0
     takes_descriptors: bool = False
-    undo: Undo | None = None
+    owed: OwedGrant | None = None
 
 
 def dial(address: Address, limit: Limit) -> Procedure[tuple[Channel, HelloReply]]:
@@ -290,8 +305,11 @@ def _dial(address: Address, limit: Limit, first: First | None) -> Procedure[tupl
         hello_id, frame = channel.link.request(Opcode.HELLO, Hello(0, AGENT, options))
         if first is not None:
             channel.takes_descriptors = first.takes_descriptors
-            makes = first.undo is not None
+            owed = first.owed
+            makes = owed is not None
             first_id, behind = channel.link.request_behind_hello(first.op, first.body, first.session_id, makes=makes)
+            if owed is not None:
+                owed.channel, owed.number = channel, first_id
             frame += behind
         yield from send(channel, (frame,), limit)
         hello = yield from _receive_hello(channel, hello_id, limit)
@@ -301,14 +319,13 @@ def _dial(address: Address, limit: Limit, first: First | None) -> Procedure[tupl
         channel.close()
         _check_peer(channel)
         raise disconnected(ended, channel, "hello") from None
-    except (GpuLeaseError, GeneratorExit):
+    except GpuLeaseError:
         channel.close()
         raise
     except BaseException:
-        # Interrupted with a request in flight that may make something: wait for its reply and give that back.
-        if first is not None and first.undo is not None and first_id:
-            yield from give_up(channel, first_id, first.undo)
-        channel.close()
+        # Interrupted. With a request in flight that may make something, the connection is still needed (`OwedGrant`).
+        if first is None or first.owed is None:
+            channel.close()
         raise
     return channel, cast(HelloReply, hello), first_id
 

@@ -57,6 +57,8 @@ Outcome: TypeAlias = Done[T] | Pending | NotSent
 NOT_SENT: Final = NotSent()
 DONE: Final = Done(None)
 
+_NO_LATE: Final = 0, NO_DATA, None
+
 # Looking up a member of an enum takes several steps; a global takes one.
 _ANSWERED: Final = Asked.ANSWERED
 _UNANSWERED: Final = Asked.UNANSWERED
@@ -77,6 +79,7 @@ class _KnownReply:
         self._attachment = operations.attachment
         self._op = op
         self._makes = makes
+        self._late: tuple[int, memoryview, memoryview | None] = _NO_LATE
 
     def _ask(
         self,
@@ -99,18 +102,14 @@ class _KnownReply:
         """
         # Until `ask` returns, assume that the request was sent and not answered: that is the case that needs care.
         operations, channel = self._operations, self._attachment.channel
-        asked: Asked = _UNANSWERED
-        try:
-            asked = channel.ask(request, reply, into, more_ns)
-        finally:
-            # Also after an interrupt: the reply is still to come, and the link must know its request.
-            if asked is _UNANSWERED:
-                try:
-                    self._expect(request_id, into, late_into)
-                except BaseException:
-                    self._expect(request_id, into, late_into)
-                    raise
-        # The reply came and was the expected one: it answers for every quiet request before it.
+        # If this is interrupted, the reply is still to come, and the link must know its request.
+        self._late = request_id, into, late_into
+        channel.unfinished = self._expect_late
+        asked = channel.ask(request, reply, into, more_ns)
+        if asked is _UNANSWERED:
+            self._expect_late()
+        channel.unfinished = None
+        self._late = _NO_LATE
         if asked is _ANSWERED:
             if operations.freed:
                 operations.settle(None, "")
@@ -119,10 +118,10 @@ class _KnownReply:
             return DONE
         return NOT_SENT if asked is Asked.NOT_SENT else Pending(self._receive, request_id)
 
-    def _expect(self, request_id: int, into: memoryview, late_into: memoryview | None) -> None:
-        """Make the link expect the reply to a request that was sent. Calling it twice is harmless."""
+    def _expect_late(self) -> None:
+        """Make the link expect the reply to the last request, which was sent. Calling it twice is harmless."""
         channel = self._attachment.channel
-        # With data in `into` the reply has come after all, and the caller has its handle.
+        request_id, into, late_into = self._late
         if self._makes is None or not any(into):
             channel.link.expect_late(self._op, request_id, late_into, self._makes)
             channel.feed()

@@ -24,13 +24,12 @@ from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 from gpulease.client.core.exchange import (
     Clock,
+    OwedGrant,
     TimeLimit,
-    Undo,
     ask_once,
     dial,
     disconnected,
     doing_of,
-    give_up,
     receive_from_living,
     send,
 )
@@ -160,7 +159,7 @@ def ask_directories(fleet: Fleet, op: Opcode, body: Body) -> Procedure[Any]:
 
 
 def acquire_in(
-    fleet: Fleet, wanted: LeaseAlloc, make: Make[T], undo: Undo, clock: Clock = time.monotonic
+    fleet: Fleet, wanted: LeaseAlloc, make: Make[T], owed: OwedGrant, clock: Clock = time.monotonic
 ) -> Procedure[T]:
     """Ask a fleet for a lease, and make it from the grant.
 
@@ -168,13 +167,13 @@ def acquire_in(
         fleet: The fleet.
         wanted: The request, with the time that it may wait for room.
         make: Makes the lease.
-        undo: Gives back what a node has granted, if this is interrupted.
+        owed: Notes what a node may have granted.
         clock: The monotonic time in seconds.
 
     Raises CapacityExceeded, Drained, Disconnected and their like, or InvalidRequest. The error says how many nodes were
     asked, and why each refused.
     """
-    return (yield from _Search(fleet, wanted, make, undo, clock).run())
+    return (yield from _Search(fleet, wanted, make, owed, clock).run())
 
 
 class _Refusal(NamedTuple):
@@ -188,10 +187,10 @@ class _Refusal(NamedTuple):
 class _Search(Generic[T]):
     """One acquire in a fleet, until a node grants."""
 
-    def __init__(self, fleet: Fleet, wanted: LeaseAlloc, make: Make[T], undo: Undo, clock: Clock) -> None:
+    def __init__(self, fleet: Fleet, wanted: LeaseAlloc, make: Make[T], owed: OwedGrant, clock: Clock) -> None:
         self._fleet = fleet
         self._make = make
-        self._undo = undo
+        self._owed = owed
         self._clock = clock
         # One id for all tries of this call: a node that has granted it already answers with the same lease.
         request_id = REQUEST_ID.parameter(secrets.token_hex(REQUEST_ID_BYTES))
@@ -306,11 +305,12 @@ class _Search(Generic[T]):
                 # Each try waits only for what is left of its slice.
                 wanted = replace(self._wanted, wait_ms=int(left_s * 1000))
                 number, frame = channel.link.request(Opcode.LEASE_ALLOC, wanted, makes=True)
+                self._owed.channel, self._owed.number = channel, number
                 answer = yield from _answer(channel, number, frame, GRANT_LIMIT_S + left_s, self._clock)
                 if isinstance(answer, LeaseGrant):
-                    lease = self._make(channel, hello, answer)
+                    self._owed.made = answer
                     channel.link.claim(number)
-                    return lease
+                    return self._make(channel, hello, answer)
             except GpuLeaseError as error:
                 # Give up if the answer was not lost on the first try, or if later rounds will ask this node for the
                 # name anyway. After the first lost answer every error, including a refused connection, leads to another
@@ -322,13 +322,6 @@ class _Search(Generic[T]):
                     raise
                 if again_until is not None and self._clock() >= again_until:
                     raise error from None
-            except GeneratorExit:
-                raise
-            except BaseException:
-                # Interrupted while the node may be granting: give back what it grants.
-                if channel is not None and number:
-                    yield from give_up(channel, number, self._undo)
-                raise
             else:
                 channel.close()
                 raise error_of(answer, doing_of(Opcode.LEASE_ALLOC))

@@ -17,23 +17,21 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Literal, NamedTuple, NotRequired, Protocol, TypedDict, cast
 
-from gpulease.client.core.clean_ups import CLEAN_UP_S, clean_up
+from gpulease.client.core.clean_ups import CLEAN_UP_S, Owed, owing
 from gpulease.client.core.daemon_warnings import log_warning
-from gpulease.client.core.events import EventStream, RefusalStream
+from gpulease.client.core.events import EVERY_LEASE, EventStream, RefusalStream
 from gpulease.client.core.exchange import (
     CONNECT_LIMIT_S,
     CONTROL_REPLY_LIMIT_S,
     Clock,
     First,
+    OwedGrant,
     TimeLimit,
-    Undo,
     answer_to,
-    ask_once,
     dial,
     dial_for,
     disconnected,
     doing_of,
-    give_up,
     receive,
     receive_from_living,
     send,
@@ -58,7 +56,7 @@ from gpulease.client.texts import quoted
 from gpulease.client.transport.channel import Channel
 from gpulease.client.transport.link import LinkEnded
 from gpulease.client.transport.session_words import SessionWords
-from gpulease.protocol import Exclusivity, Failure, Opcode, ProtocolError, Status, Waiting
+from gpulease.protocol import Exclusivity, Failure, Opcode, Phase, ProtocolError, Status, Waiting
 from gpulease.protocol.address import Address
 from gpulease.protocol.back_off import back_off_s
 from gpulease.protocol.capabilities import Permission
@@ -293,6 +291,7 @@ class LeaseState:
         attached: Returns the operations of its session that was opened here last; None if that is gone.
         asked: The request for which it was granted; None if another program asked.
         words: The words of its session that was opened here last; None if that is gone, or has none.
+        unsettled: What calls in progress on its connection, and interrupted ones, may have made.
         fleet: The fleet that granted it; None if it was a single daemon.
         name: Its name, which is unique in its fleet; "" without one.
         epoch: The number of the name's claim; 0 without a name.
@@ -317,6 +316,7 @@ class LeaseState:
         self.regions: weakref.WeakValueDictionary[int, LeaseState] = weakref.WeakValueDictionary()
         self.attached: Callable[[], Any] = lambda: None
         self.words: SessionWords | None = None
+        self.unsettled: dict[OwedReply, None] = {}
         # The deadline counts from now, a little after the daemon's own: the reply took its time.
         self.extend(grant.generation, grant.ttl_ms, grant.expires_at_unix_s)
         register(self)
@@ -394,25 +394,15 @@ class LeaseState:
         self.over = Failure(Status.LEASE_FREED, "the lease was freed")
         self.channel.close()
 
-    def give_up(self) -> Procedure[None]:
-        """Free it where the call that asked for it was interrupted. Raises only a further interrupt.
-
-        Over another connection: its own may have a reply that was not read, and closing that one then could make
-        the daemon drop what was sent on it last.
-        """
-        try:
-            with suppress(GpuLeaseError, LinkEnded):
-                # On a connection of its own: the interrupted request may still own the lease's.
-                again = ask_once(self.address, Opcode.LEASE_FREE, LeaseRef(self.grant.lease_id), CLEAN_UP_S, CLEAN_UP_S)
-                yield from clean_up(again)
-        finally:
-            self.channel.close()
+    def owed_free(self) -> OwedGrant:
+        """The lease itself, for a call that frees it: if that is interrupted, it is freed over another connection."""
+        return OwedGrant(free_of, self.channel, self.grant)
 
     def free_at_exit(self) -> Procedure[None]:
         """Free the lease at the end of a `with` block; it may have ended already."""
         try:
             if self.over is None:
-                yield from clean_up(self.free())
+                yield from self.free()
         except GpuLeaseError as error:
             # FENCED is reported in any case: the memory was not proved free, and an operator has to act.
             if self.over is None or error.status is Status.FENCED:
@@ -445,6 +435,13 @@ class LeaseState:
         reply = yield from self._control(Opcode.LEASE_QUERY, LeaseRef(self.grant.lease_id))
         return lease_report_of(reply.report, doing_of(Opcode.LEASE_QUERY))
 
+    def note_end(self) -> Procedure[None]:
+        """Ask the daemon whether it has ended, and record how. One that the daemon has forgotten stays as it is."""
+        with suppress(NotFound):
+            end = end_reason_of((yield from self.query()))
+            if end is not None:
+                self.note_failure(end, {end.status})
+
     def used(self) -> Procedure[LeaseUse]:
         """Ask how much device memory its session holds and has held at most. Raises Unsupported."""
         # Buffers held for reuse are freed for the program, so they must not be counted.
@@ -468,13 +465,12 @@ class LeaseState:
         """Change its size. Raises CapacityExceeded or AllocFailed."""
         # What is held for reuse counts as used, and would stand in the way of a shrink.
         yield from self.give_back()
-        body, resized = LeaseResize(self.grant.lease_id, size_bytes), list[Any]()
-        try:
-            yield from self._control(Opcode.LEASE_RESIZE, body, made=resized)
-        finally:
-            # Also if the wait was interrupted: the next change counts from this size.
-            if resized:
-                self.grant = replace(self.grant, size_bytes=resized[0].size_bytes)
+        owed = OwedSize(self)
+        yield from owing(owed, self._resize(LeaseResize(self.grant.lease_id, size_bytes), owed))
+
+    def _resize(self, body: LeaseResize, owed: "OwedSize") -> Procedure[None]:
+        yield from self._control(Opcode.LEASE_RESIZE, body, owed=owed)
+        owed.note()
 
     def note(self, data: Mapping[str, Any]) -> Procedure[None]:
         """Write a record about the lease to the audit log."""
@@ -530,7 +526,7 @@ class LeaseState:
         return EventStream(self.address, self.grant.lease_id, self.token)
 
     def _control(
-        self, op: Opcode, body: Body, *, waits_for_daemon: bool = True, made: list[Any] | None = None
+        self, op: Opcode, body: Body, *, waits_for_daemon: bool = True, owed: "OwedReply | None" = None
     ) -> Procedure[Any]:
         """Send a request about the lease; returns the reply's body.
 
@@ -538,29 +534,38 @@ class LeaseState:
             op: The operation.
             body: The request's body.
             waits_for_daemon: Whether to wait for a daemon that is restarting.
-            made: Receives the reply's body as soon as it comes, even after this call was interrupted.
+            owed: Notes the request and its reply, if the reply brings something that must not be lost.
         """
         doing = doing_of(op)
         # A freed or ended lease can still be queried: its report says how it ended.
         if self.over is not None and (op is not Opcode.LEASE_QUERY or self.over is OF_PARENT):
             raise error_of(self.over, doing)
+        # What interrupted calls have asked for comes first.
+        yield from self.settle_owed()
         # A repeat after a restart is safe only for some requests, and useful only if the leases outlive the daemon.
         waits_for_daemon = waits_for_daemon and self.outlives_daemon and op in REPEATABLE
         # No longer than the lease itself lasts: after that there is nothing to renew, free or ask for.
         wait_s = self.remaining_s + (0.0 if op is Opcode.LEASE_RENEW else END_MARGIN_S)
         wait_s = min(wait_s, RECONNECT_LIMIT_S) if waits_for_daemon else 0.0
-        answer = yield Locked(self.lock, self._ask_until(op, body, doing, wait_s, made))
+        answer = yield Locked(self.lock, self._ask_until(op, body, doing, wait_s, owed))
         if isinstance(answer, Failure):
             raise error_of(self.note_failure(answer, LEASE_OVER_FOR_BROKER), doing)
         return answer
 
-    def _ask_until(self, op: Opcode, body: Body, doing: str, wait_s: float, made: list[Any] | None) -> Procedure[Any]:
+    def settle_owed(self) -> Procedure[None]:
+        """Give back what interrupted calls have asked for on its connection."""
+        for owed in [*self.unsettled]:
+            yield from owed.settle()
+            if owed.is_settled:
+                self.unsettled.pop(owed, None)
+
+    def _ask_until(self, op: Opcode, body: Body, doing: str, wait_s: float, owed: "OwedReply | None") -> Procedure[Any]:
         """Repeat the request for `wait_s`, with growing pauses, if that is safe and the daemon may come back."""
         # Until the time is over, a failure to connect only leads to the next try, after a longer pause.
         last, failures = self.clock() + wait_s, 0
         while True:
             try:
-                return (yield from self._ask_again_if_stale(op, body, doing, made, is_again=failures > 0))
+                return (yield from self._ask_again_if_stale(op, body, doing, owed, is_again=failures > 0))
             # Busy too: right after a restart, all clients reconnect at once.
             except (Disconnected, Busy):
                 left_s = last - self.clock()
@@ -596,11 +601,11 @@ class LeaseState:
             # The connection may have ended directly after a reply, unnoticed until now.
             self.channel.close()
             self.channel, _ = yield from dial(self.address, TimeLimit(CONNECT_LIMIT_S, doing, self.address))
-        self.channel.link.forget([])
+        self.channel.link.drop_unclaimed()
         return is_stale
 
     def _ask_again_if_stale(
-        self, op: Opcode, body: Body, doing: str, made: list[Any] | None, *, is_again: bool
+        self, op: Opcode, body: Body, doing: str, owed: "OwedReply | None", *, is_again: bool
     ) -> Procedure[Any]:
         """Send on the connection on which the lease was granted; if that is dead, send once more on a new one.
 
@@ -612,8 +617,8 @@ class LeaseState:
             fresh = yield from self._reconnect_if_stale(doing)
             try:
                 limit = TimeLimit(CONTROL_REPLY_LIMIT_S, doing, self.address, self.clock)
-                asking = answer_to(self.channel, op, body, limit)
-                answer = yield from (asking if made is None else self._ask_to_make(asking, op, made))
+                ask = answer_to if owed is None else owed.ask
+                answer = yield from ask(self.channel, op, body, limit)
             except LinkEnded as ended:
                 self.channel.close()
                 # The daemon is stopping. Its goodbye is the answer: another connection would not be accepted.
@@ -631,46 +636,74 @@ class LeaseState:
                 return None
             return answer
 
-    def _ask_to_make(self, asking: Procedure[Any], op: Opcode, made: list[Any]) -> Procedure[Any]:
-        """Drive a request that makes something, and wait for its reply even if interrupted.
 
-        `made` receives the reply's body. If no reply comes, the connection is closed: the daemon takes back what it
-        made for a connection that is gone.
-        """
-        channel = self.channel
-        # The number that `asking` will use: if it is interrupted, its reply is found by this.
-        number = channel.link.connection.last_request_id + 1
-        answer: Any = None
-        try:
-            answer = yield from asking
-            if isinstance(answer, Failure):
-                return answer
-            made += [answer]
-            return answer
-        except (LinkEnded, GeneratorExit):
-            # The connection's end and a closed generator leave nothing that could come late.
-            raise
-        except BaseException:
-            # Interrupted before the reply: wait for it even now, so that what was made has an owner.
-            if answer is None and channel.link.end is None:
-                yield from clean_up(self._take_late(channel, number, op, made))
-            elif answer is not None and not made and not isinstance(answer, Failure):
-                made += [answer]
-            raise
+class OwedReply(Owed):
+    """What the reply to a request on a lease's own connection may bring.
 
-    def _take_late(self, channel: Channel, number: int, op: Opcode, made: list[Any]) -> Procedure[None]:
-        """Wait for the reply to an interrupted request that makes something; `made` receives its body."""
-        # The wait is bounded: a daemon that hangs must not hold up an interrupt.
-        try:
-            limit = TimeLimit(CLEAN_UP_S, doing_of(op), self.address, self.clock)
-            answer = yield from receive(channel, number, limit)
-        except BaseException as error:
-            channel.close()
-            if isinstance(error, LinkEnded | GpuLeaseError):
-                return
-            raise
+    Attributes:
+        lease: The lease.
+        made: The reply's body, once it came.
+    """
+
+    def __init__(self, lease: LeaseState) -> None:
+        super().__init__()
+        self.lease = lease
+        self.made: Any = None
+        self._channel: Channel | None = None
+        self._number = 0
+        self._unsent: deque[memoryview] = deque()
+        self._frame_bytes = 0
+        lease.unsettled[self] = None
+
+    def ask(self, channel: Channel, op: Opcode, body: Body, limit: TimeLimit) -> Procedure[Any]:
+        """`answer_to`, noted here: the link keeps the reply until `made` has it."""
+        number, frame = channel.link.request(op, body, makes=True)
+        self._unsent = deque((memoryview(frame),))
+        self._frame_bytes = len(frame)
+        self._channel, self._number = channel, number
+        yield from send(channel, self._unsent, limit)
+        answer = yield from receive(channel, number, limit)
+        self._take(channel, number, answer)
+        return answer
+
+    def _take(self, channel: Channel, number: int, answer: Body | Failure) -> None:
         if not isinstance(answer, Failure):
-            made += [answer]
+            self.made = answer
+        channel.link.claim(number)
+
+    def late(self) -> Procedure[None]:
+        """Wait for the reply if none came to the call that was interrupted.
+
+        If none comes, the connection is closed: the daemon takes back what it made for a connection that is gone.
+        """
+        channel, number = self._channel, self._number
+        if self.made is None and channel is not None:
+            yield Locked(self.lease.lock, self._late(channel, number))
+
+    def _late(self, channel: Channel, number: int) -> Procedure[None]:
+        # An interrupt before the request was sent: there is no reply. With TLS it can't be known.
+        channel.finish()
+        if type(channel) is Channel and sum(map(len, self._unsent)) == self._frame_bytes:
+            channel.link.claim(number)
+            return
+        try:
+            limit = TimeLimit(CLEAN_UP_S, "clean up", channel.address, self.lease.clock)
+            self._take(channel, number, (yield from receive(channel, number, limit)))
+        except (LinkEnded, GpuLeaseError):
+            channel.close()
+
+
+class OwedSize(OwedReply):
+    """The size that an interrupted change has given a lease: the next change counts from it."""
+
+    def _give_back(self) -> Procedure[None]:
+        yield from self.late()
+        self.note()
+
+    def note(self) -> None:
+        """Record the size, if the reply came."""
+        if self.made is not None:
+            self.lease.grant = replace(self.lease.grant, size_bytes=self.made.size_bytes)
 
 
 def _note_of(data: Mapping[str, Any]) -> bytes:
@@ -792,33 +825,36 @@ class LeaseView:
         weakref.finalize(self, free_silently, self._state)
 
 
-def acquire(where: Address | Fleet, wanted: LeaseAlloc, lock: Any) -> Procedure[LeaseState]:
+def owed_lease() -> OwedGrant:
+    """What an acquire may make, for `acquire`."""
+    return OwedGrant(free_of)
+
+
+def acquire(where: Address | Fleet, wanted: LeaseAlloc, lock: Any, owed: OwedGrant) -> Procedure[LeaseState]:
     """Ask a daemon or a fleet for a lease. Raises CapacityExceeded, Unsupported, InvalidRequest, Disconnected.
 
-    If this is interrupted before the grant comes, the daemon takes the lease back; after that, it is freed here.
+    Args:
+        where: The daemon or the fleet.
+        wanted: The request.
+        lock: The API's kind of lock.
+        owed: Notes what may have been granted; its settling gives that back.
     """
-    lease: LeaseState | None = None
-    try:
-        # A fleet chooses the node. A single daemon is asked directly, in one flight with HELLO.
-        if isinstance(where, Fleet):
-            lease = yield from acquire_in(where, wanted, partial(_lease_on, lock=lock), free_of)
-            lease.fleet = where
-        else:
-            limit_s = ACQUIRE_REPLY_LIMIT_S + wanted.wait_ms / 1000
-            opening = Opcode.LEASE_ALLOC, wanted, limit_s, lambda grant: grant, free_of
-            lease = yield from _open(where, lock, *opening)
-        lease.waiting, lease.asked = WAITING.read(wanted.parameters), wanted
-        # The grant does not carry the name's epoch: ask for it.
-        if name := LEASE_NAME.read(wanted.parameters):
+    # A fleet chooses the node. A single daemon is asked directly, in one flight with HELLO.
+    if isinstance(where, Fleet):
+        lease = yield from acquire_in(where, wanted, partial(_lease_on, lock=lock), owed)
+        lease.fleet = where
+    else:
+        limit_s = ACQUIRE_REPLY_LIMIT_S + wanted.wait_ms / 1000
+        lease = yield from _open(where, lock, Opcode.LEASE_ALLOC, wanted, limit_s, lambda grant: grant, owed)
+    lease.waiting, lease.asked = WAITING.read(wanted.parameters), wanted
+    # The grant does not carry the name's epoch: ask for it.
+    if name := LEASE_NAME.read(wanted.parameters):
+        try:
             yield from _take_name(lease, name)
-    except GeneratorExit:
-        if lease is not None:
-            free_silently(lease)
-        raise
-    except BaseException:
-        if lease is not None:
-            yield from lease.give_up()
-        raise
+        except GpuLeaseError:
+            owed.is_due = True
+            yield from owed.settle()
+            raise
     return lease
 
 
@@ -839,7 +875,7 @@ def _take_claim(lease: LeaseState, report: LeaseReport) -> None:
     lease.name, lease.epoch = report.get("name", ""), report.get("epoch", 0)
 
 
-def reacquire(lease: LeaseState, lock: Any) -> Procedure[LeaseState]:
+def reacquire(lease: LeaseState, lock: Any, owed: OwedGrant) -> Procedure[LeaseState]:
     """Ask for a lease with the request of one that has ended. Raises InvalidRequest if it has not ended."""
     if lease.over is OF_PARENT:
         raise error_of(OF_PARENT, "reacquire")
@@ -854,7 +890,7 @@ def reacquire(lease: LeaseState, lock: Any) -> Procedure[LeaseState]:
             )
     if lease.asked is None:
         raise InvalidRequest("reacquire: this lease was acquired by another program", "Acquire one by GpuBuilder")
-    return (yield from acquire(lease.fleet or lease.address, lease.asked, lock))
+    return (yield from acquire(lease.fleet or lease.address, lease.asked, lock, owed))
 
 
 def by_token(address: Address, token: bytes, lock: Any) -> Procedure[LeaseState]:
@@ -909,7 +945,7 @@ def _open(
     body: Body,
     reply_limit_s: float,
     grant_of: Callable[[Any], LeaseGrant],
-    undo: Undo | None = None,
+    owed: OwedGrant | None = None,
 ) -> Procedure[LeaseState]:
     """Connect, send the request that yields a lease, and keep the connection for the lease; close it on any failure.
 
@@ -920,31 +956,34 @@ def _open(
         body: Its body.
         reply_limit_s: Longest wait for the reply, in seconds.
         grant_of: Makes the grant from the reply's body.
-        undo: If this is interrupted, gives back what the reply has brought.
+        owed: Notes what the request may make; None if it makes nothing.
     """
     doing = doing_of(op)
     limit = TimeLimit(CONNECT_LIMIT_S, "connect", address)
     channel: Channel | None = None
     try:
         # Step 1: connect; the request goes out behind HELLO.
-        channel, hello, number = yield from dial_for(address, limit, First(op, body, undo=undo))
+        channel, hello, number = yield from dial_for(address, limit, First(op, body, owed=owed))
         limit = TimeLimit(reply_limit_s, doing, address)
         # The grant may take long. PINGs show meanwhile whether the daemon is alive.
         reply = yield from receive_from_living(channel, number, limit, pong_limit_s=CONNECT_LIMIT_S)
         if isinstance(reply, Failure):
             raise error_of(reply, doing)
-        # The lease owns the connection from here on: claim the reply, so that no interrupt gives it back.
-        lease = _lease_on(channel, hello, grant_of(reply), lock)
-        channel.link.claim(number)
-        return lease
+        if owed is not None:
+            owed.made = reply
+            channel.link.claim(number)
+        return _lease_on(channel, hello, grant_of(reply), lock)
     except LinkEnded as ended:
         assert channel is not None
         channel.close()
         raise disconnected(ended, channel, doing) from None
-    except BaseException as error:
-        if channel is not None and undo is not None and not isinstance(error, GpuLeaseError | GeneratorExit):
-            yield from give_up(channel, number, undo)
+    except GpuLeaseError:
         if channel is not None:
+            channel.close()
+        raise
+    except BaseException:
+        # Interrupted: if the request may have made something, its reply is still needed (`OwedGrant`).
+        if channel is not None and owed is None:
             channel.close()
         raise
 
@@ -1142,6 +1181,33 @@ def find_end_reason(lease: LeaseState, ended: Failure) -> Procedure[Failure]:
         f"{ended.message}, and the daemon says the lease is still active",
         "Open another session, or acquire another lease",
     )
+
+
+def follow_regions(lease: LeaseState) -> Procedure[None]:
+    """Record the ends of a lease's regions that were opened here as soon as the daemon reports them.
+
+    A session with shared memory has their words. Any other learns of an end by its next operation, or by this. Raises
+    Disconnected, or Busy if the tenant has too many subscriptions.
+    """
+    # One subscription for all: a tenant may have only so many.
+    stream = EventStream(lease.address, EVERY_LEASE, lease.token)
+    yield from stream.open()
+    try:
+        is_complete = False
+        while True:
+            # Regions may have ended before the subscription began, or events were dropped.
+            if not is_complete:
+                for region in [*lease.regions.values()]:
+                    yield from region.note_end()
+            event = yield from stream.next()
+            if event is None:
+                return
+            is_complete = not event.lost
+            ended = lease.regions.get(event.lease_id)
+            if ended is not None and ended.over is None and event.phase in (Phase.TEARDOWN, Phase.ENDED):
+                yield from ended.note_end()
+    finally:
+        stream.close()
 
 
 def _unknown_lease(lease: LeaseState, failure: Failure) -> Failure:

@@ -154,6 +154,7 @@ class Operations:
     def _prepared(self, procedure: Procedure[T]) -> Procedure[T]:
         # Step 1: replies that interrupted operations have left. Step 2: frees that are due, so that this operation
         # finds their memory. Step 3: the operation itself.
+        self.attachment.channel.finish()
         link = self.attachment.channel.link
         if link.has_leftovers:
             yield from self._clear_up()
@@ -183,7 +184,8 @@ class Operations:
     def has_leftovers(self) -> bool:
         """True if `free_leftovers` may find something to free."""
         attachment = self.attachment
-        return bool(attachment.dropped or attachment.held or attachment.channel.link.has_leftovers)
+        channel = attachment.channel
+        return bool(not channel.is_finished or attachment.dropped or attachment.held or channel.link.has_leftovers)
 
     def free_leftovers(self) -> None:
         """Free what the program has dropped, without waiting, under the lock of a session that is idle.
@@ -195,6 +197,7 @@ class Operations:
         if attachment.over is not None or attachment.recording is not None:
             return
         channel = attachment.channel
+        channel.finish()
         # Receive what is there without waiting: replies to interrupted operations bring handles to free.
         while channel.link.end is None and channel.pump():
             pass
@@ -332,22 +335,23 @@ class Operations:
             yield from send(self.attachment.channel, (frames,), self.limit)
 
     def put_noting(self, frames: bytes, note: Callable[[], None]) -> bool:
-        """`put`, and call `note` if the frames were queued, even if the call is interrupted.
+        """`put`, and call `note` if the frames were queued.
 
-        `note` itself calls nothing: it can only be interrupted before it has begun.
+        If this is interrupted, whoever uses the channel next calls `note`, perhaps a second time: that is harmless.
         """
-        writer = self.attachment.writer
+        channel, writer = self.attachment.channel, self.attachment.writer
         # The writer's counter shows whether the frames were queued, even if put() was interrupted before it returned.
         before = writer.tail
-        try:
-            return self.put(frames)
-        finally:
+
+        def finish() -> None:
             if writer.tail != before:
-                try:
-                    note()
-                except BaseException:
-                    note()
-                    raise
+                note()
+
+        channel.unfinished = finish
+        is_put = self.put(frames)
+        finish()
+        channel.unfinished = None
+        return is_put
 
     def send_noting(self, frames: bytes, note: Callable[[], None]) -> Procedure[None]:
         """`put_noting`, or wait for room for the frames: they are queued completely or not at all. Raises LinkEnded."""
@@ -407,8 +411,10 @@ class Operations:
         count = len(freed)
 
         def note() -> None:
-            del dropped[:count]
-            self.freed += freed
+            # Calling it twice is harmless: it removes these frees, and no later ones.
+            if freed and freed[-1] not in self.freed:
+                del dropped[:count]
+                self.freed += freed
 
         return b"".join(frames), note
 
@@ -426,6 +432,9 @@ class Operations:
 
         def note() -> None:
             handle.owner = None
+            # If the handle was dropped after an interrupt, before this ran, it noted that it is due.
+            if (op, number) in attachment.dropped:
+                attachment.dropped.remove((op, number))
 
         # From the moment the frame is queued, the handle has no owner, so that its destructor does not free it again.
         # If the free turns out not to have happened, the handle gets its owner back.

@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any, Final
 
 from gpulease.client.core.attachment import Attachment
-from gpulease.client.core.clean_ups import clean_up
+from gpulease.client.core.clean_ups import owing
 from gpulease.client.core.events import RefusalStream
-from gpulease.client.core.lease import LEASE_OVER, LeaseState
+from gpulease.client.core.lease import LEASE_OVER, LeaseState, OwedReply
 from gpulease.client.core.lease_request import MAX_WIRE_BYTES, milliseconds, size_of, whole
 from gpulease.client.core.waits import Procedure, Sleep
 from gpulease.client.errors import GpuLeaseError, InvalidHandle, InvalidRequest
@@ -138,16 +138,8 @@ class RegionState(LeaseState):
         """Refuse launches that name it, or accept them again."""
         yield from self._control(Opcode.REGION_CANCEL, RegionCancel(self.grant.lease_id, int(is_cancelled)))
 
-    def give_up(self) -> Procedure[None]:
-        """Close it after the call that asked for it was interrupted. Raises only a further interrupt."""
-        with suppress(GpuLeaseError):
-            yield from self.close()
-
     def close(self) -> Procedure[None]:
         """End it if it has not ended, and release its addresses in the session that is open here."""
-        return clean_up(self._close())
-
-    def _close(self) -> Procedure[None]:
         # Step 1: end it. Only FENCED is raised if it had ended by itself: its memory was not proved free.
         if self.over is None and self.parent.over is None:
             try:
@@ -178,12 +170,12 @@ class RegionState(LeaseState):
             pause_s = min(2 * pause_s, LAST_RETURN_POLL_S)
 
     def _control(
-        self, op: Opcode, body: Body, *, waits_for_daemon: bool = True, made: list[Any] | None = None
+        self, op: Opcode, body: Body, *, waits_for_daemon: bool = True, owed: OwedReply | None = None
     ) -> Procedure[Any]:
         # A lease's end is its regions' end, even if no failure has named the region.
         if self.over is None:
             self.over = self.parent.over
-        return (yield from super()._control(op, body, waits_for_daemon=waits_for_daemon, made=made))
+        return (yield from super()._control(op, body, waits_for_daemon=waits_for_daemon, owed=owed))
 
 
 class RegionView(BorrowedBuffer):
@@ -273,39 +265,68 @@ class RegionView(BorrowedBuffer):
         return self._state.refusal_stream()
 
 
-def open_region(
-    lease: LeaseState, size: int | str, tenant: str | None, ttl_secs: float | None
-) -> Procedure[RegionState]:
+class OwedRegion(OwedReply):
+    """A region that an interrupted call was opening or closing: it is closed.
+
+    Attributes:
+        region: The region; None while it was not granted.
+        tenant: Its tenant; "" for the lease's own.
+    """
+
+    def __init__(self, lease: LeaseState, tenant: str, region: RegionState | None = None) -> None:
+        super().__init__(lease)
+        self.region = region
+        self.tenant = tenant
+
+    @classmethod
+    def of(cls, region: RegionState) -> "OwedRegion":
+        """An open region, for a call that closes it."""
+        return cls(region.parent, region.tenant, region)
+
+    def opened(self) -> RegionState:
+        """The region that was granted."""
+        if self.region is None:
+            self.region = RegionState(self.lease, self.made, self.tenant)
+        return self.region
+
+    def _give_back(self) -> Procedure[None]:
+        yield from self.late()
+        if self.region is not None or self.made is not None:
+            with suppress(GpuLeaseError):
+                yield from self.opened().close()
+
+
+def close_owing(region: RegionState) -> Procedure[None]:
+    """Close a region; if that is interrupted, its lease's next request finishes it."""
+    return owing(OwedRegion.of(region), region.close())
+
+
+def owed_region(lease: LeaseState, tenant: str | None) -> OwedRegion:
+    """What `open_region` may make. Args as there. Raises InvalidRequest."""
+    return OwedRegion(lease, "" if tenant is None else bounded(tenant, "region: the tenant", MAX_TEXT_BYTES))
+
+
+def open_region(owed: OwedRegion, size: int | str, ttl_secs: float | None) -> Procedure[RegionState]:
     """Open a region of a lease. Raises CapacityExceeded, Denied, Unsupported, InvalidRequest and their like.
 
     Args:
-        lease: The lease.
+        owed: Notes what may have been granted.
         size: Bytes, or a string such as "64MiB".
-        tenant: The region's tenant; None for the lease's own.
         ttl_secs: Its lifetime in seconds; None for the lease's last one.
     """
-    owner = "" if tenant is None else bounded(tenant, "region: the tenant", MAX_TEXT_BYTES)
+    lease = owed.lease
     # By default it lasts as long as the lease was last granted.
     ttl_ms = milliseconds(lease.ttl_s if ttl_secs is None else ttl_secs, "region: ttl_secs", least_ms=1)
-    body = RegionOpen(lease.grant.lease_id, size_of(size, "region: size"), ttl_ms, owner)
+    body = RegionOpen(lease.grant.lease_id, size_of(size, "region: size"), ttl_ms, owed.tenant)
     # Buffers that the client holds for reuse take room in the slice: free them first.
     yield from lease.give_back()
-    # `made` receives the grant even if this is interrupted: then the region is closed again.
-    made: list[RegionGrant] = []
-    try:
-        yield from lease._control(Opcode.REGION_OPEN, body, made=made)
-        region = RegionState(lease, made[0], owner)
-        return region
-    except GeneratorExit:
-        raise
-    except BaseException:
-        for granted in made:
-            yield from RegionState(lease, granted, owner).give_up()
-        raise
+    yield from lease._control(Opcode.REGION_OPEN, body, owed=owed)
+    return owed.opened()
 
 
 def resize(lease: LeaseState, more_bytes: int | str, doing: str, sign: int) -> Procedure[None]:
     """Make a lease larger (sign 1) or smaller (sign -1). Raises CapacityExceeded or InvalidRequest."""
+    yield from lease.settle_owed()
     # The wire has the new size; the program says by how much it changes.
     size_bytes = lease.grant.size_bytes + sign * size_of(more_bytes, f"{doing}: size")
     yield from lease.resize(whole(size_bytes, f"{doing}: the new size", least=1, most=MAX_WIRE_BYTES))

@@ -8,13 +8,13 @@ from types import TracebackType
 from typing import Any, Self
 
 from gpulease.client.core.events import OnWarning
-from gpulease.client.core.lease import LeaseReport, LeaseState, LeaseUse, LeaseView, acquire, free_silently, reacquire
+from gpulease.client.core.lease import LeaseReport, LeaseState, LeaseUse, LeaseView, acquire, owed_lease, reacquire
 from gpulease.client.core.lease_request import LeaseRequest
-from gpulease.client.core.regions import RegionState, open_region, resize
+from gpulease.client.core.regions import open_region, owed_region, resize
 from gpulease.client.core.submits import Image
 from gpulease.client.core.tokens import TOKEN_S, Grant, HeldToken, issue_request, token_of
-from gpulease.client.core.waits import Procedure
 from gpulease.client.errors import GpuLeaseError
+from gpulease.client.sync.clean_ups import drive_owing, nothing
 from gpulease.client.sync.driver import ask, drive
 from gpulease.client.sync.events import KeepAlive, LeaseEvents, RegionWatch, WarningWatch, keep_alive
 from gpulease.client.sync.regions import Region
@@ -32,7 +32,8 @@ class GpuBuilder(LeaseRequest):
 
         Raises CapacityExceeded if no card has room before the wait ends, Disconnected if the daemon can't be reached.
         """
-        return _owned(acquire(self._where(), self._request(), threading.RLock()))
+        owed = owed_lease()
+        return drive_owing(owed, acquire(self._where(), self._request(), threading.RLock(), owed), GpuLease)
 
 
 class GpuLease(LeaseView):
@@ -66,7 +67,8 @@ class GpuLease(LeaseView):
 
         Raises InvalidRequest if this lease has not ended, else whatever `GpuBuilder.acquire` raises.
         """
-        return _owned(reacquire(self._state, threading.RLock()))
+        owed = owed_lease()
+        return drive_owing(owed, reacquire(self._state, threading.RLock(), owed), GpuLease)
 
     def note(self, data: Mapping[str, Any]) -> None:
         """Write a record about the lease to the node's audit log; returns once the record is on disk.
@@ -160,16 +162,8 @@ class GpuLease(LeaseView):
 
         Raises CapacityExceeded or AllocFailed if the slice has no room, Unsupported if the daemon has no regions.
         """
-        # Between the grant and the Region object an interrupt must not lose the region.
-        state: RegionState | None = None
-        try:
-            state = drive(open_region(self._state, size, tenant, ttl_secs))
-            region = Region(state)
-            return region
-        except BaseException:
-            if state is not None:
-                drive(state.give_up())  # interrupted after it was opened
-            raise
+        owed = owed_region(self._state, tenant)
+        return drive_owing(owed, open_region(owed, size, ttl_secs), Region)
 
     def watch_regions(self) -> RegionWatch:
         """Subscribe to the launches that any region of this lease refuses."""
@@ -237,7 +231,7 @@ class GpuLease(LeaseView):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         # A block left by an error keeps that error: freeing must not hide it.
         with suppress(*(() if kind is None else (GpuLeaseError,))):
-            drive(self._state.free_at_exit())
+            drive_owing(self._state.owed_free(), self._state.free_at_exit(), nothing)
 
 
 class GpuSharedLease(LeaseView):
@@ -255,19 +249,6 @@ class GpuSharedLease(LeaseView):
     def events(self) -> LeaseEvents:
         """Subscribe to the lease's events for as long as the token is valid, as `GpuLease.events` does."""
         return LeaseEvents(self._state.event_stream())
-
-
-def _owned(acquiring: Procedure[LeaseState]) -> GpuLease:
-    # Between the grant and the GpuLease an interrupt must not lose the lease.
-    state: LeaseState | None = None
-    try:
-        state = drive(acquiring)
-        lease = GpuLease(state)
-        return lease
-    except BaseException:
-        if state is not None:
-            free_silently(state)  # interrupted after it was granted
-        raise
 
 
 def my_audience(address: str | None = None) -> bytes:

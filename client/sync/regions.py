@@ -6,8 +6,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from gpulease.client.core.lease import LeaseReport
-from gpulease.client.core.regions import RegionView
+from gpulease.client.core.regions import OwedRegion, RegionView
 from gpulease.client.errors import GpuLeaseError
+from gpulease.client.sync.clean_ups import drive_owing, nothing
 from gpulease.client.sync.driver import drive
 from gpulease.client.sync.events import KeepAlive, LeaseEvents, RegionWatch, keep_alive
 from gpulease.protocol import RevokeOutcome
@@ -90,7 +91,7 @@ class Region(RegionView):
         # Closed before: closing twice is harmless.
         if self.owner is None:
             return
-        drive(self._state.close())
+        drive_owing(OwedRegion.of(self._state), self._state.close(), nothing)
         # Without an owner it does not belong to the session any more: launches and copies with it are refused here.
         self.owner = None
 

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Any, Final, Self, TypeVar, overload
 
 from gpulease.client.core.arrays import new, upload
+from gpulease.client.core.attachment import OwedAttachment
 from gpulease.client.core.copies import SMALL_READ_BYTES
 from gpulease.client.core.elementwise import ElementwiseOperation
 from gpulease.client.core.launch import KernelArguments, LaunchAttributes
@@ -16,6 +17,7 @@ from gpulease.client.core.region_sets import RegionSet
 from gpulease.client.core.session import Session, SessionView
 from gpulease.client.core.streams import PrintedCallback, PrintedText
 from gpulease.client.core.tokens import Grant, token_of
+from gpulease.client.errors import GpuLeaseError
 from gpulease.client.fork_guard import register
 from gpulease.client.handles import BorrowedBuffer, Buffer, ModuleHandle
 from gpulease.client.kernels.cuda_c import ptx_of
@@ -24,6 +26,7 @@ from gpulease.client.kernels.function_kernels import kernel_of
 from gpulease.client.kernels.numba_kernel import Signature
 from gpulease.client.kernels.toolchain import checked_version
 from gpulease.client.sync.arrays import Array, make
+from gpulease.client.sync.clean_ups import drive_owing
 from gpulease.client.sync.driver import drive
 from gpulease.client.sync.graphs import Recorder
 from gpulease.client.sync.idle_frees import look_after
@@ -76,13 +79,15 @@ class GpuSession(SessionView):
         # A child that is forked even during attach() must not use this connection.
         register(self)
         try:
-            # ATTACH and its reply. From here on the finalizer ends the session when its last reference is dropped.
-            drive(session.attach())
-            self._closing = weakref.finalize(self, session.operations.close)
-            look_after(session)
-        except BaseException:
+            # ATTACH and its reply. From then on the finalizer ends the session when its last reference is dropped.
+            drive_owing(OwedAttachment(session.attachment), session.attach(), self._opened)
+        except GpuLeaseError:
             session.attachment.give_up()
             raise
+
+    def _opened(self, _: object) -> None:
+        self._closing = weakref.finalize(self, self._session.operations.close)
+        look_after(self._session)
 
     @classmethod
     def attach(

@@ -7,7 +7,9 @@ import os
 import socket
 import struct
 from collections import deque
+from collections.abc import Callable
 from enum import Enum
+from functools import partial
 from typing import Any, Final, Protocol
 
 from gpulease.client.fork_guard import OF_PARENT, register
@@ -28,6 +30,11 @@ class Asked(Enum):
     NOT_SENT = "nothing was sent"
 
 
+_INTERRUPTED: Final = Failure(
+    Status.DISCONNECTED, "an earlier operation was interrupted in the middle of a request", "Open another connection"
+)
+
+
 def keep_rest(parts: deque[memoryview], whole: tuple[memoryview, ...], sent: int) -> None:
     """Set `parts` to `whole` without its first `sent` bytes. Calling it twice is harmless."""
     # Skip the parts that were sent whole, and cut the one that was sent in part.
@@ -38,6 +45,11 @@ def keep_rest(parts: deque[memoryview], whole: tuple[memoryview, ...], sent: int
         sent = max(0, sent - len(part))
     parts.clear()
     parts.extend(rest)
+
+
+def _drop_sent(parts: deque[memoryview], whole: tuple[memoryview, ...], counts: list[int]) -> None:
+    if counts:
+        keep_rest(parts, whole, counts[0])
 
 
 class FrameWriter(Protocol):
@@ -85,10 +97,12 @@ class Channel:
         address: Where the connection leads, for messages.
         waiter: The driver's own object for waiting on the socket.
         waits_for_room: True if poll(2) on the socket reports room to send.
-        is_torn: True after a send that was interrupted before it was known how much had been sent.
         has_unsent: True while queued frames wait here for room; `push` sends them.
         takes_descriptors: True if descriptors that come with the bytes are wanted; otherwise the kernel drops them.
         descriptors: The descriptors that came.
+        unfinished: Ends a step of an operation that may have been interrupted; None if there is none. Whoever uses the
+            channel next calls it (`finish`). Calling it twice is harmless.
+        sending: What is left of the buffers that an operation sends, and their whole size; None if none sends.
     """
 
     waits_for_room = True
@@ -99,11 +113,34 @@ class Channel:
         self.link = link or Link()
         self.address = address
         self.waiter: Any = None
-        # An interrupted send, and descriptors that came, are this channel's own to settle.
-        self.is_torn = False
         self.takes_descriptors = False
         self.descriptors: list[int] = []
+        self.unfinished: Callable[[], None] | None = None
+        self.sending: tuple[deque[memoryview], int] | None = None
+        self._counts: list[int] = []
+        self._received_before = 0
         register(self)
+
+    def finish(self) -> None:
+        """End what an interrupted operation has left unfinished. Whoever begins an operation calls it."""
+        self.finish_step()
+        if self.sending is not None:
+            rest, whole_bytes = self.sending
+            # Half a frame was sent: anything sent after it would be read as its rest.
+            if 0 < sum(map(len, rest)) < whole_bytes:
+                self.link.break_off(_INTERRUPTED, is_explained=True)
+            self.sending = None
+
+    def finish_step(self) -> None:
+        """`finish` for a step alone, inside an operation."""
+        if self.unfinished is not None:
+            self.unfinished()
+            self.unfinished = None
+
+    @property
+    def is_finished(self) -> bool:
+        """True if no interrupted operation has left anything to `finish`."""
+        return self.unfinished is None and self.sending is None
 
     # --- kinds of channel replace these ---
 
@@ -154,26 +191,38 @@ class Channel:
 
     def pump(self) -> bool:
         """Receive what has arrived; False if nothing has."""
-        link, counts = self.link, list[int]()
-        # Counts go through a list that C code fills: an interrupt can't come between the receive and the count.
-        before = link.received
+        link, counts = self.link, self._counts
+        self.finish_step()
+        # An interrupt may come after bytes were received and before they were counted.
+        counts.clear()
+        self._received_before, self.unfinished = link.received, self._count
         try:
             # The link offers its own buffer, or the memory of the read that is being received.
             self._receive_into(link.get_buffer(), counts)
             if counts[0]:
-                link.buffer_updated(counts[0])
+                self._count()
             else:
                 link.end_of_stream(f"the daemon at {self.address} closed the connection")
         # Nothing has arrived. The stream has not ended: the peer may just be slow.
         except BlockingIOError:
+            self.unfinished = None
             return False
         except OSError as error:
             link.end_of_stream(f"the connection to {self.address} broke: {error.strerror or error}")
-        except BaseException:
-            if counts and counts[0] > 0 and link.received == before:
-                link.buffer_updated(counts[0])  # interrupted after the bytes were received
-            raise
+        self.unfinished = None
         return True
+
+    def _count(self) -> None:
+        """Give the link the bytes that were received, unless it has them. Calling it twice is harmless."""
+        counts = self._counts
+        if counts and counts[0] > 0:
+            self._pass_on(counts[0])
+
+    def _pass_on(self, count: int) -> None:
+        if self.link.received == self._received_before:
+            self.link.buffer_updated(count)
+        else:
+            self.link.advance()  # it was counted, and perhaps not looked at
 
     def _receive_into(self, buffer: memoryview, counts: list[int]) -> None:
         """Receive once. The call that receives also stores the number of bytes in `counts`, as in `_Outbox`."""
@@ -206,28 +255,18 @@ class Channel:
         # The list of parts is made before the flag is set, so that making it can't leave the stream torn.
         counts: list[int] = []
         sending = map(self.sock.sendmsg, ([parts[at] for at in range(min(len(parts), MAX_PARTS_PER_SEND))],))
-        # From here until the count is known, an interrupt leaves it unknown how much was sent: `is_torn`.
-        whole = tuple(parts)
-        self.is_torn = True
+        # An interrupt may come after bytes were sent and before they are dropped from `parts`: they would go twice.
+        self.unfinished = partial(_drop_sent, parts, tuple(parts), counts)
         try:
             counts.extend(sending)  # stored by the call that sends, as in `_Outbox`
         except BlockingIOError:
-            self.is_torn = False
+            self.unfinished = None
             return False
         except OSError as error:
-            self.is_torn = False
+            self.unfinished = None
             self.drain(error)
             return False
-        finally:
-            # Bytes were sent: drop them from `parts` even if an interrupt comes now, or they would be sent twice.
-            if counts:
-                try:
-                    keep_rest(parts, whole, counts[0])
-                except BaseException:
-                    keep_rest(parts, whole, counts[0])
-                    raise
-                finally:
-                    self.is_torn = False
+        self.finish_step()
         return counts[0] > 0
 
     def drain(self, error: OSError) -> None:

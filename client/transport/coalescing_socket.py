@@ -206,10 +206,10 @@ class CoalescingSocket(Channel):
 
     def feed(self) -> None:
         """Give the link the bytes that `ask` received and did not use."""
-        # Only if the link has received nothing since, as after an interrupt in `_look_into`.
-        unfed, link = self._unfed, self.link
-        if unfed and link.received == self._received and unfed[0]:
-            link.buffer_updated(unfed[0])
+        unfed = self._unfed
+        if unfed and unfed[0]:
+            self._received_before = self._received
+            self._pass_on(unfed[0])
         self._unfed = []
 
     @property

@@ -202,7 +202,7 @@ class Link:
         results, makes = self._results, self._makes
         if not self._awaited and not results:
             return None
-        # No caller waits from here on: `_advance` drops replies that come later, except failures and those that make
+        # No caller waits from here on: `advance` drops replies that come later, except failures and those that make
         # something.
         self._awaited.clear()
         self._targets.clear()
@@ -223,6 +223,13 @@ class Link:
                 del makes[request_id]
         return kept
 
+    def drop_unclaimed(self) -> None:
+        """Drop replies that nobody waits for, on a lease's connection: those that make something stay until `claim`."""
+        self._awaited.intersection_update(self._makes)
+        for request_id in [*self._results]:
+            if request_id not in self._makes:
+                del self._results[request_id]
+
     def forget_unsent(self) -> None:
         """Forget requests without a reply when all that were sent have one: an interrupt came before they were sent."""
         # All requests that were sent have their reply, so what is left was never sent.
@@ -236,7 +243,7 @@ class Link:
         if self._target_rest is not None:
             if self._target_rest:
                 return self._target_rest
-            self._advance()  # an interrupt came before it was advanced
+            self.advance()  # an interrupt came before it was advanced
         reader = self.connection.reader
         room = reader.get_buffer()
         # A large read is next: receive no more than its header here, and then its data into its target.
@@ -258,14 +265,14 @@ class Link:
         else:
             self._target_rest = rest[count:]
         if not missing:
-            self._advance()
+            self.advance()
 
     def end_of_stream(self, why: str) -> None:
         """End the stream: the peer sends no more, for the reason `why`. Frames that came whole are still taken."""
-        # The connection reports the end after the last whole frame, in `_advance`; an end that it reports has priority.
+        # The connection reports the end after the last whole frame, in `advance`; an end that it reports has priority.
         self.connection.receive_eof()
         self._target_rest = None
-        self._advance()
+        self.advance()
         self.break_off(Failure(Status.DISCONNECTED, why))
 
     def strange_bytes(self) -> bytes:
@@ -282,7 +289,8 @@ class Link:
         if self.end is None:
             self.end, self.is_end_explained = failure, is_explained
 
-    def _advance(self) -> None:
+    def advance(self) -> None:
+        """Take what was received apart, as far as it goes. Calling it again is harmless."""
         # A read's data was received into its target. The connection now gets that reply, without data.
         if self._target_rest is not None:
             if self._target_rest:

@@ -106,6 +106,7 @@ class RingChannel(Channel):
         self._is_dozing = False
         self._is_closed = False
         self._end_of_socket = ""
+        self._head_before = 0
 
     @property
     def writer(self) -> FrameWriter:
@@ -195,24 +196,23 @@ class RingChannel(Channel):
         # Work on copies: `parts` changes only at the end, by the ring's counter.
         writer, whole, left = self._requests, tuple(parts), deque(parts)
         before = writer.tail
+        # A part may go in piece by piece; the counter of the ring shows afterwards how much went, also to whoever
+        # comes after an interrupt.
+        self.unfinished = lambda: keep_rest(parts, whole, writer.tail - before)
         try:
-            # A part may go in piece by piece; the counter of the ring shows afterwards how much went.
             while left and (sent := writer.put(left[0])):
                 if sent == len(left[0]):
                     left.popleft()
                 else:
                     left[0] = left[0][sent:]
         except FramingError as error:
+            self.finish_step()
             self._distrust(error)
         except OSError as error:
+            self.finish_step()
             self._take_bells()
             self.drain(error)
-        finally:
-            try:
-                keep_rest(parts, whole, writer.tail - before)
-            except BaseException:
-                keep_rest(parts, whole, writer.tail - before)
-                raise
+        self.finish_step()
         return writer.tail != before
 
     def disown(self) -> None:
@@ -232,21 +232,27 @@ class RingChannel(Channel):
             self._map.close()
 
     def _take(self) -> bool:
+        self.finish_step()
         link, replies = self.link, self._replies
-        buffer, before, head = link.get_buffer(), link.received, replies.head
+        buffer = link.get_buffer()
+        # An interrupt may come after the ring has passed bytes on and before they are counted: then they exist only in
+        # the link's buffer.
+        self._received_before, self._head_before = link.received, replies.head
+        self.unfinished = self._count
         try:
             count = replies.take(buffer)
-            if count:
-                link.buffer_updated(count)
         except FramingError as error:
+            self.unfinished = None
             self._distrust(error)
             return True
-        # The ring has advanced, so the bytes exist only in the buffer: count them even now.
-        except BaseException:
-            if replies.head != head and link.received == before:
-                link.buffer_updated(replies.head - head)  # interrupted after the ring had passed them on
-            raise
+        self._count()
+        self.unfinished = None
         return count > 0
+
+    def _count(self) -> None:
+        count = self._replies.head - self._head_before
+        if count:
+            self._pass_on(count)
 
     def _take_bells(self) -> None:
         try:

@@ -1,106 +1,105 @@
-"""Clean-ups that are interrupted: for how long an interrupt is put off, and where it is not."""
+"""What interrupted calls owe: when it is given back, and by whom."""
 
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
-from gpulease.client.core.clean_ups import CLEAN_UP_S, clean_up
-from gpulease.client.core.waits import Locked, Procedure, Sleep
+from gpulease.client.core.clean_ups import Owed, owing
+from gpulease.client.core.waits import Procedure, Sleep
+from gpulease.client.errors import InvalidRequest
+from gpulease.client.sync.clean_ups import drive_owing, due
+from gpulease.client.sync.driver import drive
+from helpers.waiting import wait_until
 
 
-class Clock:
-    """The time, which passes where a test says so."""
+class Noted(Owed):
+    """Notes the threads that gave it back."""
 
-    now_s = 0.0
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: list[int] = []
 
-    def __call__(self) -> float:
-        return self.now_s
-
-
-def pauses(count: int, seconds: float = 1.0) -> Procedure[str]:
-    for _ in range(count):
-        yield Sleep(seconds)
-    return "done"
+    def _give_back(self) -> Procedure[None]:
+        yield Sleep(0.001)
+        self.threads.append(threading.get_ident())
 
 
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def raising(error: BaseException) -> Procedure[str]:
+    yield Sleep(0)
+    raise error
 
 
-def test_an_interrupt_is_raised_behind_the_end(clock: Clock) -> None:
-    work = clean_up(pauses(3), clock)
-    next(work)
-    assert work.throw(KeyboardInterrupt("first")) == Sleep(1.0)
-    assert work.throw(SystemExit("second")) == Sleep(1.0)
-    with pytest.raises(SystemExit, match="second"):
-        work.send(None)
+def done() -> Procedure[str]:
+    yield Sleep(0)
+    return "made"
 
 
-def test_without_an_interrupt_the_result_comes(clock: Clock) -> None:
-    work = clean_up(pauses(1), clock)
-    next(work)
-    with pytest.raises(StopIteration) as done:
-        work.send(None)
-    assert done.value.value == "done"
+def test_what_the_program_has_is_not_given_back() -> None:
+    owed = Noted()
+    assert drive_owing(owed, done(), str.upper) == "MADE"
+    assert (owed.is_settled, owed.is_due) == (True, False)
+    drive(owed.settle())
+    assert not owed.threads
 
 
-def test_an_interrupt_that_comes_late_ends_it_at_once(clock: Clock) -> None:
-    work = clean_up(pauses(2), clock)
-    next(work)
-    clock.now_s = CLEAN_UP_S
+def test_nothing_is_owed_after_a_refusal() -> None:
+    owed = Noted()
+    with pytest.raises(InvalidRequest):
+        drive_owing(owed, raising(InvalidRequest("no")), str.upper)
+    assert (owed.is_settled, owed.is_due, due) == (True, False, {})
+
+
+@pytest.mark.parametrize("interrupted", ["procedure", "what is made of its result"])
+def test_a_thread_gives_back_what_an_interrupted_call_owes(interrupted: str) -> None:
+    def made(_: str) -> str:
+        raise KeyboardInterrupt
+
+    owed = Noted()
     with pytest.raises(KeyboardInterrupt):
-        work.throw(KeyboardInterrupt())
+        drive_owing(owed, raising(KeyboardInterrupt()) if interrupted == "procedure" else done(), made)
+    wait_until(lambda: owed.is_settled and not due, "a thread has settled it")
+    assert len(owed.threads) == 1
+    assert owed.threads != [threading.get_ident()]
 
 
-def test_an_interrupt_is_not_put_off_for_longer(clock: Clock) -> None:
-    """Where the clean-up waits for what never comes."""
-    work = clean_up(pauses(1000, seconds=30), clock)
-    assert next(work) == Sleep(30)
-    clock.now_s = 0.5
-    assert work.throw(KeyboardInterrupt()) == Sleep(CLEAN_UP_S - 0.5)
-    clock.now_s = CLEAN_UP_S
+def test_what_an_interrupted_settling_has_not_given_back_is_due_again() -> None:
+    owed = Noted()
+    with suppress(KeyboardInterrupt):
+        drive(owing(owed, raising(KeyboardInterrupt())))
+    settling = owed.settle()
+    assert next(settling) == Sleep(0.001)
+    assert not owed.is_due, "nobody else settles it meanwhile"
     with pytest.raises(KeyboardInterrupt):
-        work.send(None)
+        settling.throw(KeyboardInterrupt())
+    assert owed.is_due
+    drive(owed.settle())
+    assert owed.threads == [threading.get_ident()]
 
 
-@pytest.fixture
-def held_elsewhere() -> Iterator["threading.RLock"]:
-    lock, is_held, may_go = threading.RLock(), threading.Event(), threading.Event()
+PROGRAM = """
+import sys
+from gpulease.client.core.clean_ups import Owed
+from gpulease.client.core.waits import Sleep
+from gpulease.client.sync.clean_ups import drive_owing
 
-    def hold() -> None:
-        with lock:
-            is_held.set()
-            may_go.wait()
+class Slow(Owed):
+    def _give_back(self):
+        yield Sleep(0.3)
+        sys.stdout.write("given back")
+        sys.stdout.flush()
 
-    thread = threading.Thread(target=hold)
-    thread.start()
-    is_held.wait()
-    yield lock
-    may_go.set()
-    thread.join()
+def interrupted():
+    yield Sleep(0)
+    raise KeyboardInterrupt
 
-
-def locked(lock: object) -> Procedure[object]:
-    return (yield Locked(lock, pauses(1)))
-
-
-def test_a_lock_that_another_thread_holds_is_not_waited_for(clock: Clock, held_elsewhere: "threading.RLock") -> None:
-    work = clean_up(locked(held_elsewhere), clock)
-    next(work)
-    with pytest.raises(KeyboardInterrupt):
-        work.throw(KeyboardInterrupt())
+drive_owing(Slow(), interrupted(), str)
+"""
 
 
-def test_a_lock_is_asked_for_again_and_the_result_under_it_is_kept(clock: Clock) -> None:
-    work = clean_up(locked(threading.RLock()), clock)
-    asked = next(work)
-    assert work.throw(KeyboardInterrupt("before it was taken")) == asked
-    assert isinstance(asked, Locked)
-    inner = asked.procedure
-    next(inner)
-    with pytest.raises(StopIteration):
-        inner.throw(KeyboardInterrupt("under it"))
-    with pytest.raises(KeyboardInterrupt, match="at its release"):
-        work.throw(KeyboardInterrupt("at its release"))
+def test_a_program_that_an_interrupt_ends_gives_back_first() -> None:
+    program = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=False)
+    assert program.stdout == "given back"
+    assert "KeyboardInterrupt" in program.stderr
