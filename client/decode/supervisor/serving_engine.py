@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Final, Protocol, Self
 
 from gpulease.client.aio import GpuBuilder, GpuLease
+from gpulease.client.aio.driver import drive
+from gpulease.client.core.lease import follow_regions, state_of
 from gpulease.client.core.lease_request import fleet_of
 from gpulease.client.decode.checkpoint import Checkpoint
 from gpulease.client.decode.decode_log import DecodeLog
@@ -158,6 +160,8 @@ class ServingEngine:
             stack.push_async_callback(watch.stop)
             if engine.session.shares_memory:
                 watch.start(opened._look(user))
+            else:
+                watch.start(opened._follow_regions())
             if is_of_fleet or not engine.session.shares_memory:
                 watch.start(opened._watch(user))
             # Nothing can fail from here on: hand the cleanup over to `close`, and let reports of a loss through.
@@ -170,6 +174,13 @@ class ServingEngine:
         while not self.lease.revoked:  # noqa: ASYNC110  # a word in shared memory can only be polled
             await asyncio.sleep(LOOK_S)
         await self._report_end(user)
+
+    async def _follow_regions(self) -> None:
+        """Have regions' ends recorded as the daemon reports them: no shared memory shows them."""
+        while self.lease.is_alive:
+            with suppress(GpuLeaseError):
+                await drive(follow_regions(state_of(self.lease)))
+            await asyncio.sleep(WATCH_PAUSE_S)
 
     async def _report_end(self, user: EngineUser) -> None:
         """Report how the lease has ended, if it has: the daemon's refusal of a renewal has the reason."""

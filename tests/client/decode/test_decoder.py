@@ -146,8 +146,9 @@ def test_a_tenant_may_lose_its_region_again_and_again(daemon: Daemon, alone: Out
     check_recovery(daemon, alone, revoke, [("b", 1), ("b", 6), ("b", 12)])
 
 
+@pytest.mark.parametrize("over", ["unix", "tcp"])
 def test_an_idle_tenant_has_its_next_region_before_its_next_request(
-    daemon: Daemon, alone: Outputs, caplog: pytest.LogCaptureFixture
+    over: str, daemon: Daemon, alone: Outputs, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "gpulease.decode")
 
@@ -161,7 +162,7 @@ def test_an_idle_tenant_has_its_next_region_before_its_next_request(
         assert (generation.replays, decoder.rebinds) == (0, 1)
         assert [name for name in pools if decoder.regions.pools[name] is not pools[name]] == ["b"]
 
-    play(daemon, scene)
+    play(daemon if over == "unix" else daemon.tcp_address, scene)
     (lost,), (again,) = lines_of(caplog, "region_lost"), lines_of(caplog, "region_reopened")
     assert (lost["tenant"], lost["sequences"], again["tenant"]) == ("b", 0, "b")
 
