@@ -385,6 +385,7 @@ class Operations:
     def reuse(self, handle: int) -> Begun[None]:
         """Have an allocation freed and allocated again in place, under the session's lock."""
         attachment = self.attachment
+        attachment.channel.finish()
         request_id = attachment.connection.next_request_id()
         frame = mem_reuse_frame(handle, request_id=request_id, session_id=attachment.session_id)
         # Listed before it is sent: if an earlier request failed, the worker skipped this reuse, and the memory must be
