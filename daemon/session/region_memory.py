@@ -272,7 +272,7 @@ class RegionMemory:
                     self._take_away(end.region)
                     return
             except (DriverError, LeaseOver) as error:
-                self._give_up(end.region, f"its memory can't be removed: {error or 'the lease is over'}")
+                self._give_up(end.region, str(error) or "the lease is over")
 
     def _tell_of_opened(self) -> None:
         if not self._openings:
