@@ -12,7 +12,7 @@ from gpulease.client.aio.regions import Region
 from gpulease.client.aio.submits import Submission
 from gpulease.client.core.clean_ups import owing
 from gpulease.client.core.events import OnWarning
-from gpulease.client.core.lease import LeaseReport, LeaseState, LeaseUse, LeaseView, acquire, owed_lease, reacquire
+from gpulease.client.core.lease import LeaseHandle, LeaseReport, LeaseUse, LeaseView, acquire, owed_lease, reacquire
 from gpulease.client.core.lease_request import LeaseRequest
 from gpulease.client.core.regions import close_owing, open_region, owed_region, resize
 from gpulease.client.core.submits import Image
@@ -53,7 +53,7 @@ class GpuLease(LeaseView):
     without waiting for the daemon's reply. In any case the daemon ends the lease at its deadline.
     """
 
-    def __init__(self, state: LeaseState) -> None:
+    def __init__(self, state: LeaseHandle) -> None:
         self._state = state
         self._free_when_dropped()
 
@@ -271,7 +271,7 @@ class GpuLease(LeaseView):
 class GpuSharedLease(LeaseView):
     """A lease that another tenant or `gpulease run` holds, reached by a token or the environment. Never freed here."""
 
-    def __init__(self, state: LeaseState) -> None:
+    def __init__(self, state: LeaseHandle) -> None:
         # The lease is another holder's, so only the connection is closed; nothing is freed.
         self._state = state
         weakref.finalize(self, state.channel.close)

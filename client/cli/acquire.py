@@ -38,7 +38,7 @@ _lease = lease_id_argument(variable=LEASE_ID_VARIABLE)
 class _LastingRequest(LeaseRequest):
     """Acquires a lease that needs no connection."""
 
-    def acquire(self, use: Callable[[engine.LeaseState], None]) -> None:
+    def acquire(self, use: Callable[[engine.LeaseHandle], None]) -> None:
         """Acquire the lease and use it; it is freed if that fails. Raises what `GpuBuilder.acquire` raises."""
         # This command ends at once, and with it the lease's only connection.
         self.orphan_secs(0)
@@ -60,7 +60,7 @@ def acquire(wanted: WantedLease, as_json: bool) -> None:
     if sys.stdout is None:
         raise CannotStart("the lease can't be printed: the output is closed")
 
-    def use(lease: engine.LeaseState) -> None:
+    def use(lease: engine.LeaseHandle) -> None:
         try:
             click.echo(json.dumps(_fields(lease)) if as_json else _exports(lease))
         finally:
@@ -70,19 +70,19 @@ def acquire(wanted: WantedLease, as_json: bool) -> None:
     wanted.described_to(_LastingRequest()).acquire(use)
 
 
-def _environment(lease: engine.LeaseState) -> dict[str, str]:
+def _environment(lease: engine.LeaseHandle) -> dict[str, str]:
     """The variables by which a program finds a lease."""
     # In the environment of `gpulease run`, too: a program need not know which command started it.
     found = {ADDRESS_VARIABLE: str(lease.address), LEASE_ID_VARIABLE: str(LeaseId(lease.grant.lease_id))}
     return found | ({EPOCH_VARIABLE: str(lease.epoch)} if lease.name else {})
 
 
-def _exports(lease: engine.LeaseState) -> str:
+def _exports(lease: engine.LeaseHandle) -> str:
     """Commands for any shell; the semicolons allow several of them on one line."""
     return "\n".join(f"export {name}={shlex.quote(value)};" for name, value in _environment(lease).items())
 
 
-def _fields(lease: engine.LeaseState) -> dict[str, Any]:
+def _fields(lease: engine.LeaseHandle) -> dict[str, Any]:
     claim = {"name": lease.name, "epoch": lease.epoch} if lease.name else {}
     return {
         "lease_id": str(LeaseId(lease.grant.lease_id)),

@@ -7,7 +7,7 @@ from typing import Any, Final, Protocol
 
 from gpulease.client.core.clean_ups import Owed
 from gpulease.client.core.exchange import CONNECT_LIMIT_S, First, TimeLimit, dial_for, receive
-from gpulease.client.core.lease import LeaseState, find_end_reason
+from gpulease.client.core.lease import LeaseHandle, find_end_reason
 from gpulease.client.core.waits import Procedure
 from gpulease.client.errors import GpuLeaseError, Unsupported, error_of
 from gpulease.client.fork_guard import OF_PARENT
@@ -196,7 +196,7 @@ class Attachment:
         at_end: Functions to call once, when the session ends.
     """
 
-    def __init__(self, lease: LeaseState, lock: Any, *, token: bytes, wanted: Wanted, spin: SpinPolicy) -> None:
+    def __init__(self, lease: LeaseHandle, lock: Any, *, token: bytes, wanted: Wanted, spin: SpinPolicy) -> None:
         """Prepare a connection, which `attach` opens.
 
         Args:

@@ -1,6 +1,6 @@
 """A lease in the client: the control requests about it, its renewal, and how it ended.
 
-`LeaseState` holds the lease for both APIs; `LeaseView` is the base of their public classes. `keep_renewed` renews a
+`LeaseHandle` holds the lease for both APIs; `LeaseView` is the base of their public classes. `keep_renewed` renews a
 lease by a `RenewalSchedule`. `find_end_reason` asks the broker how a lease ended after its session's connection ended.
 `LeaseReport` types the map of a LEASE_QUERY.
 """
@@ -274,7 +274,7 @@ _GIVEN_BACK: Final = frozenset({Status.LEASE_FREED, Status.LEASE_EXPIRED, Status
 """Statuses of a repeated LEASE_FREE if the first one was executed, or if the lease's time ran out meanwhile."""
 
 
-class LeaseState:
+class LeaseHandle:
     """A granted lease, and the connection for requests about it.
 
     Attributes:
@@ -313,7 +313,7 @@ class LeaseState:
         self.channel = channel
         self.over: Failure | None = None
         self.outlives_daemon = False
-        self.regions: weakref.WeakValueDictionary[int, LeaseState] = weakref.WeakValueDictionary()
+        self.regions: weakref.WeakValueDictionary[int, LeaseHandle] = weakref.WeakValueDictionary()
         self.attached: Callable[[], Any] = lambda: None
         self.words: SessionWords | None = None
         self.unsettled: dict[OwedReply, None] = {}
@@ -645,7 +645,7 @@ class OwedReply(Owed):
         made: The reply's body, once it came.
     """
 
-    def __init__(self, lease: LeaseState) -> None:
+    def __init__(self, lease: LeaseHandle) -> None:
         super().__init__()
         self.lease = lease
         self.made: Any = None
@@ -723,14 +723,14 @@ class Renewed(Protocol):
     """The part of a lease or region that its renewal uses."""
 
     @property
-    def _state(self) -> LeaseState: ...
+    def _state(self) -> LeaseHandle: ...
 
 
-def state_of(lease: Any) -> LeaseState:
+def state_of(lease: Any) -> LeaseHandle:
     """A lease's state, for a session on it. Raises InvalidRequest for what programs mistake for a lease."""
     state = getattr(lease, "_state", None)
     # A public lease has a state; anything else is a common mistake with a remedy of its own.
-    if isinstance(state, LeaseState):
+    if isinstance(state, LeaseHandle):
         return state
     if isinstance(lease, LeaseRequest):
         raise InvalidRequest("session: the argument must be a lease, not a GpuBuilder", ASK_FIRST)
@@ -741,7 +741,7 @@ def state_of(lease: Any) -> LeaseState:
 class LeaseView:
     """Base of both APIs' leases: all properties that need no request to the daemon."""
 
-    _state: LeaseState
+    _state: LeaseHandle
 
     @property
     def lease_id(self) -> LeaseId:
@@ -830,7 +830,7 @@ def owed_lease() -> OwedGrant:
     return OwedGrant(free_of)
 
 
-def acquire(where: Address | Fleet, wanted: LeaseAlloc, lock: Any, owed: OwedGrant) -> Procedure[LeaseState]:
+def acquire(where: Address | Fleet, wanted: LeaseAlloc, lock: Any, owed: OwedGrant) -> Procedure[LeaseHandle]:
     """Ask a daemon or a fleet for a lease. Raises CapacityExceeded, Unsupported, InvalidRequest, Disconnected.
 
     Args:
@@ -858,7 +858,7 @@ def acquire(where: Address | Fleet, wanted: LeaseAlloc, lock: Any, owed: OwedGra
     return lease
 
 
-def _take_name(lease: LeaseState, name: str) -> Procedure[None]:
+def _take_name(lease: LeaseHandle, name: str) -> Procedure[None]:
     """Ask for the epoch of a lease's name. Frees the lease if its daemon is too old for names."""
     report = yield from lease.query()
     _take_claim(lease, report)
@@ -871,11 +871,11 @@ def _take_name(lease: LeaseState, name: str) -> Procedure[None]:
         raise error_of(failure, doing_of(Opcode.LEASE_ALLOC))
 
 
-def _take_claim(lease: LeaseState, report: LeaseReport) -> None:
+def _take_claim(lease: LeaseHandle, report: LeaseReport) -> None:
     lease.name, lease.epoch = report.get("name", ""), report.get("epoch", 0)
 
 
-def reacquire(lease: LeaseState, lock: Any, owed: OwedGrant) -> Procedure[LeaseState]:
+def reacquire(lease: LeaseHandle, lock: Any, owed: OwedGrant) -> Procedure[LeaseHandle]:
     """Ask for a lease with the request of one that has ended. Raises InvalidRequest if it has not ended."""
     if lease.over is OF_PARENT:
         raise error_of(OF_PARENT, "reacquire")
@@ -893,7 +893,7 @@ def reacquire(lease: LeaseState, lock: Any, owed: OwedGrant) -> Procedure[LeaseS
     return (yield from acquire(lease.fleet or lease.address, lease.asked, lock, owed))
 
 
-def by_token(address: Address, token: bytes, lock: Any) -> Procedure[LeaseState]:
+def by_token(address: Address, token: bytes, lock: Any) -> Procedure[LeaseHandle]:
     """Another tenant's lease, as a token shows it. Raises Denied, naming the check that the token failed."""
 
     def grant_of(held: CapabilityHeld) -> LeaseGrant:
@@ -908,7 +908,7 @@ def by_token(address: Address, token: bytes, lock: Any) -> Procedure[LeaseState]
     return lease
 
 
-def by_environment(address: Address, lock: Any) -> Procedure[LeaseState]:
+def by_environment(address: Address, lock: Any) -> Procedure[LeaseHandle]:
     """The tenant's own lease that GPULEASE_LEASE_ID names. Raises InvalidRequest, or NotFound if there is none."""
     text = os.environ.get(LEASE_ID_VARIABLE, "")
     if not text:
@@ -923,7 +923,7 @@ def by_environment(address: Address, lock: Any) -> Procedure[LeaseState]:
     return (yield from by_id(address, lock, lease_id))
 
 
-def by_id(address: Address, lock: Any, lease_id: int) -> Procedure[LeaseState]:
+def by_id(address: Address, lock: Any, lease_id: int) -> Procedure[LeaseHandle]:
     """The tenant's own lease with that id. Raises NotFound if there is none."""
     # The reply's report has the grant and the name's claim; the list keeps it for the latter.
     reports: list[LeaseReport] = []
@@ -946,7 +946,7 @@ def _open(
     reply_limit_s: float,
     grant_of: Callable[[Any], LeaseGrant],
     owed: OwedGrant | None = None,
-) -> Procedure[LeaseState]:
+) -> Procedure[LeaseHandle]:
     """Connect, send the request that yields a lease, and keep the connection for the lease; close it on any failure.
 
     Args:
@@ -993,8 +993,8 @@ def free_of(granted: LeaseGrant | RegionGrant) -> First:
     return First(Opcode.LEASE_FREE, LeaseRef(granted.lease_id))
 
 
-def _lease_on(channel: Channel, hello: HelloReply, grant: LeaseGrant, lock: Any) -> LeaseState:
-    lease = LeaseState(channel, lock, grant)
+def _lease_on(channel: Channel, hello: HelloReply, grant: LeaseGrant, lock: Any) -> LeaseHandle:
+    lease = LeaseHandle(channel, lock, grant)
     for option in hello.options:
         if option.type == HelloOption.KEEPS_LEASES:
             lease.outlives_daemon = True
@@ -1016,7 +1016,7 @@ def _granted(lease_id: int, report: Any) -> LeaseGrant:
         raise error_of(failure, doing_of(Opcode.LEASE_QUERY)) from None
 
 
-def free_silently(state: LeaseState) -> None:
+def free_silently(state: LeaseHandle) -> None:
     """Send LEASE_FREE if that needs no waiting. Runs in finalizers and after interrupts: never raises."""
     channel = state.channel
     # Not if another thread or task uses the connection. In any case the daemon sees that the connection has ended.
@@ -1161,7 +1161,7 @@ def end_reason_of(report: Mapping[str, object]) -> Failure | None:
     return Failure(status, f"{words}: {reason}" if reason else words, hint, is_kill=is_kill)
 
 
-def find_end_reason(lease: LeaseState, ended: Failure) -> Procedure[Failure]:
+def find_end_reason(lease: LeaseHandle, ended: Failure) -> Procedure[Failure]:
     """Ask the broker how a lease ended after its session's connection ended with `ended`. Raises nothing."""
     last = lease.clock() + END_REASON_WAIT_S
     try:
@@ -1183,7 +1183,7 @@ def find_end_reason(lease: LeaseState, ended: Failure) -> Procedure[Failure]:
     )
 
 
-def follow_regions(lease: LeaseState) -> Procedure[None]:
+def follow_regions(lease: LeaseHandle) -> Procedure[None]:
     """Record the ends of a lease's regions that were opened here as soon as the daemon reports them.
 
     A session with shared memory has their words. Any other learns of an end by its next operation, or by this. Raises
@@ -1210,7 +1210,7 @@ def follow_regions(lease: LeaseState) -> Procedure[None]:
         stream.close()
 
 
-def _unknown_lease(lease: LeaseState, failure: Failure) -> Failure:
+def _unknown_lease(lease: LeaseHandle, failure: Failure) -> Failure:
     """The end of a lease that the daemon has forgotten, some time after it: after its deadline it expired."""
     # By its deadline the lease expired; the daemon forgets ended leases after a while.
     if failure.status is Status.NOT_FOUND and lease.clock() >= lease.deadline:

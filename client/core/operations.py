@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 
 from gpulease.client.core.attachment import Attachment
 from gpulease.client.core.exchange import doing_of, receive, send, wait_for_room
-from gpulease.client.core.lease import LEASE_OVER, LeaseState
+from gpulease.client.core.lease import LEASE_OVER, LeaseHandle
 from gpulease.client.core.waits import Begun, Limit, Locked, Procedure
 from gpulease.client.errors import GpuLeaseError, InvalidHandle, TimedOut, error_of
 from gpulease.client.handles import Handle
@@ -51,7 +51,7 @@ ONE_STREAM_FENCES: Final = STREAMS_FENCES | having(Trait.SETTLES_ALONE)
 class LeaseLimit:
     """Bounds an operation by the lease's deadline. A renewal moves the deadline; then the broker is asked."""
 
-    def __init__(self, lease: LeaseState) -> None:
+    def __init__(self, lease: LeaseHandle) -> None:
         self._lease = lease
 
     def remaining_s(self) -> float:
@@ -75,7 +75,7 @@ class FenceLimit(LeaseLimit):
     A renewal does not extend it: a lease that is kept alive may have no end.
     """
 
-    def __init__(self, lease: LeaseState) -> None:
+    def __init__(self, lease: LeaseHandle) -> None:
         super().__init__(lease)
         self._end = lease.deadline + EXPIRY_MARGIN_S
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from gpulease.client.core.operations import Operations
 from gpulease.client.core.region_sets import RegionSet
-from gpulease.client.core.regions import RegionState, RegionView
+from gpulease.client.core.regions import RegionHandle, RegionView
 from gpulease.client.core.waits import Begun, Procedure
 from gpulease.client.errors import error_of
 from gpulease.protocol import Opcode
@@ -65,7 +65,7 @@ class RefusedRegions:
         yield from self._operations.go_on(doing, ping)
         return number
 
-    def _check(self, regions: Iterable[RegionState], kernel: str, position: int | None, doing: str) -> bool:
+    def _check(self, regions: Iterable[RegionHandle], kernel: str, position: int | None, doing: str) -> bool:
         attachment, operations = self._attachment, self._operations
         # Without the page every launch is the worker's to check.
         if attachment.words is None:

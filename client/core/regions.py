@@ -1,6 +1,6 @@
 """A region in the client: the requests about it, its end, and its use as a buffer of a session.
 
-A region is a lease inside a session, so `RegionState` is a `LeaseState` that uses its lease's connection. A failure
+A region is a lease inside a session, so `RegionHandle` is a `LeaseHandle` that uses its lease's connection. A failure
 that names a region, in the reply to any operation, ends that region here and nothing else.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, Final
 from gpulease.client.core.attachment import Attachment
 from gpulease.client.core.clean_ups import owing
 from gpulease.client.core.events import RefusalStream
-from gpulease.client.core.lease import LEASE_OVER, LeaseState, OwedReply
+from gpulease.client.core.lease import LEASE_OVER, LeaseHandle, OwedReply
 from gpulease.client.core.lease_request import MAX_WIRE_BYTES, milliseconds, size_of, whole
 from gpulease.client.core.waits import Procedure, Sleep
 from gpulease.client.errors import GpuLeaseError, InvalidHandle, InvalidRequest
@@ -39,7 +39,7 @@ _HAS_MEMORY: Final = frozenset({"pending", "active", "draining"})
 """States in which a region's memory is still mapped."""
 
 
-class RegionState(LeaseState):
+class RegionHandle(LeaseHandle):
     """An open region, and its lease, through which requests about the region go.
 
     Attributes:
@@ -52,7 +52,7 @@ class RegionState(LeaseState):
         dropped: Never used: as the owner of a buffer that no session has used yet, it has nothing to free.
     """
 
-    def __init__(self, parent: LeaseState, granted: RegionGrant, tenant: str) -> None:
+    def __init__(self, parent: LeaseHandle, granted: RegionGrant, tenant: str) -> None:
         self.parent = parent
         self.tenant = tenant
         self.address_on_card = granted.address
@@ -187,7 +187,7 @@ class RegionView(BorrowedBuffer):
 
     __slots__ = ("_state",)
 
-    def __init__(self, state: RegionState) -> None:
+    def __init__(self, state: RegionHandle) -> None:
         super().__init__(state, state.address_on_card, state.grant.size_bytes)
         self._state = state
 
@@ -273,20 +273,20 @@ class OwedRegion(OwedReply):
         tenant: Its tenant; "" for the lease's own.
     """
 
-    def __init__(self, lease: LeaseState, tenant: str, region: RegionState | None = None) -> None:
+    def __init__(self, lease: LeaseHandle, tenant: str, region: RegionHandle | None = None) -> None:
         super().__init__(lease)
         self.region = region
         self.tenant = tenant
 
     @classmethod
-    def of(cls, region: RegionState) -> "OwedRegion":
+    def of(cls, region: RegionHandle) -> "OwedRegion":
         """An open region, for a call that closes it."""
         return cls(region.parent, region.tenant, region)
 
-    def opened(self) -> RegionState:
+    def opened(self) -> RegionHandle:
         """The region that was granted."""
         if self.region is None:
-            self.region = RegionState(self.lease, self.made, self.tenant)
+            self.region = RegionHandle(self.lease, self.made, self.tenant)
         return self.region
 
     def _give_back(self) -> Procedure[None]:
@@ -296,17 +296,17 @@ class OwedRegion(OwedReply):
                 yield from self.opened().close()
 
 
-def close_owing(region: RegionState) -> Procedure[None]:
+def close_owing(region: RegionHandle) -> Procedure[None]:
     """Close a region; if that is interrupted, its lease's next request finishes it."""
     return owing(OwedRegion.of(region), region.close())
 
 
-def owed_region(lease: LeaseState, tenant: str | None) -> OwedRegion:
+def owed_region(lease: LeaseHandle, tenant: str | None) -> OwedRegion:
     """What `open_region` may make. Args as there. Raises InvalidRequest."""
     return OwedRegion(lease, "" if tenant is None else bounded(tenant, "region: the tenant", MAX_TEXT_BYTES))
 
 
-def open_region(owed: OwedRegion, size: int | str, ttl_secs: float | None) -> Procedure[RegionState]:
+def open_region(owed: OwedRegion, size: int | str, ttl_secs: float | None) -> Procedure[RegionHandle]:
     """Open a region of a lease. Raises CapacityExceeded, Denied, Unsupported, InvalidRequest and their like.
 
     Args:
@@ -324,7 +324,7 @@ def open_region(owed: OwedRegion, size: int | str, ttl_secs: float | None) -> Pr
     return owed.opened()
 
 
-def resize(lease: LeaseState, more_bytes: int | str, doing: str, sign: int) -> Procedure[None]:
+def resize(lease: LeaseHandle, more_bytes: int | str, doing: str, sign: int) -> Procedure[None]:
     """Make a lease larger (sign 1) or smaller (sign -1). Raises CapacityExceeded or InvalidRequest."""
     yield from lease.settle_owed()
     # The wire has the new size; the program says by how much it changes.

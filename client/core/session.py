@@ -13,7 +13,7 @@ from gpulease.client.core.copies import Copies, CopyCommands
 from gpulease.client.core.graphs import Graphs
 from gpulease.client.core.kept_buffers import KeptBuffers
 from gpulease.client.core.launch import LaunchCommands, Launches
-from gpulease.client.core.lease import LeaseState
+from gpulease.client.core.lease import LeaseHandle
 from gpulease.client.core.lease_request import MAX_WIRE_BYTES, whole
 from gpulease.client.core.operations import Operations
 from gpulease.client.core.refused_regions import RefusedRegions
@@ -55,7 +55,9 @@ class Session:
         kept: The buffers that its lease keeps.
     """
 
-    def __init__(self, lease: LeaseState, lock: Any, *, grant: Grant | None, shared_memory: bool, spin_ns: int) -> None:
+    def __init__(
+        self, lease: LeaseHandle, lock: Any, *, grant: Grant | None, shared_memory: bool, spin_ns: int
+    ) -> None:
         """Prepare a session, which `attach` opens.
 
         Args:

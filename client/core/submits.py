@@ -11,8 +11,8 @@ from gpulease.client.core.lease import (
     END_REASON_POLL_S,
     END_REASON_WAIT_S,
     LEASE_OVER,
+    LeaseHandle,
     LeaseReport,
-    LeaseState,
     SubmitReport,
     by_token,
     end_reason_of,
@@ -162,7 +162,7 @@ class SubmissionBase:
         pairs = zip(body.arguments, types, strict=True)
         return replace(body, arguments=tuple(replace(a, kind=TYPED_VALUE + of) if of else a for a, of in pairs))
 
-    def _run_on(self, lease: LeaseState) -> Procedure[list[bytes]]:
+    def _run_on(self, lease: LeaseHandle) -> Procedure[list[bytes]]:
         """Run the job; returns the outputs in the order of their arguments."""
         if lease.over is not None:
             raise error_of(lease.over, "submit")
@@ -183,7 +183,7 @@ class SubmissionBase:
             lease.channel.close()
 
 
-def _options(lease: LeaseState) -> tuple[Tlv, ...]:
+def _options(lease: LeaseHandle) -> tuple[Tlv, ...]:
     return (Tlv(AttachOption.TOKEN, lease.token),) if lease.token else ()
 
 
@@ -199,7 +199,7 @@ def _check_size(body: SubmitRun) -> None:
 
 
 def _run(
-    lease: LeaseState, body: SubmitRun, typed: SubmitRun, opening: GpuSubmit, limit_s: float
+    lease: LeaseHandle, body: SubmitRun, typed: SubmitRun, opening: GpuSubmit, limit_s: float
 ) -> Procedure[list[bytes]]:
     """Run a job over a connection of its own; returns the outputs.
 
@@ -244,7 +244,7 @@ def _number_of(opened: AttachReply) -> int:
 
 
 def _end_error(
-    lease: LeaseState, failure: Failure, number: int | None, *, is_explained: bool
+    lease: LeaseHandle, failure: Failure, number: int | None, *, is_explained: bool
 ) -> Procedure[GpuLeaseError]:
     """The error of a job after its connection ended without a reply.
 

@@ -11,7 +11,7 @@ from gpulease.client.core.attachment import OwedAttachment
 from gpulease.client.core.copies import SMALL_READ_BYTES
 from gpulease.client.core.elementwise import ElementwiseOperation
 from gpulease.client.core.launch import KernelArguments, LaunchAttributes
-from gpulease.client.core.lease import LeaseState, by_environment, by_token, state_of
+from gpulease.client.core.lease import LeaseHandle, by_environment, by_token, state_of
 from gpulease.client.core.lease_request import address_of
 from gpulease.client.core.region_sets import RegionSet
 from gpulease.client.core.session import Session, SessionView
@@ -108,7 +108,7 @@ class GpuSession(SessionView):
             InvalidRequest: No token was given, and GPULEASE_LEASE_ID is not set.
         """
         where, lock = address_of(address), threading.RLock()
-        state: LeaseState | None = None
+        state: LeaseHandle | None = None
         try:
             state = drive(by_environment(where, lock) if token is None else by_token(where, token_of(token), lock))
             return cls(GpuSharedLease(state), shared_memory=shared_memory)

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from gpulease.client.core.lease import LeaseState
+from gpulease.client.core.lease import LeaseHandle
 from gpulease.client.decode.decode_log import LINE_EVERY_S, LINES_AT_ONCE, MAX_TEXT_CHARACTERS, DecodeLog
 from gpulease.client.decode.engine.engine import BlockPool, DecodeEngine
 from gpulease.client.decode.supervisor import engine_losses, tenant_regions
@@ -58,17 +58,17 @@ def test_a_region_whose_renewal_is_refused_is_logged_and_its_tenant_gets_another
     # Renewed after three quarters of it, so long before it is left.
     monkeypatch.setattr(tenant_regions, "REGION_TTL_S", 2.0)
     monkeypatch.setattr(tenant_regions, "MOVE_BEFORE_S", 0.05)
-    renew = LeaseState.renew
+    renew = LeaseHandle.renew
 
     async def scene(decoder: Decoder) -> None:
         refused = decoder.regions.pools["c"].region
 
-        def renew_or_refuse(state: LeaseState, *arguments: object, **options: object) -> object:
+        def renew_or_refuse(state: LeaseHandle, *arguments: object, **options: object) -> object:
             if state is refused._state:
                 raise Denied("it is another tenant's")
             return renew(state, *arguments, **options)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(LeaseState, "renew", renew_or_refuse)
+        monkeypatch.setattr(LeaseHandle, "renew", renew_or_refuse)
         pools = decoder.regions.pools
         while not lines_of(caplog, "region_renewal_refused"):  # noqa: ASYNC110  # nothing else tells of it
             await asyncio.sleep(0.02)
